@@ -1,0 +1,52 @@
+"""Every error this library raises on purpose.
+
+    HybridRLError
+    ├── ConfigError              a setting is unknown, of the wrong type, out of range, or contradicts another (also a ValueError)
+    ├── DataError                a dataset or a batch is not what its reader needs (also a ValueError)
+    ├── CheckpointError          a checkpoint is missing, incomplete or damaged
+    ├── PlacementError           the cluster cannot hold what was asked for
+    ├── StaleWeightsError        a rollout's weights are not the ones that were pushed
+    ├── WorkerLost               a worker process is gone: role, rank, method
+    └── CallTimeout              a call did not answer before its deadline (also a TimeoutError)
+
+A user's own exception in a worker keeps its type; it gains an address (`role`, `rank`, `method`) as a note.
+"""
+
+
+class HybridRLError(Exception):
+    """Root of the tree above."""
+
+
+class ConfigError(HybridRLError, ValueError):
+    """A setting cannot be used; the message names the key, the value and the way out."""
+
+
+class DataError(HybridRLError, ValueError):
+    """A dataset or batch cannot be used; the message names the file or column and the way out."""
+
+
+class CheckpointError(HybridRLError):
+    """A checkpoint cannot be written or read; the message names the path and the part."""
+
+
+class PlacementError(HybridRLError):
+    """The cluster cannot hold the job; the message says what is missing where."""
+
+
+class StaleWeightsError(HybridRLError):
+    """A rollout does not hold the weights that were pushed to it, and refuses to generate."""
+
+
+class WorkerLost(HybridRLError):
+    """A worker process died. `role`, `rank`, `method` say where, `cause` says why."""
+
+    def __init__(self, role: str, rank: int, method: str, cause: str):
+        super().__init__(role, rank, method, cause)
+        self.role, self.rank, self.method, self.cause = role, rank, method, cause
+
+    def __str__(self) -> str:
+        return f"worker {self.role}-{self.rank} was lost while running {self.method}(): {self.cause}"
+
+
+class CallTimeout(HybridRLError, TimeoutError):
+    """A call on a worker group ran past its deadline; the message names who was waited for."""
