@@ -1,0 +1,199 @@
+"""Rows of one column: cut, picked, joined and compared, for dense tensors, jagged nested tensors and numpy arrays alike.
+
+A column is a tensor or an array whose first dimension counts rows. This file knows nothing about batches of several columns
+(`protocol.py`) and nothing about bytes (`serialization.py`).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.errors import DataError
+
+Column = torch.Tensor | np.ndarray
+RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+def check_tensor_column(name: Any, tensor: Any) -> None:
+    """Refuse what rows cannot be taken from: TypeError for no tensor, DataError for sparse and strided nested layouts."""
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"batch column {name!r} is {type(tensor).__name__}; batch columns are tensors under string names")
+    if tensor.is_nested and tensor.layout != torch.jagged:
+        raise DataError(f"batch column {name!r} is a nested tensor of layout {tensor.layout}; build it with layout=torch.jagged")
+    if tensor.layout not in (torch.strided, torch.jagged):
+        raise DataError(f"batch column {name!r} has layout {tensor.layout}; use .to_dense() first")
+    if tensor.dim() == 0:
+        raise DataError(f"batch column {name!r} has no row dimension; a number that belongs to the whole batch goes to meta_info")
+
+
+def check_array_column(name: Any, array: Any, num_rows: int) -> None:
+    """Refuse an array that does not have `num_rows` rows (DataError), and what is no array (TypeError)."""
+    if not isinstance(name, str) or not isinstance(array, np.ndarray):
+        raise TypeError(f"non_tensor_batch column {name!r} is {type(array).__name__}; these columns are numpy arrays under string names")
+    if array.ndim == 0 or len(array) != num_rows:
+        size = len(array) if array.ndim else "no"
+        raise DataError(f"non_tensor_batch column {name!r} has {size} rows, the batch has {num_rows}")
+
+
+def object_array(values: Any) -> np.ndarray:
+    """Return values as an object array, one row per entry; entries whose shapes differ inside become one object each."""
+    try:
+        return np.array(values, dtype=object)
+    except ValueError:
+        return _one_object_per_row(values)
+
+
+def _one_object_per_row(values: Sequence) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def row_index(rows: RowIndex, num_rows: int) -> torch.Tensor:
+    """Return the picked rows as a (K,) int64 tensor of numbers in [0, num_rows), from numbers (negative ones count from the end) or a mask.
+
+    Errors: TypeError for a dtype that is neither int nor bool, DataError for a mask of another length or an index of more than one
+    dimension, IndexError for a row that is not there.
+    """
+    index = np.asarray(rows.detach().cpu() if isinstance(rows, torch.Tensor) else rows)
+    if index.ndim != 1:
+        raise DataError(f"rows are picked by a flat list of numbers or a mask, got an index of shape {index.shape}")
+    if index.dtype == bool:
+        if len(index) != num_rows:
+            raise DataError(f"the mask has {len(index)} entries, the batch has {num_rows} rows")
+        return torch.from_numpy(np.flatnonzero(index))
+    if not len(index):
+        return torch.zeros(0, dtype=torch.int64)
+    if index.dtype.kind not in "iu":
+        raise TypeError(f"rows are picked by integers or booleans, got {index.dtype}")
+    outside = index[(index < -num_rows) | (index >= num_rows)]
+    if len(outside):
+        raise IndexError(f"row {outside[0]} is not in a batch of {num_rows} rows")
+    return torch.from_numpy(index.astype(np.int64) % num_rows)
+
+
+def even_bounds(num_rows: int, parts: int) -> list[tuple[int, int]]:
+    """Return [start, stop) of `parts` runs of consecutive rows whose sizes differ by at most one, larger first."""
+    if parts < 1:
+        raise ValueError(f"rows cannot be cut into {parts} pieces; at least 1 is needed")
+    small, larger = divmod(num_rows, parts)
+    ends = [0, *accumulate(small + (i < larger) for i in range(parts))]
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def take_rows(column: Column, rows: torch.Tensor) -> Column:
+    """Return a copy with the given rows, in that order; `rows` comes from `row_index`."""
+    if isinstance(column, np.ndarray):
+        return column[rows.numpy()]
+    if column.is_nested:
+        return _take_jagged(column, rows.to(column.device))
+    return column.index_select(0, rows.to(column.device))
+
+
+def slice_rows(column: Column, start: int, stop: int) -> Column:
+    """Return rows [start, stop): a view, except of a jagged tensor, for which torch has none."""
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        return take_rows(column, torch.arange(start, stop))
+    return column[start:stop]
+
+
+def without_holes(jagged: torch.Tensor) -> torch.Tensor:
+    """Return a jagged tensor whose values hold nothing but its rows (a narrowed one also carries what was narrowed away)."""
+    return jagged.contiguous() if jagged.lengths() is not None else jagged
+
+
+def jagged_dim(jagged: torch.Tensor) -> int:
+    # torch has no public name for it, and a product of shapes cannot tell which of the dimensions is the ragged one.
+    return jagged._ragged_idx
+
+
+def _take_jagged(jagged: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    jagged = without_holes(jagged)
+    lengths = jagged.offsets().diff()[rows]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    shift = jagged.offsets()[:-1][rows] - offsets[:-1]
+    positions = torch.arange(int(offsets[-1]), device=rows.device) + shift.repeat_interleave(lengths)
+    ragged = jagged_dim(jagged)
+    values = jagged.values().index_select(ragged - 1, positions)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+
+
+def concat_rows(name: str, pieces: Sequence[Column]) -> Column:
+    """Return the rows of all pieces, copied. Raises DataError naming the column when dtypes or row shapes differ."""
+    if isinstance(pieces[0], np.ndarray):
+        return _concat_arrays(name, pieces)
+    kinds = [(str(p.dtype), "jagged" if p.is_nested else tuple(p.shape[1:])) for p in pieces]
+    for number, kind in enumerate(kinds):
+        # torch.cat would promote: int64 next to float32 loses digits without a word.
+        if kind != kinds[0]:
+            raise DataError(
+                f"column {name!r} cannot be concatenated: rows of piece 0 are {kinds[0][0]} {kinds[0][1]}, "
+                f"of piece {number} {kind[0]} {kind[1]}; pad or cast them first"
+            )
+    return _concat_jagged(pieces) if pieces[0].is_nested else torch.cat(list(pieces))
+
+
+def _concat_arrays(name: str, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    if any(p.dtype == object for p in pieces) and len({p.shape[1:] for p in pieces}) > 1:
+        # Lists of equal length make a two-dimensional object array, others a flat one: which it is may differ between pieces.
+        pieces = [_one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in pieces]
+    try:
+        return np.concatenate(pieces)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"column {name!r} cannot be concatenated: {error}") from None
+
+
+def _concat_jagged(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    pieces = [without_holes(p) for p in pieces]
+    ragged = jagged_dim(pieces[0])
+    lengths = torch.cat([p.offsets().diff() for p in pieces])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    values = torch.cat([p.values() for p in pieces], dim=ragged - 1)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+
+
+def num_bytes(column: Column) -> int:
+    """Return the size of a column's own values in bytes; of an object array only the references count."""
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        column = column.values()
+    return column.nbytes
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two values are the same all the way down; NaN equals NaN, 1 equals 1.0 as in Python, a tensor no array."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _equal_tensors(a, b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and _equal_arrays(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.is_nested != b.is_nested:
+        return False
+    if a.is_nested:
+        a, b = without_holes(a), without_holes(b)
+        same_rows = jagged_dim(a) == jagged_dim(b) and _equal_tensors(a.offsets(), b.offsets())
+        return same_rows and _equal_tensors(a.values(), b.values())
+    if a.shape != b.shape:
+        return False
+    b = b.to(a.device)
+    return torch.equal(a, b) or bool(((a == b) | (a != a) & (b != b)).all())
+
+
+def _equal_arrays(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape:
+        return False
+    if a.dtype == object or b.dtype == object:
+        return all(map(equal, a.flat, b.flat))
+    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")

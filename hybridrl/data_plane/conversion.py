@@ -1,0 +1,69 @@
+"""A batch in other forms: as one TensorDict that also holds what is no tensor, and as text for a person."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from hybridrl.data_plane.columns import num_bytes, object_array
+from hybridrl.errors import DataError
+
+Parts = tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]
+
+
+def split_tensordict(tensor_dict: TensorDict) -> Parts:
+    """Return (tensor columns, other columns, meta information): `NonTensorStack` entries are columns, `NonTensorData` meta."""
+    arrays = {name: _column_array(v.tolist()) for name, v in tensor_dict.items() if isinstance(v, NonTensorStack)}
+    meta_info = {name: v.data for name, v in tensor_dict.items() if isinstance(v, NonTensorData)}
+    tensors = {name: v for name, v in tensor_dict.items() if name not in arrays and name not in meta_info}
+    return tensors, arrays, meta_info
+
+
+def _column_array(values: list) -> np.ndarray:
+    """A numeric column comes back as one: `join_tensordict` leaves its values numpy numbers, which other columns seldom hold."""
+    numeric = bool(values) and all(isinstance(value, np.generic) for value in values)
+    return np.array(values) if numeric else object_array(values)
+
+
+def join_tensordict(
+    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any], *, num_rows: int
+) -> TensorDict:
+    """Return the three parts as one TensorDict, as `split_tensordict` reads it. A name used twice is a DataError."""
+    twice = sorted({*tensors} & {*arrays} | {*tensors, *arrays} & {*meta_info})
+    if twice:
+        raise DataError(f"columns and meta_info share the names {twice}; rename or pop them first")
+    result = TensorDict(dict(tensors), batch_size=[num_rows])
+    for name, array in arrays.items():
+        result[name] = NonTensorStack(*[NonTensorData(value) for value in array])
+    for name, value in meta_info.items():
+        result.set_non_tensor(name, value)
+    return result
+
+
+def describe(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> str:
+    """Return one line per column with shape, dtype and device, and one per meta_info key with its type."""
+    lines = ["batch"]
+    lines += [f"  {name}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}" for name, tensor in tensors.items()]
+    lines += ["non_tensor_batch"]
+    lines += [f"  {name}: ndarray{array.shape} ({array.dtype})" for name, array in arrays.items()]
+    lines += ["meta_info"]
+    lines += [f"  {name}: {_type_name(value)}" for name, value in meta_info.items()]
+    return "\n".join(lines)
+
+
+def _type_name(value: Any) -> str:
+    """The type with what it holds, judged by the first entry: `list[int]`, `dict[str: float]`."""
+    if isinstance(value, list | tuple) and value:
+        return f"{type(value).__name__}[{_type_name(value[0])}]"
+    if isinstance(value, dict) and value:
+        key, entry = next(iter(value.items()))
+        return f"dict[{type(key).__name__}: {_type_name(entry)}]"
+    return type(value).__name__
+
+
+def size_report(tensors: Iterable[torch.Tensor], arrays: Iterable[np.ndarray]) -> str:
+    """Return the sizes of both kinds of columns in GiB; object columns count as references."""
+    gib = [sum(map(num_bytes, columns)) / 1024**3 for columns in (tensors, arrays)]
+    return f"Size of tensordict: {gib[0]:.6f} GB, size of non_tensor_batch: {gib[1]:.6f} GB"

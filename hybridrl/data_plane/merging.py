@@ -1,0 +1,103 @@
+"""Dictionaries of a batch put together: columns that may overlap, meta information of many pieces, metrics of many workers.
+
+Whatever is in two places must agree; nothing is overwritten silently. Rows are `columns.py`'s business.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from tensordict import TensorDict
+
+from hybridrl.data_plane.columns import Column, concat_rows, equal
+from hybridrl.errors import DataError
+
+D = TypeVar("D", bound=dict)
+
+METRICS = "metrics"
+
+
+def check_union(kind: str, first: Mapping, second: Mapping) -> None:
+    """Raise DataError naming the key unless everything that both mappings hold is equal (NaN equals NaN)."""
+    for key in second:
+        if key in first and not equal(first[key], second[key]):
+            raise DataError(f"{kind} {key!r} is in both batches with different content; rename or drop one of them first")
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Put the second one's tensors into the first, in place, and return it. Tensors in both must be equal (else DataError)."""
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise DataError(f"batches of {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows have no union")
+    check_union("tensor column", dict(tensor_dict1.items()), dict(tensor_dict2.items()))
+    for key in set(tensor_dict2.keys()) - set(tensor_dict1.keys()):
+        tensor_dict1.set(key, tensor_dict2.get(key))
+    return tensor_dict1
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Put the second one's arrays into the first, in place, and return it. Arrays in both must be equal, deeply (else DataError)."""
+    return _union("non-tensor column", tensor_dict1, tensor_dict2)
+
+
+def union_two_dict(dict1: dict, dict2: dict) -> dict:
+    """Put the second one's entries into the first, in place, and return it. Entries in both must be equal, deeply (else DataError)."""
+    return _union("meta_info key", dict1, dict2)
+
+
+def _union(kind: str, first: D, second: D) -> D:
+    check_union(kind, first, second)
+    first.update({key: value for key, value in second.items() if key not in first})
+    return first
+
+
+def concat_columns(pieces: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Return each column's rows of all pieces. Every piece must have the same columns (else DataError naming those that differ)."""
+    for number, piece in enumerate(pieces):
+        differing = piece.keys() ^ pieces[0].keys()
+        if differing:
+            raise DataError(f"pieces 0 and {number} cannot be concatenated: only one of them has the columns {sorted(differing)}")
+    return {name: concat_rows(name, [piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def merge_meta_info(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the meta information of a concatenation.
+
+    `metrics` (a dict, or a list of dicts) becomes one dict of lists over all parts; any other key that several parts have must hold
+    the same value everywhere (else DataError with both values).
+    """
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for part in parts:
+        for key, value in part.items():
+            if key == METRICS:
+                metrics += [] if value is None else value if isinstance(value, list) else [value]
+            elif key in merged and not equal(merged[key], value):
+                raise DataError(f"conflicting values for meta_info key {key!r}: {_short(merged[key])} and {_short(value)}")
+            else:
+                merged[key] = value
+    if metrics:
+        merged[METRICS] = _flatten_metrics(metrics)
+    return merged
+
+
+def _flatten_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    """A worker without rows reports no metrics, so keys may differ; a list counts as that many values."""
+    flat: dict[str, list] = {}
+    for part in metrics:
+        for key, value in part.items():
+            flat.setdefault(key, []).extend(value if isinstance(value, list) else [value])
+    return flat
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    """Return {key: [value in each dict]}. Every dict must have the same keys (else DataError naming those that differ)."""
+    for number, entry in enumerate(list_of_dict):
+        differing = entry.keys() ^ list_of_dict[0].keys()
+        if differing:
+            raise DataError(f"dicts 0 and {number} differ in the keys {sorted(differing)}")
+    return {key: [entry[key] for entry in list_of_dict] for key in (list_of_dict[0] if list_of_dict else ())}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

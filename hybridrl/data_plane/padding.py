@@ -1,0 +1,87 @@
+"""Batches brought to a wanted number of rows and back: repeated rows that are dropped later, and rows folded into one another.
+
+Dispatch needs none of this (any batch goes to any number of workers); it is here for those who cut batches themselves.
+"""
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+
+from hybridrl.errors import DataError
+
+if TYPE_CHECKING:
+    from hybridrl.protocol import DataProto
+
+AUTO_PADDING_KEY = "_verl_auto_padding"
+
+
+class _AutoPadding(type):
+    """Makes `auto_padding` readable and settable on the class itself."""
+
+    _enabled = False
+
+    @property
+    def auto_padding(cls) -> bool:
+        return cls._enabled or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("1", "TRUE")
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        cls._enabled = enabled
+
+
+class DataProtoConfig(metaclass=_AutoPadding):
+    """`auto_padding`: every batch of this process may be chunked unevenly (also by the environment variable VERL_AUTO_PADDING=1)."""
+
+
+def pad_dataproto_to_divisor(data: "DataProto", size_divisor: int) -> tuple["DataProto", int]:
+    """Return (batch, added rows): the rows repeated from the first one on until their number is a multiple of `size_divisor`.
+
+    Nothing is copied when nothing is added. An empty batch stays empty.
+    """
+    if size_divisor < 1:
+        raise ValueError(f"size_divisor={size_divisor} must be at least 1")
+    num_added = -len(data) % size_divisor
+    if num_added == 0:
+        return data, 0
+    return data.select_idxs(torch.arange(len(data) + num_added) % len(data)), num_added
+
+
+def unpad_dataproto(data: "DataProto", pad_size: int) -> "DataProto":
+    """Return the batch without its last `pad_size` rows (a view)."""
+    if not 0 <= pad_size <= len(data):
+        raise ValueError(f"pad_size={pad_size} rows cannot be dropped from a batch of {len(data)}")
+    return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def fold_batch_dim(data: "DataProto", new_batch_size: int) -> "DataProto":
+    """Return `new_batch_size` rows, each holding consecutive old ones: a column (B, ...) becomes (new, B / new, ...)."""
+    if new_batch_size < 1 or len(data) % new_batch_size:
+        raise DataError(f"{len(data)} rows cannot be folded into {new_batch_size} of equal size")
+    return _reshape(data, new_batch_size, (new_batch_size, len(data) // new_batch_size), drop=1)
+
+
+def unfold_batch_dim(data: "DataProto", batch_dims: int = 2) -> "DataProto":
+    """Return the batch with the first `batch_dims` dimensions of every column made one; the inverse of `fold_batch_dim`."""
+    leading = {name: tuple(column.shape[:batch_dims]) for name, column in {**_tensors(data), **data.non_tensor_batch}.items()}
+    first = next(iter(leading.values()), ())
+    if len(first) != batch_dims or set(leading.values()) != {first}:
+        raise DataError(f"the first {batch_dims} dimensions must be the same in every column, got {leading}")
+    num_rows = math.prod(first)
+    return _reshape(data, num_rows, (num_rows,), drop=batch_dims)
+
+
+def _tensors(data: "DataProto") -> dict[str, torch.Tensor]:
+    return {} if data.batch is None else dict(data.batch.items())
+
+
+def _reshape(data: "DataProto", num_rows: int, leading: tuple[int, ...], *, drop: int) -> "DataProto":
+    nested = [name for name, tensor in _tensors(data).items() if tensor.is_nested]
+    if nested:
+        raise DataError(f"rows of nested columns cannot be folded: {nested}; pop them or make them dense")
+    tensors = {name: tensor.reshape(*leading, *tensor.shape[drop:]) for name, tensor in _tensors(data).items()}
+    arrays = {name: array.reshape(*leading, *array.shape[drop:]) for name, array in data.non_tensor_batch.items()}
+    batch = None if data.batch is None else TensorDict(tensors, batch_size=[num_rows])
+    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)

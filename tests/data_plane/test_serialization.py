@@ -1,0 +1,110 @@
+"""A batch as bytes: pickle in every protocol, and files."""
+
+import copy
+import os
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.errors import DataError
+from hybridrl.protocol import DataProto
+from tests.data_plane.sample_batches import jagged, labels, obs, round_trip, three_rows
+
+pytestmark = pytest.mark.timeout(60)
+
+TENSORS = {
+    "bf16": torch.tensor([[1.5, -2.0], [0.0, 3.0]], dtype=torch.bfloat16),
+    "fp8": torch.tensor([[1.0, 2.0], [4.0, 0.5]]).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
+    "complex": torch.tensor([1 + 2j, 3 - 1j]),
+    "transposed": torch.arange(6).reshape(3, 2).t(),
+    "every second": torch.arange(8.0).reshape(4, 2)[::2],
+    "expanded": torch.tensor([[7], [8]]).expand(2, 1000),
+    "no columns": torch.zeros(2, 0),
+    "jagged": jagged([1.0, 2.0, 3.0], [4.0], dtype=torch.float16),
+    "jagged wide": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged),
+    "jagged last": torch.nested.nested_tensor_from_jagged(torch.arange(10.0).view(2, 5), torch.tensor([0, 2, 5]), jagged_dim=2),
+    "jagged with holes": torch.nested.narrow(
+        torch.arange(12.0).view(2, 6), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged
+    ),
+    "gradient": torch.tensor([1.0, 2.0], requires_grad=True),
+}
+
+
+def plain_rows(tensor: torch.Tensor) -> list:
+    return [row.to(torch.complex64 if row.is_complex() else torch.float64).tolist() for row in tensor.detach().unbind()]
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("way", ["out of band", "read-only", "in band", "protocol 4", "deepcopy", "disk"])
+def test_every_tensor_arrives_as_it_was(name, way, tmp_path):
+    data = DataProto.from_dict({"x": TENSORS[name]}, meta_info={"k": 1})
+    data.save_to_disk(tmp_path / "batch")
+    back = {
+        "out of band": lambda: round_trip(data),
+        "read-only": lambda: round_trip(data, freeze=True),
+        "in band": lambda: pickle.loads(pickle.dumps(data, protocol=5)),
+        "protocol 4": lambda: pickle.loads(pickle.dumps(data, protocol=4)),
+        "deepcopy": lambda: copy.deepcopy(data),
+        "disk": lambda: DataProto.load_from_disk(tmp_path / "batch"),
+    }[way]()
+    assert back.batch["x"].dtype == TENSORS[name].dtype and plain_rows(back.batch["x"]) == plain_rows(TENSORS[name])
+    for part in (back, back[:0], back[1:]):
+        assert plain_rows(round_trip(part).batch["x"]) == plain_rows(part.batch["x"])
+    assert not back.batch["x"].requires_grad and back.meta_info == {"k": 1}
+
+
+def test_pickle_5_sends_all_numbers_out_of_band_and_of_a_view_only_its_rows():
+    data = DataProto.from_dict({"x": torch.zeros(1000, 1000), "y": torch.zeros(1000, 2)})
+    data.non_tensor_batch["weight"] = np.zeros((1000, 300))[:, ::3]
+    data.non_tensor_batch["text"] = np.array(["t"] * 1000, dtype=object)
+    buffers: list[pickle.PickleBuffer] = []
+    payload = pickle.dumps(data[:10], protocol=5, buffer_callback=buffers.append)
+    assert sorted(b.raw().nbytes for b in buffers) == [10 * 2 * 4, 10 * 100 * 8, 10 * 1000 * 4]
+    assert len(payload) < 2000
+
+
+def test_disk_keeps_all_three_parts_and_leaves_no_other_file(tmp_path):
+    data = three_rows(steps=[1, 2], scale=np.float32(0.5), nested={"t": torch.tensor([1.0], dtype=torch.bfloat16)}, pair=(1, None))
+    data.non_tensor_batch["prompt"] = np.array([np.array([{"role": "user"}], dtype=object), {"a": (1, 2)}, 1 + 2j], dtype=object)
+    data.save_to_disk(tmp_path / "batch")
+    assert os.listdir(tmp_path) == ["batch"]
+    back = DataProto.load_from_disk(tmp_path / "batch")
+    assert obs(back) == obs(data) and labels(back) == labels(data) and back.non_tensor_batch["weight"].tolist() == [0.5, 1.5, 2.5]
+    assert back.non_tensor_batch["prompt"][0][0] == {"role": "user"} and back.meta_info["pair"] == (1, None)
+    assert back.meta_info["nested"]["t"].dtype == torch.bfloat16 and back.meta_info["scale"] == np.float32(0.5)
+    back.batch["obs"][0, 0] = 9
+
+
+def test_disk_refuses_what_is_not_plain_data_and_keeps_the_old_file(tmp_path):
+    path = tmp_path / "batch"
+    three_rows().save_to_disk(path)
+    with pytest.raises(DataError, match=r"fractions\.Fraction is not plain data"):
+        three_rows(share=Fraction(1, 2)).save_to_disk(path)
+    assert os.listdir(tmp_path) == ["batch"] and len(DataProto.load_from_disk(path)) == 3
+
+
+class _RunsCode:
+    def __reduce__(self):
+        return os.mkdir, (_RunsCode.target,)
+
+
+@pytest.mark.parametrize("kind", ["code", "truncated", "other pickle", "text"])
+def test_a_file_that_is_no_batch_is_refused_and_runs_nothing(kind, tmp_path):
+    path = tmp_path / "batch"
+    three_rows().save_to_disk(path)
+    _RunsCode.target = str(tmp_path / "made")
+    content = {
+        "code": pickle.dumps(_RunsCode()),
+        "truncated": path.read_bytes()[:200],
+        "other pickle": pickle.dumps({1: 2}),
+        "text": b"obs,1",
+    }
+    path.write_bytes(content[kind])
+    with pytest.raises(DataError, match="batch"):
+        DataProto.load_from_disk(path)
+    assert not (tmp_path / "made").exists()
