@@ -1,0 +1,130 @@
+"""KL to the reference policy: its estimators, its coefficient, and its place in the reward.
+
+Shape letters: B rows, T response tokens. All estimators look at the sampled token only, so that one number per token is enough;
+the KL over the whole vocabulary is not computed here. k1, k2, k3: J. Schulman, "Approximating KL Divergence", 2020,
+http://joschu.net/blog/kl-approx.html.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from hybridrl.algos import registry
+from hybridrl.algos.masked import masked_mean
+from hybridrl.algos.shapes import check_same_shape
+from hybridrl.errors import CheckpointError, DataError
+
+MAX_LOG_RATIO = 20.0
+"""Limit of the exponent in k3, so that exp() does not overflow; verl's value."""
+MAX_K3 = 10.0
+"""Limit of k3 itself: one token the policy has nearly given up must not outweigh the batch; verl's value."""
+MAX_RELATIVE_ERROR = 0.2
+"""Limit of the adaptive controller's error, arXiv:1909.08593."""
+
+
+def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return an estimate of KL(policy || reference) per token, of the inputs' shape, with d = log_probs - ref_log_probs.
+
+        kl, k1          d                       unbiased, may be negative
+        abs             |d|
+        mse, k2         d^2 / 2                 biased, small variance, its gradient is that of the KL
+        low_var_kl, k3  exp(-d) - 1 + d         unbiased, never negative; -d limited to +-20, the result to 10
+
+    Gradients are those of the formula as written (0 where a limit holds). Not masked.
+    Errors: ConfigError for an unknown kind, DataError for shapes that differ.
+    """
+    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    return registry.find(_KINDS, kind, key="kl_penalty")(log_probs - ref_log_probs)
+
+
+def apply_kl_penalty(
+    token_level_scores: torch.Tensor,
+    log_probs: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    coef: float,
+    kind: str,
+) -> tuple[torch.Tensor, float]:
+    """Return (token_level_rewards_BT, mean_sequence_kl), all inputs (B, T).
+
+        token_level_rewards = token_level_scores - coef kl        on the mask; the scores as they are off it
+
+    `mean_sequence_kl` is the mean over sequences of the mean over a sequence's tokens, without `coef` (verl's
+    `actor/reward_kl_penalty`); rows without a token are no sequence. Errors: as `kl_penalty`.
+    """
+    check_same_shape(token_level_scores=token_level_scores, log_probs=log_probs, response_mask=response_mask)
+    mask_BT = response_mask.bool()
+    kl_BT = kl_penalty(log_probs, ref_log_prob, kind)
+    kl_BT = torch.where(mask_BT, kl_BT, torch.zeros_like(kl_BT))
+    mean_sequence_kl = masked_mean(masked_mean(kl_BT, mask_BT, dim=1), mask_BT.any(dim=1))
+    return token_level_scores - coef * kl_BT, float(mean_sequence_kl)
+
+
+class FixedKLController:
+    """A coefficient that stays as it was set. It has no state: a resumed run takes it from its settings."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Do nothing: a run that was adaptive before now goes on with the coefficient of its settings."""
+
+
+class AdaptiveKLController:
+    """A coefficient steered towards a target KL, arXiv:1909.08593, section 2.2.
+
+        e = clip(current_kl / target_kl - 1, -0.2, 0.2)        value <- value (1 + e n_steps / horizon)
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
+        self.value = init_kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move the coefficient after `n_steps` samples with mean KL `current_kl`. Errors: DataError if it is not finite."""
+        if not math.isfinite(current_kl):
+            raise DataError(f"the KL to the reference policy is {current_kl}: log-probs are not finite, the policy has diverged")
+        error = min(max(current_kl / self.target_kl - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a saved coefficient. Errors: CheckpointError if the saved run had none (a fixed controller)."""
+        if "value" not in state:
+            raise CheckpointError(
+                "the checkpoint has no adaptive KL coefficient to continue from; "
+                "resume with the algorithm.kl_ctrl.type it was written with (fixed)"
+            )
+        self.value = float(state["value"])
+
+
+def _k3(difference: torch.Tensor) -> torch.Tensor:
+    exponent = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # expm1 keeps the small results that exp(x) - 1 rounds away; the lower limit removes its last rounding error.
+    return (torch.expm1(exponent) - exponent).clamp(0, MAX_K3)
+
+
+def _k2(difference: torch.Tensor) -> torch.Tensor:
+    return 0.5 * difference**2
+
+
+_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "kl": lambda difference: difference,
+    "k1": lambda difference: difference,
+    "abs": torch.abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}

@@ -1,0 +1,150 @@
+"""How rows are cut into micro-batches, and how they are spread over ranks.
+
+Both functions take lengths or weights and give back row indices; they move no data. Both are deterministic: the same numbers
+give the same answer in every process.
+"""
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hybridrl.errors import DataError
+
+Numbers = Sequence[float] | torch.Tensor
+
+
+def micro_batches(
+    lengths: Sequence[int] | torch.Tensor, *, max_rows: int | None = None, max_tokens: int | None = None, packed: bool = False
+) -> list[list[int]]:
+    """Return groups of row indices, each row in exactly one group, the longest rows in the first group.
+
+    A group has at most `max_rows` rows and costs at most `max_tokens`; None is no limit, and no limit at all is one group.
+    The cost is what is computed: rows x longest row in the padded layout (rows are sorted by length, so that padding is
+    small, and the number of groups is the least possible), the sum of lengths when `packed` (first-fit decreasing: a few
+    more groups than the least possible). The longest rows come first so that memory runs out at once or not
+    at all. Not balanced between ranks: ranks may have different numbers of groups.
+    Errors: DataError if a single row is longer than `max_tokens`; ValueError for a limit below 1.
+    """
+    for name, limit in (("max_rows", max_rows), ("max_tokens", max_tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name}={limit} must be at least 1")
+    lengths = _plain(lengths)
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    if order and max_tokens is not None and lengths[order[0]] > max_tokens:
+        raise DataError(
+            f"row {order[0]} has {lengths[order[0]]} tokens, and a micro-batch may have {max_tokens}: "
+            "raise the token budget (..max_token_len_per_gpu) or lower the prompt and response length limits"
+        )
+    rows, tokens = max_rows or len(order), math.inf if max_tokens is None else max_tokens
+    return _first_fit(order, lengths, rows, tokens) if packed else _padded_runs(order, lengths, rows, tokens)
+
+
+def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
+    """Return `num_parts` lists of indices with nearly equal total weight; each index is in exactly one, ascending.
+
+    Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982): the
+    heaviest and the lightest part differ by no more than the largest weight. `equal_size`: the parts' sizes differ by at
+    most one, larger parts first (as `DataProto.chunk_uneven` cuts); what the fixed sizes cost in balance is won back by
+    swaps. Otherwise sizes are free, heaviest part first, and
+    with fewer indices than parts some are empty. Errors: ValueError for num_parts below 1 or a weight that is negative
+    or not finite.
+    """
+    weights = _plain(weights)
+    if num_parts < 1:
+        raise ValueError(f"num_parts={num_parts} must be at least 1")
+    for index, weight in enumerate(weights):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight {index} is {weight}; weights must be finite and not negative")
+    order = sorted(range(len(weights)), key=lambda index: (-weights[index], index))
+    hand_size = num_parts if equal_size else 1
+    hands = [order[start : start + hand_size] for start in range(0, len(order), hand_size)]
+    parts = _largest_differencing([_deal(hand, weights, num_parts) for hand in hands], num_parts)
+    if equal_size:
+        parts = sorted(_swapped_while_better(parts, weights), key=lambda part: (-len(part[1]), -part[0], sorted(part[1])))
+    return [sorted(indices) for _, indices in parts]
+
+
+def _plain(numbers: Numbers) -> list:
+    return numbers.tolist() if isinstance(numbers, torch.Tensor) else [n.item() if hasattr(n, "item") else n for n in numbers]
+
+
+def _padded_runs(order: Iterable[int], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
+    """Cut rows sorted by falling length into runs; the first row of a run is what the others are padded to."""
+    groups: list[list[int]] = []
+    for row in order:
+        if groups and len(groups[-1]) < max_rows and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _first_fit(order: Iterable[int], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
+    """Put each row of falling length into the first group that has room."""
+    groups: list[list[int]] = []
+    room: list[float] = []
+    for row in order:
+        fits = (g for g, free in enumerate(room) if lengths[row] <= free and len(groups[g]) < max_rows)
+        group = next(fits, len(groups))
+        if group == len(groups):
+            groups.append([])
+            room.append(max_tokens)
+        groups[group].append(row)
+        room[group] -= lengths[row]
+    return groups
+
+
+Part = tuple[float, list[int]]
+"""A part's total weight and its indices. A partial solution is a list of `num_parts` of them, heaviest first."""
+
+
+def _deal(hand: list[int], weights: list[float], num_parts: int) -> list[Part]:
+    return [(weights[index], [index]) for index in hand] + [(0, [])] * (num_parts - len(hand))
+
+
+def _largest_differencing(solutions: list[list[Part]], num_parts: int) -> list[Part]:
+    """Merge the two partial solutions that are most uneven, heaviest part with lightest, until one is left."""
+    # The running number breaks ties, so that the order never depends on comparing parts.
+    heap = [(solution[-1][0] - solution[0][0], number, solution) for number, solution in enumerate(solutions)]
+    heapq.heapify(heap)
+    for number in range(len(solutions), 2 * len(solutions) - 1):
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: (-part[0], part[1]))
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+    return heap[0][2] if heap else [(0, [])] * num_parts
+
+
+def _swapped_while_better(parts: list[Part], weights: list[float]) -> list[Part]:
+    """Swap one index of the heaviest part for one of the lightest, as long as that brings the two closer."""
+    parts = [(total, sorted(indices, key=lambda index: (weights[index], index))) for total, indices in parts]
+    for _ in weights:  # each swap lowers the sum of squares; the bound is against rounding going in circles
+        heavy, light = max(parts, key=lambda part: part[0]), min(parts, key=lambda part: part[0])
+        swap = _best_swap(heavy, light, weights)
+        if swap is None:
+            break
+        out, back = swap
+        parts[parts.index(heavy)] = _exchanged(heavy, out, back, weights)
+        parts[parts.index(light)] = _exchanged(light, back, out, weights)
+    return parts
+
+
+def _best_swap(heavy: Part, light: Part, weights: list[float]) -> tuple[int, int] | None:
+    """Return the pair whose weights differ by nearest to half the gap between the parts, None if no pair narrows it."""
+    half_gap, light_weights = (heavy[0] - light[0]) / 2, [weights[index] for index in light[1]]
+    best: tuple[float, int, int] | None = None
+    for out in heavy[1]:
+        at = bisect_left(light_weights, weights[out] - half_gap)
+        for back in light[1][max(at - 1, 0) : at + 1]:
+            miss = abs(weights[out] - weights[back] - half_gap)
+            if miss < (best[0] if best else half_gap):
+                best = miss, out, back
+    return best and best[1:]
+
+
+def _exchanged(part: Part, out: int, into: int, weights: list[float]) -> Part:
+    indices = [index for index in part[1] if index != out] + [into]
+    return part[0] - weights[out] + weights[into], sorted(indices, key=lambda index: (weights[index], index))

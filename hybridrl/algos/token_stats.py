@@ -1,0 +1,106 @@
+"""Log-probs of given tokens, and entropy, from logits.
+
+Shape letters: N tokens (rows already flattened), V vocabulary. With a vocabulary of 150 000, float32 copies of the logits are the
+largest tensors of a training step. Here only one chunk of tokens is ever widened to float32, forward and backward; what stays
+is the logits themselves, their gradient in their own dtype, and a few numbers per token. Logits split over ranks by vocabulary
+(tensor parallelism) are not handled here. Gradients of gradients are not defined.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hybridrl.errors import DataError
+
+MIN_LOG_PROB = -1000.0
+"""Below it a float32 probability is exactly 0 and p log p must be 0 too; -inf would make it NaN."""
+CPU_CHUNK_ELEMENTS = 2**18
+"""Logits widened at a time on a CPU: 1 MiB of float32 stays in its cache."""
+DEVICE_CHUNK_ELEMENTS = 2**26
+"""Logits widened at a time elsewhere: 256 MiB of float32, little memory and enough to hide the cost of a launch."""
+
+
+def log_probs_and_entropy(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (log_probs_N, entropy_N or None) of softmax(logits / temperature), float32, both differentiable.
+
+        log_probs_n = z_{n, label_n} - logsumexp_v z_nv        entropy_n = -sum_v p_nv log p_nv        z = logits / temperature
+
+    All arithmetic is float32, whatever the logits' dtype. Logits of -inf are tokens that cannot occur: p log p is 0 there.
+    `labels_N` int64 in [0, V). `chunk` is the number of tokens widened at a time; None chooses it by the device.
+    Errors: DataError for shapes that do not fit; ValueError for a temperature that is not above 0.
+    """
+    if logits_NV.ndim != 2 or labels_N.shape != logits_NV.shape[:1]:
+        raise DataError(f"logits must be (N, V) and labels (N,), and are {tuple(logits_NV.shape)} and {tuple(labels_N.shape)}")
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} must be above 0; greedy decoding is described by temperature 1")
+    rows = chunk or _rows_of_a_chunk(logits_NV)
+    return _LogProbsAndEntropy.apply(logits_NV, labels_N, temperature, with_entropy, rows)
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    """With g, h the gradients of log-prob and entropy H, and p = softmax(z):
+
+        dL/dz_v = g (1[v = label] - p_v) - h p_v (log p_v + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float, with_entropy: bool, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logsumexp_N = torch.empty(len(labels_N), dtype=torch.float32, device=logits_NV.device)
+        log_probs_N = torch.empty_like(logsumexp_N)
+        entropy_N = torch.empty_like(logsumexp_N) if with_entropy else None
+        for part in _parts(len(labels_N), rows):
+            scaled_CV = _widened(logits_NV[part], temperature)
+            logsumexp_N[part] = torch.logsumexp(scaled_CV, dim=-1)
+            log_probs_CV = scaled_CV.sub_(logsumexp_N[part, None])
+            log_probs_N[part] = log_probs_CV.gather(1, labels_N[part, None]).squeeze(1)
+            if with_entropy:
+                entropy_N[part] = -(log_probs_CV.exp() * _finite(log_probs_CV)).sum(dim=-1)
+        ctx.save_for_backward(logits_NV, labels_N, logsumexp_N, entropy_N)
+        ctx.temperature, ctx.rows = temperature, rows
+        return log_probs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs_N: torch.Tensor, grad_entropy_N: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits_NV, labels_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        grad_logits_NV = torch.empty_like(logits_NV)
+        for part in _parts(len(labels_N), ctx.rows):
+            log_probs_CV = _widened(logits_NV[part], ctx.temperature).sub_(logsumexp_N[part, None])
+            factor_CV = log_probs_CV.exp()
+            if entropy_N is None:
+                grad_CV = factor_CV.mul_(-grad_log_probs_N[part, None])
+            else:
+                weight_CV = _finite(log_probs_CV).add_(entropy_N[part, None]).mul_(grad_entropy_N[part, None])
+                grad_CV = factor_CV.mul_(weight_CV.add_(grad_log_probs_N[part, None]).neg_())
+            labels_C1 = labels_N[part, None]
+            grad_CV.scatter_(1, labels_C1, grad_CV.gather(1, labels_C1) + grad_log_probs_N[part, None])
+            grad_logits_NV[part] = grad_CV.div_(ctx.temperature)
+        return grad_logits_NV, None, None, None, None
+
+
+def _rows_of_a_chunk(logits_NV: torch.Tensor) -> int:
+    elements = CPU_CHUNK_ELEMENTS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+    return max(1, elements // max(1, logits_NV.shape[1]))
+
+
+def _parts(num_tokens: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
+
+
+def _widened(logits_CV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits / temperature as a new float32 tensor, which the caller may overwrite."""
+    return logits_CV.to(torch.float32, copy=True).div_(temperature)
+
+
+def _finite(log_probs_CV: torch.Tensor) -> torch.Tensor:
+    return log_probs_CV.clamp_(min=MIN_LOG_PROB)
