@@ -1,0 +1,73 @@
+"""What the loop itself costs: microseconds per stage of `Task`, against calling the same functions in a plain `for`.
+
+    python benchmarks/framework_overhead.py
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+from hybridrl.framework import OnlineRLContext, StepTimer, Task
+
+
+def plain(ctx: OnlineRLContext) -> None:
+    pass
+
+
+def onion(ctx: OnlineRLContext):
+    yield
+
+
+def seconds(run: Callable[[], None], repeats: int) -> float:
+    """Return the least wall time of `repeats` runs: what is left when the machine is not disturbed."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def call_directly(fn: Callable, stages: int, steps: int) -> Callable[[], None]:
+    def run() -> None:
+        ctx = OnlineRLContext()
+        for _ in range(steps):
+            waiting = [fn(ctx) for _ in range(stages)]
+            for half in [half for half in waiting if half is not None]:
+                next(half)
+                next(half, None)
+
+    return run
+
+
+def call_in_task(fn: Callable, stages: int, steps: int, *, timer: bool) -> Callable[[], None]:
+    def run() -> None:
+        with Task(ctx=OnlineRLContext()) as task:
+            if timer:
+                task.use_wrapper(StepTimer())
+            for _ in range(stages):
+                task.use(fn)
+            task.run(max_step=steps)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    calls = args.stages * args.steps
+    print(f"{args.stages} stages, {args.steps} steps, least of {args.repeats} runs; microseconds per stage")
+    for fn in (plain, onion):
+        bare = seconds(call_directly(fn, args.stages, args.steps), args.repeats) / calls * 1e6
+        print(f"  {fn.__name__:6} called directly      {bare:6.2f}")
+        for timer in (False, True):
+            cost = seconds(call_in_task(fn, args.stages, args.steps, timer=timer), args.repeats) / calls * 1e6
+            name = "Task with StepTimer" if timer else "Task"
+            print(f"  {fn.__name__:6} in {name:20} {cost:6.2f}   overhead {cost - bare:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

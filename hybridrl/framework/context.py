@@ -1,0 +1,76 @@
+"""What one step of the loop carries from stage to stage. Not a store: everything not kept is gone in the next step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(repr=False, eq=False)
+class Context:
+    """A step's values, by attribute or by item (`ctx.a` is `ctx["a"]`); any stage may add new ones.
+
+    Picklable when its values are. A subclass that is a dataclass adds fields with defaults and keeps some of them by
+    calling `self.keep(...)` in `__post_init__`; it must be constructible without arguments, or `renew` cannot make one.
+    """
+
+    total_step: int = 0  # steps completed before this one
+    finish: bool = False  # set by a stage: this step is the last; never carried over
+
+    def keep(self, *keys: str) -> None:
+        """Carry `keys` into every later step's context, for ever. A key may be set after it is kept."""
+        self.__dict__.setdefault("_kept", set()).update(keys)
+
+    def renew(self) -> "Context":
+        """Return the next step's context: same type, kept values and kept names carried over, `total_step` one higher."""
+        new = type(self)()
+        kept = self.__dict__.get("_kept", set())
+        new.keep(*kept)
+        for key in kept & vars(self).keys():
+            new[key] = self[key]
+        new.total_step = self.total_step + 1
+        return new
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return vars(self).get(key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`, after setting it to `default` where it was missing."""
+        return vars(self).setdefault(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        del vars(self)[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in vars(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in vars(self) if key != "_kept")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(total_step={self.total_step}, finish={self.finish}, holds {sorted(self)})"
+
+
+@dataclass(repr=False, eq=False)
+class OnlineRLContext(Context):
+    """The context of training on data that the policy has just made.
+
+    The counters (`train_iter`, `env_step`, `env_episode`) and the last evaluation are kept from step to step.
+    """
+
+    batch: Any = None  # rows of this step; every stage adds its columns
+    metrics: dict[str, float] = field(default_factory=dict)  # name -> value, logged once when the step ends
+    timing: dict[str, float] = field(default_factory=dict)  # stage name -> seconds in this step, written by StepTimer
+    train_iter: int = 0  # optimizer steps so far
+    env_step: int = 0  # environment steps so far; for a language model, generated tokens
+    env_episode: int = 0  # episodes so far; for a language model, responses
+    last_eval_iter: int = -1  # train_iter at the last evaluation; -1 before the first
+    last_eval_value: float | None = None  # result of the last evaluation
+
+    def __post_init__(self) -> None:
+        self.keep("train_iter", "env_step", "env_episode", "last_eval_iter", "last_eval_value")

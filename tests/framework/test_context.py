@@ -1,0 +1,95 @@
+"""Context: what a step carries, and what survives into the next one."""
+
+import pickle
+from dataclasses import dataclass
+
+import pytest
+
+from hybridrl.framework import Context, OnlineRLContext
+
+
+def test_attributes_and_items_are_the_same_values():
+    ctx = Context()
+    ctx.batch = [1]
+    ctx["scores"] = [2]
+    assert ctx["batch"] == [1] and ctx.scores == [2]
+    assert "scores" in ctx and "values" not in ctx
+    assert sorted(ctx) == ["batch", "finish", "scores", "total_step"]
+    del ctx["scores"]
+    assert "scores" not in ctx
+
+
+def test_a_missing_value_is_an_error_by_attribute_and_by_item():
+    with pytest.raises(AttributeError):
+        _ = Context().missing
+    with pytest.raises(KeyError):
+        _ = Context()["missing"]
+
+
+def test_get_and_setdefault_fill_in_only_what_is_missing():
+    ctx = Context()
+    assert ctx.get("a") is None and ctx.get("a", 1) == 1 and "a" not in ctx
+    assert ctx.setdefault("a", 2) == 2 and ctx.setdefault("a", 3) == 2 and ctx.a == 2
+
+
+def test_renew_drops_what_was_not_kept_and_counts_the_step():
+    ctx = Context(total_step=4, finish=True)
+    ctx.batch = [1]
+    new = ctx.renew()
+    assert type(new) is Context and new.total_step == 5
+    assert "batch" not in new and new.finish is False
+    assert ctx.batch == [1] and ctx.total_step == 4, "the old context is left as it was"
+
+
+def test_a_key_kept_once_survives_every_later_renewal():
+    ctx = Context()
+    ctx.keep("train_iter", "set_later")
+    ctx.train_iter = 7
+    ctx = ctx.renew().renew()
+    ctx.set_later = "x"
+    ctx = ctx.renew().renew()
+    assert (ctx.train_iter, ctx.set_later, ctx.total_step) == (7, "x", 4)
+
+
+def test_keeping_in_one_context_does_not_reach_back_into_an_older_one():
+    old = Context()
+    new = old.renew()
+    new.keep("a")
+    old.a = 1
+    assert "a" not in old.renew()
+
+
+def test_online_context_keeps_its_counters_and_forgets_its_batch():
+    ctx = OnlineRLContext(batch="rows", train_iter=3, env_step=100, last_eval_value=0.5)
+    ctx.metrics["loss"] = 1.0
+    ctx.timing["gen"] = 2.0
+    new = ctx.renew().renew()
+    assert (new.train_iter, new.env_step, new.last_eval_value, new.last_eval_iter) == (3, 100, 0.5, -1)
+    assert new.batch is None and new.metrics == {} and new.timing == {}
+
+
+@dataclass(repr=False, eq=False)
+class _OwnContext(Context):
+    best: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.keep("best")
+
+
+def test_a_subclass_declares_its_own_kept_fields():
+    ctx = _OwnContext(best=0.25)
+    assert isinstance(ctx.renew(), _OwnContext) and ctx.renew().best == 0.25
+
+
+def test_a_context_and_its_kept_keys_survive_pickling():
+    ctx = OnlineRLContext(train_iter=2)
+    ctx.keep("extra")
+    ctx.extra = [1]
+    new = pickle.loads(pickle.dumps(ctx)).renew()
+    assert (new.train_iter, new.extra, new.total_step) == (2, [1], 1)
+
+
+def test_repr_names_the_keys_and_not_the_values():
+    ctx = Context()
+    ctx.batch = "a very long batch"
+    assert "batch" in repr(ctx) and "a very long" not in repr(ctx) and "_kept" not in repr(ctx)

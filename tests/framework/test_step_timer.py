@@ -1,0 +1,77 @@
+"""StepTimer: where the seconds of a step are written down."""
+
+import logging
+import time
+
+import pytest
+
+from hybridrl.framework import Context, OnlineRLContext, StepTimer, Task, stage
+
+TICK = 0.01  # seconds; sleeping takes at least this long, and the bounds below leave a busy machine its delays
+
+
+@stage("gen")
+def _slow(ctx):
+    time.sleep(TICK)
+
+
+@stage("log")
+def _both_halves(ctx):
+    time.sleep(TICK)
+    yield
+    time.sleep(TICK)
+
+
+def test_both_halves_of_a_generator_are_counted_and_other_stages_are_not():
+    timer = StepTimer()
+    with Task(ctx=OnlineRLContext()) as task:
+        task.use_wrapper(timer).use(_both_halves).use(stage("long")(lambda ctx: time.sleep(20 * TICK))).run(max_step=1)
+    assert 2 * TICK <= timer.last["log"] < 15 * TICK
+    assert timer.last["long"] >= 20 * TICK
+    assert task.ctx.timing == pytest.approx(timer.last)
+
+
+def test_stages_of_one_name_add_up_in_the_step():
+    timer = StepTimer()
+    with Task(ctx=OnlineRLContext()) as task:
+        task.use_wrapper(timer).use(_slow).use(_slow).run(max_step=2)
+    assert len(timer.records["gen"]) == 4
+    assert task.ctx.timing["gen"] == pytest.approx(sum(list(timer.records["gen"])[2:])), "the second step starts from zero"
+
+
+def test_the_first_half_is_in_the_timing_before_the_step_ends():
+    seen = {}
+    with Task(ctx=Context()) as task:
+        task.use_wrapper(StepTimer()).use(_both_halves).use(lambda ctx: seen.update(ctx.timing)).run(max_step=1)
+    assert TICK <= seen["log"] < task.ctx.timing["log"]
+
+
+def test_a_failed_stage_leaves_its_time_but_no_record():
+    def fail(ctx):
+        time.sleep(TICK)
+        raise ValueError
+
+    timer = StepTimer()
+    with Task() as task, pytest.raises(ValueError):
+        task.use_wrapper(timer).use(_both_halves).use(fail).run(max_step=1)
+    assert task.ctx.timing["fail"] >= TICK and timer.records == {}
+
+
+def test_records_hold_the_latest_runs_only():
+    timer = StepTimer(print_per_step=2, smooth_window=3)
+    with Task() as task:
+        task.use_wrapper(timer).use(stage("a")(lambda ctx: None)).run(max_step=20)
+    assert len(timer.records["a"]) == 6
+
+
+def test_a_line_per_stage_every_few_steps(caplog):
+    with caplog.at_level(logging.INFO), Task() as task:
+        task.use_wrapper(StepTimer(print_per_step=2)).use(_both_halves).run(max_step=4)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and all(line.startswith("stage log took ") for line in lines)
+
+
+def test_it_is_silent_by_default(caplog):
+    with caplog.at_level(logging.DEBUG), Task() as task:
+        task.use_wrapper(StepTimer()).use(stage("a")(lambda ctx: None)).run(max_step=4)
+    assert not caplog.records
