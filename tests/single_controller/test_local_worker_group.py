@@ -1,0 +1,81 @@
+"""The in-process twin behaves as the real group does for a world of one, and loads no Ray process."""
+
+import os
+
+import pytest
+import torch
+
+from hybridrl.errors import ConfigError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.decorator import (
+    Dispatch,
+    get_predefined_dispatch_fn,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from hybridrl.single_controller.resource_pool import ResourcePool
+from hybridrl.single_controller.worker import Worker
+from hybridrl.single_controller.worker_group import ClassWithInitArgs, LocalWorkerGroup
+from tests.single_controller.sample_workers import Adder
+
+
+@pytest.fixture
+def adder():
+    return LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Adder, 100), role="adder")
+
+
+def test_calls_run_in_this_process(adder):
+    assert adder.place() == [(0, 1, os.getpid())]
+    out = adder.add(DataProto.from_dict(tensors={"x": torch.arange(3)}))
+    assert out.batch["x"].tolist() == [100, 101, 102]
+    assert adder.own([3]) == [30] and adder.first_only(7) == (0, 7)
+
+
+def test_a_non_blocking_call_is_already_done(adder):
+    assert adder.add_later(DataProto.from_dict(tensors={"x": torch.arange(2)})).batch["x"].tolist() == [100, 101]
+
+
+def test_an_exception_is_the_workers_own(adder):
+    with pytest.raises(KeyError, match="planted on 0"):
+        adder.fail_on(0)
+
+
+def test_more_than_one_process_is_refused():
+    with pytest.raises(ConfigError, match="trainer.backend=local runs one worker, but the pool has 2"):
+        LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Adder, 1))
+
+
+def test_users_add_dispatch_modes():
+    def reverse(group, rows):
+        return ([list(reversed(rows))] * group.world_size,), {}
+
+    register_dispatch_mode("REVERSED", dispatch_fn=reverse, collect_fn=lambda group, outputs: outputs[0])
+    with pytest.raises(ValueError, match="registered already"):
+        register_dispatch_mode("REVERSED", reverse, reverse)
+
+    class Echo(Worker):
+        @register(Dispatch.REVERSED)
+        def echo(self, rows):
+            return rows
+
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Echo))
+    assert group.echo([1, 2, 3]) == [3, 2, 1]
+    update_dispatch_mode("REVERSED", get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"], lambda group, outputs: outputs)
+    assert LocalWorkerGroup(None, ClassWithInitArgs(Echo)).echo([1, 2]) == [[1, 2]]
+
+
+def test_an_unknown_mode_is_refused_when_the_group_is_made():
+    class Lost(Worker):
+        @register("NO_SUCH_MODE")
+        def call(self):
+            return None
+
+    with pytest.raises(ValueError, match="dispatch mode 'NO_SUCH_MODE' is not registered; registered are RANK_ZERO"):
+        LocalWorkerGroup(None, ClassWithInitArgs(Lost))
+
+
+def test_an_unknown_mesh_is_named(adder):
+    adder.worker._register_dispatch_collect_info("train", 0, True)
+    with pytest.raises(KeyError, match="announced no mesh 'mesh'; it announced \\['train'\\]"):
+        adder.add_on_mesh(DataProto.from_dict(tensors={"x": torch.arange(2)}))

@@ -1,0 +1,162 @@
+"""Groups of real Ray processes: calls, colocation, references, failures."""
+
+import time
+
+import pytest
+import ray
+import torch
+
+from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
+from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.single_controller.colocation import create_colocated_worker_cls
+from hybridrl.single_controller.plan import launch, plan_processes
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.resource_pool import RayResourcePool, check_feasible
+from tests.single_controller.sample_workers import Adder, Doubler, QuietAdder
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def pool():
+    pool = RayResourcePool([2], use_gpu=False, name_prefix="test")
+    yield pool
+    pool.release()
+
+
+@pytest.fixture(scope="module")
+def adders(ray_cluster):
+    """One group for all tests that leave it as they found it: starting processes is what costs here."""
+    pool = RayResourcePool([2], use_gpu=False, name_prefix="adders")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 100), role="adder")
+    yield group
+    group.shutdown()
+    pool.release()
+
+
+@pytest.fixture
+def doomed(pool):
+    """A group for one test that blocks or kills its processes."""
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 100), role="adder")
+    yield group
+    group.shutdown()
+
+
+def batch(n: int) -> DataProto:
+    return DataProto.from_dict(tensors={"x": torch.arange(n)})
+
+
+def test_every_worker_knows_its_place_and_runs_in_its_own_process(adders):
+    places = adders.place()
+    assert [(rank, size) for rank, size, _ in places] == [(0, 2), (1, 2)]
+    assert [pid for *_, pid in places] == adders.process_ids and len(set(adders.process_ids)) == 2
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+def test_a_batch_of_any_size_is_split_and_joined_in_order(adders, n):
+    out = adders.add(batch(n))
+    assert out.batch["x"].tolist() == [x + 100 for x in range(n)]
+    assert out.batch["rank"].tolist() == [0] * (n - n // 2) + [1] * (n // 2)
+
+
+def test_shards_go_from_call_to_call_by_reference(adders):
+    future = adders.add_later(batch(4))
+    assert isinstance(future, DataProtoFuture) and all(isinstance(f, ray.ObjectRef) for f in future.futures)
+    assert adders.add(future).batch["x"].tolist() == [200, 201, 202, 203]
+
+
+def test_other_dispatch_and_execute_modes(adders):
+    assert adders.own([3, 4]) == [30, 41]
+    assert adders.first_only(7) == (0, 7)
+    assert adders.execute_all_sync("own", 5) == [50, 51]
+    assert adders.execute_rank_zero_sync("own", 5) == 50
+    with pytest.raises(ValueError, match="a list of 2, got 3"):
+        adders.own([1, 2, 3])
+
+
+def test_workers_can_form_a_process_group(adders):
+    assert adders.sum_ranks() == [1.0, 1.0]
+
+
+def test_mesh_dispatch_gives_peers_the_same_rows_and_collects_one_answer(adders):
+    adders.announce(2)
+    out = adders.add_on_mesh(batch(3))
+    assert out.batch["x"].tolist() == [100, 101, 102] and out.batch["rank"].tolist() == [0, 0, 0]
+
+
+def test_an_unmarked_override_is_still_called_on_the_group(pool):
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(QuietAdder, 1), role="quiet")
+    assert group.own([3, 4]) == [-3, -4]
+    group.shutdown()
+
+
+def test_a_users_exception_keeps_its_type_and_gets_an_address_at_once(doomed):
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="planted on 1") as caught:
+        doomed.fail_on(1)
+    assert time.monotonic() - start < 5
+    assert caught.value.__notes__ == ["raised in adder-1, fail_on()"]
+    assert "sample_workers.py" in caught.value.remote_traceback
+
+
+def test_a_killed_worker_is_reported_while_the_others_still_run(doomed):
+    doomed.place()
+    start = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"adder-1 was lost while running die_on\(\)") as caught:
+        doomed.die_on(1)
+    assert time.monotonic() - start < 5
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("adder", 1, "die_on")
+
+
+def test_a_silent_worker_is_named_after_the_deadline(adders):
+    with pytest.raises(CallTimeout, match=r"adder.sleep_on\(\) did not answer within 0.5 s; still waiting for rank 1"):
+        adders.sleep_on(1)
+
+
+def test_a_mistake_in_a_constructor_keeps_its_type(pool):
+    with pytest.raises(ValueError, match="a mistake in the constructor") as caught:
+        RayWorkerGroup(pool, RayClassWithInitArgs(Doubler, fail=True), role="doubler")
+    assert caught.value.__notes__ == ["raised in doubler-0, setup()"] or caught.value.__notes__ == ["raised in doubler-1, setup()"]
+
+
+def test_colocated_roles_share_a_process_and_keep_their_own_methods(pool):
+    roles = {"adder": RayClassWithInitArgs(Adder, 1), "doubler": RayClassWithInitArgs(Doubler)}
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(roles), role="adder+doubler", name_prefix="spawned")
+    groups = group.spawn(roles)
+    assert groups["doubler"].pid() == [pid for *_, pid in groups["adder"].place()]
+    assert groups["doubler"].double(groups["adder"].add_later(batch(3))).batch["x"].tolist() == [2, 4, 6]
+    assert group.worker_names == ["spawned/adder+doubler-0", "spawned/adder+doubler-1"]
+    with pytest.raises(ValueError, match="not \\['critic'\\]"):
+        group.spawn(["critic"])
+    group.shutdown()
+
+
+@pytest.mark.parametrize("colocate", ["process", "device"])
+def test_a_plan_is_launched_with_roles_in_one_process_or_on_one_device(pool, colocate):
+    classes = {"adder": RayClassWithInitArgs(Adder, 1), "doubler": RayClassWithInitArgs(Doubler)}
+    plan = plan_processes(f"job-{colocate}", {"adder": "p", "doubler": "p"}, colocate=colocate)
+    groups = launch(plan, classes, {"p": pool})
+    shared = groups["doubler"].pid() == [pid for *_, pid in groups["adder"].place()]
+    assert shared == (colocate == "process")
+    assert groups["doubler"].double(batch(2)).batch["x"].tolist() == [0, 2]
+    for group in groups.values():
+        group.shutdown()
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_what_is_missing():
+    with pytest.raises(PlacementError, match="no node can hold 1000 worker processes"):
+        RayResourcePool([1000]).get_placement_groups()
+
+
+def test_feasibility_is_per_node():
+    check_feasible([2, 1], {"CPU": 1}, [{"CPU": 1}, {"CPU": 2}])
+    with pytest.raises(PlacementError, match="2 worker processes"):
+        check_feasible([2], {"CPU": 1}, [{"CPU": 1}, {"CPU": 1}])
+    with pytest.raises(PlacementError, match="1 GPU"):
+        check_feasible([1], {"CPU": 1, "GPU": 1}, [{"CPU": 8}])
+
+
+def test_nodes_of_different_sizes_give_the_right_local_ranks():
+    pool = RayResourcePool([3, 1])
+    assert pool.world_size == 4
+    assert pool.local_rank_list == [0, 1, 2, 0] and pool.local_world_size_list == [3, 3, 3, 1]
