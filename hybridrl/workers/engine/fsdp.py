@@ -1,0 +1,279 @@
+"""The FSDP2 engine: parameters, gradients and optimizer state sharded over all ranks by `fully_shard`, on gloo or nccl.
+
+Blocks are gathered one at a time when they run. Gradients are *summed* over ranks and micro-batches, since losses come divided by
+global counts, and reduced with every micro-batch: holding them back until the last would save a reduce-scatter per micro-batch,
+and cost every rank a whole model's float32 gradients. A world of one runs the same code in a process group of its own.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hybridrl.algos.partition import micro_batches
+from hybridrl.config.workers import OptimConfig
+from hybridrl.errors import CheckpointError, DataError
+from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.fsdp_state import load_state, save_state
+from hybridrl.workers.engine.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
+from hybridrl.workers.engine.model import check_packable, decoder_blocks, empty_model, hf_config, load_model, recompute_activations
+from hybridrl.workers.engine.outputs import Reader, check_outputs
+from hybridrl.workers.engine.packed_attention import use_packed_sdpa
+from hybridrl.workers.engine.schedule import learning_rate
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPEngine:
+    """An `Engine` on `torch.distributed.fsdp.fully_shard`.
+
+    `model` is the sharded module, there after `setup`. It stays in eval mode: no dropout, so that PPO's ratio starts at 1.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+
+    def setup(self) -> None:
+        """Load, shard, make the optimizer; offload what the settings say."""
+        config = self.config
+        _join_process_group(config.device)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+        self._params_on = self._optimizer_on = self._device
+        self.model = _sharded_model(config, self._device)
+        self._read = Reader(
+            self.model, kind=config.kind, temperature=config.temperature, pass_runs=config.packed and use_packed_sdpa(self.model)
+        )
+        self._optimizer, self._step = _adamw(config, self.model), 0
+        self.to("cpu", params=config.param_offload, optimizer=config.optimizer_offload)
+
+    def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        check_outputs(outputs, kind=self.config.kind)
+        self._bring_back(params=True)
+        found: list[dict[str, torch.Tensor]] = []
+        order: list[int] = []
+        with torch.no_grad():
+            for rows, layout in self._layouts(batch, micro):
+                results = self._read(layout, outputs=outputs)
+                if rows:
+                    found.append(results)
+                    order += rows
+        self._reshard()
+        empty = (0,) if self.config.kind == "score" else (0, batch.batch["response_mask"].size(1))
+        return {name: _in_row_order([results[name] for results in found], order, empty_shape=empty) for name in outputs}
+
+    def forward_backward(
+        self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
+    ) -> list[dict[str, float]]:
+        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        check_outputs(outputs, kind=self.config.kind)
+        self._bring_back(params=True)
+        stats: list[dict[str, torch.Tensor | float]] = []
+        for rows, layout in self._layouts(batch, micro):
+            results = self._read(layout, outputs=outputs)
+            if rows:
+                loss, values = loss_fn(results, batch.select_idxs(rows).to(self._device))
+                stats.append({name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in values.items()})
+            else:
+                loss = sum(result.sum() for result in results.values()) * 0.0
+            loss.backward()
+        self._reshard()
+        # Numbers are read only here, so that a GPU is never waited for between micro-batches.
+        return [{name: float(value) for name, value in values.items()} for values in stats]
+
+    def optimizer_step(self) -> dict[str, float]:
+        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        self._bring_back(params=True, optimizer=True)
+        lr = learning_rate(self.config.optim, self._step, total_steps=self.config.total_steps)
+        norm = _clip(self.model, max_norm=self.config.grad_clip)
+        skipped = not math.isfinite(norm)
+        if skipped:
+            logger.warning("Optimizer step %d is skipped: the gradient norm is %s.", self._step, norm)
+        else:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._bring_back(params=True)
+        saved = self.model.state_dict().keys()
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if name in saved:
+                yield name, _whole(tensor.detach())
+
+    def save(self, directory: str) -> None:
+        self._bring_back(params=True, optimizer=True)
+        save_state(directory, model=self.model, optimizer=self._optimizer, step=self._step)
+
+    def load(self, directory: str) -> None:
+        self._bring_back(params=True, optimizer=True)
+        self._step = load_state(directory, model=self.model, optimizer=self._optimizer)
+        if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
+            for group in self._optimizer.param_groups:
+                group.update(_hyperparameters(self.config.optim))
+
+    def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
+        target = self._device if device == self._device.type else torch.device(device)
+        if params:
+            self.model.to(target)
+            self._params_on = target
+        if optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                state.update({name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)})
+            self._optimizer_on = target
+
+    def _reshard(self) -> None:
+        """Free gathered parameters: kept over the next optimizer step they would be stale."""
+        for module in _sharded_modules(self.model):
+            module.reshard()
+
+    def _bring_back(self, *, params: bool = False, optimizer: bool = False) -> None:
+        self.to(
+            self._device.type,
+            params=params and self._params_on != self._device,
+            optimizer=optimizer and self._optimizer_on != self._device,
+        )
+
+    def _layouts(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], Layout]]:
+        """Yield (row indices, layout on the device), equally often on every rank: placeholders without rows fill up."""
+        grid, groups, num_passes = self._cut(batch, micro)
+        for number in range(num_passes):
+            rows = groups[number] if number < len(groups) else []
+            layout = lay_out(grid if rows else placeholder_grid(), rows or [0], packed=self.config.packed)
+            yield rows, layout.to(self._device)
+
+    def _cut(self, batch: DataProto, micro: MicroBatching) -> tuple[TokenGrid | None, list[list[int]], int]:
+        """Return the batch's tokens, its micro-batches, and the largest number of micro-batches of any rank. Collective.
+
+        Raises DataError on every rank if any rank's rows cannot be cut: a rank on its own would leave the others waiting.
+        """
+        grid, groups, problem = None, [], None
+        try:
+            grid = token_grid(batch)
+            groups = micro_batches(
+                grid.lengths.clamp(min=1), max_rows=micro.max_rows, max_tokens=micro.max_tokens, packed=self.config.packed
+            )
+        except DataError as error:
+            problem = error
+        num_passes, failed = _max_over_ranks([len(groups), int(problem is not None)], self._device)
+        if failed:
+            raise problem or DataError("another rank's rows cannot be cut into micro-batches; its own error says why")
+        return grid, groups, num_passes
+
+
+def _join_process_group(device: str) -> None:
+    if not dist.is_initialized():
+        # Collectives of a world of one: a store in this process's memory, so no port.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
+    if dist.get_world_size() == 1:
+        return numbers
+    found = torch.tensor(numbers, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def _sharded_model(config: EngineConfig, device: torch.device) -> nn.Module:
+    """Return the loaded model, sharded, on the device. Only rank 0 ever holds a whole model, in host memory."""
+    settings = hf_config(config)
+    dtype = config.compute_dtype if config.optim is None else torch.float32
+    if dist.get_world_size() == 1:
+        return _shard(load_model(config, settings, dtype=dtype), config)
+    whole = _load_on_rank_zero(config, settings, dtype=dtype)
+    model = _shard(empty_model(config, settings, dtype=dtype), config).to_empty(device=device)
+    state = {} if whole is None else whole.state_dict()
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # Buffers that no checkpoint holds (rotary frequencies) are computed at construction, which the meta device skipped.
+    source = {} if whole is None else dict(whole.named_buffers())
+    for name, buffer in model.named_buffers():
+        if name in source:
+            buffer.copy_(source[name])
+        dist.broadcast(buffer, src=0)
+    return model
+
+
+def _load_on_rank_zero(config: EngineConfig, settings: Any, *, dtype: torch.dtype) -> nn.Module | None:
+    """Return the whole model on rank 0 and None elsewhere. If rank 0 fails, every rank raises instead of waiting for it."""
+    model, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            model = load_model(config, settings, dtype=dtype)
+        except Exception as error:  # whatever it is, it is raised below
+            problem = error
+    said = [problem and f"{type(problem).__name__}: {problem}"]
+    dist.broadcast_object_list(said, src=0)
+    if problem is not None:
+        raise problem
+    if said[0] is not None:
+        raise CheckpointError(f"rank 0 could not load {config.path}: {said[0]}")
+    return model
+
+
+def _shard(model: nn.Module, config: EngineConfig) -> nn.Module:
+    if config.packed:
+        check_packable(model)
+    blocks = decoder_blocks(model)
+    if config.gradient_checkpointing:
+        recompute_activations(blocks)
+    if config.optim is None:
+        model.requires_grad_(False)
+    settings = {
+        "mesh": init_device_mesh(config.device, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=torch.float32),
+        "reshard_after_forward": config.reshard_after_forward,
+    }
+    for block in blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    for module in _sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # a factor alone asks for PREMUL_SUM, which gloo does not have
+        module.set_reshard_after_backward(config.reshard_after_forward, recurse=False)
+    return model
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _adamw(config: EngineConfig, model: nn.Module) -> torch.optim.AdamW | None:
+    """Return AdamW over all parameters; weight decay applies to every one, norms and biases too, as in verl."""
+    if config.optim is None:
+        return None
+    return torch.optim.AdamW(model.parameters(), lr=config.optim.lr, **_hyperparameters(config.optim), fused=True)
+
+
+def _hyperparameters(optim: OptimConfig) -> dict[str, Any]:
+    return {"betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
+
+
+def _clip(model: nn.Module, *, max_norm: float) -> float:
+    """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before. Collective."""
+    return float(_whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _in_row_order(parts: list[torch.Tensor], order: list[int], *, empty_shape: tuple[int, ...]) -> torch.Tensor:
+    """Join micro-batches' results on the CPU and undo the sorting of rows."""
+    if not parts:
+        return torch.zeros(empty_shape)
+    joined = torch.cat(parts).float().cpu()
+    result = torch.empty_like(joined)
+    result[order] = joined
+    return result
