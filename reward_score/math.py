@@ -1,0 +1,70 @@
+"""The judge of competition mathematics: the last boxed answer against the reference, as mathematics and not as text.
+
+Answers are read and compared by `math-verify` (https://github.com/huggingface/Math-Verify). Its own time limits rest on signals, which
+work in the main thread only and replace a caller's alarm, so they are switched off: whoever calls limits the time (in hybridrl the
+killable processes of `hybridrl.workers.reward`). Not judged: the steps, and whether an answer is simplified.
+"""
+
+import logging
+import re
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+
+
+def compute_score(solution_str: str, ground_truth: str) -> float:
+    """Return 1.0 if the last boxed answer of `solution_str` equals `ground_truth`, else 0.0.
+
+    `ground_truth` is LaTeX without the box, or a whole reference solution with one.
+    """
+    answer = last_boxed(solution_str)
+    if answer is None:
+        return 0.0
+    truth = last_boxed(ground_truth)
+    return float(equal(answer, ground_truth if truth is None else truth))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what stands in the last `\boxed{...}` or `\fbox{...}`, braces balanced; None where there is none or it never closes.
+
+    TeX's other spelling `\boxed 7` holds the one character (or command) that follows.
+    """
+    boxes = list(BOX.finditer(text))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    if text[start : start + 1] != "{":
+        token = re.compile(r"\\[a-zA-Z]+|[^\s$]").match(text, start)
+        return token.group() if token else None
+    depth = 0
+    for brace in re.compile(r"(?<!\\)(?:\\\\)*[{}]").finditer(text, start):
+        depth += 1 if brace.group()[-1] == "{" else -1
+        if depth == 0:
+            return text[start + 1 : brace.end() - 1].strip()
+    return None
+
+
+def equal(answer: str, truth: str) -> bool:
+    """Return whether two LaTeX answers are equal: letter by letter, or as math-verify reads them."""
+    if not answer or not truth:
+        return False
+    if answer == truth:
+        return True
+    verifier = math_verify()
+    config = [verifier.LatexExtractionConfig()]
+    gold, given = (verifier.parse(rf"\boxed{{{text}}}", config, parsing_timeout=None) for text in (truth, answer))
+    return verifier.verify(gold, given, timeout_seconds=None)
+
+
+@lru_cache(maxsize=1)
+def math_verify() -> Any:
+    """Return the math-verify module, imported at the first use (it brings sympy) and told not to warn that it has no time limit."""
+    import math_verify as module
+
+    if "parsing_timeout" not in signature(module.parse).parameters:
+        raise ImportError("math-verify is too old (it takes unequal texts for equal); run: pip install -U 'math-verify>=0.9'")
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return module
