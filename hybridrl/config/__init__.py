@@ -1,0 +1,10 @@
+"""The schema of every program, and the way from a command line or a YAML file to a frozen, checked config."""
+
+from hybridrl.config.build import from_dict
+from hybridrl.config.check import check_config, check_sft_config
+from hybridrl.config.load import load_config
+from hybridrl.config.ppo import PPOConfig
+from hybridrl.config.schema import to_dict, to_yaml
+from hybridrl.config.sft import SFTConfig
+
+__all__ = ["PPOConfig", "SFTConfig", "check_config", "check_sft_config", "from_dict", "load_config", "to_dict", "to_yaml"]

@@ -1,0 +1,274 @@
+"""What settings mean together: rules that look at more than one key, or at what this machine has.
+
+A rule is a generator of messages; each names key, value and the way out, and a rule that has nothing to say yields nothing. The
+lists PPO_RULES and SFT_RULES are the tables. Names of registered plugs come in as arguments, because this package knows no plug.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+
+from hybridrl.config.build import raise_for
+from hybridrl.config.names import unknown_name
+from hybridrl.config.ppo import PPOConfig
+from hybridrl.config.sft import SFTConfig
+from hybridrl.config.trainer import TrainerConfig
+from hybridrl.config.workers import MegatronConfig
+
+Problems = Iterator[str]
+ENGINE_OF = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+LOGGER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+
+
+def check_config(
+    config: PPOConfig,
+    *,
+    known_estimators: Collection[str],
+    group_estimators: Collection[str],
+    critic_estimators: Collection[str],
+    known_losses: Collection[str],
+) -> None:
+    """Raise one ConfigError with everything in `config` that cannot be right; return nothing when all is well.
+
+    `known_estimators` and `known_losses` are the registered names; `group_estimators` compare the samples of one prompt,
+    `critic_estimators` need values.
+    """
+    problems = [message for rule in PPO_RULES for message in rule(config)]
+    problems += _estimator(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
+    problems += _policy_loss(config, known=known_losses)
+    problems += _critic_engine(config, needed=config.algorithm.adv_estimator in critic_estimators)
+    raise_for(problems)
+
+
+def check_sft_config(config: SFTConfig) -> None:
+    """Raise one ConfigError with everything in `config` that cannot be right; return nothing when all is well."""
+    raise_for([message for rule in SFT_RULES for message in rule(config)])
+
+
+def data_files(config: PPOConfig | SFTConfig) -> Problems:
+    """Training files are given, and every local file is there."""
+    if not config.data.train_files:
+        yield "data.train_files=[]: nothing to train on; give Parquet files (data_preprocess/ makes them)"
+    for key in ("train_files", "val_files"):
+        yield from (f"data.{key}={path}: there is no such file{_tilde(path)}" for path in getattr(config.data, key) if _missing(path))
+
+
+def model_paths(config: PPOConfig) -> Problems:
+    """The policy has a model; every path that looks local is there."""
+    actor = config.actor_rollout_ref.model
+    paths = {
+        "actor_rollout_ref.model": actor.path,
+        "critic.model": config.critic.model.path,
+        "reward_model.model": config.reward_model.model.path,
+    }
+    yield from _model_problems(paths, needed="actor_rollout_ref.model")
+
+
+def sft_model_path(config: SFTConfig) -> Problems:
+    """There is a model; a path that looks local is there."""
+    yield from _model_problems({"model": config.model.path}, needed="model")
+
+
+def _model_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
+    if paths[needed] is None:
+        yield f"{needed}.path=null: no model; give a directory or a Hugging Face name"
+    for key, path in paths.items():
+        if path and path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
+            yield f"{key}.path={path}: there is no such directory{_tilde(path)}"
+
+
+def engine(config: PPOConfig) -> Problems:
+    """Only what this release can run: the FSDP engine."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy == "megatron":
+        yield "actor_rollout_ref.actor.strategy=megatron: the Megatron engine is not in this release; use fsdp"
+        return
+    defaults = MegatronConfig()
+    for field in fields(MegatronConfig):
+        value = getattr(actor.megatron, field.name)
+        if value != getattr(defaults, field.name):
+            key = f"actor_rollout_ref.actor.megatron.{field.name}"
+            yield f"{key}={value}: has no effect with actor_rollout_ref.actor.strategy={actor.strategy}; leave it out"
+
+
+def rollout(config: PPOConfig) -> Problems:
+    """The generation engine can run as asked."""
+    chosen = config.actor_rollout_ref.rollout
+    prefix = "actor_rollout_ref.rollout"
+    if chosen.tensor_model_parallel_size > 1:
+        size = chosen.tensor_model_parallel_size
+        yield f"{prefix}.tensor_model_parallel_size={size}: generation over several devices is not in this release; use 1"
+    if chosen.mode == "async":
+        yield f"{prefix}.mode=async: routing of single requests is not in this release; use sync"
+    if chosen.name == "vllm" and find_spec("vllm") is None:
+        yield f"{prefix}.name=vllm: vLLM is not installed; pip install hybridrl[vllm], or use hf"
+    for key, sampling in ((prefix, chosen), (f"{prefix}.val_kwargs", chosen.val_kwargs)):
+        if sampling.top_k == 0:
+            yield f"{key}.top_k=0: would keep no token; -1 keeps all"
+    if chosen.val_kwargs.n > 1 and not chosen.val_kwargs.do_sample:
+        yield f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are all alike; set {prefix}.val_kwargs.do_sample=true"
+
+
+def token_budgets(config: PPOConfig) -> Problems:
+    """A token budget, which is a hard cap, holds the longest sequence."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    actor, ref, generation, critic = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.ref,
+        config.actor_rollout_ref.rollout,
+        config.critic,
+    )
+    budgets = {
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu),
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": (
+            generation.log_prob_use_dynamic_bsz,
+            generation.log_prob_max_token_len_per_gpu,
+        ),
+        "critic.ppo_max_token_len_per_gpu": (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
+    }
+    for key, (used, budget) in budgets.items():
+        if used and budget < longest:
+            yield f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens; raise it"
+
+
+def sft_token_budget(config: SFTConfig) -> Problems:
+    """The token budget holds the longest conversation."""
+    budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
+    if config.data.use_dynamic_bsz and budget < longest:
+        yield f"data.max_token_len_per_gpu={budget}: one conversation may have data.max_length = {longest} tokens; raise it"
+
+
+def reward(config: PPOConfig) -> Problems:
+    """Reward model and length penalty have what they need."""
+    model, overlong = config.reward_model, config.reward_model.overlong_buffer
+    if model.enable and model.model.path is None:
+        yield "reward_model.enable=true: there is no reward model; set reward_model.model.path"
+    if not model.enable and model.model.path is not None:
+        yield f"reward_model.model.path={model.model.path}: has no effect; set reward_model.enable=true"
+    if not overlong.enable:
+        return
+    if model.reward_manager != "dapo":
+        yield f"reward_model.overlong_buffer.enable=true: only reward_model.reward_manager=dapo applies it, not {model.reward_manager}"
+    limit = config.data.max_response_length
+    if not 0 < overlong.len <= limit:
+        yield f"reward_model.overlong_buffer.len={overlong.len}: must be between 1 and data.max_response_length={limit}"
+
+
+def dataset_class(config: PPOConfig) -> Problems:
+    """A dataset class is named by file and name together."""
+    custom = config.data.custom_cls
+    if (custom.path is None) != (custom.name is None):
+        absent = "path" if custom.path is None else "name"
+        yield f"data.custom_cls.{absent}=null: a dataset class needs both data.custom_cls.path and data.custom_cls.name"
+
+
+def world(config: PPOConfig | SFTConfig) -> Problems:
+    """One process is one device."""
+    trainer = config.trainer
+    size = trainer.nnodes * trainer.n_gpus_per_node
+    if trainer.backend != "local":
+        return
+    if size > 1:
+        yield f"trainer.backend=local: runs one process, but trainer.nnodes * trainer.n_gpus_per_node = {size}; use trainer.backend=ray"
+    if trainer.colocate == "device":
+        yield "trainer.colocate=device: trainer.backend=local has one process only; use trainer.backend=ray"
+
+
+def validation(config: PPOConfig | SFTConfig) -> Problems:
+    """Whoever asks for validation has validation data."""
+    trainer = config.trainer
+    if config.data.val_files:
+        return
+    if trainer.val_only:
+        yield "trainer.val_only=true: there is nothing to validate on; set data.val_files"
+    if trainer.test_freq > 0:
+        yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; set data.val_files, or trainer.test_freq=-1"
+
+
+def records(config: PPOConfig | SFTConfig) -> Problems:
+    """Frequencies, resume path and loggers fit together."""
+    trainer: TrainerConfig = config.trainer
+    for key in ("test_freq", "save_freq"):
+        if getattr(trainer, key) == 0:
+            yield f"trainer.{key}=0: is no frequency; -1 means never"
+    path, mode = trainer.resume_from_path, trainer.resume_mode
+    if mode == "resume_path" and path is None:
+        yield "trainer.resume_mode=resume_path: continue from where? set trainer.resume_from_path to a global_step_N directory"
+    if mode != "resume_path" and path is not None:
+        yield f"trainer.resume_from_path={path}: is read only with trainer.resume_mode=resume_path, not {mode}"
+    if mode == "resume_path" and path is not None and not Path(path).is_dir():
+        yield f"trainer.resume_from_path={path}: there is no such directory{_tilde(path)}"
+    for logger in trainer.logger:
+        package = LOGGER_PACKAGES.get(logger)
+        if package and find_spec(package) is None:
+            yield f"trainer.logger={logger}: {package} is not installed; pip install hybridrl[{package}]"
+
+
+def only_in_ppo(config: SFTConfig) -> Problems:
+    """Settings of the driver that mean nothing in supervised fine-tuning stay at their defaults."""
+    defaults = TrainerConfig()
+    for key in ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate"):
+        value = getattr(config.trainer, key)
+        if value != getattr(defaults, key):
+            yield f"trainer.{key}={value}: has no effect in supervised fine-tuning; leave it out"
+
+
+def _estimator(config: PPOConfig, *, known: Collection[str], group: Collection[str], critic: Collection[str]) -> Problems:
+    name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if name not in known:
+        yield f"algorithm.adv_estimator={name}: there is no such estimator; {unknown_name(name, known)}"
+    if name in group and samples == 1:
+        yield (
+            f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={name} compares the samples of one prompt, and one sample"
+            " has nothing to be compared with; set actor_rollout_ref.rollout.n=2 or more"
+        )
+    if name in critic and config.critic.enable is False:
+        yield f"critic.enable=false: algorithm.adv_estimator={name} needs values; leave critic.enable out, or take another estimator"
+
+
+def _policy_loss(config: PPOConfig, *, known: Collection[str]) -> Problems:
+    name = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if name not in known:
+        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {unknown_name(name, known)}"
+
+
+def _critic_engine(config: PPOConfig, *, needed: bool) -> Problems:
+    """A critic shares its processes with the actor, so both run on one engine (fsdp and fsdp2 are the same)."""
+    actor, critic = config.actor_rollout_ref.actor.strategy, config.critic.strategy
+    used = needed if config.critic.enable is None else config.critic.enable
+    if used and ENGINE_OF[actor] != ENGINE_OF[critic]:
+        yield f"critic.strategy={critic}: must be the engine of actor_rollout_ref.actor.strategy={actor}"
+
+
+def _missing(path: str) -> bool:
+    """Tell whether a local file is not there; addresses such as s3://... are left to their reader."""
+    return "://" not in path and not Path(path).exists()
+
+
+def _tilde(path: str) -> str:
+    return " (the shell does not expand ~ after =; write $HOME)" if path.startswith("~") else ""
+
+
+PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
+    data_files,
+    model_paths,
+    engine,
+    rollout,
+    token_budgets,
+    reward,
+    dataset_class,
+    world,
+    validation,
+    records,
+)
+SFT_RULES: tuple[Callable[[SFTConfig], Problems], ...] = (
+    data_files,
+    sft_model_path,
+    sft_token_budget,
+    world,
+    validation,
+    records,
+    only_in_ppo,
+)

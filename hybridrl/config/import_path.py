@@ -1,0 +1,69 @@
+"""Foreign code by import path: a function or class of the user's, from a Python file or an importable module."""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybridrl.errors import ConfigError
+
+
+def load_object(path: str, name: str) -> Any:
+    """Return what `name` is in `path`, a file such as `rewards/mine.py` or a module such as `my_project.rewards`.
+
+    A file is run once per process, however often something is loaded from it.
+
+    Raises:
+        ConfigError: There is no such file or module, it fails while being imported (the cause is chained), or it has no such name.
+    """
+    module = _load_file(Path(path).expanduser()) if _is_file_name(path) else _load_module(path)
+    if not hasattr(module, name):
+        raise ConfigError(f"{path} has no {name!r}; {_nearest(name, module)}")
+    return getattr(module, name)
+
+
+def _is_file_name(path: str) -> bool:
+    return path.endswith(".py") or "/" in path
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        beside = sorted(found.name for found in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=3)
+        raise ConfigError(f"no file {path}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    full = path.resolve()
+    module_name = f"{path.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, full)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _load_module(path: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name and (path == error.name or path.startswith(f"{error.name}.")):
+            raise ConfigError(f"no module named {error.name!r}; give an importable module, or a file ending in .py") from error
+        raise ConfigError(f"{path} cannot be imported: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _nearest(name: str, module: ModuleType) -> str:
+    names = sorted(key for key in vars(module) if not key.startswith("_"))
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names) or 'no public names'}"

@@ -1,0 +1,41 @@
+"""Settings of the driver: how long, where, what is kept and who is told."""
+
+from dataclasses import dataclass
+
+from hybridrl.config.setting import setting
+
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    project_name: str = setting("hybridrl", "Project under which runs are recorded.")
+    experiment_name: str = setting("run", "Name of this run.")
+    total_epochs: int = setting(1, "Passes over the training data.", ge=1)
+    total_training_steps: int | None = setting(None, "Steps of the whole run; null means total_epochs of data.", ge=1)
+    nnodes: int = setting(1, "Number of machines.", ge=1)
+    n_gpus_per_node: int = setting(1, "Worker processes per machine, each with one device (a CPU slot without GPUs).", ge=1)
+    backend: str = setting(
+        "ray", "Run workers on Ray, or in this process (local: one process, no Ray, pdb works).", choices=("ray", "local")
+    )
+    device: str = setting("auto", "Device of the workers; auto is cuda where there is one.", choices=("auto", "cpu", "cuda"))
+    colocate: str = setting("process", "Roles on one device share a process, or only the device.", choices=("process", "device"))
+    num_threads: int | None = setting(None, "CPU threads per worker process; null means cores divided by workers.", ge=1)
+    seed: int = setting(1, "Seed of everything but the order of prompts.", ge=0)
+    balance_batch: bool = setting(True, "Give every rank about the same number of tokens.")
+    critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0)
+    val_before_train: bool = setting(True, "Validate before the first step.")
+    val_only: bool = setting(False, "Validate and stop.")
+    test_freq: int = setting(-1, "Validate every so many steps and at the end; -1 means never.", ge=-1)
+    save_freq: int = setting(-1, "Commit a checkpoint every so many steps and at the end; -1 means never.", ge=-1)
+    max_ckpt_to_keep: int | None = setting(None, "Checkpoints kept; null means all.", ge=1)
+    default_local_dir: str | None = setting(None, "Where the run writes; null means checkpoints/{project}/{experiment}.")
+    resume_mode: str = setting(
+        "auto",
+        "Continue from the newest commit, start anew, or continue from resume_from_path.",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = setting(None, "The global_step_N directory for resume_mode=resume_path.")
+    logger: list[str] = setting(["console"], "Where metrics go.", choices=LOGGERS)
+    rollout_data_dir: str | None = setting(None, "Write every step's rollouts there as JSONL.")
+    validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")

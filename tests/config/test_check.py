@@ -1,0 +1,161 @@
+"""Rules about several settings at once: what is refused, with which words, and what is let through."""
+
+import pytest
+
+from hybridrl.config import PPOConfig, SFTConfig, check_config, check_sft_config, load_config
+from hybridrl.errors import ConfigError
+
+NAMES = {
+    "known_estimators": ("gae", "grpo", "rloo"),
+    "group_estimators": ("grpo", "rloo"),
+    "critic_estimators": ("gae",),
+    "known_losses": ("vanilla", "gspo"),
+}
+
+
+@pytest.fixture
+def check(tmp_path):
+    """A config that passes, with `words` on top; returns what is wrong with it, or an empty string."""
+    (tmp_path / "train.parquet").touch()
+    base = [
+        f"data.train_files={tmp_path}/train.parquet",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B",
+        "actor_rollout_ref.rollout.name=hf",
+    ]
+
+    def problems(*words, base=base):
+        config = load_config(PPOConfig, [*base, *words], program="p", config_name="ppo_trainer")
+        try:
+            check_config(config, **NAMES)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return problems
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("data.train_files=[]", "data.train_files=[]: nothing to train on"),
+        ("data.train_files=nowhere.parquet", "data.train_files=nowhere.parquet: there is no such file"),
+        ("data.val_files=['~/v.parquet']", "write $HOME"),
+        ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path=null: no model"),
+        ("actor_rollout_ref.model.path=/nowhere/model", "there is no such directory"),
+        ("critic.model.path=./nowhere", "critic.model.path=./nowhere: there is no such directory"),
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=grpo compares"),
+        (
+            "algorithm.adv_estimator=gea",
+            "algorithm.adv_estimator=gea: there is no such estimator; did you mean gae? known are gae, grpo, rloo",
+        ),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gsbo", "did you mean gspo? known are gspo, vanilla"),
+        ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
+        ("critic.strategy=megatron", "critic.strategy=megatron: must be the engine of actor_rollout_ref.actor.strategy=fsdp"),
+        ("actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron", "the Megatron engine is not in this release; use fsdp"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "has no effect with actor_rollout_ref.actor.strategy=fsdp"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "generation over several devices is not in this release; use 1"),
+        ("actor_rollout_ref.rollout.mode=async", "use sync"),
+        ("actor_rollout_ref.rollout.top_k=0", "actor_rollout_ref.rollout.top_k=0: would keep no token; -1 keeps all"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_k=0", "actor_rollout_ref.rollout.val_kwargs.top_k=0"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=4", "val_kwargs.do_sample=true"),
+        ("trainer.backend=local trainer.n_gpus_per_node=2", "trainer.nnodes * trainer.n_gpus_per_node = 2; use trainer.backend=ray"),
+        ("trainer.backend=local trainer.colocate=device", "trainer.colocate=device"),
+        ("trainer.resume_mode=resume_path", "set trainer.resume_from_path to a global_step_N directory"),
+        ("trainer.resume_from_path=x", "is read only with trainer.resume_mode=resume_path, not auto"),
+        ("trainer.resume_mode=resume_path trainer.resume_from_path=nowhere", "there is no such directory"),
+        ("reward_model.enable=true", "set reward_model.model.path"),
+        ("reward_model.model.path=some/model", "set reward_model.enable=true"),
+        ("data.custom_cls.name=Mine", "data.custom_cls.path=null: a dataset class needs both"),
+        ("reward_model.overlong_buffer.enable=true reward_model.overlong_buffer.len=4", "only reward_model.reward_manager=dapo"),
+        (
+            "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo",
+            "reward_model.overlong_buffer.len=0: must be between 1 and",
+        ),
+        (
+            "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo reward_model.overlong_buffer.len=513",
+            "between 1 and data.max_response_length=512",
+        ),
+        ("trainer.val_only=true", "trainer.val_only=true: there is nothing to validate on"),
+        ("trainer.test_freq=5", "trainer.test_freq=5: there is nothing to validate on"),
+        ("trainer.test_freq=0", "trainer.test_freq=0: is no frequency"),
+        ("trainer.save_freq=0", "trainer.save_freq=0: is no frequency; -1 means never"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_on_one_line_with_the_way_out(check, words, says):
+    message = check(*words.split())
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "prefix, switch, budget",
+    [
+        ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+        ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+        ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+        ("critic", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+    ],
+)
+def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, prefix, switch, budget):
+    lengths = ["data.max_prompt_length=60", "data.max_response_length=40"]
+    assert check(*lengths, f"{prefix}.{budget}=99") == ""
+    assert check(*lengths, f"{prefix}.{budget}=100", f"{prefix}.{switch}=true") == ""
+    message = check(*lengths, f"{prefix}.{budget}=99", f"{prefix}.{switch}=true")
+    assert f"{prefix}.{budget}=99: one sequence may have data.max_prompt_length + data.max_response_length = 100 tokens" in message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "data.train_files=s3://bucket/train.parquet",
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 critic.enable=false critic.strategy=megatron",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4096",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "data.train_batch_size=7 trainer.n_gpus_per_node=2",
+        "trainer.save_freq=3",
+        "trainer.backend=local",
+        "custom_reward_function.kwargs.format_score=0.1",
+        "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo reward_model.overlong_buffer.len=512",
+        "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    ],
+)
+def test_what_can_run_is_let_through(check, words):
+    assert check(*words.split()) == ""
+
+
+def test_every_contradiction_is_reported_at_once(check):
+    lines = check("trainer.test_freq=1", "trainer.val_only=true", "algorithm.adv_estimator=rloo", "critic.enable=false").splitlines()
+    assert lines[0] == "3 problems in the configuration:" and len(lines) == 4
+
+
+@pytest.mark.parametrize("preset", ["grpo_trainer", "local_debug"])
+def test_a_preset_runs_once_it_has_data_and_a_model(check, preset):
+    assert check("--config-name", preset) == ""
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("model.path=null", "model.path=null: no model"),
+        ("data.train_files=[]", "nothing to train on"),
+        ("data.max_length=2000 data.max_token_len_per_gpu=1999", "one conversation may have data.max_length = 2000 tokens"),
+        ("trainer.critic_warmup=3", "has no effect in supervised fine-tuning"),
+        ("trainer.val_only=true data.val_files=${data.train_files}", "has no effect in supervised fine-tuning"),
+        ("trainer.test_freq=2", "set data.val_files"),
+        ("trainer.backend=local trainer.n_gpus_per_node=2", "use trainer.backend=ray"),
+        ("", ""),
+        ("data.max_length=2000 data.max_token_len_per_gpu=1999 data.use_dynamic_bsz=false", ""),
+    ],
+)
+def test_supervised_fine_tuning_has_the_same_kind_of_rules(tmp_path, words, says):
+    (tmp_path / "train.parquet").touch()
+    base = [f"data.train_files={tmp_path}/train.parquet", "model.path=some/model"]
+    config = load_config(SFTConfig, [*base, *words.split()], program="p", config_name="sft_trainer")
+    if not says:
+        assert check_sft_config(config) is None
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_sft_config(config)
+    assert says in str(caught.value) and "\n" not in str(caught.value)

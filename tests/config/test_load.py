@@ -1,0 +1,177 @@
+"""The command line: what is accepted, what is refused and with which words."""
+
+import pytest
+import yaml
+
+from hybridrl.config import PPOConfig, SFTConfig, load_config
+from hybridrl.errors import ConfigError
+
+
+def load(*argv, schema=PPOConfig, config_name="ppo_trainer"):
+    return load_config(schema, list(argv), program="python -m hybridrl.main_ppo", config_name=config_name)
+
+
+def refusal(*argv, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv, **kwargs)
+    return str(caught.value)
+
+
+@pytest.fixture
+def conf(tmp_path):
+    folder = tmp_path / "my conf"
+    folder.mkdir()
+    (folder / "my_run.yaml").write_text("defaults: [grpo_trainer, _self_]\ndata: {train_files: x.parquet}\ntrainer: {total_epochs: 7}\n")
+    (folder / "bare.yaml").write_text("trainer: {total_training_steps: 7, seed: '${trainer.total_training_steps}'}\n")
+    return str(folder)
+
+
+def test_without_overrides_the_config_is_the_schema():
+    assert load() == PPOConfig()
+    assert load(schema=SFTConfig, config_name="sft_trainer") == SFTConfig()
+
+
+@pytest.mark.parametrize(
+    "word, value",
+    [
+        ("algorithm.lam=1", 1.0),
+        ("algorithm.lam=9.5e-1", 0.95),
+        ("actor_rollout_ref.actor.grad_clip=inf", float("inf")),
+        ("data.train_batch_size=1e3", 1000),
+        ("data.val_batch_size=null", None),
+        ("data.val_batch_size=5", 5),
+        ("data.train_files=a.parquet", ["a.parquet"]),
+        ("data.train_files=['a.parquet', 'b.parquet']", ["a.parquet", "b.parquet"]),
+        ("trainer.experiment_name=12", "12"),
+        ("trainer.val_only=True", True),
+        ("critic.enable=null", None),
+        ("actor_rollout_ref.actor.optim.betas=[0,0.95]", (0.0, 0.95)),
+        ("+custom_reward_function.kwargs.foo=1", {"foo": 1}),
+        ("custom_reward_function.kwargs.foo={a:[1,x]}", {"foo": {"a": [1, "x"]}}),
+        ("++algorithm.gamma=0.5", 0.5),
+    ],
+)
+def test_a_value_becomes_its_keys_type(word, value):
+    key = word.partition("=")[0].lstrip("+").removesuffix(".foo")
+    found = load(word)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("data.train_batch_size=many", "data.train_batch_size=many: must be a whole number"),
+        ("data.train_batch_size=1.5", "must be a whole number"),
+        ("data.train_batch_size=true", "must be a whole number"),
+        ("data.train_batch_size=0", "must be >= 1"),
+        ("data.train_batch_size=null", "must be a whole number, not null"),
+        ("data.val_batch_size=None", "write null for nothing"),
+        ("data.shuffle=1", "must be true or false"),
+        ("data.shuffle=yes", "must be true or false"),
+        ("data.train_files=[a,3.5]", "must be text"),
+        ("data.train_files=", "is empty (an unset shell variable?)"),
+        ("algorithm.gamma=nan", "must be a number"),
+        ("algorithm.gamma=1.01", "must be >= 0 and <= 1"),
+        ("trainer.logger=[console,wand]", "must be any of console, jsonl, tensorboard, wandb, mlflow"),
+        ("actor_rollout_ref.rollout.name=sglang", "must be one of vllm, hf"),
+        ("actor_rollout_ref.actor.optim.betas=0.9", "must be a list of 2 values"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1]", "must be >= 0 and < 1"),
+        ("data.apply_chat_template_kwargs=3", "must be a mapping"),
+        ("trainer=3", "this is a group of settings; set one of its keys, such as trainer.project_name"),
+        ("data.train_batch_sise=8", "did you mean data.train_batch_size?"),
+        ("train_batch_size=8", "did you mean data.train_batch_size?"),
+        ("actor_rollout_ref.actor.temperature=1", "actor_rollout_ref.rollout.temperature"),
+        ("trainer.logger.console=1", "trainer.logger is one value (list[str]) and has no keys below it"),
+        ("xyzzy=1", "there is no such key; --help lists all keys"),
+        ("~xyzzy", "there is no such key"),
+        ("trainer.max_actor_ckpt_to_keep=3", "here it is trainer.max_ckpt_to_keep"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", "parameters are sharded over all worker processes"),
+        ("actor_rollout_ref.rollout.do_sample=false", "actor_rollout_ref.rollout.val_kwargs.do_sample"),
+        ("ray_kwargs.ray_init.num_cpus=8", "RAY_ADDRESS"),
+        ("data.tokenizer=x", "here it is actor_rollout_ref.model.path"),
+        ("hydra.run.dir=out", "trainer.default_local_dir"),
+        ("trainer.seed=1,2", "one command is one run"),
+        ("trainer.seed", "cannot be read as key=value"),
+        ("--trainer.seed=1", "write a setting without dashes: trainer.seed=1"),
+        ("--multirun", "one command is one run"),
+        ("--cfg=hydra", "--cfg"),
+        ("--config-name=grpo", "known are grpo_trainer"),
+        ("--config-path=nowhere", "there is no such directory"),
+        ("trainer.experiment_name=${nope.x}", "'nope.x' not found"),
+        ("--help=xyzzy", "no key has this in its name"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_way_out(word, says):
+    message = refusal(word)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_all_problems_of_a_command_are_reported_together_and_once(conf):
+    (lines := refusal("data.bogus=1", "trainer.total_epochs=0", "hydra.job.name=x", "algorithm.gamma=2").splitlines())
+    assert lines[0] == "4 problems in the configuration:"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "data.bogus",
+        "hydra.job.name",
+        "algorithm.gamma=2",
+        "trainer.total_epochs=0",
+    ]
+
+
+def test_interpolation_sees_other_keys_and_the_environment(monkeypatch):
+    monkeypatch.setenv("WHO", "me")
+    config = load("trainer.experiment_name=${trainer.project_name}-${oc.env:WHO}", "trainer.project_name=maths")
+    assert config.trainer.experiment_name == "maths-me"
+
+
+def test_a_preset_changes_the_defaults_and_the_command_line_changes_the_preset():
+    preset = load("--config-name", "grpo_trainer")
+    assert preset.algorithm.adv_estimator == "grpo" and preset.actor_rollout_ref.rollout.n == 8
+    changed = load("--config-name", "grpo_trainer", "actor_rollout_ref.rollout.n=4", "~actor_rollout_ref.actor.use_kl_loss")
+    assert changed.actor_rollout_ref.rollout.n == 4
+    assert changed.actor_rollout_ref.actor.use_kl_loss is PPOConfig().actor_rollout_ref.actor.use_kl_loss is False
+
+
+def test_a_users_yaml_stands_on_a_preset(conf):
+    config = load("--config-path", conf, "--config-name", "my_run", "trainer.seed=5")
+    assert (config.data.train_files, config.trainer.total_epochs, config.trainer.seed) == (["x.parquet"], 7, 5)
+    assert config.algorithm.adv_estimator == "grpo"
+
+
+def test_a_users_yaml_without_a_preset_stands_on_the_schema(conf):
+    config = load("--config-dir", conf, "--config-name", "bare.yaml", "trainer.nnodes=2")
+    assert (config.trainer.seed, config.trainer.nnodes, config.trainer.total_epochs) == (7, 2, 1)
+
+
+def test_an_unknown_key_in_a_yaml_is_refused_like_one_on_the_command_line(conf, tmp_path):
+    (tmp_path / "typo.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nodes: 3}\n")
+    assert (
+        refusal("--config-path", str(tmp_path), "--config-name", "typo")
+        == "trainer.nodes: there is no such key; did you mean trainer.nnodes?"
+    )
+
+
+def test_a_users_group_of_yaml_files_can_be_chosen_from(conf, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("# @package actor_rollout_ref.model\npath: my/small\n")
+    assert load("--config-path", str(tmp_path), "+model=small").actor_rollout_ref.model.path == "my/small"
+
+
+@pytest.mark.parametrize("text, says", [("data: [\n", "line 2"), ("defaults: [nope, _self_]\n", "nope")])
+def test_a_broken_yaml_is_one_readable_line(tmp_path, text, says):
+    (tmp_path / "broken.yaml").write_text(text)
+    message = refusal("--config-path", str(tmp_path), "--config-name", "broken")
+    assert says in message and "\n" not in message
+
+
+def test_cfg_job_prints_what_would_run(capsys):
+    assert load("--cfg", "job", "trainer.experiment_name=${trainer.project_name}", "algorithm.gamma=1") is None
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["experiment_name"] == "hybridrl"
+    assert printed["algorithm"]["gamma"] == 1.0
+
+
+def test_cfg_job_refuses_what_would_not_run():
+    assert "must be >= 1" in refusal("--cfg", "job", "trainer.nnodes=0")
