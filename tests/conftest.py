@@ -1,0 +1,125 @@
+"""What many tests share: one thread per process, a tiny model with a real tokenizer, a small Ray cluster, real raw data.
+
+Tests marked `vllm` or `gpu` are skipped, with the reason, where there is no such thing.
+"""
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")  # before torch is imported
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+NUM_CPUS = 4  # slots for workers, whatever the machine has: two ranks of two roles
+OBJECT_STORE_BYTES = 200 * 1024**2
+SHARED_DATA = "HYBRIDRL_TEST_DATA"  # environment variable: a directory with the raw data
+VOCABULARY_SIZE = 400
+TEXTS = [
+    "Tom buys 3 boxes of 4 pens and gives 2 away. How many pens does he have? <<3*4=12>> <<12-2=10>> #### 10",
+    "Anna earns 5 dollars a day for 6 days and spends 8. How much is left? <<5*6=30>> <<30-8=22>> #### 22",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    absent = {}
+    if find_spec("vllm") is None:
+        absent["vllm"] = "vLLM is not installed (pip install hybridrl[vllm])"
+    if not torch.cuda.is_available():
+        absent["gpu"] = "this machine has no CUDA device"
+    for item in items:
+        for marker, reason in absent.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray cluster on this machine for the whole session, without dashboard."""
+    import ray
+
+    started = not ray.is_initialized()
+    if started:
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a two-layer Qwen2, random weights, and a byte-level BPE tokenizer with a chat template."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_qwen2")
+    tokenizer = _train_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # of size 32, the smallest that vLLM knows on the CPU
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_qwen2: Path):
+    """The tokenizer of `tiny_qwen2`."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_qwen2)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The directory with real raw data (gsm8k_train.jsonl and others); a test that needs it is skipped where there is none."""
+    places = [Path(os.environ[SHARED_DATA])] if SHARED_DATA in os.environ else []
+    places.append(Path(__file__).parents[2] / "shared" / "data")  # beside the checkout
+    for place in places:
+        if (place / "gsm8k_train.jsonl").exists():
+            return place
+    pytest.skip(f"no raw data: set {SHARED_DATA} to a directory with gsm8k_train.jsonl")
+
+
+def _train_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(TEXTS, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
