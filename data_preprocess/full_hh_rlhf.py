@@ -1,0 +1,100 @@
+"""HH-RLHF, conversations with a preferred and a rejected answer, to parquet.
+
+    python -m data_preprocess.full_hh_rlhf --split sft|rm|rl --local_dir ~/data/full_hh_rlhf [--data_source FILE|DIRECTORY|NAME]
+
+writes to a directory named after the split, out of all rows of the source:
+
+    sft   train.parquet                 `prompt`, `response`: each answer of each pair
+    rm    train.parquet, test.parquet   `prompt`, `chosen`, `rejected`: the first three quarters, the rest
+    rl    train.parquet                 prompts for reinforcement learning, to be scored by a reward model
+
+Reads the pairs with a `prompt` column of Dahoas/full-hh-rlhf and the original ones of Anthropic, where `chosen` and `rejected` are
+whole conversations; of those, a pair that differs before its last answer has no common prompt and is left out.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_preprocess.command import make_parser, rl_row, run_command, write_parquet
+from data_preprocess.raw import RawDataError, RawRow, read_splits
+
+DATA_SOURCE = "Dahoas/full-hh-rlhf"
+ANSWER = "\n\nAssistant:"
+TRAIN_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Pair:
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+def to_pair(raw: RawRow) -> Pair | None:
+    """Return one pair, None if its two conversations are not the same up to the answer."""
+    chosen, rejected = raw["chosen"], raw["rejected"]
+    if "prompt" in raw.columns:
+        return Pair(raw["prompt"], chosen, rejected)
+    prompt, marker, preferred = chosen.rpartition(ANSWER)
+    other, _, dispreferred = rejected.rpartition(ANSWER)
+    if not marker:
+        raise RawDataError(f"{raw.place}: column 'chosen' has no {ANSWER.strip()!r}, and there is no column 'prompt'")
+    return Pair(prompt + marker, preferred, dispreferred) if prompt == other else None
+
+
+def sft_rows(pairs: list[Pair]) -> list[dict]:
+    return [{"prompt": pair.prompt, "response": answer} for pair in pairs for answer in (pair.chosen, pair.rejected)]
+
+
+def rm_rows(pairs: list[Pair]) -> list[dict]:
+    return [{"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs]
+
+
+def rl_rows(pairs: list[Pair]) -> list[dict]:
+    return [
+        rl_row(
+            data_source=DATA_SOURCE,
+            question=pair.prompt,
+            ability="alignment",
+            reward_model={"style": "model", "ground_truth": pair.chosen},
+            extra_info={"split": "train", "index": index, "answer": pair.chosen, "question": pair.prompt},
+        )
+        for index, pair in enumerate(pairs)
+    ]
+
+
+def read_pairs(source: str) -> list[Pair]:
+    raw_rows: Iterable[RawRow] = [row for rows in read_splits(source, stem="hh_rlhf").values() for row in rows]
+    pairs = [to_pair(row) for row in raw_rows]
+    kept = [pair for pair in pairs if pair is not None]
+    print(f"{len(kept)} of {len(pairs)} pairs have a common prompt")
+    if not kept:
+        raise RawDataError(f"{source} has no pair with a common prompt")
+    return kept
+
+
+def write_split(args: argparse.Namespace) -> None:
+    pairs = read_pairs(args.data_source)
+    directory = Path(args.local_dir).expanduser() / args.split
+    if args.split == "sft":
+        write_parquet(sft_rows(pairs), directory / "train.parquet")
+    elif args.split == "rl":
+        write_parquet(rl_rows(pairs), directory / "train.parquet")
+    else:
+        num_train = max(1, int(TRAIN_SHARE * len(pairs)))
+        write_parquet(rm_rows(pairs[:num_train]), directory / "train.parquet")
+        write_parquet(rm_rows(pairs[num_train:]), directory / "test.parquet")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__, default_dir="~/data/full_hh_rlhf", default_source=DATA_SOURCE)
+    parser.add_argument("--split", choices=("sft", "rm", "rl"), required=True, help="what the rows are for")
+    args = parser.parse_args(argv)
+    return run_command(lambda: write_split(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Raw rows of a dataset: from local JSON-lines files, or from a dataset name on the Hugging Face hub.
+
+A local source is a file, or a directory that holds `{stem}*{split}*.jsonl[.gz]` or `{split}.jsonl[.gz]`. The split of a file is the
+word `train`, `validation` or `test` in its name; rows with a `split` column of their own (HellaSwag) go by that.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SPLIT_WORDS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+FILE_SUFFIXES = (".jsonl", ".jsonl.gz")
+
+
+class RawDataError(Exception):
+    """The raw data cannot be used; the message names the file, the row and the column."""
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One raw row and where it came from, so that a complaint can name the place."""
+
+    columns: dict
+    place: str
+
+    def __getitem__(self, column: str):
+        if column not in self.columns:
+            raise RawDataError(f"{self.place} has no column {column!r}; it has {', '.join(sorted(self.columns)) or 'none'}")
+        return self.columns[column]
+
+
+def read_splits(source: str, *, stem: str, hub_config: str | None = None) -> dict[str, list[RawRow]]:
+    """Return the rows of every split that `source` has, in file order.
+
+    Args:
+        source: A file, a directory or a dataset name on the hub.
+        stem: How this dataset's files begin in a directory that holds several datasets.
+        hub_config: Configuration of the dataset on the hub.
+
+    Raises:
+        RawDataError: There is no such source, a line is not a JSON object, or no rows were found.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        splits = read_files([path])
+    elif path.is_dir():
+        splits = read_files(find_files(path, stem))
+    elif looks_like_path(source):
+        raise RawDataError(f"no file or directory {source}")
+    else:
+        splits = read_hub(source, hub_config)
+    if not any(splits.values()):
+        raise RawDataError(f"{source} has no rows")
+    return splits
+
+
+def looks_like_path(source: str) -> bool:
+    return source.startswith(("/", ".", "~")) or source.endswith(FILE_SUFFIXES) or source.count("/") > 1
+
+
+def find_files(directory: Path, stem: str) -> list[Path]:
+    """Return the JSON-lines files of one dataset: those named after it, or else those named after a split."""
+    files = sorted(path for path in directory.iterdir() if path.name.endswith(FILE_SUFFIXES))
+    named = [path for path in files if path.name.startswith(stem)] or [path for path in files if path.name.split(".")[0] in SPLIT_WORDS]
+    if not named:
+        found = ", ".join(path.name for path in files) or "no .jsonl or .jsonl.gz files"
+        raise RawDataError(f"{directory} has no {stem}*.jsonl[.gz] and no train.jsonl[.gz]; it has {found}")
+    return named
+
+
+def split_of(path: Path) -> str:
+    words = re.split(r"[^a-z]+", path.name.lower())
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "train")
+
+
+def read_files(paths: list[Path]) -> dict[str, list[RawRow]]:
+    splits: dict[str, list[RawRow]] = {}
+    for path in paths:
+        default = split_of(path)
+        for row in read_json_lines(path):
+            split = SPLIT_WORDS.get(str(row.columns.get("split", default)), default)
+            splits.setdefault(split, []).append(row)
+    return splits
+
+
+def read_json_lines(path: Path) -> Iterator[RawRow]:
+    opener = gzip.open if path.name.endswith(".gz") else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield parse_line(line, f"{path} line {number}")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise RawDataError(f"{path} cannot be read after line {number}: {error}") from error
+
+
+def parse_line(line: str, place: str) -> RawRow:
+    try:
+        columns = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RawDataError(f"{place} is not JSON: {error}") from error
+    if not isinstance(columns, dict):
+        raise RawDataError(f"{place} is not a JSON object with columns")
+    return RawRow(columns, place)
+
+
+def read_hub(name: str, config: str | None) -> dict[str, list[RawRow]]:
+    """Download a dataset with `datasets`; what the hub or the network says becomes one line."""
+    import datasets
+
+    try:
+        splits = datasets.load_dataset(name, config)
+    except Exception as error:  # the hub client has no common root for "no such dataset", "no network" and "not allowed"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RawDataError(f"{name} is no local path, and cannot be loaded from the Hugging Face hub: {reason}") from error
+    return {split: [RawRow(row, f"{name} {split} row {index}") for index, row in enumerate(rows)] for split, rows in splits.items()}

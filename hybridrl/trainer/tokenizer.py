@@ -1,0 +1,18 @@
+"""Loading a tokenizer, with an error a person can act on."""
+
+from typing import Any
+
+from hybridrl.errors import ConfigError
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the Hugging Face tokenizer of a model directory or name, padding on the left. Raises ConfigError naming the path."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be loaded from it ({reason})") from error
+    tokenizer.padding_side = "left"
+    return tokenizer
