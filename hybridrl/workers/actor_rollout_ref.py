@@ -1,0 +1,221 @@
+"""`ActorRolloutRefWorker`: the policy. Its role's name says which of three parts it holds: actor, rollout, ref, in any combination.
+
+* actor: trains the policy and computes its log-probs (an engine with an optimizer);
+* rollout: generates with a copy of the policy's weights, pushed after every update and checked by version and fingerprint;
+* ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
+"""
+
+from typing import Any
+
+import torch
+
+from hybridrl.config.ppo import PPOConfig
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
+from hybridrl.workers.export import export_hf
+from hybridrl.workers.losses import actor_loss
+from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
+from hybridrl.workers.process import enter_process
+from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_rollout
+from hybridrl.workers.rollout.sampler import SamplingParams
+from hybridrl.workers.tokens import load_special_tokens
+
+PARTS = ("actor", "rollout", "ref")
+
+
+class ActorRolloutRefWorker(EngineWorker):
+    """One process of the policy.
+
+    config: the whole job's settings. role: parts joined by underscores, for instance "actor_rollout_ref" or "ref".
+    """
+
+    def __init__(self, config: PPOConfig, role: str):
+        self.config, self.role = config, role
+        self.parts = role.split("_")
+        unknown = set(self.parts) - set(PARTS)
+        if unknown:
+            raise ValueError(f"role={role!r} names parts this worker does not have; parts are {', '.join(PARTS)}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self, total_optimizer_steps: int = 0) -> None:
+        """Load the parts of this role onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
+        self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
+        if "actor" in self.parts:
+            self._init_actor(total_optimizer_steps)
+        if "ref" in self.parts:
+            self._init_ref()
+        if "rollout" in self.parts:
+            self._init_rollout()
+
+    def _init_actor(self, total_optimizer_steps: int) -> None:
+        policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
+        self.actor = make_engine(
+            actor.strategy,
+            engine_config(
+                self.config,
+                kind="causal_lm",
+                path=policy.path,
+                device=self.device,
+                packed=policy.use_remove_padding,
+                gradient_checkpointing=policy.enable_gradient_checkpointing,
+                param_offload=actor.fsdp_config.param_offload,
+                optimizer_offload=actor.fsdp_config.optimizer_offload,
+                optim=actor.optim,
+                total_steps=total_optimizer_steps,
+                grad_clip=actor.grad_clip,
+            ),
+        )
+        self.actor.setup()
+
+    def _init_ref(self) -> None:
+        policy = self.config.actor_rollout_ref.model
+        offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+        spec = engine_config(
+            self.config, kind="causal_lm", path=policy.path, device=self.device, packed=policy.use_remove_padding, param_offload=offload
+        )
+        self.ref = make_engine(self.config.actor_rollout_ref.actor.strategy, spec)
+        self.ref.setup()
+
+    def _init_rollout(self) -> None:
+        policy, data = self.config.actor_rollout_ref.model, self.config.data
+        tokens = load_special_tokens(policy.path, trust_remote_code=policy.trust_remote_code)
+        setup = RolloutSetup(
+            model_path=policy.path,
+            config=self.config.actor_rollout_ref.rollout,
+            eos_token_ids=tokens.eos_ids,
+            pad_token_id=tokens.pad_id,
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length,
+            device=self.device,
+            trust_remote_code=policy.trust_remote_code,
+            override_config=dict(policy.override_config),
+            load_format="dummy",  # the first push brings the weights, and nothing is generated before it
+            seed=self.config.trainer.seed,
+        )
+        self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Return responses to the prompts, `n` adjacent rows for each.
+
+        `meta_info["validate"]` chooses the validation settings, `meta_info["seed"]` seeds the samples of this call.
+        """
+        meta = prompts.meta_info
+        return self.rollout.generate(prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0)))
+
+    def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
+        rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
+        common: dict[str, Any] = {"max_new_tokens": length, "seed": seed, "ignore_eos": rollout.ignore_eos}
+        if validate:
+            val = rollout.val_kwargs
+            return SamplingParams(
+                n=val.n, do_sample=val.do_sample, temperature=val.temperature, top_k=val.top_k, top_p=val.top_p, logprobs=False, **common
+            )
+        return SamplingParams(
+            n=rollout.n,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            logprobs=rollout.calculate_log_probs,
+            **common,
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Return `old_log_probs` and `entropys` (B, R) float32 under the current policy."""
+        with on_device(self.actor, self.device, params=self._offload.param_offload):
+            out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy"))
+        return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Return `ref_log_prob` (B, R) float32 under the reference policy."""
+        ref = self.config.actor_rollout_ref.ref
+        micro = micro_batching(ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+        with on_device(self.ref, self.device, params=ref.fsdp_config.param_offload):
+            out = self.ref.forward(data, micro, outputs=("log_probs",))
+        return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+
+    @register(MINI_BATCH_COMPUTE)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`; see `mini_batch.py` for the cut.
+
+        Returns a batch without rows whose `meta_info["metrics"]` has one value per optimizer step, equal on every rank.
+        """
+        actor = self.config.actor_rollout_ref.actor
+        micro = micro_batching(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        with on_device(self.actor, self.device, params=self._offload.param_offload, optimizer=self._offload.optimizer_offload):
+            metrics = self._update(
+                self.actor,
+                data,
+                micro,
+                make_loss=lambda counts: actor_loss(actor, counts),
+                outputs=("log_probs", "entropy") if actor.entropy_coeff else ("log_probs",),
+                epochs=actor.ppo_epochs,
+                prefix="actor",
+            )
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> RolloutHealth:
+        """Push the actor's weights into this process's rollout as `version`; a mismatch raises StaleWeightsError."""
+        with on_device(self.actor, self.device, params=self._offload.param_offload):
+            self.rollout.load_weights(version, self.actor.weights())
+        return self.rollout.health()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def gather_weights(self) -> dict[str, torch.Tensor] | None:
+        """Return the full weights under their Hugging Face names from rank 0, None elsewhere: for a rollout in other processes."""
+        with on_device(self.actor, self.device, params=self._offload.param_offload):
+            weights = {name: tensor.cpu().clone() for name, tensor in self.actor.weights() if self.rank == 0}
+        return weights if self.rank == 0 else None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int, weights: dict[str, torch.Tensor]) -> RolloutHealth:
+        """Load weights that came from an actor in other processes into this rollout."""
+        self.rollout.load_weights(version, iter(weights.items()))
+        return self.rollout.health()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def rollout_health(self) -> RolloutHealth:
+        """Return version and fingerprint of the weights the rollout holds now."""
+        return self.rollout.health()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def rollout_sleep(self) -> None:
+        """Give the rollout's device memory to the trainer."""
+        self.rollout.sleep()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def rollout_wake_up(self) -> None:
+        """Take the device memory back before the next push."""
+        self.rollout.wake_up()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: str) -> None:
+        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename."""
+        self._save(self.actor, directory, self._offload)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: str) -> None:
+        """Continue from what `save_checkpoint` wrote, also under another world size."""
+        self._load(self.actor, directory, self._offload)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, directory: str) -> None:
+        """Write the policy as Hugging Face safetensors with config and tokenizer, and verify names and values."""
+        policy = self.config.actor_rollout_ref.model
+        with on_device(self.actor, self.device, params=self._offload.param_offload):
+            export_hf(self.actor.weights(), directory, source=policy.path, trust_remote_code=policy.trust_remote_code, rank=self.rank)
+
+    @property
+    def _offload(self):
+        return self.config.actor_rollout_ref.actor.fsdp_config
+
+    def _log_prob_micro(self) -> MicroBatching:
+        rollout = self.config.actor_rollout_ref.rollout
+        return micro_batching(
+            rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+        )

@@ -1,0 +1,75 @@
+"""`CriticWorker`: the value model of PPO."""
+
+from hybridrl.config.ppo import PPOConfig
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
+from hybridrl.workers.losses import critic_loss
+from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
+from hybridrl.workers.process import enter_process
+
+
+class CriticWorker(EngineWorker):
+    """One process of the critic: a token-level value head on a language model. config: the whole job's settings."""
+
+    def __init__(self, config: PPOConfig, role: str = "critic"):
+        self.config, self.role = config, role
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self, total_optimizer_steps: int = 0) -> None:
+        """Load the value model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
+        critic = self.config.critic
+        self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
+        spec = engine_config(
+            self.config,
+            kind="value",
+            path=critic.model.path or self.config.actor_rollout_ref.model.path,
+            device=self.device,
+            packed=critic.model.use_remove_padding,
+            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            param_offload=critic.fsdp_config.param_offload,
+            optimizer_offload=critic.fsdp_config.optimizer_offload,
+            optim=critic.optim,
+            total_steps=total_optimizer_steps,
+            grad_clip=critic.grad_clip,
+        )
+        self.critic = make_engine(critic.strategy, spec)
+        self.critic.setup()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Return `values` (B, R) float32: the value of the state before each response token."""
+        with on_device(self.critic, self.device, params=self.config.critic.fsdp_config.param_offload):
+            out = self.critic.forward(data, self._micro(), outputs=("values",))
+        return DataProto.from_dict(tensors={"values": out["values"]})
+
+    @register(MINI_BATCH_COMPUTE)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Train on a batch with `values` and `returns`. Metrics as in `ActorRolloutRefWorker.update_actor`."""
+        critic, offload = self.config.critic, self.config.critic.fsdp_config
+        with on_device(self.critic, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+            metrics = self._update(
+                self.critic,
+                data,
+                self._micro(),
+                make_loss=lambda counts: critic_loss(critic.cliprange_value, counts),
+                outputs=("values",),
+                epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
+                prefix="critic",
+            )
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: str) -> None:
+        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename."""
+        self._save(self.critic, directory, self.config.critic.fsdp_config)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: str) -> None:
+        """Continue from what `save_checkpoint` wrote, also under another world size."""
+        self._load(self.critic, directory, self.config.critic.fsdp_config)
+
+    def _micro(self) -> MicroBatching:
+        critic = self.config.critic
+        return micro_batching(critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)

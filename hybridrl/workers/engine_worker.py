@@ -1,0 +1,134 @@
+"""What workers with a training engine share: building the engine, moving it to and from its device, updates, durable state."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+from hybridrl.config.ppo import PPOConfig
+from hybridrl.config.workers import CriticFSDPConfig, FSDPConfig, OptimConfig
+from hybridrl.errors import ConfigError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.worker import Worker
+from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.fsdp import FSDPEngine
+from hybridrl.workers.losses import GlobalCounts
+from hybridrl.workers.mini_batch import mini_batches
+from hybridrl.workers.process import sum_dicts_over_ranks, sum_over_ranks
+
+Offload = FSDPConfig | CriticFSDPConfig
+ENGINES: dict[str, type[Engine]] = {"fsdp": FSDPEngine, "fsdp2": FSDPEngine}
+
+
+def make_engine(strategy: str, config: EngineConfig) -> Engine:
+    """Return an engine by its name; it is not set up yet."""
+    if strategy not in ENGINES:
+        raise ConfigError(f"strategy={strategy!r} is not an engine of this release; there are {', '.join(ENGINES)}")
+    return ENGINES[strategy](config)
+
+
+def engine_config(
+    config: PPOConfig,
+    *,
+    kind: str,
+    path: str,
+    device: str,
+    packed: bool,
+    gradient_checkpointing: bool = False,
+    param_offload: bool = False,
+    optimizer_offload: bool = False,
+    optim: OptimConfig | None = None,
+    total_steps: int = 0,
+    grad_clip: float = 1.0,
+) -> EngineConfig:
+    """Return the engine's settings for one model of a PPO job; what is not named here is as the actor's."""
+    fsdp: FSDPConfig = config.actor_rollout_ref.actor.fsdp_config
+    policy = config.actor_rollout_ref.model
+    return EngineConfig(
+        kind=kind,
+        path=path,
+        trust_remote_code=policy.trust_remote_code,
+        override_config=dict(policy.override_config) if path == policy.path else {},
+        device=device,
+        dtype=fsdp.dtype,
+        reshard_after_forward=fsdp.reshard_after_forward,
+        param_offload=param_offload,
+        optimizer_offload=optimizer_offload,
+        gradient_checkpointing=gradient_checkpointing,
+        packed=packed,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        optim=optim,
+        total_steps=total_steps,
+        grad_clip=grad_clip,
+        seed=config.trainer.seed,
+    )
+
+
+def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None) -> MicroBatching:
+    """Return how a call's rows become micro-batches: by token budget, or by a number of rows (None: all at once)."""
+    return MicroBatching(max_rows=None, max_tokens=max_tokens) if use_dynamic_bsz else MicroBatching(max_rows=max_rows, max_tokens=None)
+
+
+@contextlib.contextmanager
+def on_device(engine: Engine, device: str, *, params: bool = False, optimizer: bool = False) -> Iterator[Engine]:
+    """Hold an offloaded engine on its device for the length of a block; what is not offloaded is there already."""
+    if params or optimizer:
+        engine.to(device, params=params, optimizer=optimizer)
+    try:
+        yield engine
+    finally:
+        if params or optimizer:
+            engine.to("cpu", params=params, optimizer=optimizer)
+
+
+class EngineWorker(Worker):
+    """A worker around one training engine. Subclasses set `self.device` and say what is computed."""
+
+    device: str
+
+    def _update(
+        self,
+        engine: Engine,
+        data: DataProto,
+        micro: MicroBatching,
+        *,
+        make_loss: Callable[[GlobalCounts], LossFn],
+        outputs: tuple[str, ...],
+        epochs: int,
+        prefix: str,
+    ) -> dict[str, list[float]]:
+        """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on every rank."""
+        minis = list(mini_batches(data))
+        shares: list[dict[str, float]] = []
+        steps: list[dict[str, float]] = []
+        for _ in range(epochs):
+            for mini, count in zip(minis, self._global_counts(minis), strict=True):
+                shares.append(_summed(engine.forward_backward(mini, micro, make_loss(count), outputs=outputs)))
+                steps.append({f"{prefix}/{name}": value for name, value in engine.optimizer_step().items()})
+        totals = sum_dicts_over_ranks(shares)
+        return {name: [row[name] for row in rows if name in row] for rows in (totals, steps) for name in _names(rows)}
+
+    def _global_counts(self, minis: list[DataProto]) -> list[GlobalCounts]:
+        local = [n for mini in minis for n in GlobalCounts.local(mini.batch["response_mask"])]
+        total = [max(1.0, n) for n in sum_over_ranks(local, device=self.device)]
+        return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
+
+    def _save(self, engine: Engine, directory: str, offload: Offload) -> None:
+        os.makedirs(directory, exist_ok=True)
+        with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+            engine.save(directory)
+
+    def _load(self, engine: Engine, directory: str, offload: Offload) -> None:
+        with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+            engine.load(directory)
+
+
+def _names(rows: list[dict[str, float]]) -> list[str]:
+    return sorted(set().union(*rows))
+
+
+def _summed(stats: list[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for row in stats:
+        for name, value in row.items():
+            total[name] = total.get(name, 0.0) + float(value)
+    return total

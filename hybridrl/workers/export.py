@@ -1,0 +1,71 @@
+"""Writing a model the way the Hugging Face world reads it: safetensors, config, tokenizer."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+
+import torch
+
+from hybridrl.errors import CheckpointError
+
+
+def export_hf(
+    weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, source: str, trust_remote_code: bool = False, rank: int = 0
+) -> None:
+    """Write `weights` (full tensors, HF names) with the config and tokenizer of `source` into `directory`.
+
+    Collective in `weights`: every rank iterates, rank 0 writes. Afterwards the files are read back and every name, shape and value
+    is compared with what was written; a difference raises CheckpointError and leaves no export behind.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
+    if rank != 0:
+        return
+    aside = f"{directory}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.makedirs(aside)
+    _write(tensors, aside, source=source, trust_remote_code=trust_remote_code)
+    _verify(tensors, aside)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.rename(aside, directory)
+
+
+def _write(tensors: dict[str, torch.Tensor], directory: str, *, source: str, trust_remote_code: bool) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(directory)
+    generation = os.path.join(source, "generation_config.json")
+    if os.path.exists(generation):
+        shutil.copy(generation, directory)
+    _save_shards(tensors, directory)
+
+
+def _save_shards(tensors: dict[str, torch.Tensor], directory: str) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    split = split_torch_state_dict_into_shards(tensors)
+    for filename, names in split.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, os.path.join(directory, filename), metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        with open(os.path.join(directory, "model.safetensors.index.json"), "w") as f:
+            json.dump(index, f, indent=2)
+
+
+def _verify(tensors: dict[str, torch.Tensor], directory: str) -> None:
+    from safetensors import safe_open
+
+    missing = dict(tensors)
+    for filename in sorted(f for f in os.listdir(directory) if f.endswith(".safetensors")):
+        with safe_open(os.path.join(directory, filename), framework="pt") as shard:
+            for name in shard.keys():
+                if not torch.equal(shard.get_tensor(name), missing.pop(name)):
+                    raise CheckpointError(
+                        f"export to {directory}: {name} in {filename} differs from the model; check the disk and export again"
+                    )
+    if missing:
+        raise CheckpointError(f"export to {directory}: {len(missing)} tensors are missing, first {next(iter(missing))}; export again")

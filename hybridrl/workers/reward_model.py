@@ -1,0 +1,54 @@
+"""`RewardModelWorker`: scores whole sequences with a Hugging Face sequence classifier that has one output."""
+
+import torch
+
+from hybridrl.config.ppo import PPOConfig
+from hybridrl.errors import ConfigError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine
+from hybridrl.workers.process import enter_process
+
+
+class RewardModelWorker(EngineWorker):
+    """One process of the reward model. config: the whole job's settings.
+
+    The model must be an `AutoModelForSequenceClassification` that reads the policy's tokens; another kind is a worker of your own
+    with a `compute_rm_score`, given to the trainer under `Role.RewardModel`.
+    """
+
+    def __init__(self, config: PPOConfig, role: str = "rm"):
+        self.config, self.role = config, role
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self, total_optimizer_steps: int = 0) -> None:
+        """Load the reward model onto the device; it is not trained."""
+        self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
+        policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
+        check_same_tokens(policy.path, path, trust_remote_code=policy.trust_remote_code)
+        spec = engine_config(self.config, kind="score", path=path, device=self.device, packed=False)
+        self.model = make_engine(self.config.actor_rollout_ref.actor.strategy, spec)
+        self.model.setup()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Return `rm_scores` (B, R) float32: the sequence's score at its last response token, zero elsewhere."""
+        micro = MicroBatching(max_rows=self.config.reward_model.micro_batch_size_per_gpu, max_tokens=None)
+        scores_B = self.model.forward(data, micro, outputs=("scores",))["scores"]
+        mask_BT = data.batch["response_mask"]
+        last_B = (mask_BT * torch.arange(mask_BT.size(-1))).argmax(-1, keepdim=True)
+        rm_scores = torch.zeros(mask_BT.shape, dtype=torch.float32).scatter_(-1, last_B, scores_B.unsqueeze(-1))
+        return DataProto.from_dict(tensors={"rm_scores": rm_scores})
+
+
+def check_same_tokens(policy_path: str, reward_path: str, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError unless both models read the same token ids."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = (AutoTokenizer.from_pretrained(p, trust_remote_code=trust_remote_code).get_vocab() for p in (policy_path, reward_path))
+    if ours != theirs:
+        raise ConfigError(
+            f"reward_model.model.path={reward_path} has another vocabulary than the policy {policy_path}; use a reward model of the same "
+            "tokenizer, or a reward function that calls it on text"
+        )

@@ -1,0 +1,81 @@
+"""`SFTWorker`: supervised fine-tuning of a causal language model, on the same engine as PPO's actor."""
+
+from hybridrl.config.sft import SFTConfig
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.workers.engine.base import EngineConfig, MicroBatching
+from hybridrl.workers.engine_worker import EngineWorker, make_engine, micro_batching, on_device
+from hybridrl.workers.export import export_hf
+from hybridrl.workers.losses import GlobalCounts, sft_loss
+from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
+from hybridrl.workers.process import enter_process, sum_over_ranks
+
+
+class SFTWorker(EngineWorker):
+    """One process of the model under training. config: the whole job's settings."""
+
+    def __init__(self, config: SFTConfig, role: str = "sft"):
+        self.config, self.role = config, role
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self, total_optimizer_steps: int = 0) -> None:
+        """Load the model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
+        config = self.config
+        self.device = enter_process(device=config.trainer.device, num_threads=config.trainer.num_threads)
+        spec = EngineConfig(
+            kind="causal_lm",
+            path=config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            override_config=dict(config.model.override_config),
+            device=self.device,
+            dtype=config.fsdp_config.dtype,
+            reshard_after_forward=config.fsdp_config.reshard_after_forward,
+            param_offload=config.fsdp_config.param_offload,
+            optimizer_offload=config.fsdp_config.optimizer_offload,
+            gradient_checkpointing=config.model.enable_gradient_checkpointing,
+            packed=config.model.use_remove_padding,
+            optim=config.optim,
+            total_steps=total_optimizer_steps,
+            grad_clip=config.grad_clip,
+            seed=config.trainer.seed,
+        )
+        self.model = make_engine("fsdp", spec)
+        self.model.setup()
+
+    @register(MINI_BATCH_COMPUTE)
+    def update(self, data: DataProto) -> DataProto:
+        """Take one optimizer step on a batch of conversations. Metrics as in `ActorRolloutRefWorker.update_actor`."""
+        offload = self.config.fsdp_config
+        with on_device(self.model, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+            metrics = self._update(self.model, data, self._micro(), make_loss=sft_loss, outputs=("log_probs",), epochs=1, prefix="train")
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def compute_loss(self, data: DataProto) -> tuple[float, float]:
+        """Return (sum of negative log-likelihoods, number of tokens) over all ranks, the same on every rank."""
+        with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
+            log_probs = self.model.forward(data, self._micro(), outputs=("log_probs",))["log_probs"]
+        num_tokens, _ = GlobalCounts.local(data.batch["response_mask"])
+        total, count = sum_over_ranks([-float(log_probs.double().sum()), num_tokens], device=self.device)
+        return total, count
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: str) -> None:
+        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename."""
+        self._save(self.model, directory, self.config.fsdp_config)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: str) -> None:
+        """Continue from what `save_checkpoint` wrote, also under another world size."""
+        self._load(self.model, directory, self.config.fsdp_config)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, directory: str) -> None:
+        """Write the model as Hugging Face safetensors with config and tokenizer, and verify names and values."""
+        model = self.config.model
+        with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
+            export_hf(self.model.weights(), directory, source=model.path, trust_remote_code=model.trust_remote_code, rank=self.rank)
+
+    def _micro(self) -> MicroBatching:
+        data = self.config.data
+        return micro_batching(data.use_dynamic_bsz, data.max_token_len_per_gpu, data.micro_batch_size_per_gpu)
