@@ -1,0 +1,84 @@
+"""What every `python -m hybridrl.main_*` does around its work: start Ray, and say what went wrong in a line a person can act on."""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from hybridrl.config.trainer import TrainerConfig
+from hybridrl.errors import ConfigError, HybridRLError
+
+logger = logging.getLogger(__name__)
+OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text is megabytes
+
+
+def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str | None]) -> int:
+    """Run `work` and return the exit code: 0, 2 for a mistake in the command, 1 for a failure, 130 for Ctrl-C.
+
+    An error is one readable line, with the way out in it. The whole traceback, a remote worker's included, goes into `error.log`
+    in the directory that `log_directory()` returns, if there is one.
+    """
+    try:
+        work()
+        return 0
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the last commit stands, the same command goes on from it\n")
+        return 130
+    except Exception as error:
+        sys.stderr.write(f"{describe(error)}\n{_keep_traceback(error, log_directory())}\n")
+        return 2 if isinstance(error, HybridRLError) and isinstance(error, ValueError) else 1
+
+
+def describe(error: Exception) -> str:
+    """Return an error in one line: its type, its message, and the notes that say where it happened."""
+    notes = "; ".join(getattr(error, "__notes__", []))
+    name = "" if isinstance(error, HybridRLError) else f"{type(error).__name__}: "
+    return f"error: {name}{error}" + (f" ({notes})" if notes else "")
+
+
+def _keep_traceback(error: Exception, directory: str | None) -> str:
+    text = getattr(error, "remote_traceback", "") + "".join(traceback.format_exception(error))
+    if directory is None:
+        return text
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, "error.log")
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+    return f"the whole traceback is in {path}"
+
+
+def set_up_logging() -> None:
+    """Log our own sentences at INFO, everybody else's from WARNING, and show no other library's progress bars."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("hybridrl").setLevel(logging.INFO)
+
+
+def start_ray(config: TrainerConfig) -> None:
+    """Connect to the Ray cluster that RAY_ADDRESS names, or start one on this machine with a slot per worker."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        return
+    # Slots are processes, not cores: two workers on one core are slow, not wrong.
+    num_cpus = max(os.cpu_count() or 1, config.n_gpus_per_node * config.nnodes)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=None if cuda_machine() else OBJECT_STORE_BYTES,
+    )
+
+
+def cuda_machine() -> bool:
+    """Return whether this machine has CUDA devices, without importing torch."""
+    return os.path.exists("/proc/driver/nvidia/version")

@@ -1,0 +1,108 @@
+"""`python -m hybridrl.main_ppo key=value ...`: PPO, GRPO and their relatives.
+
+Parse, check, map roles to worker classes and pools, run. This file is the map; what it points to does the work.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
+from hybridrl.algos.policy_losses import POLICY_LOSSES
+from hybridrl.config import PPOConfig, check_config, load_config
+from hybridrl.front_end import run_front_end, set_up_logging, start_ray
+from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
+from hybridrl.single_controller.worker_group import LocalWorkerGroup
+from hybridrl.trainer.ppo import RayPPOTrainer, run_directory
+from hybridrl.trainer.report import report_run
+from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.trainer.tokenizer import load_tokenizer
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.reward.load import load_reward_manager
+from hybridrl.workers.reward_model import RewardModelWorker
+
+PROGRAM = "python -m hybridrl.main_ppo"
+WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
+    workers: Callable[[PPOConfig], dict[Role, type]] | None = None,
+) -> int:
+    """Run the program with these arguments (the command line's by default) and return its exit code.
+
+    trainer_cls, workers: your own trainer, or your own mapping of roles to worker classes (`worker_classes` is the built-in one).
+    """
+    set_up_logging()
+    directory: list[str] = []
+
+    def work() -> None:
+        config = load_config(PPOConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="ppo_trainer")
+        if config is not None:
+            check(config)
+            directory.append(run_directory(config.trainer))
+            run(config, trainer_cls=trainer_cls, workers=(workers or worker_classes)(config))
+
+    return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
+
+
+def check(config: PPOConfig) -> None:
+    """Refuse what cannot be right, before anything starts."""
+    check_config(
+        config,
+        known_estimators=ADVANTAGE_ESTIMATORS,
+        group_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_group],
+        critic_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_critic],
+        known_losses=POLICY_LOSSES,
+    )
+
+
+def run(config: PPOConfig, *, trainer_cls: type[RayPPOTrainer], workers: dict[Role, type]) -> None:
+    """Train as configured, then write the report."""
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+    val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
+    if config.trainer.backend == "ray":
+        start_ray(config.trainer)
+    trainer = trainer_cls(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping=workers,
+        resource_pool_manager=pools(config, workers),
+        ray_worker_group_cls=WORKER_GROUPS[config.trainer.backend],
+        reward_fn=reward_fn,
+        val_reward_fn=val_reward_fn,
+    )
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+        reward_fn.close()
+        val_reward_fn.close()
+    sys.stdout.write(report_run(run_directory(config.trainer)))
+
+
+def worker_classes(config: PPOConfig) -> dict[Role, type]:
+    """Which class works for which role. Add or replace entries to bring your own workers."""
+    workers: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
+    if config.critic.enable or (config.critic.enable is None and ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic):
+        workers[Role.Critic] = CriticWorker
+    if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        workers[Role.RefPolicy] = ActorRolloutRefWorker
+    if config.reward_model.enable:
+        workers[Role.RewardModel] = RewardModelWorker
+    return workers
+
+
+def pools(config: PPOConfig, workers: dict[Role, type]) -> ResourcePoolManager:
+    """All roles on one pool of all devices: the co-located placement."""
+    spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+    use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]
+    return ResourcePoolManager(spec, dict.fromkeys(workers, "global_pool"), use_gpu=use_gpu, backend=config.trainer.backend)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

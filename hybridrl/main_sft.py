@@ -1,0 +1,54 @@
+"""`python -m hybridrl.main_sft key=value ...`: supervised fine-tuning on conversations. Parse, check, run."""
+
+import sys
+from collections.abc import Sequence
+
+from hybridrl.config import SFTConfig, check_sft_config, load_config
+from hybridrl.front_end import run_front_end, set_up_logging, start_ray
+from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
+from hybridrl.single_controller.worker_group import LocalWorkerGroup
+from hybridrl.trainer.ppo import run_directory
+from hybridrl.trainer.report import report_run
+from hybridrl.trainer.roles import ResourcePoolManager
+from hybridrl.trainer.sft import SFTTrainer
+from hybridrl.trainer.tokenizer import load_tokenizer
+from hybridrl.workers.sft import SFTWorker
+
+PROGRAM = "python -m hybridrl.main_sft"
+WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments (the command line's by default) and return its exit code."""
+    set_up_logging()
+    directory: list[str] = []
+
+    def work() -> None:
+        config = load_config(SFTConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="sft_trainer")
+        if config is not None:
+            check_sft_config(config)
+            directory.append(run_directory(config.trainer))
+            run(config)
+
+    return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
+
+
+def run(config: SFTConfig) -> None:
+    """Train as configured, then write the report."""
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    if config.trainer.backend == "ray":
+        start_ray(config.trainer)
+    use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]
+    spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+    manager = ResourcePoolManager(spec, {}, use_gpu=use_gpu, backend=config.trainer.backend)
+    trainer = SFTTrainer(config, tokenizer, SFTWorker, manager, WORKER_GROUPS[config.trainer.backend])
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+    sys.stdout.write(report_run(run_directory(config.trainer)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Durable state: a checkpoint is a directory `global_step_N` that appears by one rename, complete or not at all.
+
+    global_step_12/
+        actor/ critic/      engine shards (torch.distributed.checkpoint), one directory per trained role
+        trainer.json        step, data cursor, controllers
+        config.yaml         the settings that made it
+        manifest.json       size and SHA-256 of every other file
+
+Latest is found by looking at the directory; there is no pointer file. Retention deletes only after a commit.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+
+from hybridrl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
+STEP_NAME = re.compile(r"global_step_(\d+)")
+
+
+class CheckpointStore:
+    """The checkpoints of one run under `root`. keep: how many commits stay; None keeps all."""
+
+    def __init__(self, root: str, *, keep: int | None = None):
+        self.root, self.keep = os.path.abspath(root), keep
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        if not os.path.isdir(self.root):
+            return []
+        return sorted(int(m[1]) for name in os.listdir(self.root) if (m := STEP_NAME.fullmatch(name)))
+
+    def path(self, step: int) -> str:
+        return os.path.join(self.root, f"global_step_{step}")
+
+    def latest(self) -> str | None:
+        """Return the newest commit, or None."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def commit(self, step: int, write: Callable[[str], None]) -> str:
+        """Make `global_step_{step}` from what `write(directory)` puts into an empty directory, and return its path.
+
+        A failure or a kill at any moment leaves the previous commits as they were. A commit of the same step is replaced.
+        """
+        aside = f"{self.path(step)}.partial"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            os.makedirs(aside)
+            write(aside)
+            _write_json(os.path.join(aside, MANIFEST), {"step": step, "files": _inventory(aside)})
+            _sync_tree(aside)
+            self._replace(step, aside)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {aside}: {error}; free space or set trainer.default_local_dir elsewhere") from error
+        self._retain()
+        return self.path(step)
+
+    def _replace(self, step: int, aside: str) -> None:
+        """Rename `aside` to its place; an older commit of the same step leaves only once the new one stands."""
+        path, old = self.path(step), f"{self.path(step)}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.isdir(path):
+            os.rename(path, old)
+        os.rename(aside, path)
+        _sync(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _retain(self) -> None:
+        for step in self.steps()[: -self.keep] if self.keep else []:
+            shutil.rmtree(self.path(step), ignore_errors=True)
+            logger.info("removed checkpoint %s, trainer.max_ckpt_to_keep=%d", self.path(step), self.keep)
+
+
+def verify(path: str) -> int:
+    """Return the step of the commit at `path`; a missing, extra-short or changed file is a CheckpointError naming it."""
+    manifest_path = os.path.join(path, MANIFEST)
+    if not os.path.isfile(manifest_path):
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}; give a global_step_N directory, or resume_mode=disable")
+    manifest = read_json(manifest_path)
+    for name, expected in manifest["files"].items():
+        file = os.path.join(path, name)
+        if not os.path.isfile(file):
+            raise CheckpointError(f"checkpoint {path} lacks {name}; restore it, or resume from an earlier global_step_N with resume_path")
+        if os.path.getsize(file) != expected["size"] or _sha256(file) != expected["sha256"]:
+            raise CheckpointError(
+                f"{name} in checkpoint {path} is damaged; resume from an earlier global_step_N with resume_mode=resume_path"
+            )
+    return manifest["step"]
+
+
+def find_resume(store: CheckpointStore, *, mode: str, path: str | None) -> str | None:
+    """Return the verified checkpoint to continue from, or None to start anew (`trainer.resume_mode`)."""
+    found = {"disable": None, "auto": store.latest(), "resume_path": path}[mode]
+    if found is not None:
+        verify(found)
+    return found
+
+
+def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
+    """Write the driver's part of a checkpoint: its JSON-able state and the settings of the run."""
+    _write_json(os.path.join(directory, TRAINER_STATE), state)
+    with open(os.path.join(directory, CONFIG), "w", encoding="utf-8") as f:
+        f.write(config_yaml)
+
+
+def read_trainer_state(path: str) -> dict:
+    return read_json(os.path.join(path, TRAINER_STATE))
+
+
+def read_json(path: str) -> dict:
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def _write_json(path: str, content: dict) -> None:
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(content, f, indent=1)
+
+
+def _inventory(directory: str) -> dict[str, dict]:
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return {os.path.relpath(f, directory): {"size": os.path.getsize(f), "sha256": _sha256(f)} for f in sorted(files)}
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _sync_tree(directory: str) -> None:
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _sync(os.path.join(folder, name))
+        _sync(folder)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,67 @@
+"""`Role`, and `ResourcePoolManager`: which role works on which pool of devices."""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from hybridrl.errors import ConfigError
+from hybridrl.single_controller.resource_pool import RayResourcePool, ResourcePool, cluster_has_gpus
+
+
+class Role(Enum):
+    """What a worker is for. Its string is the role's name in keys, process names and metrics."""
+
+    Actor = "actor"
+    Rollout = "rollout"
+    ActorRollout = "actor_rollout"
+    Critic = "critic"
+    RefPolicy = "ref"
+    RewardModel = "rm"
+    ActorRolloutRef = "actor_rollout_ref"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class ResourcePoolManager:
+    """Pools of worker slots and the roles placed on them.
+
+    resource_pool_spec: pool name -> worker processes on each of its nodes, for instance `{"global_pool": [8, 8]}`.
+    mapping: role -> pool name. use_gpu: slots hold a GPU each; None finds out from the cluster when pools are made.
+    backend: "ray", or "local" for one worker in the calling process.
+    """
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[Role, str],
+        *,
+        use_gpu: bool | None = None,
+        backend: str = "ray",
+    ):
+        unknown = sorted({pool for pool in mapping.values() if pool not in resource_pool_spec})
+        if unknown:
+            raise ConfigError(f"mapping names the pools {unknown}, but resource_pool_spec has {sorted(resource_pool_spec)}")
+        self.resource_pool_spec, self.mapping, self.use_gpu, self.backend = resource_pool_spec, dict(mapping), use_gpu, backend
+        self.resource_pool_dict: dict[str, ResourcePool] = {}
+
+    def create_resource_pool(self, *, job: str = "hybridrl") -> None:
+        """Make the pools. Devices are reserved when the first group starts on a pool."""
+        for name, processes in self.resource_pool_spec.items():
+            if self.backend == "local":
+                self.resource_pool_dict[name] = ResourcePool(processes)
+            else:
+                use_gpu = cluster_has_gpus() if self.use_gpu is None else self.use_gpu
+                self.resource_pool_dict[name] = RayResourcePool(processes, use_gpu=use_gpu, name_prefix=f"{job}/{name}")
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Return the number of worker slots over all pools, whatever their device."""
+        return sum(sum(processes) for processes in self.resource_pool_spec.values())
+
+    def release(self) -> None:
+        """Give all reserved devices back."""
+        for pool in self.resource_pool_dict.values():
+            if isinstance(pool, RayResourcePool):
+                pool.release()

@@ -1,0 +1,166 @@
+"""`SFTTrainer`: supervised fine-tuning as a list of stages, over the same worker groups, data cursor and checkpoints as PPO.
+
+Every checkpoint holds `huggingface/`, the model as other programs (and `main_ppo`) read it.
+"""
+
+import logging
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from hybridrl.config import SFTConfig, to_dict, to_yaml
+from hybridrl.framework import OnlineRLContext, StepTimer, Task, stage
+from hybridrl.single_controller.plan import launch, plan_processes
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
+from hybridrl.trainer.ppo import mean_metrics, run_directory
+from hybridrl.trainer.prompt_loader import PromptLoader
+from hybridrl.trainer.roles import ResourcePoolManager
+from hybridrl.trainer.sft_data import SFTDataset
+from hybridrl.trainer.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+ROLE = "sft"
+EXPORT = "huggingface"
+
+
+class SFTTrainer:
+    """The driver of supervised fine-tuning. worker_cls: what runs in each process, for instance `SFTWorker`."""
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        tokenizer: Any,
+        worker_cls: type,
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type = RayWorkerGroup,
+    ):
+        self.config, self.tokenizer, self.worker_cls = config, tokenizer, worker_cls
+        self.resource_pool_manager, self.ray_worker_group_cls = resource_pool_manager, ray_worker_group_cls
+        data = config.data
+        train = SFTDataset(data.train_files, tokenizer, data)
+        self.val_dataset = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
+        self.train_loader = PromptLoader(
+            train, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed, collate=train.collate
+        )
+        self.total_training_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.train_loader.steps_per_epoch
+        self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
+        self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
+        self.timer = StepTimer()
+        self.group: Any = None
+        self.global_steps = 0
+
+    def init_workers(self) -> None:
+        """Reserve devices, start the worker processes and load the model."""
+        manager = self.resource_pool_manager
+        manager.create_resource_pool(job=self.job)
+        plan = plan_processes(self.job, {ROLE: next(iter(manager.resource_pool_spec))}, colocate=self.config.trainer.colocate)
+        classes = {ROLE: RayClassWithInitArgs(self.worker_cls, self.config, ROLE)}
+        try:
+            self.group = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)[ROLE]
+            self.group.init_model(self.total_training_steps)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """End the worker processes and give their devices back. Safe to call twice."""
+        if self.group is not None:
+            self.group.shutdown()
+        self.group = None
+        self.resource_pool_manager.release()
+
+    def stages(self) -> list[Callable[[OnlineRLContext], None]]:
+        """The step: its stages in order."""
+        return [
+            stage("next_batch", writes=("input_ids", "responses", "response_mask"), pure=False)(self.next_batch),
+            stage("update", role=ROLE, reads=("input_ids", "responses", "response_mask"), pure=False)(self.update),
+            stage("testing", role=ROLE)(self.testing),
+            stage("log", pure=False)(self.log),
+            stage("save_checkpoint", pure=False)(self.save_checkpoint),
+        ]
+
+    def fit(self) -> str | None:
+        """Train up to `total_training_steps`; return the newest checkpoint, if there is one."""
+        trainer = self.config.trainer
+        self._resume()
+        with Tracking(
+            trainer.project_name,
+            trainer.experiment_name,
+            trainer.logger,
+            self.store.root,
+            to_dict(self.config),
+            start_step=self.global_steps,
+            total_steps=self.total_training_steps,
+        ) as self.tracking:
+            if self.global_steps < self.total_training_steps:
+                self._train(max_step=self.total_training_steps - self.global_steps)
+        return self.store.latest()
+
+    def _train(self, *, max_step: int) -> None:
+        with Task(ctx=OnlineRLContext()) as task:
+            task.use_wrapper(self.timer)
+            for fn in self.stages():
+                task.use(fn)
+            task.run(max_step=max_step)
+
+    def next_batch(self, ctx: OnlineRLContext) -> None:
+        """The next conversations of the epoch."""
+        ctx.started_at = time.perf_counter()
+        self.global_steps += 1
+        ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.train_loader.epoch}
+        ctx.batch = self.train_loader.next_batch()
+        ctx.batch.meta_info["balance"] = self.config.trainer.balance_batch
+
+    def update(self, ctx: OnlineRLContext) -> None:
+        """One optimizer step on the tokens that the assistant wrote."""
+        metrics = mean_metrics(self.group.update(ctx.batch))
+        ctx.metrics |= {"train/loss" if name == "loss" else name: value for name, value in metrics.items()}
+
+    def testing(self, ctx: OnlineRLContext) -> None:
+        """The loss on the validation set, every `trainer.test_freq` steps and after the last one."""
+        if self.val_dataset is not None and self._due(self.config.trainer.test_freq):
+            ctx.metrics["val/loss"] = self._validation_loss()
+
+    def _validation_loss(self) -> float:
+        data, dataset = self.config.data, self.val_dataset
+        loader = PromptLoader(dataset, batch_size=data.train_batch_size, shuffle=False, seed=0, collate=dataset.collate)
+        sums = [self.group.compute_loss(loader.next_batch())[0] for _ in range(loader.steps_per_epoch)]
+        return math.fsum(total for total, _ in sums) / math.fsum(count for _, count in sums)
+
+    def log(self, ctx: OnlineRLContext) -> None:
+        """Tell the step's numbers to every logger."""
+        seconds = time.perf_counter() - ctx.started_at
+        tokens = float(ctx.batch.batch["attention_mask"].sum())
+        ctx.metrics |= {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / seconds}
+        ctx.metrics |= {f"timing_s/{name}": value for name, value in ctx.timing.items()}
+        self.tracking.log(ctx.metrics, self.global_steps)
+
+    def save_checkpoint(self, ctx: OnlineRLContext) -> None:
+        """Commit a checkpoint with an export every `trainer.save_freq` steps and after the last one."""
+        if self._due(self.config.trainer.save_freq):
+            logger.info("committed %s", self.store.commit(self.global_steps, self._write_checkpoint))
+
+    def _due(self, freq: int) -> bool:
+        return freq > 0 and (self.global_steps % freq == 0 or self.global_steps == self.total_training_steps)
+
+    def _write_checkpoint(self, directory: str) -> None:
+        self.group.save_checkpoint(os.path.join(directory, "model"))
+        self.group.export_hf(os.path.join(directory, EXPORT))
+        write_run_state(
+            directory, {"global_steps": self.global_steps, "data": self.train_loader.state_dict()}, config_yaml=to_yaml(self.config)
+        )
+
+    def _resume(self) -> None:
+        trainer = self.config.trainer
+        path = find_resume(self.store, mode=trainer.resume_mode, path=trainer.resume_from_path)
+        if path is None:
+            return
+        state = read_trainer_state(path)
+        self.group.load_checkpoint(os.path.join(path, "model"))
+        self.global_steps = state["global_steps"]
+        self.train_loader.load_state_dict(state["data"])
+        logger.info("resumed from %s, step %d of %d", path, self.global_steps, self.total_training_steps)

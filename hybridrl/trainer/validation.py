@@ -1,0 +1,49 @@
+"""Validation: the whole validation set through the current policy, scored by rule, summed up per data source."""
+
+import os
+from typing import Any
+
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.metrics import validation_metrics
+from hybridrl.trainer.prompt_loader import PromptLoader
+from hybridrl.trainer.samples import sample_rows, write_samples
+from hybridrl.trainer.seeds import Purpose, call_seed
+
+
+def validate(trainer: Any, *, step: int) -> dict[str, float]:
+    """Return `val-core/...` and `val-aux/...` metrics of the policy as it stands. Same seeds each time; nothing is trained."""
+    config = trainer.config
+    seed = call_seed(seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=0)
+    records: list[dict[str, Any]] = []
+    columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
+    for number, batch in enumerate(_batches(trainer)):
+        trainer._identify(batch, purpose=Purpose.VALIDATION, step=number)
+        batch = trainer.respond(batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, validate=True)
+        extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
+        _collect(columns, batch, extra)
+        records.extend(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
+    trainer.policy.rest()
+    if config.trainer.validation_data_dir:
+        write_samples(os.path.join(config.trainer.validation_data_dir, f"{step}.jsonl"), iter(records))
+    values = {k: v for k, v in columns.items() if k not in ("data_source", "uid")}
+    return validation_metrics(columns["data_source"], columns["uid"], values)
+
+
+def _batches(trainer: Any):
+    dataset, data = trainer.val_dataset, trainer.config.data
+    loader = PromptLoader(dataset, batch_size=data.val_batch_size or len(dataset), shuffle=False, seed=0, collate=trainer.collate)
+    for _ in range(loader.steps_per_epoch):
+        yield loader.next_batch()
+
+
+def _collect(columns: dict[str, list], batch: DataProto, extra: dict[str, list]) -> None:
+    """Append a scored batch's rows; a row whose scoring failed counts as missing, not as zero."""
+    valid = batch.batch["reward_valid"].tolist()
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    columns["data_source"].extend(batch.non_tensor_batch["data_source"].tolist())
+    columns["uid"].extend(batch.non_tensor_batch["uid"].tolist())
+    columns["reward"].extend(score if ok else float("nan") for score, ok in zip(scores, valid, strict=True))
+    for name in (extra.keys() | columns.keys()) - {"data_source", "uid", "reward"}:
+        # A column that some batches lack is there with gaps.
+        column = columns.setdefault(name, [None] * (len(columns["reward"]) - len(batch)))
+        column.extend(extra.get(name, [None] * len(batch)))

@@ -1,0 +1,66 @@
+"""Supervised fine-tuning through its front end: loss on the assistant's tokens falls, resume is exact, two ranks equal one."""
+
+import pytest
+from safetensors.torch import load_file
+
+from hybridrl import main_sft
+from tests.end_to_end.runs import largest_difference, metrics
+
+
+def run(folder, model, **changes):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(exist_ok=True)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"How much is {i} and 2?"},
+                {"role": "assistant", "content": f"#### {i + 2}"},
+                {"role": "user", "content": "And one more?"},
+                {"role": "assistant", "content": f"#### {i + 3}"},
+            ]
+        }
+        for i in range(10)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "sft.parquet")
+    values = {
+        "data.train_files": folder / "sft.parquet",
+        "data.val_files": folder / "sft.parquet",
+        "data.train_batch_size": 4,
+        "data.max_length": 96,
+        "model.path": model,
+        "optim.lr": 3e-3,
+        "trainer.backend": "local",
+        "trainer.device": "cpu",
+        "trainer.num_threads": 1,
+        "trainer.total_training_steps": 6,
+        "trainer.save_freq": 3,
+        "trainer.test_freq": 6,
+        "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": folder / "run",
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+    assert main_sft.main([f"{key}={value}" for key, value in values.items()]) == 0
+    return metrics(folder / "run")
+
+
+def exported(folder, step):
+    return load_file(folder / f"run/global_step_{step}/huggingface/model.safetensors")
+
+
+def test_the_loss_falls_and_a_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
+    rows = run(tmp_path / "whole", tiny_qwen2)
+    assert rows[-1]["train/loss"] < 0.9 * rows[0]["train/loss"] and rows[-1]["val/loss"] < rows[0]["train/loss"]
+    run(tmp_path / "parts", tiny_qwen2, trainer__total_training_steps=3)
+    assert [row["step"] for row in run(tmp_path / "parts", tiny_qwen2)] == [1, 2, 3, 4, 5, 6]
+    assert largest_difference(exported(tmp_path / "whole", 6), exported(tmp_path / "parts", 6)) == 0
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_with_packing_take_the_same_steps_as_one_without(tmp_path, tiny_qwen2, ray_cluster):
+    run(tmp_path / "one", tiny_qwen2, trainer__total_training_steps=3)
+    run(
+        tmp_path / "two", tiny_qwen2, trainer__total_training_steps=3, trainer__backend="ray", trainer__n_gpus_per_node=2,
+        model__use_remove_padding=True, data__max_token_len_per_gpu=128,
+    )  # fmt: skip
+    assert largest_difference(exported(tmp_path / "one", 3), exported(tmp_path / "two", 3)) < 1e-5
