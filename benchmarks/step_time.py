@@ -1,0 +1,85 @@
+"""Time of one GRPO step split by stage, on one and on two ranks, and the controller's share of it.
+
+The controller's share is what remains of a step when the time inside the workers' methods (generation, forward, backward, weight
+push) and inside the reward function is taken off: submission, transfer, waiting, advantages, bookkeeping.
+
+    python benchmarks/step_time.py [--steps 10] [--rows 32] [--n 8]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hybridrl import main_ppo
+from hybridrl.trainer.ppo import RayPPOTrainer
+
+SKIPPED_STEPS = 2  # the first steps pay for allocations and imports
+STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "log")
+
+
+class MeasuredTrainer(RayPPOTrainer):
+    """Writes the seconds that the slowest rank spent inside its methods, step by step."""
+
+    def log(self, ctx):
+        busy = max(sum(rank.values()) for rank in self.policy.actor.busy_seconds())
+        ctx.metrics["busy_s"] = busy - getattr(self, "_busy_before", 0.0)
+        self._busy_before = busy
+        super().log(ctx)
+
+
+def prepare(folder: Path) -> None:
+    run = [sys.executable, "-m"]
+    subprocess.run([*run, "data_preprocess.arithmetic", "--local_dir", folder / "data"], check=True, capture_output=True)
+    build = ["examples.quickstart.build_model", "--data", folder / "data", "--out", folder / "model"]
+    subprocess.run([*run, *build], check=True, capture_output=True)
+
+
+def measure(folder: Path, *, ranks: int, arguments: argparse.Namespace) -> list[dict]:
+    out = folder / f"run_{ranks}"
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": folder / "data/train.parquet",
+        "data.train_batch_size": arguments.rows,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 26,
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": arguments.rows,
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.n": arguments.n,
+        "trainer.n_gpus_per_node": ranks,
+        "trainer.num_threads": 1,
+        "trainer.total_training_steps": arguments.steps + SKIPPED_STEPS,
+        "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": out,
+        "trainer.resume_mode": "disable",
+    }
+    if main_ppo.main([f"{k}={v}" for k, v in settings.items()], trainer_cls=MeasuredTrainer):
+        sys.exit("the run failed")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][SKIPPED_STEPS:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=32, help="prompts per step")
+    parser.add_argument("--n", type=int, default=8, help="samples per prompt")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        print(f"{arguments.rows} prompts x {arguments.n} samples; median of {arguments.steps} steps, milliseconds")
+        print("ranks " + " ".join(f"{stage:>14}" for stage in STAGES) + f" {'step':>8} {'controller':>11}")
+        for ranks in (1, 2):
+            rows = measure(folder, ranks=ranks, arguments=arguments)
+            stages = [statistics.median(row.get(f"timing_s/{stage}", 0.0) for row in rows) * 1e3 for stage in STAGES]
+            step = statistics.median(row["timing_s/step"] for row in rows)
+            outside = [1 - (row["busy_s"] + row["timing_s/reward"]) / row["timing_s/step"] for row in rows]
+            print(f"{ranks:5d} " + " ".join(f"{s:14.1f}" for s in stages) + f" {step * 1e3:8.1f} {statistics.median(outside):10.1%}")
+
+
+if __name__ == "__main__":
+    main()
