@@ -22,6 +22,7 @@ from hybridrl.workers.reward.load import load_reward_manager
 from hybridrl.workers.reward_model import RewardModelWorker
 
 PROGRAM = "python -m hybridrl.main_ppo"
+Workers = dict[Role, type]
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
 
 
@@ -29,11 +30,13 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
-    workers: Callable[[PPOConfig], dict[Role, type]] | None = None,
+    workers: Callable[[PPOConfig], Workers] | None = None,
+    pools: Callable[[PPOConfig, Workers], ResourcePoolManager] | None = None,
 ) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code.
 
-    trainer_cls, workers: your own trainer, or your own mapping of roles to worker classes (`worker_classes` is the built-in one).
+    trainer_cls, workers, pools: your own trainer, mapping of roles to worker classes, and placement of roles on pools;
+    `worker_classes` and `one_pool` are the built-in ones.
     """
     set_up_logging()
     directory: list[str] = []
@@ -43,7 +46,8 @@ def main(
         if config is not None:
             check(config)
             directory.append(run_directory(config.trainer))
-            run(config, trainer_cls=trainer_cls, workers=(workers or worker_classes)(config))
+            classes = (workers or worker_classes)(config)
+            run(config, classes, (pools or one_pool)(config, classes), trainer_cls=trainer_cls)
 
     return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
 
@@ -59,7 +63,7 @@ def check(config: PPOConfig) -> None:
     )
 
 
-def run(config: PPOConfig, *, trainer_cls: type[RayPPOTrainer], workers: dict[Role, type]) -> None:
+def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer) -> None:
     """Train as configured, then write the report."""
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
@@ -70,7 +74,7 @@ def run(config: PPOConfig, *, trainer_cls: type[RayPPOTrainer], workers: dict[Ro
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping=workers,
-        resource_pool_manager=pools(config, workers),
+        resource_pool_manager=manager,
         ray_worker_group_cls=WORKER_GROUPS[config.trainer.backend],
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
@@ -85,9 +89,9 @@ def run(config: PPOConfig, *, trainer_cls: type[RayPPOTrainer], workers: dict[Ro
     sys.stdout.write(report_run(run_directory(config.trainer)))
 
 
-def worker_classes(config: PPOConfig) -> dict[Role, type]:
+def worker_classes(config: PPOConfig) -> Workers:
     """Which class works for which role. Add or replace entries to bring your own workers."""
-    workers: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
+    workers: Workers = {Role.ActorRollout: ActorRolloutRefWorker}
     if config.critic.enable or (config.critic.enable is None and ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic):
         workers[Role.Critic] = CriticWorker
     if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
@@ -97,7 +101,7 @@ def worker_classes(config: PPOConfig) -> dict[Role, type]:
     return workers
 
 
-def pools(config: PPOConfig, workers: dict[Role, type]) -> ResourcePoolManager:
+def one_pool(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
     """All roles on one pool of all devices: the co-located placement."""
     spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "ray", "transformers", "vllm", "megatron", "datasets", "matplotlib")
 
 
@@ -23,9 +25,18 @@ def loaded_after(statement: str) -> set[str]:
         ("import reward_score", set()),
         ("import hybridrl.config", set()),
         ("from hybridrl import DataProto", {"torch"}),
-        ("import hybridrl.main_ppo", {"torch", "ray"}),
-        ("import hybridrl.main_sft", {"torch", "ray"}),
+        ("import hybridrl.main_ppo", {"torch"}),
+        ("import hybridrl.main_sft", {"torch"}),
     ],
 )
 def test_importing_loads_no_more_than_it_must(statement, allowed):
     assert loaded_after(statement) <= allowed
+
+
+def test_a_run_in_one_process_needs_no_ray(tmp_path, tiny_qwen2):
+    code = (
+        "import sys; sys.modules['ray'] = None  # as on a machine without it\n"
+        "from pathlib import Path; from tests.end_to_end.runs import train\n"
+        f"train(Path({str(tmp_path)!r}), Path({str(tiny_qwen2)!r}), trainer__total_training_steps=1)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=100, check=True, cwd=ROOT)

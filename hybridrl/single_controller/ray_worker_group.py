@@ -8,9 +8,6 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.waiting import gather
@@ -74,6 +71,8 @@ class RayWorkerGroup(WorkerGroup):
             self._start(resource_pool, share=share, detached=detached, timeout_s=timeout_s)
 
     def _start(self, pool: RayResourcePool, *, share: float, detached: bool, timeout_s: float) -> None:
+        import ray
+
         slots = [(group, bundle) for group in pool.get_placement_groups() for bundle in range(group.bundle_count)]
         recipes = ray.put(self.ray_cls_with_init.recipes(self.role))
         try:
@@ -97,6 +96,9 @@ class RayWorkerGroup(WorkerGroup):
         return options | self.ray_cls_with_init.options
 
     def _start_host(self, rank: int, slot: tuple, recipes, *, options: dict[str, Any]):
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         group, bundle = slot
         where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         name = f"{self.name_prefix}/{self.role}-{rank}"
@@ -119,9 +121,13 @@ class RayWorkerGroup(WorkerGroup):
         return gather(references, role=self.role, method=method, timeout_s=timeout_s)
 
     def put(self, value: Any) -> Any:
+        import ray
+
         return value if isinstance(value, (*INLINE_TYPES, ray.ObjectRef)) else ray.put(value)
 
     def are_references(self, outputs: list) -> bool:
+        import ray
+
         return all(isinstance(output, ray.ObjectRef) for output in outputs)
 
     def busy_seconds(self) -> list[dict[str, float]]:
@@ -171,6 +177,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """End the group's processes, whatever they are doing."""
+        import ray
+
         for host in self.hosts:
             ray.kill(host, no_restart=True)
         self.hosts = []

@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
-
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from typing import TYPE_CHECKING
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.waiting import wait_ready
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 # Reserving devices is immediate when they are free; a longer wait means that somebody else holds them.
 PLACEMENT_TIMEOUT_S = 60.0
@@ -67,11 +68,14 @@ class RayResourcePool(ResourcePool):
                 bundle[self.accelerator_type] = 1e-4
         return bundle
 
-    def get_placement_groups(self, strategy: str = "STRICT_PACK") -> list[PlacementGroup]:
+    def get_placement_groups(self, strategy: str = "STRICT_PACK") -> "list[PlacementGroup]":
         """Return one placement group per node, reserved on the first call.
 
         Raises PlacementError when the cluster's nodes cannot hold the pool, saying what is missing; nothing stays reserved then.
         """
+        import ray
+        from ray.util.placement_group import placement_group
+
         if self._groups is None:
             check_feasible(self.store, self.bundle, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             lifetime = "detached" if self.detached else None
@@ -92,6 +96,8 @@ class RayResourcePool(ResourcePool):
 
     def release(self) -> None:
         """Give the reserved devices back."""
+        from ray.util.placement_group import remove_placement_group
+
         for group in self._groups or []:
             remove_placement_group(group)
         self._groups = None
@@ -123,4 +129,6 @@ def _shortage(size: int, need: dict[str, float], nodes: Sequence[dict[str, float
 
 def cluster_has_gpus() -> bool:
     """Return whether the connected Ray cluster has GPUs."""
+    import ray
+
     return ray.cluster_resources().get("GPU", 0) > 0

@@ -1,12 +1,16 @@
-"""Waiting for remote answers: in completion order, with a deadline, and with the address of whoever failed."""
+"""Waiting for remote answers: in completion order, with a deadline, and with the address of whoever failed.
+
+Ray is imported by the functions that talk to it, here and in its two neighbours, so that a run in one process needs no Ray at all.
+"""
 
 import time
 from collections.abc import Sequence
-
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+from typing import TYPE_CHECKING
 
 from hybridrl.errors import CallTimeout, WorkerLost
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayTaskError
 
 
 def gather(references: Sequence, *, role: str, method: str, timeout_s: float | None) -> list:
@@ -15,6 +19,8 @@ def gather(references: Sequence, *, role: str, method: str, timeout_s: float | N
     The first failure is raised at once, whoever else is still running: a dead process as `WorkerLost(role, rank, method)`, an
     exception in a worker with its own type and a note saying where. Past `timeout_s` seconds: `CallTimeout` naming the silent ranks.
     """
+    import ray
+
     rank_of = {reference: rank for rank, reference in enumerate(references)}
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     values: list = [None] * len(references)
@@ -31,6 +37,9 @@ def gather(references: Sequence, *, role: str, method: str, timeout_s: float | N
 
 
 def _value(reference, *, role: str, rank: int, method: str):
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+
     try:
         return ray.get(reference)
     except RayTaskError as error:
@@ -39,7 +48,7 @@ def _value(reference, *, role: str, rank: int, method: str):
         raise WorkerLost(role, rank, method, _first_lines(error)) from None
 
 
-def addressed(error: RayTaskError, *, role: str, rank: int, method: str) -> BaseException:
+def addressed(error: "RayTaskError", *, role: str, rank: int, method: str) -> BaseException:
     """Return the worker's own exception, with a note of where it happened and with the remote traceback as `remote_traceback`."""
     cause = error.cause if isinstance(error.cause, BaseException) else error
     cause.add_note(f"raised in {role}-{rank}, {method}()")
@@ -53,6 +62,9 @@ def _first_lines(error: Exception) -> str:
 
 def wait_ready(reference, *, what: str, timeout_s: float) -> None:
     """Wait until something that Ray makes (a placement group) is there; past the deadline: `CallTimeout` naming it."""
+    import ray
+    from ray.exceptions import GetTimeoutError
+
     try:
         ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:

@@ -32,9 +32,9 @@ def dispatch_mini_batches(group, data: DataProto, **kwargs) -> tuple[tuple, dict
         step_of_row[mini] = step
         for rank, part in enumerate(_shares(lengths[mini], group.world_size, balance=data.meta_info.get("balance", False))):
             rows[rank].extend(mini[part].tolist())
-    data.batch[COLUMN] = torch.from_numpy(step_of_row)
     pieces = [data.select_idxs(np.array(r, dtype=np.int64)) for r in rows]
-    for piece in pieces:
+    for piece, own_rows in zip(pieces, rows, strict=True):
+        piece.batch[COLUMN] = torch.from_numpy(step_of_row[own_rows])
         piece.meta_info = data.meta_info | {"num_mini_batches": -(-len(data) // size)}
     return (pieces,), {k: [group.put(v)] * group.world_size for k, v in kwargs.items()}
 

@@ -1,0 +1,50 @@
+"""Where roles work is a mapping: actor and rollout in separate processes train as the hybrid does."""
+
+import pytest
+
+from hybridrl import main_ppo
+from hybridrl.errors import ConfigError, StaleWeightsError
+from hybridrl.trainer.policy import PolicyGroups, check_health
+from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.rollout.base import RolloutHealth
+from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+
+SEPARATED = {Role.Actor: "train_pool", Role.Rollout: "rollout_pool"}
+
+
+@pytest.mark.timeout(300)
+def test_separated_actor_and_rollout_train_as_the_hybrid_does(tmp_path, tiny_qwen2, ray_cluster):
+    train(tmp_path / "hybrid", tiny_qwen2)
+    folder = tmp_path / "separated"
+    folder.mkdir()
+    code = main_ppo.main(
+        settings(folder, tiny_qwen2, trainer__backend="ray"),
+        workers=lambda config: dict.fromkeys(SEPARATED, ActorRolloutRefWorker),
+        pools=lambda config, workers: ResourcePoolManager({"train_pool": [1], "rollout_pool": [2]}, SEPARATED, use_gpu=False),
+    )
+    assert code == 0
+    same = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss")
+    assert [[row.get(n) for n in same] for row in metrics(folder / "run")] == [
+        [row.get(n) for n in same] for row in metrics(tmp_path / "hybrid/run")
+    ]
+    step = "run/global_step_2"
+    assert largest_difference(weights(tmp_path / "hybrid" / step, tmp_path / "a"), weights(folder / step, tmp_path / "b")) == 0
+
+
+def test_a_stale_or_different_rollout_is_named():
+    check_health([RolloutHealth(3, 7), RolloutHealth(3, 7)], 3)
+    with pytest.raises(StaleWeightsError, match=r"ranks \[1\] hold version \[2\] after a push of version 3"):
+        check_health([RolloutHealth(3, 7), RolloutHealth(2, 7)], 3)
+    with pytest.raises(StaleWeightsError, match="different weights"):
+        check_health([RolloutHealth(3, 7), RolloutHealth(3, 8)], 3)
+
+
+def test_a_policy_without_a_rollout_is_refused():
+    with pytest.raises(ConfigError, match="needs Role.ActorRollout, or both"):
+        PolicyGroups({"actor": object()})
+
+
+def test_a_mapping_to_an_unknown_pool_is_refused():
+    with pytest.raises(ConfigError, match="pools \\['b'\\], but resource_pool_spec has \\['a'\\]"):
+        ResourcePoolManager({"a": [1]}, {Role.Actor: "b"})
