@@ -7,7 +7,6 @@ push) and inside the reward function is taken off: submission, transfer, waiting
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -16,19 +15,25 @@ from pathlib import Path
 
 from hybridrl import main_ppo
 from hybridrl.trainer.ppo import RayPPOTrainer
+from hybridrl.trainer.report import merge_steps
+from hybridrl.trainer.tracking import read_metrics
 
 SKIPPED_STEPS = 2  # the first steps pay for allocations and imports
-STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "log")
+STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
 
 
 class MeasuredTrainer(RayPPOTrainer):
-    """Writes the seconds that the slowest rank spent inside its methods, step by step."""
+    """Writes the seconds of a step that workers were at work: for each method, those of its slowest rank."""
+
+    def next_batch(self, ctx):
+        self.before = self.policy.actor.busy_seconds()
+        super().next_batch(ctx)
 
     def log(self, ctx):
-        busy = max(sum(rank.values()) for rank in self.policy.actor.busy_seconds())
-        ctx.metrics["busy_s"] = busy - getattr(self, "_busy_before", 0.0)
-        self._busy_before = busy
         super().log(ctx)
+        ranks = list(zip(self.policy.actor.busy_seconds(), self.before, strict=True))
+        busy = sum(max(now[method] - before.get(method, 0.0) for now, before in ranks) for method in ranks[0][0])
+        self.tracking.log({"busy_s": busy}, self.global_steps)
 
 
 def prepare(folder: Path) -> None:
@@ -59,7 +64,7 @@ def measure(folder: Path, *, ranks: int, arguments: argparse.Namespace) -> list[
     }
     if main_ppo.main([f"{k}={v}" for k, v in settings.items()], trainer_cls=MeasuredTrainer):
         sys.exit("the run failed")
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][SKIPPED_STEPS:]
+    return merge_steps(read_metrics(out / "metrics.jsonl"))[SKIPPED_STEPS:]
 
 
 def main() -> None:
