@@ -27,7 +27,8 @@ class KilledTrainer(RayPPOTrainer):
         return stages
 
     def kill(self, ctx):
-        if self.global_steps == STEP:
+        # The step's number is counted up by `next_batch`.
+        if self.global_steps + (PLACE == "next_batch") == STEP:
             die()
 
     def _trained_groups(self):
