@@ -12,9 +12,10 @@ from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.front_end import run_front_end, set_up_logging, start_ray
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.single_controller.worker_group import LocalWorkerGroup
-from hybridrl.trainer.ppo import RayPPOTrainer, run_directory
+from hybridrl.trainer.ppo import RayPPOTrainer
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.trainer.run import run_directory
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.critic import CriticWorker

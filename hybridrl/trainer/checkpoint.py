@@ -17,7 +17,8 @@ import re
 import shutil
 from collections.abc import Callable
 
-from hybridrl.errors import CheckpointError
+from hybridrl.config.trainer import TrainerConfig
+from hybridrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
@@ -95,9 +96,17 @@ def verify(path: str) -> int:
     return manifest["step"]
 
 
-def find_resume(store: CheckpointStore, *, mode: str, path: str | None) -> str | None:
-    """Return the verified checkpoint to continue from, or None to start anew (`trainer.resume_mode`)."""
-    found = {"disable": None, "auto": store.latest(), "resume_path": path}[mode]
+def find_resume(store: CheckpointStore, config: TrainerConfig) -> str | None:
+    """Return the verified checkpoint to continue from, or None to start anew (`trainer.resume_mode`).
+
+    Raises ConfigError where a new run would put its checkpoints among those of an older one, to be mistaken for them later.
+    """
+    if config.resume_mode == "disable" and config.save_freq > 0 and store.steps():
+        raise ConfigError(
+            f"trainer.resume_mode=disable: {store.root} holds checkpoints of an earlier run, the newest of step {store.steps()[-1]}; "
+            "set trainer.default_local_dir or trainer.experiment_name to something new, or remove them"
+        )
+    found = {"disable": None, "auto": store.latest(), "resume_path": config.resume_from_path}[config.resume_mode]
     if found is not None:
         verify(found)
     return found

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.algos.value_losses import explained_variance
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 
@@ -44,18 +45,10 @@ def compute_data_metrics(batch: DataProto, *, use_critic: bool, max_response_len
         **_length_metrics("prompt_length", prompt_lengths, limit=max_prompt_length),
     }
     if use_critic:
-        values = columns["values"][tokens]
-        metrics |= _mean_max_min("critic/values", values)
-        metrics["critic/vf_explained_var"] = explained_variance(values, columns["returns"][tokens])
+        metrics |= _mean_max_min("critic/values", columns["values"][tokens])
+        explained = explained_variance(columns["values"], columns["returns"], tokens)
+        metrics["critic/vf_explained_var"] = float(explained) if tokens.any() else math.nan
     return metrics
-
-
-def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over all entries; nan for fewer than two."""
-    if values.numel() < 2:
-        return math.nan
-    values, returns = values.double(), returns.double()
-    return (1.0 - (returns - values).var() / (returns.var() + 1e-5)).item()  # 1e-5 as in verl: constant returns stay finite
 
 
 def global_seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) -> Metrics:
@@ -120,6 +113,15 @@ def compute_throughput_metrics(batch: DataProto, timing: Mapping[str, float], nu
         "perf/time_per_step": float(timing["step"]),
         "perf/throughput": num_tokens / (timing["step"] * num_devices),
     }
+
+
+def mean_metrics(updates: Mapping[str, Sequence]) -> Metrics:
+    """Return the mean over the optimizer steps of an update; of the learning rate, the last one.
+
+    updates: metric name -> values, possibly nested by rank, as worker groups collect them.
+    """
+    columns = {name: np.asarray(values, dtype=np.float64).ravel() for name, values in updates.items()}
+    return {name: float(values[-1] if name.endswith("/lr") else values.mean()) for name, values in columns.items()}
 
 
 # -- validation

@@ -24,11 +24,10 @@ from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
-from hybridrl.config import PPOConfig, to_dict, to_yaml
+from hybridrl.config import PPOConfig, to_yaml
 from hybridrl.config.ppo import KLCtrlConfig
-from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.framework import OnlineRLContext, StepTimer, Task, stage
+from hybridrl.framework import OnlineRLContext, stage
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -39,19 +38,20 @@ from hybridrl.trainer.metrics import (
     compute_throughput_metrics,
     compute_timing_metrics,
     global_seqlen_metrics,
+    mean_metrics,
     rollout_mismatch_metrics,
 )
 from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.trainer.run import is_due, open_tracking, run_directory, run_stages
 from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.seeds import Purpose, call_seed, row_seeds
-from hybridrl.trainer.tracking import Tracking
+from hybridrl.trainer.tokenizer import pad_token_id
 from hybridrl.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
 RewardFn = Callable[[DataProto], Any]
-
 
 # Columns that a model reads; whatever else a batch has stays with the driver.
 MODEL_INPUT = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
@@ -91,7 +91,6 @@ class RayPPOTrainer:
         self._make_loaders(train_dataset, val_dataset, collate_fn, train_sampler)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
-        self.timer = StepTimer()
         self.groups: dict[str, Any] = {}
         self._rewarded = False  # whether any sample has had a reward yet
         self.global_steps = 0  # the step in progress, or the last one done; also the version of the weights it leaves
@@ -138,18 +137,21 @@ class RayPPOTrainer:
         plan = plan_processes(self.job, pool_of_role, colocate=self.config.trainer.colocate)
         try:
             self.groups = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)
-            for group in self.groups.values():
-                group.init_model(self._total_optimizer_steps())
+            for role, group in self.groups.items():
+                group.init_model(self._total_optimizer_steps(role))
         except BaseException:
             self.shutdown()
             raise
         on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
         self.policy = PolicyGroups(self.groups, sleep=on_cuda and self.config.actor_rollout_ref.rollout.free_cache_engine)
 
-    def _total_optimizer_steps(self) -> int:
-        actor = self.config.actor_rollout_ref.actor
-        per_step = math.ceil(self.config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
-        return self.total_training_steps * per_step
+    def _total_optimizer_steps(self, role: str) -> int:
+        per_batch = math.ceil(self.config.data.train_batch_size / self._prompts_per_update(role))
+        return self.total_training_steps * per_batch * self.config.actor_rollout_ref.actor.ppo_epochs
+
+    def _prompts_per_update(self, role: str) -> int:
+        actor = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        return self.config.critic.ppo_mini_batch_size or actor if role == str(Role.Critic) else actor
 
     def shutdown(self) -> None:
         """End the worker processes and give their devices back. Safe to call twice."""
@@ -161,30 +163,29 @@ class RayPPOTrainer:
     # ---- the loop
 
     def stages(self) -> list[Callable[[OnlineRLContext], None]]:
-        """The step: its stages in order, with the columns each reads and writes. Those marked mutating run exactly once a step."""
-        policy, scores = "actor_rollout", ("token_level_scores", "reward_valid")
-        kl_loss = ("ref_log_prob",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
-        kl_reward = ("ref_log_prob",) if self.config.algorithm.use_kl_in_reward else ()
+        """The step: its stages in order, with the columns each reads and writes. Those that are not pure run exactly once a step."""
+        policy, critic = "actor_rollout", "critic"
+        judge = "rm" if Role.RewardModel in self.role_worker_mapping else None
+        scores = ("token_level_scores", "reward_valid")
         values = ("values",) if self.use_critic else ()
+        kl_loss = ("ref_log_prob",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
+        kl_reward = ("old_log_probs", "ref_log_prob") if self.config.algorithm.use_kl_in_reward else ()
+        trained, valued = (*MODEL_INPUT, "old_log_probs", "advantages", *kl_loss), (*MODEL_INPUT, "values", "returns")
+        once = {"pure": False}
         table = [
-            stage("next_batch", writes=PROMPT_INPUT, pure=False)(self.next_batch),
+            stage("next_batch", writes=PROMPT_INPUT, **once)(self.next_batch),
             stage("gen", role=policy, reads=PROMPT_INPUT, writes=("prompts", *MODEL_INPUT, "rollout_log_probs"))(self.generate),
-            stage("reward", role="rm", reads=("prompts", "responses", "response_mask"), writes=scores)(self.reward),
-            stage("old_log_prob", role=policy, reads=MODEL_INPUT, writes=("old_log_probs", "entropys"))(self.old_log_prob),
+            stage("reward", role=judge, reads=("prompts", "responses", "response_mask"), writes=scores)(self.reward),
+            stage("old_log_prob", role=policy, reads=MODEL_INPUT, writes=("old_log_probs",))(self.old_log_prob),
             self.use_reference and stage("ref", role="ref", reads=MODEL_INPUT, writes=("ref_log_prob",))(self.ref_log_prob),
-            self.use_critic and stage("values", role="critic", reads=MODEL_INPUT, writes=values)(self.values),
-            stage("adv", reads=(*scores, "old_log_probs", *kl_reward, *values), writes=("advantages", "returns"), pure=False)(
-                self.advantage
-            ),
-            self.use_critic
-            and stage("update_critic", role="critic", reads=(*MODEL_INPUT, "values", "returns"), pure=False)(self.update_critic),
-            stage("update_actor", role=policy, reads=(*MODEL_INPUT, "old_log_probs", "advantages", *kl_loss), pure=False)(
-                self.update_actor
-            ),
-            stage("update_weights", role=policy, pure=False)(self.update_weights),
+            self.use_critic and stage("values", role=critic, reads=MODEL_INPUT, writes=values)(self.values),
+            stage("adv", reads=(*scores, *kl_reward, *values), writes=("advantages", "returns"), **once)(self.advantage),
+            self.use_critic and stage("update_critic", role=critic, reads=valued, **once)(self.update_critic),
+            stage("update_actor", role=policy, reads=trained, **once)(self.update_actor),
+            stage("update_weights", role=policy, **once)(self.update_weights),
             stage("testing", role=policy)(self.testing),
-            stage("log", pure=False)(self.log),
-            stage("save_checkpoint", pure=False)(self.save_checkpoint),
+            stage("log", **once)(self.log),
+            stage("save_checkpoint", **once)(self.save_checkpoint),
         ]
         return [s for s in table if s]
 
@@ -193,43 +194,25 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self._resume()
         self.policy.push_weights(self.global_steps)
-        with self._open_tracking() as self.tracking:
+        remaining = 0 if trainer.val_only else self.total_training_steps - self.global_steps
+        with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0 and self.val_dataset is not None):
                 self.tracking.log(self._validate(), self.global_steps)
-            if not trainer.val_only:
-                self._train(max_step=self.total_training_steps - self.global_steps)
-
-    def _open_tracking(self) -> Tracking:
-        trainer = self.config.trainer
-        return Tracking(
-            trainer.project_name,
-            trainer.experiment_name,
-            trainer.logger,
-            run_directory(trainer),
-            to_dict(self.config),
-            start_step=self.global_steps,
-            total_steps=self.total_training_steps,
-        )
-
-    def _train(self, *, max_step: int) -> None:
-        if max_step <= 0:
-            logger.info("nothing to train: step %d of %d is done", self.global_steps, self.total_training_steps)
-            return
-        with Task(ctx=OnlineRLContext()) as task:
-            task.use_wrapper(self.timer)
-            for fn in self.stages():
-                task.use(fn)
-            task.run(max_step=max_step)
+            if remaining > 0:
+                run_stages(self.stages(), max_step=remaining)
+            elif not trainer.val_only:
+                logger.info("nothing to train: step %d of %d is done", self.global_steps, self.total_training_steps)
 
     def next_batch(self, ctx: OnlineRLContext) -> None:
-        """The next prompts of the epoch; every prompt gets an id that its samples share, and a seed."""
+        """The next prompts of the epoch."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.train_loader.epoch}
         ctx.batch = self.train_loader.next_batch()
-        self._identify(ctx.batch, purpose=Purpose.TRAIN_ROLLOUT, step=self.global_steps)
+        self.identify(ctx.batch, purpose=Purpose.TRAIN_ROLLOUT, step=self.global_steps)
 
-    def _identify(self, batch: DataProto, *, purpose: Purpose, step: int) -> None:
+    def identify(self, batch: DataProto, *, purpose: Purpose, step: int) -> None:
+        """Give every prompt an id that its samples share, and a seed that depends only on run, purpose, step and row."""
         batch.non_tensor_batch["uid"] = np.array([f"{step}-{i}" for i in range(len(batch))], dtype=object)
         batch.batch["seeds"] = row_seeds(len(batch), seed=self.config.trainer.seed, purpose=purpose, step=step)
 
@@ -341,25 +324,24 @@ class RayPPOTrainer:
 
     def update_critic(self, ctx: OnlineRLContext) -> None:
         """Fit the critic to the returns."""
-        prompts = self.config.critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        data = self._training_rows(ctx, (*MODEL_INPUT, "values", "returns"), prompts_per_step=prompts)
+        data = self._training_rows(ctx, (*MODEL_INPUT, "values", "returns"), role=str(Role.Critic))
         if len(data):
-            ctx.metrics |= mean_metrics(self.groups[str(Role.Critic)].update_critic(data))
+            ctx.metrics |= mean_metrics(self.groups[str(Role.Critic)].update_critic(data).meta_info["metrics"])
 
     def update_actor(self, ctx: OnlineRLContext) -> None:
         """Improve the policy, once the critic has warmed up."""
         actor = self.config.actor_rollout_ref.actor
         columns = (*MODEL_INPUT, "old_log_probs", "advantages", *(("ref_log_prob",) if actor.use_kl_loss else ()))
-        data = self._training_rows(ctx, columns, prompts_per_step=actor.ppo_mini_batch_size)
+        data = self._training_rows(ctx, columns, role=str(Role.Actor))
         ctx.updated = self.global_steps > self.config.trainer.critic_warmup and len(data) > 0
         if ctx.updated:
-            ctx.metrics |= mean_metrics(self.policy.actor.update_actor(data))
+            ctx.metrics |= mean_metrics(self.policy.actor.update_actor(data).meta_info["metrics"])
 
-    def _training_rows(self, ctx: OnlineRLContext, columns: tuple[str, ...], *, prompts_per_step: int) -> DataProto:
+    def _training_rows(self, ctx: OnlineRLContext, columns: tuple[str, ...], *, role: str) -> DataProto:
         """The rows whose reward is valid, with what the update needs to cut them into optimizer steps."""
         data = self._columns(ctx, columns).select_idxs(ctx.batch.batch["reward_valid"])
         data.meta_info = {
-            "mini_batch_size": prompts_per_step * self.config.actor_rollout_ref.rollout.n,
+            "mini_batch_size": self._prompts_per_update(role) * self.config.actor_rollout_ref.rollout.n,
             "balance": self.config.trainer.balance_batch,
         }
         if self.config.actor_rollout_ref.actor.shuffle:
@@ -396,7 +378,7 @@ class RayPPOTrainer:
             logger.info("committed %s", path)
 
     def _due(self, freq: int) -> bool:
-        return freq > 0 and (self.global_steps % freq == 0 or self.global_steps == self.total_training_steps)
+        return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
 
     # ---- durable state
 
@@ -408,7 +390,7 @@ class RayPPOTrainer:
 
     def _resume(self) -> None:
         trainer = self.config.trainer
-        path = find_resume(self.store, mode=trainer.resume_mode, path=trainer.resume_from_path)
+        path = find_resume(self.store, trainer)
         if path is None:
             return
         state = read_trainer_state(path)
@@ -432,18 +414,3 @@ def make_kl_controller(config: KLCtrlConfig) -> FixedKLController | AdaptiveKLCo
     if config.type == "adaptive":
         return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
     return FixedKLController(config.kl_coef)
-
-
-def mean_metrics(result: DataProto) -> dict[str, float]:
-    """Return the mean over optimizer steps of what an update reported; the learning rate is the last one."""
-    metrics = {name: np.asarray(values, dtype=np.float64).ravel() for name, values in result.meta_info["metrics"].items()}
-    return {name: float(values[-1] if name.endswith("/lr") else values.mean()) for name, values in metrics.items()}
-
-
-def run_directory(config: TrainerConfig) -> str:
-    """Return where a run writes."""
-    return config.default_local_dir or os.path.join("checkpoints", config.project_name, config.experiment_name)
-
-
-def pad_token_id(tokenizer: Any) -> int:
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

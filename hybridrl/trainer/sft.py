@@ -11,16 +11,16 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from hybridrl.config import SFTConfig, to_dict, to_yaml
-from hybridrl.framework import OnlineRLContext, StepTimer, Task, stage
+from hybridrl.config import SFTConfig, to_yaml
+from hybridrl.framework import OnlineRLContext, stage
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
-from hybridrl.trainer.ppo import mean_metrics, run_directory
+from hybridrl.trainer.metrics import mean_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager
+from hybridrl.trainer.run import is_due, open_tracking, run_directory, run_stages
 from hybridrl.trainer.sft_data import SFTDataset
-from hybridrl.trainer.tracking import Tracking
 
 logger = logging.getLogger(__name__)
 ROLE = "sft"
@@ -49,7 +49,6 @@ class SFTTrainer:
         self.total_training_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.train_loader.steps_per_epoch
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
         self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
-        self.timer = StepTimer()
         self.group: Any = None
         self.global_steps = 0
 
@@ -85,27 +84,12 @@ class SFTTrainer:
 
     def fit(self) -> str | None:
         """Train up to `total_training_steps`; return the newest checkpoint, if there is one."""
-        trainer = self.config.trainer
         self._resume()
-        with Tracking(
-            trainer.project_name,
-            trainer.experiment_name,
-            trainer.logger,
-            self.store.root,
-            to_dict(self.config),
-            start_step=self.global_steps,
-            total_steps=self.total_training_steps,
-        ) as self.tracking:
-            if self.global_steps < self.total_training_steps:
-                self._train(max_step=self.total_training_steps - self.global_steps)
+        remaining = self.total_training_steps - self.global_steps
+        with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
+            if remaining > 0:
+                run_stages(self.stages(), max_step=remaining)
         return self.store.latest()
-
-    def _train(self, *, max_step: int) -> None:
-        with Task(ctx=OnlineRLContext()) as task:
-            task.use_wrapper(self.timer)
-            for fn in self.stages():
-                task.use(fn)
-            task.run(max_step=max_step)
 
     def next_batch(self, ctx: OnlineRLContext) -> None:
         """The next conversations of the epoch."""
@@ -117,7 +101,7 @@ class SFTTrainer:
 
     def update(self, ctx: OnlineRLContext) -> None:
         """One optimizer step on the tokens that the assistant wrote."""
-        metrics = mean_metrics(self.group.update(ctx.batch))
+        metrics = mean_metrics(self.group.update(ctx.batch).meta_info["metrics"])
         ctx.metrics |= {"train/loss" if name == "loss" else name: value for name, value in metrics.items()}
 
     def testing(self, ctx: OnlineRLContext) -> None:
@@ -145,7 +129,7 @@ class SFTTrainer:
             logger.info("committed %s", self.store.commit(self.global_steps, self._write_checkpoint))
 
     def _due(self, freq: int) -> bool:
-        return freq > 0 and (self.global_steps % freq == 0 or self.global_steps == self.total_training_steps)
+        return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
 
     def _write_checkpoint(self, directory: str) -> None:
         self.group.save_checkpoint(os.path.join(directory, "model"))
@@ -155,8 +139,7 @@ class SFTTrainer:
         )
 
     def _resume(self) -> None:
-        trainer = self.config.trainer
-        path = find_resume(self.store, mode=trainer.resume_mode, path=trainer.resume_from_path)
+        path = find_resume(self.store, self.config.trainer)
         if path is None:
             return
         state = read_trainer_state(path)

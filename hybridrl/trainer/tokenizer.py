@@ -16,3 +16,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be loaded from it ({reason})") from error
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """Return the id that fills unused places: the tokenizer's own, or its end of sequence, since masks say what is padding."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -17,7 +17,7 @@ def validate(trainer: Any, *, step: int) -> dict[str, float]:
     records: list[dict[str, Any]] = []
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
     for number, batch in enumerate(_batches(trainer)):
-        trainer._identify(batch, purpose=Purpose.VALIDATION, step=number)
+        trainer.identify(batch, purpose=Purpose.VALIDATION, step=number)
         batch = trainer.respond(batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, validate=True)
         extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
         _collect(columns, batch, extra)

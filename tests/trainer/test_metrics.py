@@ -15,7 +15,6 @@ from hybridrl.trainer.metrics import (
     compute_throughput_metrics,
     compute_timing_metrics,
     expected_best,
-    explained_variance,
     global_seqlen_metrics,
     majority_vote,
     pass_at_k,
@@ -101,13 +100,6 @@ def test_data_metrics_do_not_change_with_more_padding():
         more[padded_with_zero][:, -4:] = 0
     padded = compute_data_metrics(DataProto.from_dict(tensors=more), use_critic=True, **LIMITS)
     assert padded == pytest.approx(compute_data_metrics(_batch(), use_critic=True, **LIMITS))
-
-
-def test_explained_variance_is_one_for_perfect_values_zero_for_constants_and_negative_for_worse():
-    returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    assert explained_variance(returns, returns) == 1.0
-    assert explained_variance(torch.ones(4), returns) == pytest.approx(0.0, abs=1e-4)
-    assert explained_variance(-returns, returns) == pytest.approx(-3.0, abs=1e-4)  # Var(2r) / Var(r) = 4
 
 
 def test_global_seqlen_compares_dealing_in_order_with_the_partitions():

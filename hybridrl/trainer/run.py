@@ -1,0 +1,42 @@
+"""What every trainer's run has: a directory, a record, and steps that are due for something. Knows no algorithm."""
+
+import os
+from collections.abc import Callable, Sequence
+
+from hybridrl.config import PPOConfig, SFTConfig, to_dict
+from hybridrl.config.trainer import TrainerConfig
+from hybridrl.framework import OnlineRLContext, StepTimer, Task
+from hybridrl.trainer.tracking import Tracking
+
+
+def run_directory(config: TrainerConfig) -> str:
+    """Return where a run writes."""
+    return config.default_local_dir or os.path.join("checkpoints", config.project_name, config.experiment_name)
+
+
+def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps: int) -> Tracking:
+    """Return the run's loggers, going on behind `start_step`."""
+    trainer = config.trainer
+    return Tracking(
+        trainer.project_name,
+        trainer.experiment_name,
+        trainer.logger,
+        run_directory(trainer),
+        to_dict(config),
+        start_step=start_step,
+        total_steps=total_steps,
+    )
+
+
+def run_stages(stages: Sequence[Callable[[OnlineRLContext], None]], *, max_step: int) -> None:
+    """Run the stages in order, `max_step` times, and time each of them."""
+    with Task(ctx=OnlineRLContext()) as task:
+        task.use_wrapper(StepTimer())
+        for fn in stages:
+            task.use(fn)
+        task.run(max_step=max_step)
+
+
+def is_due(freq: int, step: int, *, total_steps: int) -> bool:
+    """Return whether something done every `freq` steps and at the end is due; -1 is never."""
+    return freq > 0 and (step % freq == 0 or step == total_steps)
