@@ -1,0 +1,59 @@
+"""Every example and every command of the README runs as it stands, on the tiny model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import metrics, settings, train
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(*command: object, **environment: object) -> str:
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | {k: str(v) for k, v in environment.items()}
+    done = subprocess.run([*map(str, command)], cwd=ROOT, env=variables, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_trainer_of_ones_own_changes_and_adds_stages(tmp_path, tiny_qwen2):
+    run(sys.executable, "examples/custom_trainer.py", *settings(tmp_path, tiny_qwen2))
+    assert 0 < metrics(tmp_path / "run")[1]["train/rows_with_signal"] <= 1
+
+
+def test_a_worker_of_ones_own_adds_a_method(tmp_path, tiny_qwen2):
+    run(sys.executable, "examples/custom_worker.py", *settings(tmp_path, tiny_qwen2))
+    assert metrics(tmp_path / "run")[1]["actor/weight_norm"] > 0
+
+
+def test_gsm8k_is_one_command_line_and_resumes_by_the_same_command(tmp_path, tiny_qwen2):
+    raw = ROOT / "tests" / "data" / "raw"
+    small = [
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.max_prompt_length=400",
+        "data.max_response_length=16",
+        "trainer.save_freq=1",
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.num_threads=1",
+    ]
+    where = {"RAW": raw, "DATA": tmp_path / "gsm8k", "MODEL": tiny_qwen2, "ROLLOUT": "hf", "PYTHON": sys.executable}
+    for steps in (1, 2):
+        out = run("bash", "examples/gsm8k_grpo.sh", f"trainer.total_training_steps={steps}", *small, **where)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert "global_step_2" in out
+
+
+def test_a_checkpoint_is_exported_by_a_command(tmp_path, tiny_qwen2):
+    train(tmp_path, tiny_qwen2)
+    out = run(sys.executable, "-m", "hybridrl.cli", "export", tmp_path / "run/global_step_2", tmp_path / "model")
+    assert "exported" in out and (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_help_and_resolved_settings_start_nothing(tmp_path):
+    assert "data.train_batch_size" in run(sys.executable, "-m", "hybridrl.main_ppo", "--help")
+    assert "adv_estimator: grpo" in run(sys.executable, "-m", "hybridrl.main_ppo", "--cfg", "job", "algorithm.adv_estimator=grpo")
