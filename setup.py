@@ -41,7 +41,7 @@ setup(
     install_requires=[
         "torch>=2.13",
         "tensordict>=0.15",
-        "ray[default]>=2.60,<3",
+        "ray>=2.60,<3",
         "transformers>=5.16.1,<5.20",
         "safetensors>=0.6",
         "datasets>=5,<6",

@@ -1,26 +1,42 @@
 """What only a CUDA device can show: `python -m pytest -m gpu tests/gpu`. docs/gpu.md says how, and holds the figures.
 
 Needs neither Ray nor vLLM: the engine and the rollout are called directly, the whole run goes through `trainer.backend=local`.
-GPU_TESTS_ON=cpu runs the same code on the CPU, to see that the tests themselves are right.
+GPU_TESTS_ON=cpu runs the same code on the CPU, to see that the tests themselves are right; what is about device memory is skipped.
 """
 
-import os
 import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hybridrl.config.workers import RolloutConfig
+from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import MicroBatching
-from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
+from hybridrl.workers.rollout import Rollout, RolloutSetup, SamplingParams, fingerprint, make_rollout
 from tests.end_to_end.runs import train as train_ppo
-from tests.workers.engine_cases import PROMPT, RESPONSE, WHOLE, make_batch, make_engine, save_tiny_qwen2, train
+from tests.workers.engine_cases import (
+    OPTIM,
+    PROMPT,
+    RESPONSE,
+    WHOLE,
+    assert_same_weights,
+    gradients,
+    make_batch,
+    make_engine,
+    num_response_tokens,
+    plain_outputs,
+    policy_loss,
+    save_tiny_qwen2,
+    train,
+    whole_weights,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
+POLICY = ("log_probs", "entropy")
 NUM_TOKENS = 100.0
+EOS, PAD = (5, 9), 0
+MB = 1e6
 
 
 @pytest.fixture(scope="module")
@@ -28,113 +44,223 @@ def model(tmp_path_factory) -> str:
     return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def _exact_matmul():
-    torch.backends.cuda.matmul.allow_tf32 = False
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory) -> str:
+    """Large weights, so that the next token depends on the prompt and greedy decoding does not repeat one token."""
+    return save_tiny_qwen2(tmp_path_factory.mktemp("talkative"), initializer_range=0.4)
 
 
-def plain_log_probs(path: str, batch: DataProto) -> torch.Tensor:
-    """Log-probs (B, R) of the response tokens from a plain float32 forward pass on the CPU, 0 off the mask."""
-    ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(path)(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-    log_probs = logits[:, PROMPT - 1 : -1].log_softmax(-1).gather(-1, ids[:, PROMPT:, None]).squeeze(-1)
-    return log_probs * batch.batch["response_mask"]
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory) -> str:
+    """4 million parameters: megabytes, which are seen beside the bytes that an allocator rounds up to."""
+    return save_tiny_qwen2(tmp_path_factory.mktemp("heavy"), hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_float32_log_probs_equal_a_plain_forward_pass(model, packed):
-    batch = make_batch()
-    engine = make_engine(model, device=DEVICE, dtype="float32", packed=packed)
-    out = engine.forward(batch, MicroBatching(max_tokens=64), outputs=("log_probs",))["log_probs"]
-    assert out.device.type == "cpu"
-    assert (out - plain_log_probs(model, batch)).abs().max() < 1e-4
+@pytest.fixture
+def float32(device):
+    """Return `float32(path, **settings)`, an engine that computes in float32."""
+    return lambda path, **settings: make_engine(path, **{"device": device, "dtype": "float32"} | settings)
+
+
+def plain_model(path: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_float32_is_the_plain_model_on_the_cpu(model, float32, packed, say):
+    batch, plain = make_batch(), plain_model(model)
+    expected = plain_outputs(plain, batch)
+    policy_loss(NUM_TOKENS)(expected, batch)[0].backward()
+    engine, micro = float32(model, packed=packed), MicroBatching(max_tokens=64)
+    found = engine.forward(batch, micro, outputs=POLICY)
+    worst = max((found[name] - expected[name]).abs().max().item() for name in POLICY)
+    engine.forward_backward(batch, micro, policy_loss(NUM_TOKENS), outputs=POLICY)
+    weights = dict(plain.named_parameters())
+    worst_gradient = max((gradient.cpu() - weights[name].grad).abs().max().item() for name, gradient in gradients(engine).items())
+    kind = "packed" if packed else "padded"
+    say(f"float32, {kind}: log-probs and entropy against plain Hugging Face, largest difference", f"{worst:.1e}")
+    say(f"float32, {kind}: gradients against plain Hugging Face, largest difference", f"{worst_gradient:.1e}")
+    assert worst <= 1e-4 and worst_gradient <= 1e-4
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"packed": True},
-        {"gradient_checkpointing": True},
-        {"reshard_after_forward": False},
-        {"param_offload": True, "optimizer_offload": True},
-    ],
-    ids=lambda settings: "+".join(settings),
+    [{"packed": True}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "packed": True}, {"reshard_after_forward": False}],
+    ids="+".join,
 )
-def test_how_it_is_computed_does_not_change_the_step(model, settings):
+def test_how_it_is_computed_does_not_change_the_gradients(model, float32, settings):
     batch = make_batch()
-    plain, other = (make_engine(model, device=DEVICE, dtype="float32", **s) for s in ({}, settings))
-    for engine, micro in ((plain, WHOLE), (other, MicroBatching(max_tokens=64))):
-        train(engine, batch, micro, num_tokens=NUM_TOKENS)
-    for (name, left), (_, right) in zip(plain.weights(), other.weights(), strict=True):
-        if "k_proj.bias" not in name:
-            assert (left - right).abs().max() < 1e-5, name
+    plain, other = float32(model), float32(model, **settings)
+    plain.forward_backward(batch, WHOLE, policy_loss(NUM_TOKENS), outputs=POLICY)
+    other.forward_backward(batch, MicroBatching(max_tokens=64), policy_loss(NUM_TOKENS), outputs=POLICY)
+    expected = gradients(plain)
+    for name, gradient in gradients(other).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=0)
 
 
-def test_bfloat16_trains_with_float32_parameters(model):
-    engine = make_engine(model, device=DEVICE, dtype="bfloat16")
-    said = train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS, steps=3)
-    assert all(step["skipped"] == 0.0 and step["grad_norm"] > 0 for step in said)
-    assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="the CPU has no second memory to move things to")
-def test_offload_frees_device_memory(model):
-    engine = make_engine(model, device=DEVICE, dtype="float32")
-    train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS)
-    held = torch.cuda.memory_allocated()
-    engine.to("cpu")
-    assert torch.cuda.memory_allocated() < 0.2 * held
-    engine.to(DEVICE)
-    train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS)
-
-
-def test_a_saved_engine_goes_on_exactly(model, tmp_path):
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_bfloat16_trains_float32_parameters(model, device, packed, say):
     batch = make_batch()
-    first, second = (make_engine(model, device=DEVICE, dtype="float32") for _ in range(2))
-    train(first, batch, WHOLE, num_tokens=NUM_TOKENS)
-    first.save(str(tmp_path))
-    second.load(str(tmp_path))
-    for engine in (first, second):
-        train(engine, batch, WHOLE, num_tokens=NUM_TOKENS)
-    for (name, left), (_, right) in zip(first.weights(), second.weights(), strict=True):
-        assert torch.equal(left, right), name
+    engine = make_engine(model, device=device, dtype="bfloat16", packed=packed, optim=OPTIM, override_config={})
+    dtypes = set()
+    engine.model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+    losses = []
+    for _ in range(5):
+        stats = engine.forward_backward(batch, MicroBatching(max_tokens=64), policy_loss(num_response_tokens(batch)), outputs=POLICY)
+        losses.append(sum(piece["loss"] for piece in stats))
+        assert engine.optimizer_step()["skipped"] == 0.0
+    say(f"bfloat16, {'packed' if packed else 'padded'}: loss of five steps on one batch", " ".join(f"{loss:.4f}" for loss in losses))
+    assert losses[-1] < losses[0]
+    assert dtypes == {torch.bfloat16}
+    assert {tensor.dtype for tensor in whole_weights(engine).values()} == {torch.float32}
 
 
-def test_the_rollout_holds_what_was_pushed_and_agrees_with_the_engine(model):
-    config = RolloutConfig(name="hf", dtype="float32")
-    setup = RolloutSetup(model, config, (1,), 0, PROMPT, RESPONSE, device=DEVICE, load_format="dummy")
-    rollout, engine = make_rollout("hf", setup), make_engine(model, device=DEVICE, dtype="float32")
-    train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS)
-    rollout.load_weights(1, engine.weights())
-    assert rollout.health().version == 1
-    samples = rollout.generate(first_columns(make_batch()), SamplingParams(max_new_tokens=RESPONSE, n=2))
-    out = engine.forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
-    assert (out - samples.batch["rollout_log_probs"]).abs().max() < 1e-4
+def test_recomputing_activations_lowers_the_peak(heavy, float32, held_bytes, say):
+    batch, peaks = make_batch(2000), []
+    for recompute in (False, True):
+        engine = float32(heavy, gradient_checkpointing=recompute)
+        before = held_bytes()
+        torch.cuda.reset_peak_memory_stats()
+        engine.forward_backward(batch, WHOLE, policy_loss(NUM_TOKENS), outputs=POLICY)
+        peaks.append((torch.cuda.max_memory_allocated() - before) / MB)
+        del engine
+    say("peak of forward and backward over 2000 rows, activations kept and recomputed", f"{peaks[0]:.0f} MB, {peaks[1]:.0f} MB")
+    assert peaks[1] < 0.7 * peaks[0]
 
 
-def first_columns(batch: DataProto) -> DataProto:
+def test_offloading_frees_parameters_and_optimizer_state(heavy, float32, held_bytes, say):
+    engine = float32(heavy)
+    train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS, steps=1)
+    num_bytes = 4 * sum(tensor.numel() for tensor in whole_weights(engine).values())
+    held = [held_bytes()]
+    for part in ("optimizer", "params"):
+        engine.to("cpu", **{"optimizer": False, "params": False} | {part: True})
+        held.append(held_bytes())
+    say(
+        f"device memory with all, without optimizer state, without parameters ({num_bytes / MB:.1f} MB of parameters)",
+        ", ".join(f"{count / MB:.1f}" for count in held) + " MB",
+    )
+    assert held[0] - held[1] >= 2 * num_bytes  # AdamW has two moments
+    assert held[1] - held[2] >= num_bytes
+    train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS, steps=1)
+    assert held_bytes() - held[2] >= 3 * num_bytes
+
+
+def test_an_offloaded_engine_takes_the_same_steps(model, float32, same_sums_every_time):
+    batch = make_batch()
+    at_home, away = float32(model), float32(model, param_offload=True, optimizer_offload=True)
+    for _ in range(2):
+        said = [train(engine, batch, WHOLE, num_tokens=NUM_TOKENS, steps=1) for engine in (at_home, away)]
+        assert said[0] == said[1]
+        away.to("cpu")
+    assert_same_weights(whole_weights(away), whole_weights(at_home), atol=0.0)
+
+
+def test_a_saved_engine_goes_on_exactly(model, float32, same_sums_every_time, tmp_path):
+    batch = make_batch()
+    saved, loaded = float32(model), float32(model)
+    train(saved, batch, WHOLE, num_tokens=NUM_TOKENS)
+    saved.save(str(tmp_path))
+    loaded.load(str(tmp_path))
+    assert_same_weights(whole_weights(loaded), whole_weights(saved), atol=0.0)
+    assert train(loaded, batch, WHOLE, num_tokens=NUM_TOKENS) == train(saved, batch, WHOLE, num_tokens=NUM_TOKENS)
+    assert_same_weights(whole_weights(loaded), whole_weights(saved), atol=0.0)
+
+
+def hf_rollout(path: str, device: str, *, dtype: str = "float32", load_format: str = "auto") -> Rollout:
+    config = RolloutConfig(name="hf", dtype=dtype)
+    return make_rollout("hf", RolloutSetup(path, config, EOS, PAD, PROMPT, RESPONSE, device=device, load_format=load_format))
+
+
+def prompts(num_rows: int = 12) -> DataProto:
     """The prompts of a batch of prompts and responses."""
-    mask = batch.batch["attention_mask"][:, :PROMPT]
-    tensors = {
-        "input_ids": batch.batch["input_ids"][:, :PROMPT],
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
-    }
-    return DataProto.from_dict(tensors=tensors)
+    columns = make_batch(num_rows).batch
+    mask = columns["attention_mask"][:, :PROMPT]
+    ids = columns["input_ids"][:, :PROMPT]
+    return DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)})
 
 
-def test_a_batch_on_the_device_arrives_on_the_cpu():
-    batch = DataProto.from_dict(tensors={"x": torch.arange(4, device=DEVICE, dtype=torch.bfloat16)})
+def test_greedy_tokens_are_those_of_generate(talkative, device):
+    batch = prompts()
+    found = hf_rollout(talkative, device).generate(batch, SamplingParams(RESPONSE, do_sample=False)).batch
+    plain = plain_model(talkative).to(device)
+    for row in range(len(batch)):
+        ids = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()][None].to(device)
+        settings = {"do_sample": False, "max_new_tokens": RESPONSE, "eos_token_id": list(EOS), "pad_token_id": PAD}
+        expected = plain.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :]
+        assert found["responses"][row][found["response_mask"][row].bool()].tolist() == expected.tolist()
+    assert len(set(map(tuple, found["responses"].tolist()))) > len(batch) // 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pushed_weights_are_held_and_agree_with_the_engine(talkative, device, float32, dtype, say):
+    engine, rollout = float32(talkative, dtype=dtype), hf_rollout(talkative, device, dtype=dtype, load_format="dummy")
+    with pytest.raises(StaleWeightsError):
+        rollout.generate(prompts(), SamplingParams(RESPONSE))
+    train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS)
+    rollout.load_weights(3, engine.weights())
+    assert rollout.health().version == 3
+    assert rollout.health().fingerprint == fingerprint(whole_weights(engine).items(), getattr(torch, dtype))
+    samples = rollout.generate(prompts(), SamplingParams(RESPONSE, n=4))
+    log_probs = engine.forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
+    worst = ((log_probs - samples.batch["rollout_log_probs"]) * samples.batch["response_mask"]).abs().max().item()
+    say(f"{dtype}: log-probs of the rollout against the engine's, largest difference", f"{worst:.1e}")
+    assert worst < {"float32": 1e-4, "bfloat16": 0.5}[dtype]
+
+
+def test_damage_on_the_device_is_found(talkative, device):
+    rollout = hf_rollout(talkative, device)
+    with torch.no_grad():
+        rollout._model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-3
+    assert rollout.health().version is None
+
+
+def test_a_sleeping_rollout_gives_its_memory_away_and_wakes_as_it_was(heavy, device, held_bytes, say):
+    rollout = hf_rollout(heavy, device)
+    before = rollout.generate(prompts(), SamplingParams(RESPONSE)).batch["responses"]
+    num_bytes = sum(tensor.nbytes for tensor in rollout._model.parameters())
+    held = [held_bytes()]
+    rollout.sleep()
+    held.append(held_bytes())
+    say(f"device memory with a rollout awake and asleep ({num_bytes / MB:.1f} MB of weights)", f"{held[0] / MB:.1f}, {held[1] / MB:.1f} MB")
+    assert held[0] - held[1] >= num_bytes
+    assert not rollout.health().awake
+    rollout.wake_up()
+    assert torch.equal(rollout.generate(prompts(), SamplingParams(RESPONSE)).batch["responses"], before)
+
+
+def test_a_batch_on_the_device_arrives_on_the_cpu(device):
+    batch = make_batch().to(device)
+    batch.batch["half"] = batch.batch["advantages"].bfloat16()
     arrived = pickle.loads(pickle.dumps(batch, protocol=5))
-    assert arrived.batch["x"].device.type == "cpu" and arrived.batch["x"].tolist() == [0, 1, 2, 3]
+    assert {tensor.device.type for tensor in batch.batch.values()} == {torch.device(device).type}
+    assert {tensor.device.type for tensor in arrived.batch.values()} == {"cpu"}
+    assert arrived.batch.keys() == batch.batch.keys()
+    assert all(torch.equal(arrived.batch[name], batch.batch[name].cpu()) for name in batch.batch.keys())
 
 
-def test_a_whole_run_in_one_process(tmp_path, tiny_qwen2):
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_whole_run_in_one_process(tmp_path, tiny_qwen2, device, dtype, say):
+    """The one with dtype=auto (bfloat16 on CUDA) also packs, recomputes and offloads."""
+    saving = {
+        "actor_rollout_ref__model__use_remove_padding": True,
+        "actor_rollout_ref__model__enable_gradient_checkpointing": True,
+        "actor_rollout_ref__actor__fsdp_config__param_offload": True,
+        "actor_rollout_ref__actor__fsdp_config__optimizer_offload": True,
+    }
     rows = train_ppo(
-        tmp_path, tiny_qwen2, trainer__device=DEVICE, actor_rollout_ref__actor__fsdp_config__dtype="float32",
-        actor_rollout_ref__rollout__dtype="float32",
-    )  # fmt: skip
-    assert rows[2]["actor/grad_norm"] > 0
-    assert max(row["training/rollout_log_probs_diff_max"] for row in rows[1:]) < 1e-4
+        tmp_path,
+        tiny_qwen2,
+        trainer__device=device,
+        actor_rollout_ref__actor__fsdp_config__dtype=dtype,
+        actor_rollout_ref__rollout__dtype=dtype,
+        **saving if dtype == "auto" else {},
+    )
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
+    worst = max(row["training/rollout_log_probs_diff_max"] for row in rows[1:])
+    seconds = rows[2]["timing_s/step"]
+    say(f"two GRPO steps with trainer.backend=local, {dtype}: rollout against trainer, second step", f"{worst:.1e}, {seconds:.2f} s")
+    assert worst < (1e-4 if dtype == "float32" else 0.5)
