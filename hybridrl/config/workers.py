@@ -47,22 +47,19 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class FSDPConfig:
-    dtype: str = setting("auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16"))
-    reshard_after_forward: bool = setting(True, "Free the gathered parameters after forward (ZeRO-3) or keep them (ZeRO-2).")
-    param_offload: bool = setting(False, "Keep parameters in host memory between calls.")
-    optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between calls.")
-
-
-@dataclass(frozen=True)
-class CriticFSDPConfig:
-    param_offload: bool = setting(False, "Keep parameters in host memory between calls.")
-    optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between calls.")
-
-
-@dataclass(frozen=True)
 class RefFSDPConfig:
     param_offload: bool = setting(False, "Keep parameters in host memory between calls.")
+
+
+@dataclass(frozen=True)
+class CriticFSDPConfig(RefFSDPConfig):
+    optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between calls.")
+
+
+@dataclass(frozen=True)
+class FSDPConfig(CriticFSDPConfig):
+    dtype: str = setting("auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16"))
+    reshard_after_forward: bool = setting(True, "Free the gathered parameters after forward (ZeRO-3) or keep them (ZeRO-2).")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ lives in the calling process, without Ray: `pdb` works, and everything above thi
 import functools
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -29,8 +30,8 @@ class ClassWithInitArgs(Generic[W]):
         return self.cls(*self.args, **self.kwargs)
 
 
-class WorkerGroup:
-    """The caller's side of a group. Subclasses say where workers live: `execute_all_async`, `fetch`, `put`, `are_references`."""
+class WorkerGroup(ABC):
+    """The caller's side of a group. Subclasses say where workers live: `submit`, `fetch`, `put`, `are_references`."""
 
     def __init__(self, worker_cls: type, *, role: str, world_size: int):
         self.worker_cls, self.role, self.world_size = worker_cls, role, world_size
@@ -68,17 +69,21 @@ class WorkerGroup:
             for rank in range(self.world_size)
         ]
 
+    @abstractmethod
     def submit(self, rank: int, method: str, args: tuple, kwargs: dict) -> Any:
-        raise NotImplementedError
+        """Start a method on one worker; return its answer, or a reference to it."""
 
+    @abstractmethod
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = None) -> list:
-        raise NotImplementedError
+        """Wait for the answers behind the references, one per worker, in worker order."""
 
+    @abstractmethod
     def put(self, value: Any) -> Any:
-        raise NotImplementedError
+        """Return what stands for a value that several workers get: one copy, shared."""
 
+    @abstractmethod
     def are_references(self, outputs: list) -> bool:
-        raise NotImplementedError
+        """Return whether outputs are still to be fetched."""
 
 
 class LocalWorkerGroup(WorkerGroup):

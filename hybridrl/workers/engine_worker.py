@@ -15,7 +15,6 @@ from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import mini_batches
 from hybridrl.workers.process import sum_dicts_over_ranks, sum_over_ranks
 
-Offload = FSDPConfig | CriticFSDPConfig
 ENGINES: dict[str, type[Engine]] = {"fsdp": FSDPEngine, "fsdp2": FSDPEngine}
 
 
@@ -112,12 +111,12 @@ class EngineWorker(Worker):
         total = [max(1.0, n) for n in sum_over_ranks(local, device=self.device)]
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
-    def _save(self, engine: Engine, directory: str, offload: Offload) -> None:
+    def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig) -> None:
         os.makedirs(directory, exist_ok=True)
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.save(directory)
 
-    def _load(self, engine: Engine, directory: str, offload: Offload) -> None:
+    def _load(self, engine: Engine, directory: str, offload: CriticFSDPConfig) -> None:
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.load(directory)
 
