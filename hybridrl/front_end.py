@@ -6,10 +6,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from hybridrl.config.trainer import TrainerConfig
-from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.errors import ConfigError, DataError, HybridRLError
 
 logger = logging.getLogger(__name__)
+SLOTS_PER_CORE = 2  # of a local cluster: workers that share a core are slow, not wrong, but each takes memory
 OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text is megabytes
 
 
@@ -22,7 +22,7 @@ def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str |
     try:
         work()
         return 0
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except KeyboardInterrupt:
@@ -30,7 +30,7 @@ def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str |
         return 130
     except Exception as error:
         sys.stderr.write(f"{describe(error)}\n{_keep_traceback(error, log_directory())}\n")
-        return 2 if isinstance(error, HybridRLError) and isinstance(error, ValueError) else 1
+        return 1
 
 
 def describe(error: Exception) -> str:
@@ -42,12 +42,14 @@ def describe(error: Exception) -> str:
 
 def _keep_traceback(error: Exception, directory: str | None) -> str:
     text = getattr(error, "remote_traceback", "") + "".join(traceback.format_exception(error))
-    if directory is None:
+    if directory is None or not os.path.isdir(directory):
         return text
-    os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "error.log")
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
+    try:
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+    except OSError:  # a full disk, perhaps the very error that is to be kept
+        return text
     return f"the whole traceback is in {path}"
 
 
@@ -58,8 +60,8 @@ def set_up_logging() -> None:
     logging.getLogger("hybridrl").setLevel(logging.INFO)
 
 
-def start_ray(config: TrainerConfig) -> None:
-    """Connect to the Ray cluster that RAY_ADDRESS names, or start one on this machine with a slot per worker."""
+def start_ray() -> None:
+    """Connect to the Ray cluster that RAY_ADDRESS names, or start one on this machine."""
     import ray
 
     if ray.is_initialized():
@@ -67,11 +69,9 @@ def start_ray(config: TrainerConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
         return
-    # Slots are processes, not cores: two workers on one core are slow, not wrong.
-    num_cpus = max(os.cpu_count() or 1, config.n_gpus_per_node * config.nnodes)
     ray.init(
         address="local",
-        num_cpus=num_cpus,
+        num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -15,7 +15,7 @@ from hybridrl.single_controller.worker_group import LocalWorkerGroup
 from hybridrl.trainer.ppo import RayPPOTrainer
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from hybridrl.trainer.run import run_directory
+from hybridrl.trainer.run import claim_directory, run_directory
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.critic import CriticWorker
@@ -46,7 +46,7 @@ def main(
         config = load_config(PPOConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="ppo_trainer")
         if config is not None:
             check(config)
-            directory.append(run_directory(config.trainer))
+            directory.append(claim_directory(config.trainer))
             classes = (workers or worker_classes)(config)
             run(config, classes, (pools or one_pool)(config, classes), trainer_cls=trainer_cls)
 
@@ -70,7 +70,7 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
     if config.trainer.backend == "ray":
-        start_ray(config.trainer)
+        start_ray()
     trainer = trainer_cls(
         config=config,
         tokenizer=tokenizer,

@@ -9,7 +9,7 @@ from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.single_controller.worker_group import LocalWorkerGroup
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager
-from hybridrl.trainer.run import run_directory
+from hybridrl.trainer.run import claim_directory, run_directory
 from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.sft import SFTWorker
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(SFTConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="sft_trainer")
         if config is not None:
             check_sft_config(config)
-            directory.append(run_directory(config.trainer))
+            directory.append(claim_directory(config.trainer))
             run(config)
 
     return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
@@ -37,7 +37,7 @@ def run(config: SFTConfig) -> None:
     """Train as configured, then write the report."""
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     if config.trainer.backend == "ray":
-        start_ray(config.trainer)
+        start_ray()
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]
     spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     manager = ResourcePoolManager(spec, {}, use_gpu=use_gpu, backend=config.trainer.backend)

@@ -30,6 +30,7 @@ $PYTHON -m hybridrl.main_sft \
   trainer.test_freq=500 \
   trainer.logger=[jsonl,tensorboard] \
   trainer.seed="$SEED" \
+  trainer.num_threads=1 \
   trainer.default_local_dir="$OUT/sft"
 
 echo "== reinforcement learning from the exact-match reward alone"
@@ -57,4 +58,5 @@ $PYTHON -m hybridrl.main_ppo \
   trainer.rollout_data_dir="$OUT/grpo/rollouts" \
   trainer.validation_data_dir="$OUT/grpo/validation" \
   trainer.seed="$SEED" \
+  trainer.num_threads=1 \
   trainer.default_local_dir="$OUT/grpo"

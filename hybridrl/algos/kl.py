@@ -81,7 +81,7 @@ class FixedKLController:
 class AdaptiveKLController:
     """A coefficient steered towards a target KL, arXiv:1909.08593, section 2.2.
 
-        e = clip(current_kl / target_kl - 1, -0.2, 0.2)        value <- value (1 + e n_steps / horizon)
+    e = clip(current_kl / target_kl - 1, -0.2, 0.2)        value <- value (1 + e n_steps / horizon)
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):

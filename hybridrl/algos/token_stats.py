@@ -48,7 +48,7 @@ def log_probs_and_entropy(
 class _LogProbsAndEntropy(torch.autograd.Function):
     """With g, h the gradients of log-prob and entropy H, and p = softmax(z):
 
-        dL/dz_v = g (1[v = label] - p_v) - h p_v (log p_v + H)
+    dL/dz_v = g (1[v = label] - p_v) - h p_v (log p_v + H)
     """
 
     @staticmethod

@@ -1,10 +1,12 @@
 """What every trainer's run has: a directory, a record, and steps that are due for something. Knows no algorithm."""
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 
 from hybridrl.config import PPOConfig, SFTConfig, to_dict
 from hybridrl.config.trainer import TrainerConfig
+from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StepTimer, Task
 from hybridrl.trainer.tracking import Tracking
 
@@ -12,6 +14,20 @@ from hybridrl.trainer.tracking import Tracking
 def run_directory(config: TrainerConfig) -> str:
     """Return where a run writes."""
     return config.default_local_dir or os.path.join("checkpoints", config.project_name, config.experiment_name)
+
+
+def claim_directory(config: TrainerConfig) -> str:
+    """Make the run's directory and return it. Raises ConfigError where nothing can be written, before anything starts."""
+    directory = run_directory(config)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir={directory}: cannot be written ({error.strerror}); choose another directory"
+        ) from error
+    return directory
 
 
 def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps: int) -> Tracking:

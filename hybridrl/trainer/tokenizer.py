@@ -13,7 +13,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be loaded from it ({reason})") from error
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={path}: no tokenizer can be loaded from it ({reason}); give a directory with model and "
+            "tokenizer, as save_pretrained writes them, or a name of the Hugging Face hub"
+        ) from error
     tokenizer.padding_side = "left"
     return tokenizer
 

@@ -132,6 +132,9 @@ def test_a_run_with_vllm_agrees_with_the_trainer(tmp_path, tiny_qwen2, ray_clust
         ("custom_reward_function.path=nowhere.py", "nowhere.py"),
         ("trainer.resume_mode=resume_path", "trainer.resume_from_path"),
         ("trainer.n_gpus_per_node=2", "trainer.backend=local"),
+        ("data.prompt_key=question", "data.prompt_key"),
+        ("data.max_prompt_length=5", "data.max_prompt_length=5"),
+        ("trainer.default_local_dir=/proc/nowhere", "trainer.default_local_dir=/proc/nowhere"),
     ],
 )
 def test_bad_input_is_one_readable_line_with_the_way_out(tmp_path, tiny_qwen2, capsys, argument, said):
@@ -139,7 +142,7 @@ def test_bad_input_is_one_readable_line_with_the_way_out(tmp_path, tiny_qwen2, c
     assert main_ppo.main(arguments) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err and len(err.strip().splitlines()) <= 2
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").glob("*"))
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_qwen2, capsys):

@@ -53,9 +53,7 @@ class Reader:
         logits = self._run(layout).flatten(0, -2)
         if self._wanted is not None:  # a model that does not call its output embedding as a module
             logits, self._wanted = logits[layout.state], None
-        log_probs, entropy = log_probs_and_entropy(
-            logits, layout.labels, temperature=self.temperature, with_entropy="entropy" in outputs
-        )
+        log_probs, entropy = log_probs_and_entropy(logits, layout.labels, temperature=self.temperature, with_entropy="entropy" in outputs)
         found = {"log_probs": log_probs, "entropy": entropy}
         return {name: _cells(found[name], layout) for name in outputs}
 
