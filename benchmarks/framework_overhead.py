@@ -1,6 +1,6 @@
 """What the loop itself costs: microseconds per stage of `Task`, against calling the same functions in a plain `for`.
 
-    python benchmarks/framework_overhead.py
+python benchmarks/framework_overhead.py
 """
 
 import argparse

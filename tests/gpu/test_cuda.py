@@ -16,7 +16,6 @@ from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.rollout import Rollout, RolloutSetup, SamplingParams, fingerprint, make_rollout
 from tests.end_to_end.runs import train as train_ppo
 from tests.workers.engine_cases import (
-    OPTIM,
     PROMPT,
     RESPONSE,
     WHOLE,
@@ -37,6 +36,8 @@ POLICY = ("log_probs", "entropy")
 NUM_TOKENS = 100.0
 EOS, PAD = (5, 9), 0
 MB = 1e6
+# bfloat16 keeps 8 bits of a number, and logits here go up to 10: two orders of summation differ by 0.07 on the CPU.
+ROLLOUT_BOUND = {"float32": 1e-4, "bfloat16": 0.5, "auto": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,12 @@ def test_float32_is_the_plain_model_on_the_cpu(model, float32, packed, say):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"packed": True}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "packed": True}, {"reshard_after_forward": False}],
+    [
+        {"packed": True},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "packed": True},
+        {"reshard_after_forward": False},
+    ],
     ids="+".join,
 )
 def test_how_it_is_computed_does_not_change_the_gradients(model, float32, settings):
@@ -103,7 +109,7 @@ def test_how_it_is_computed_does_not_change_the_gradients(model, float32, settin
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_bfloat16_trains_float32_parameters(model, device, packed, say):
     batch = make_batch()
-    engine = make_engine(model, device=device, dtype="bfloat16", packed=packed, optim=OPTIM, override_config={})
+    engine = make_engine(model, device=device, dtype="bfloat16", packed=packed)
     dtypes = set()
     engine.model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
     losses = []
@@ -207,7 +213,7 @@ def test_pushed_weights_are_held_and_agree_with_the_engine(talkative, device, fl
     log_probs = engine.forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
     worst = ((log_probs - samples.batch["rollout_log_probs"]) * samples.batch["response_mask"]).abs().max().item()
     say(f"{dtype}: log-probs of the rollout against the engine's, largest difference", f"{worst:.1e}")
-    assert worst < {"float32": 1e-4, "bfloat16": 0.5}[dtype]
+    assert worst < ROLLOUT_BOUND[dtype]
 
 
 def test_damage_on_the_device_is_found(talkative, device):
@@ -263,4 +269,4 @@ def test_a_whole_run_in_one_process(tmp_path, tiny_qwen2, device, dtype, say):
     worst = max(row["training/rollout_log_probs_diff_max"] for row in rows[1:])
     seconds = rows[2]["timing_s/step"]
     say(f"two GRPO steps with trainer.backend=local, {dtype}: rollout against trainer, second step", f"{worst:.1e}, {seconds:.2f} s")
-    assert worst < (1e-4 if dtype == "float32" else 0.5)
+    assert worst < ROLLOUT_BOUND[dtype]
