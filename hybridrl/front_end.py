@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from hybridrl.errors import ConfigError, DataError, HybridRLError
 
@@ -62,6 +63,10 @@ def set_up_logging() -> None:
 
 def start_ray() -> None:
     """Connect to the Ray cluster that RAY_ADDRESS names, or start one on this machine."""
+    if find_spec("ray") is None:
+        raise ConfigError(
+            "trainer.backend=ray: Ray is not installed; pip install ray, or set trainer.backend=local for one process without it"
+        )
     import ray
 
     if ray.is_initialized():

@@ -1,6 +1,7 @@
 """Resource pools: how many worker processes on how many nodes, and the placement groups that reserve their devices."""
 
 import itertools
+import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -48,14 +49,15 @@ class RayResourcePool(ResourcePool):
         self,
         process_on_nodes: Sequence[int],
         use_gpu: bool = False,
-        name_prefix: str = "pool",
+        name_prefix: str | None = None,
         *,
         max_colocate_count: int = 10,
         detached: bool = False,
         accelerator_type: str | None = None,
     ):
         super().__init__(process_on_nodes, max_colocate_count=max_colocate_count)
-        self.use_gpu, self.name_prefix, self.detached, self.accelerator_type = use_gpu, name_prefix, detached, accelerator_type
+        self.use_gpu, self.detached, self.accelerator_type = use_gpu, detached, accelerator_type
+        self.name_prefix = name_prefix or f"pool-{uuid.uuid4().hex[:6]}"  # Ray refuses a second placement group of the same name
         self._groups: list[PlacementGroup] | None = None
 
     @property

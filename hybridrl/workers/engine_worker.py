@@ -97,10 +97,11 @@ class EngineWorker(Worker):
     ) -> dict[str, list[float]]:
         """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on every rank."""
         minis = list(mini_batches(data))
+        counts = self._global_counts(minis)
         shares: list[dict[str, float]] = []
         steps: list[dict[str, float]] = []
         for _ in range(epochs):
-            for mini, count in zip(minis, self._global_counts(minis), strict=True):
+            for mini, count in zip(minis, counts, strict=True):
                 shares.append(_summed(engine.forward_backward(mini, micro, make_loss(count), outputs=outputs)))
                 steps.append({f"{prefix}/{name}": value for name, value in engine.optimizer_step().items()})
         totals = sum_dicts_over_ranks(shares)
