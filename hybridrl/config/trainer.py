@@ -36,6 +36,6 @@ class TrainerConfig:
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = setting(None, "The global_step_N directory for resume_mode=resume_path.")
-    logger: list[str] = setting(["console"], "Where metrics go.", choices=LOGGERS)
+    logger: list[str] = setting(["console", "jsonl"], "Where metrics go.", choices=LOGGERS)
     rollout_data_dir: str | None = setting(None, "Write every step's rollouts there as JSONL.")
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")
