@@ -97,6 +97,11 @@ class DataProto(CopyOnTouch):
             return self._batch.batch_size[0]
         return next((len(array) for array in self.non_tensor_batch.values()), 0)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor columns in bytes."""
+        return sum(map(columns.num_bytes, self._tensors().values()))
+
     def __repr__(self) -> str:
         names = ", ".join([*self._tensors(), *self.non_tensor_batch])
         return f"{type(self).__name__}({len(self)} rows of {names or 'no columns'}; meta_info {list(self.meta_info)})"

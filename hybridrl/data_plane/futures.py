@@ -28,7 +28,8 @@ class DataProtoFuture:
     collect_fn: makes the batch of the fetched shards, in shard order; row by row, so that some shards can be collected alone.
     futures: one reference per shard. dispatch_fn: applied to the collected batch before it is returned.
     fetch: values of a list of references, with a deadline of its own; None when the futures are the values themselves.
-    sizes: rows of each shard, if the maker knows; then `chunk` leaves alone the shards it does not need.
+    sizes: rows of each shard, or a reference to that number; with them a piece leaves alone the shards it does not need.
+    part: (i, n) if this is the i-th of n pieces and the sizes were still references when it was cut.
 
     A future is for passing on or for `get()`. It is picklable if its functions are.
     """
@@ -37,24 +38,34 @@ class DataProtoFuture:
     futures: list
     dispatch_fn: Callable[[Any], Any] | None = None
     fetch: Callable[[list], list] | None = None
-    sizes: list[int] | None = None
+    sizes: list | None = None
+    part: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is not None and len(self.sizes) != len(self.futures):
             raise ValueError(f"sizes={self.sizes} must name the rows of each of the {len(self.futures)} shards")
 
     @staticmethod
-    def concat(data: list, *, fetch: Callable[[list], list] | None = None, sizes: list[int] | None = None) -> "DataProtoFuture":
+    def concat(data: list, *, fetch: Callable[[list], list] | None = None, sizes: list | None = None) -> "DataProtoFuture":
         """Return the future of the concatenation of the batches behind a list of references."""
         return DataProtoFuture(collect_fn=concat_shards, futures=list(data), fetch=fetch, sizes=sizes)
 
     def get(self) -> Any:
         """Fetch the shards and return the batch. Raises what fetching raises, and DataError if the rows are not those promised."""
+        batch = self._all_shards() if self.part is None else self._own_part()
+        return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
+
+    def _all_shards(self) -> Any:
         shards = self.fetch(self.futures) if self.fetch else list(self.futures)
         batch = self.collect_fn(shards)
-        if self.sizes is not None and len(batch) != sum(self.sizes):
+        if self._sizes_are_numbers() and len(batch) != sum(self.sizes):
             raise DataError(f"the shards were promised with {self.sizes} rows and came with {[len(s) for s in shards]}")
-        return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
+        return batch
+
+    def _own_part(self) -> Any:
+        index, parts = self.part
+        whole = replace(self, sizes=self.fetch(self.sizes), part=None, dispatch_fn=None)
+        return whole.chunk(parts)[index].get()
 
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
         """Return `chunks` futures of consecutive rows, without fetching anything.
@@ -65,11 +76,16 @@ class DataProtoFuture:
         """
         if chunks < 1:
             raise ValueError(f"chunks={chunks} must be at least 1")
-        if self.dispatch_fn is None and chunks == len(self.futures):
+        if self.dispatch_fn is not None or self.part is not None or (self.sizes is None and chunks != len(self.futures)):
+            return [replace(self, dispatch_fn=partial(_piece, self.dispatch_fn, i, chunks)) for i in range(chunks)]
+        if chunks == len(self.futures):
             return [self._shards(slice(i, i + 1)) for i in range(chunks)]
-        if self.dispatch_fn is None and self.sizes is not None:
+        if self._sizes_are_numbers():
             return [self._rows(start, stop) for start, stop in even_bounds(sum(self.sizes), chunks)]
-        return [replace(self, dispatch_fn=partial(_piece, self.dispatch_fn, i, chunks)) for i in range(chunks)]
+        return [replace(self, part=(i, chunks)) for i in range(chunks)]
+
+    def _sizes_are_numbers(self) -> bool:
+        return self.sizes is not None and all(isinstance(size, int) for size in self.sizes)
 
     def _shards(self, which: slice) -> "DataProtoFuture":
         sizes = None if self.sizes is None else self.sizes[which]
