@@ -13,7 +13,8 @@ import yaml
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.errors import CheckpointError
 from hybridrl.front_end import run_front_end, set_up_logging
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, LocalWorkerGroup
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.checkpoint import CONFIG, verify
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 

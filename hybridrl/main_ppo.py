@@ -10,8 +10,8 @@ from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.front_end import run_front_end, set_up_logging, start_ray
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
-from hybridrl.single_controller.worker_group import LocalWorkerGroup
 from hybridrl.trainer.ppo import RayPPOTrainer
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager, Role

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from hybridrl.config import SFTConfig, check_sft_config, load_config
 from hybridrl.front_end import run_front_end, set_up_logging, start_ray
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
-from hybridrl.single_controller.worker_group import LocalWorkerGroup
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run import claim_directory, run_directory

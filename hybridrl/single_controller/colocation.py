@@ -3,9 +3,10 @@
     roles = {"actor_rollout": RayClassWithInitArgs(...), "critic": RayClassWithInitArgs(...)}
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles), role="actor_rollout+critic")
     groups = group.spawn(roles)         # {"actor_rollout": group, "critic": group}
+    group.fuse(roles)                   # or: group.actor_rollout, group.critic
 
-One process is cheaper (one CUDA context, one torch import) and one crash takes all its roles; `trainer.colocate=device` gives every
-role its own process on the same device instead.
+Inside a process, `worker.fused_worker_dict` holds all its workers by role. One process is cheaper (one CUDA context, one torch import)
+and one crash takes all its roles; `trainer.colocate=device` gives every role its own process on the same device instead.
 """
 
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
@@ -36,3 +37,7 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> 
     if not class_dict:
         raise ValueError("class_dict is empty: name at least one role with its class")
     return ColocatedClassWithInitArgs(class_dict)
+
+
+# verl's spellings of the same: its two kinds of shared processes differ in how calls are forwarded, which users do not see here.
+create_colocated_worker_cls_fused = create_colocated_worker_raw_cls = create_colocated_worker_cls

@@ -3,9 +3,9 @@
 A mode is a pair of functions:
 
     dispatch_fn(group, *args, **kwargs) -> (args, kwargs)   each argument replaced by a list, one entry per worker
-    collect_fn(group, outputs) -> result                    outputs: one per worker, values or (when not blocking) references
+    collect_fn(group, outputs) -> result                    outputs: one per worker; `References` when the call did not wait
 
-The group offers them `world_size`, `put(value)` (share one copy with all workers), `fetch(references)` and `dp_layout(mesh)`.
+The group offers them `world_size`, `put(value)` (one copy, shared by all workers), `put_each(values)` and `dp_layout(mesh)`.
 A batch goes to any number of workers: pieces differ by at most one row and may be empty, nothing is padded. Workers whose
 computation is collective take part with an empty piece too.
 """
@@ -13,10 +13,12 @@ computation is collective take part with an empty piece too.
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.protocol import DataProtoFuture
+from hybridrl.single_controller.batches import chunk_rows, concat_batches, is_batch
 from hybridrl.single_controller.invocation import Dispatch
+from hybridrl.single_controller.references import References
 
 
 class DispatchMode(NamedTuple):
@@ -35,7 +37,7 @@ def dispatch_one_to_all(group, *args, **kwargs):
 
 def dispatch_all_to_all(group, *args, **kwargs):
     """Arguments are lists with one entry per worker already; they pass as they are."""
-    return _each(partial(_presplit, world_size=group.world_size), args, kwargs)
+    return _each(partial(_presplit, num_parts=group.world_size), args, kwargs)
 
 
 def dispatch_dp(group, *args, **kwargs):
@@ -51,46 +53,42 @@ def dispatch_dp_with_func(group, func, *args, **kwargs):
     return ([group.put(func)] * group.world_size, *args), kwargs
 
 
-def _presplit(argument: Any, world_size: int) -> Sequence:
-    if not isinstance(argument, list | tuple) or len(argument) != world_size:
+def refuse_dispatch(group, *args, **kwargs) -> NoReturn:
+    """Methods of this mode are called on one worker at a time, by whoever routes requests to it."""
+    raise TypeError("a DIRECT_ROLLOUT_METHOD is called on one worker: group.execute_rank(rank, method, ...)")
+
+
+def _presplit(argument: Any, num_parts: int) -> Sequence:
+    if not isinstance(argument, list | tuple) or len(argument) != num_parts:
         size = len(argument) if isinstance(argument, list | tuple) else type(argument).__name__
-        raise ValueError(f"this method takes one argument per worker: a list of {world_size}, got {size}")
+        raise ValueError(f"this method takes one argument per worker: a list of {num_parts}, got {size}")
     return argument
 
 
 def split_rows(group, argument: Any, *, num_parts: int) -> list:
-    """Return one piece per part: a batch cut by rows, a future by shards, a list of ready-made pieces as it is, the rest shared."""
-    if isinstance(argument, DataProto):
-        return argument.chunk_uneven(num_parts)
+    """Return one piece per part: a batch cut by rows, a future by shards, a list of ready-made pieces as it is, the rest shared.
+
+    A future with as many shards as parts is handed over by reference; otherwise each worker fetches the shards its rows are in.
+    """
+    if is_batch(argument):
+        return group.put_each(chunk_rows(argument, num_parts))
     if isinstance(argument, DataProtoFuture):
-        return _shards(group, argument, num_parts)
-    if isinstance(argument, list | tuple) and argument and all(isinstance(a, DataProto) for a in argument):
-        return list(_presplit(argument, num_parts))
+        pieces = argument.chunk(num_parts)
+        return [p.futures[0] if len(p.futures) == 1 and p.dispatch_fn is None and p.part is None else p for p in pieces]
+    if isinstance(argument, list | tuple) and argument and all(map(is_batch, argument)):
+        return group.put_each(_presplit(argument, num_parts))
     return [group.put(argument)] * num_parts
-
-
-def _shards(group, future: DataProtoFuture, num_parts: int) -> list:
-    """The same number of shards is handed over by reference; another number is fetched and cut again."""
-    if len(future.futures) == num_parts and future.dispatch_fn is None:
-        return list(future.futures)
-    return future.get().chunk_uneven(num_parts)
 
 
 def collect_list(group, outputs: list) -> list:
     return outputs
 
 
-def collect_first(group, outputs: list) -> Any:
-    return outputs[0]
-
-
 def collect_dp(group, outputs: list) -> Any:
     """Batches are joined in worker order; references become a `DataProtoFuture`; other answers stay a list."""
-    if all(isinstance(o, DataProto) for o in outputs):
-        return DataProto.concat(outputs)
-    if group.are_references(outputs):
-        return DataProtoFuture(collect_fn=DataProto.concat, futures=outputs, fetch=group.fetch)
-    return outputs
+    if isinstance(outputs, References):
+        return DataProtoFuture(collect_fn=concat_batches, futures=list(outputs), fetch=outputs.fetch, sizes=outputs.sizes)
+    return concat_batches(outputs) if all(map(is_batch, outputs)) else outputs
 
 
 MODES: dict[str, DispatchMode] = {
@@ -101,6 +99,7 @@ MODES: dict[str, DispatchMode] = {
     Dispatch.DP_COMPUTE_PROTO: DispatchMode(dispatch_dp, collect_dp),
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(dispatch_dp_with_func, collect_dp),
     Dispatch.DP_COMPUTE_METRIC: DispatchMode(dispatch_dp, collect_list),
+    Dispatch.DIRECT_ROLLOUT_METHOD: DispatchMode(refuse_dispatch, collect_list),
 }
 
 
@@ -149,6 +148,7 @@ def _dispatch_mesh(mesh_name: str, group, *args, **kwargs):
     num_parts = max(dp_ranks) + 1
 
     def split(argument):
+        # A piece that peers share is put once, whatever it is.
         parts = [group.put(part) for part in split_rows(group, argument, num_parts=num_parts)]
         return [parts[dp_rank] for dp_rank in dp_ranks]
 
@@ -156,5 +156,7 @@ def _dispatch_mesh(mesh_name: str, group, *args, **kwargs):
 
 
 def _collect_mesh(mesh_name: str, group, outputs: list) -> Any:
-    _, is_collect = group.dp_layout(mesh_name)
-    return collect_dp(group, [o for o, keep in zip(outputs, is_collect, strict=True) if keep])
+    """Answers in the order of the pieces, which need not be that of the workers."""
+    dp_ranks, is_collect = group.dp_layout(mesh_name)
+    workers = sorted((rank for rank, keep in enumerate(is_collect) if keep), key=dp_ranks.__getitem__)
+    return collect_dp(group, outputs.pick(workers) if isinstance(outputs, References) else [outputs[w] for w in workers])

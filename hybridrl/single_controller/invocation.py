@@ -1,20 +1,32 @@
-"""One remote call on a group of workers, as a record.
+"""One remote call on a group of workers, as a record. Read this module first; it is the idea of the layer.
 
-A call is always the same four answers: who runs it (`execute`), how arguments are split and answers merged (`dispatch`),
-whether the caller waits (`blocking`), and for how long (`timeout_s`). `register` writes the record on a worker's method; a worker
-group reads it when it binds that method. Nothing here runs anything, and nothing here knows Ray.
+    class Scorer(Worker):
+        @register(Dispatch.DP_COMPUTE_PROTO, timeout_s=600)
+        def score(self, data: DataProto) -> DataProto: ...
 
-Read next: `dispatch.py` (the modes), `worker_group.py` (the call), `ray_worker_group.py` (the processes).
+    scorers = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer), role="scorer")
+    scores = scorers.score(data)          # rows cut up, sent, computed, joined
+
+A call is always the same few answers: who runs it (`execute`), how arguments are split and answers merged (`dispatch`), whether the
+caller waits (`blocking`) and how long (`timeout_s`), whether it may be repeated (`idempotent`), and how many of it run at once
+(`concurrency`). `register` writes them as an `Invocation` on the worker's method; a group reads the record when it binds the method
+under the same name. Nothing here runs anything, and nothing here knows Ray.
+
+Read next: `dispatch.py` (the modes), `worker_group.py` (the call in four lines), `ray_worker_group.py` (the processes),
+`worker_host.py` (the other end).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable)
 MAGIC_ATTR = "__hybridrl_invocation__"
 # One step of a large model may take most of an hour; past this, silence is a fault and not work.
 DEFAULT_TIMEOUT_S = 3600.0
+# Calls of an `async def` method wait for something else most of the time; each holds one idle thread of its worker.
+ASYNC_CONCURRENCY = 64
 
 
 class Dispatch:
@@ -27,6 +39,7 @@ class Dispatch:
     DP_COMPUTE_PROTO = "DP_COMPUTE_PROTO"
     DP_COMPUTE_PROTO_WITH_FUNC = "DP_COMPUTE_PROTO_WITH_FUNC"
     DP_COMPUTE_METRIC = "DP_COMPUTE_METRIC"
+    DIRECT_ROLLOUT_METHOD = "DIRECT_ROLLOUT_METHOD"
 
 
 class Execute:
@@ -45,6 +58,9 @@ class Invocation:
     blocking: wait for the answers, or return references (a `DataProtoFuture` in the DP modes).
     timeout_s: deadline of the call in seconds; None waits for ever and is for services only.
     idempotent: the call may be repeated after a fault without changing the result.
+    concurrency: how many calls of the method one worker runs at once, beside everything else it does. 1: calls take turns with the
+    worker's other methods, in the order in which they were made.
+    materialize_futures: a `DataProtoFuture` among the arguments is fetched before the method runs; else the method gets the future.
     """
 
     dispatch: str | Mapping[str, Callable] = Dispatch.ALL_TO_ALL
@@ -52,26 +68,41 @@ class Invocation:
     blocking: bool = True
     timeout_s: float | None = DEFAULT_TIMEOUT_S
     idempotent: bool = False
+    concurrency: int = 1
+    materialize_futures: bool = True
 
 
 def register(
     dispatch_mode: str | Mapping[str, Callable] = Dispatch.ALL_TO_ALL,
     execute_mode: str = Execute.ALL,
-    *,
     blocking: bool = True,
+    materialize_futures: bool = True,
+    *,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     idempotent: bool = False,
+    concurrency: int | None = None,
 ) -> Callable[[F], F]:
-    """Mark a worker's method as callable on its group. The method itself is returned unchanged.
+    """Mark a worker's method, plain or `async def`, as callable on its group. The method itself is returned unchanged.
 
-    Raises ValueError for an execute mode that is not one of `Execute`; an unknown dispatch mode is refused when a group binds the
-    method, because modes may be registered later than the class is written.
+    concurrency: None means 1, and `ASYNC_CONCURRENCY` for an `async def`.
+    Raises ValueError for an execute mode that is not one of `Execute` and for a concurrency below 1; an unknown dispatch mode is
+    refused when a group binds the method, because modes may be registered later than the class is written.
     """
     if execute_mode not in (Execute.ALL, Execute.RANK_ZERO):
         raise ValueError(f"execute_mode={execute_mode!r} is neither Execute.ALL nor Execute.RANK_ZERO")
-    record = Invocation(dispatch_mode, execute_mode, blocking=blocking, timeout_s=timeout_s, idempotent=idempotent)
+    if concurrency is not None and concurrency < 1:
+        raise ValueError(f"concurrency={concurrency} must be at least 1")
 
     def mark(method: F) -> F:
+        record = Invocation(
+            dispatch_mode,
+            execute_mode,
+            blocking=blocking,
+            timeout_s=timeout_s,
+            idempotent=idempotent,
+            concurrency=concurrency or (ASYNC_CONCURRENCY if iscoroutinefunction(method) else 1),
+            materialize_futures=materialize_futures,
+        )
         setattr(method, MAGIC_ATTR, record)
         return method
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.single_controller.colocation import create_colocated_worker_cls
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.resource_pool import ResourcePool
-from hybridrl.single_controller.worker_group import LocalWorkerGroup, WorkerGroup
+from hybridrl.single_controller.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,39 @@
 """`RayWorkerGroup`: a worker group whose workers are processes on Ray.
 
-Making a group: reserve the pool's bundles, start one `WorkerHost` per slot, ask rank 0 for an address, then tell all of them their
-place at once. A host may hold several roles (see `colocation.py`); `spawn` gives one group per role over the same processes.
+    pool = RayResourcePool([8, 8])                                                  # 8 slots on each of two nodes
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, path), role="scorer")
+    scores = group.score(batch)
+
+The processes may hold several roles (see `colocation.py`); `spawn` gives one group per role over the same processes. A detached group
+outlives its driver, and `from_detached` finds it again. Starting and ending processes is `worker_processes.py`, waiting `waiting.py`.
 """
 
 import uuid
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
+from hybridrl.single_controller.aliveness import AlivenessWatch
+from hybridrl.single_controller.batches import is_batch, size_in_bytes
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
+from hybridrl.single_controller.references import References
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.waiting import gather
-from hybridrl.single_controller.worker import WorkerPlace
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
-from hybridrl.single_controller.worker_host import WorkerHost
+from hybridrl.single_controller.waiting import Fetch, gather
+from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
+from hybridrl.single_controller.worker_host import CONCURRENT
+from hybridrl.single_controller.worker_processes import START_TIMEOUT_S, WorkerProcesses, named_host
 
-# Starting a process and importing torch takes seconds; minutes mean that the node is not answering.
-START_TIMEOUT_S = 300.0
 # Values smaller than a message are cheaper to send with the call than to share through the object store.
 INLINE_TYPES = (type(None), bool, int, float, str, bytes)
+# Writing to the object store leaves Python's lock alone; more threads than this find the memory bus full.
+PUT_THREADS = 4
+PUT_IN_PARALLEL_BYTES = 4 * 1024**2
 
 
-class RayClassWithInitArgs(ClassWithInitArgs):
+class RayClassWithInitArgs(ClassWithInitArgs[W]):
     """A worker class with its constructor's arguments. A class made by `ray.remote` is taken as the class it wraps."""
 
-    def __init__(self, cls: type, *args: Any, **kwargs: Any):
+    def __init__(self, cls: type[W], *args: Any, **kwargs: Any):
         metadata = getattr(cls, "__ray_metadata__", None)
         super().__init__(metadata.modified_class if metadata is not None else cls, *args, **kwargs)
         self.additional_resources: dict[str, float] = {}
@@ -35,150 +44,187 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.additional_resources.update(resources)
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """Change the Ray actor options of each worker."""
+        """Change the Ray actor options of each worker, for instance `{"runtime_env": {"nsight": "default"}}`."""
         self.options.update(options)
 
     def recipes(self, role: str) -> dict[str, ClassWithInitArgs]:
+        """Return what to construct in each process, by role."""
         return {role: ClassWithInitArgs(self.cls, *self.args, **self.kwargs)}
 
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        """All options of the Ray actor."""
+        resources = {**self.options.get("resources", {}), **self.additional_resources}
+        return self.options | ({"resources": resources} if resources else {})
 
-class RayWorkerGroup(WorkerGroup):
+
+class RayWorkerGroup(WorkerGroup[W]):
     """Worker processes of one role, or of several that share processes.
 
     name_prefix: the job; processes are called `{name_prefix}/{role}-{rank}`. share: part of each slot that a process takes, when
-    several groups live on one pool. worker_env: environment of the processes, set before anything is imported.
+    several groups live on one pool; default: one of the pool's `max_colocate_count` parts. detached: the processes outlive this
+    driver, as the pool must too. worker_env: environment of the processes, set before anything is imported. timeout_s: for starting.
     """
 
     def __init__(
         self,
-        resource_pool: RayResourcePool | None = None,
-        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs[W],
         *,
         role: str = "worker",
         name_prefix: str | None = None,
-        share: float = 1.0,
+        share: float | None = None,
         detached: bool = False,
-        worker_env: dict[str, str] | None = None,
-        hosts: list | None = None,
+        worker_env: Mapping[str, str] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ):
-        self.ray_cls_with_init = ray_cls_with_init
-        self.name_prefix = name_prefix or f"job-{uuid.uuid4().hex[:6]}"
-        self.worker_env = worker_env or {}
-        self.hosts = hosts or []
-        super().__init__(ray_cls_with_init.cls, role=role, world_size=len(self.hosts) or resource_pool.world_size)
-        if not self.hosts:
-            self._start(resource_pool, share=share, detached=detached, timeout_s=timeout_s)
+        if detached and not resource_pool.detached:
+            raise ValueError(f"detached=True, but pool {resource_pool.name_prefix!r} ends with this driver; make it with detached=True")
+        self.recipes = ray_cls_with_init.recipes(role)
+        processes = WorkerProcesses.start(
+            resource_pool,
+            self.recipes,
+            label=role,
+            name_prefix=name_prefix or f"job-{uuid.uuid4().hex[:6]}",
+            share=share or 1 / resource_pool.max_colocate_count,
+            options=ray_cls_with_init.actor_options | ({"lifetime": "detached"} if detached else {}),
+            environment=worker_env or {},
+            timeout_s=timeout_s,
+        )
+        self._join(processes, ray_cls_with_init.cls, role=role)
 
-    def _start(self, pool: RayResourcePool, *, share: float, detached: bool, timeout_s: float) -> None:
-        import ray
+    def _join(self, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> None:
+        super().__init__(worker_cls, role=role, world_size=len(processes.hosts))
+        self.processes = processes
+        self._watch: AlivenessWatch | None = None
 
-        slots = [(group, bundle) for group in pool.get_placement_groups() for bundle in range(group.bundle_count)]
-        recipes = ray.put(self.ray_cls_with_init.recipes(self.role))
-        try:
-            self.hosts = [
-                self._start_host(rank, slot, recipes, options=self._options(pool, share=share, detached=detached))
-                for rank, slot in enumerate(slots)
-            ]
-            self._set_up_hosts(pool, timeout_s=timeout_s)
-        except BaseException:
-            self.shutdown()
-            raise
+    @classmethod
+    def over(cls, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> Self:
+        """Return the group of one role that these processes hold already."""
+        group = cls.__new__(cls)
+        group._join(processes, worker_cls, role=role)
+        return group
 
-    def _options(self, pool: RayResourcePool, *, share: float, detached: bool) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": share, "num_gpus": share if pool.use_gpu else 0, "max_restarts": 0}
-        if detached:
-            options["lifetime"] = "detached"
-        if self.worker_env:
-            options["runtime_env"] = {"env_vars": self.worker_env}
-        if self.ray_cls_with_init.additional_resources:
-            options["resources"] = self.ray_cls_with_init.additional_resources
-        return options | self.ray_cls_with_init.options
+    @classmethod
+    def from_detached(
+        cls,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence | None = None,
+        *,
+        role: str | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
+        """Return a group over processes that are running, named as `worker_names` of the group that started them, or as Ray actors.
 
-    def _start_host(self, rank: int, slot: tuple, recipes, *, options: dict[str, Any]):
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        role: which one, if the processes hold several. Raises PlacementError when a process is not there or ranks are missing.
+        """
+        if not worker_names and not worker_handles:
+            raise ValueError("say which processes: worker_names=[...] as group.worker_names gave them, or worker_handles=[...]")
+        hosts = list(worker_handles or map(named_host, worker_names or ()))
+        processes = WorkerProcesses.attach(hosts, worker_names or [f"worker-{i}" for i in range(len(hosts))], timeout_s=timeout_s)
+        role = role or next(iter(processes.classes))
+        if role not in processes.classes:
+            raise ValueError(f"the processes hold the roles {sorted(processes.classes)}, not {role!r}")
+        return cls.over(processes, processes.classes[role], role=role)
 
-        group, bundle = slot
-        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-        name = f"{self.name_prefix}/{self.role}-{rank}"
-        return ray.remote(WorkerHost).options(name=name, scheduling_strategy=where, **options).remote(recipes)
+    # -- calls
 
-    def _set_up_hosts(self, pool: RayResourcePool, *, timeout_s: float) -> None:
-        """Give every process its place; all construct their workers at the same time."""
-        [(address, port)] = gather([self.hosts[0].rendezvous.remote()], role=self.role, method="rendezvous", timeout_s=timeout_s)
-        ranks = zip(self.hosts, pool.local_rank_list, pool.local_world_size_list, strict=True)
-        calls = [
-            host.setup.remote(WorkerPlace(rank, self.world_size, local_rank, local_size, address, port), self.worker_env)
-            for rank, (host, local_rank, local_size) in enumerate(ranks)
-        ]
-        self.process_ids = gather(calls, role=self.role, method="setup", timeout_s=timeout_s)
-
-    def submit(self, rank: int, method: str, args: tuple, kwargs: dict) -> Any:
-        return self.hosts[rank].call.remote(self.role, method, *args, **kwargs)
+    def _submit(self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict]) -> References:
+        if self._watch is not None and self._watch.lost is not None:
+            raise self._watch.lost
+        invocation = self.invocations.get(method)
+        sized = invocation is not None and not invocation.blocking
+        options: dict[str, Any] = {"num_returns": 2} if sized else {}
+        if invocation is not None and invocation.concurrency > 1:
+            options["concurrency_group"] = CONCURRENT
+        answers = []
+        for rank, own_args, own_kwargs in zip(ranks, args, kwargs, strict=True):
+            host = self.processes.hosts[rank]
+            call = host.call_sized if sized else host.call
+            answers.append((call.options(**options) if options else call).remote(self.role, method, *own_args, **own_kwargs))
+        values, sizes = zip(*answers, strict=True) if sized else (answers, None)
+        rank_of = {value.hex(): rank for value, rank in zip(values, ranks, strict=True)}
+        timeout_s = DEFAULT_TIMEOUT_S if invocation is None else invocation.timeout_s
+        return References(values, fetch=Fetch(self.role, method, rank_of, self.processes.addresses, timeout_s), sizes=sizes)
 
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
-        return gather(references, role=self.role, method=method, timeout_s=timeout_s)
+        ranks = references.fetch.ranks(references) if isinstance(references, References) else None
+        return gather(references, ranks, role=self.role, method=method, timeout_s=timeout_s)
 
     def put(self, value: Any) -> Any:
         import ray
 
         return value if isinstance(value, (*INLINE_TYPES, ray.ObjectRef)) else ray.put(value)
 
-    def are_references(self, outputs: list) -> bool:
+    def put_each(self, values: Sequence) -> list:
+        """Put large values side by side; small ones travel with their call."""
         import ray
 
-        return all(isinstance(output, ray.ObjectRef) for output in outputs)
+        large = [i for i, value in enumerate(values) if is_batch(value) and size_in_bytes(value) > PUT_IN_PARALLEL_BYTES]
+        if len(large) < 2:
+            return list(values)
+        with ThreadPoolExecutor(min(len(large), PUT_THREADS)) as threads:
+            references = dict(zip(large, threads.map(ray.put, [values[i] for i in large]), strict=True))
+        return [references.get(i, value) for i, value in enumerate(values)]
 
-    def busy_seconds(self) -> list[dict[str, float]]:
-        """Return, per rank, the seconds its process has spent inside each `role.method`."""
-        return self.fetch([host.busy_seconds.remote() for host in self.hosts], method="busy_seconds", timeout_s=START_TIMEOUT_S)
+    # -- roles that share processes
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, "RayWorkerGroup"]:
+        """Return one group per role over the same processes. A role the processes do not hold is a ValueError."""
+        classes = self.processes.classes
+        unknown = set(prefix_set) - set(classes)
+        if unknown:
+            raise ValueError(f"the processes hold the roles {sorted(classes)}, not {sorted(unknown)}")
+        return {role: RayWorkerGroup.over(self.processes, classes[role], role=role) for role in prefix_set}
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Give this group one attribute per role, so that `group.actor.update(batch)` calls the actor in these processes."""
+        for role, group in self.spawn(prefix_set).items():
+            if hasattr(self, role):
+                raise ValueError(f"role {role!r} has the name of something the group has already; use spawn")
+            setattr(self, role, group)
+
+    # -- processes
 
     @property
     def workers(self) -> list:
         """The Ray actors of the group, by rank."""
-        return self.hosts
+        return self.processes.hosts
 
     @property
     def worker_names(self) -> list[str]:
-        return [f"{self.name_prefix}/{self.role}-{rank}" for rank in range(self.world_size)]
+        """The names of the processes, by rank; `from_detached` finds them by these."""
+        return self.processes.names
 
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.submit(0, method, args, kwargs)
+    @property
+    def process_ids(self) -> list[int]:
+        return self.processes.process_ids
 
-    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.fetch([self.execute_rank_zero_async(method, *args, **kwargs)], method=method)[0]
+    @property
+    def master_address(self) -> str:
+        return self.processes.master[0]
 
-    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list:
-        """Run a method on every worker with the same arguments, and wait."""
-        shared = [[self.put(a)] * self.world_size for a in args]
-        shared_kwargs = {k: [self.put(v)] * self.world_size for k, v in kwargs.items()}
-        return self.fetch(self.execute_all_async(method, *shared, **shared_kwargs), method=method)
+    @property
+    def master_port(self) -> int:
+        return self.processes.master[1]
 
-    execute_rank_zero_sync = execute_rank_zero
-    execute_all_sync = execute_all
+    def busy_seconds(self) -> list[dict[str, float]]:
+        """Return, per rank, the seconds its process has spent inside each `role.method`."""
+        return self.fetch([host.busy_seconds.remote() for host in self.workers], method="busy_seconds", timeout_s=START_TIMEOUT_S)
 
-    def spawn(self, prefix_set: Iterable[str]) -> dict[str, "RayWorkerGroup"]:
-        """Return one group per role over the same processes. A role the processes do not hold is a ValueError."""
-        recipes = self.ray_cls_with_init.recipes(self.role)
-        unknown = set(prefix_set) - set(recipes)
-        if unknown:
-            raise ValueError(f"the processes hold the roles {sorted(recipes)}, not {sorted(unknown)}")
-        return {role: self._view(role, recipes[role]) for role in prefix_set}
-
-    def _view(self, role: str, recipe: ClassWithInitArgs) -> "RayWorkerGroup":
-        return RayWorkerGroup(
-            ray_cls_with_init=RayClassWithInitArgs(recipe.cls, *recipe.args, **recipe.kwargs),
-            role=role,
-            name_prefix=self.name_prefix,
-            worker_env=self.worker_env,
-            hosts=self.hosts,
-        )
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1.0, on_lost: Callable[[Exception], None] | None = None) -> None:
+        """Watch the processes from a thread, also while nobody calls: a death is logged, told to `on_lost`, and fails the next call."""
+        if self._watch is None:
+            self._watch = AlivenessWatch(self.workers, self.processes.label, every_s=every_n_seconds, on_lost=on_lost)
 
     def shutdown(self) -> None:
-        """End the group's processes, whatever they are doing."""
-        import ray
+        """End the group's processes, whatever they are doing, and with them every role they hold."""
+        if self._watch is not None:
+            self._watch.stop()
+        self.processes.end()
 
-        for host in self.hosts:
-            ray.kill(host, no_restart=True)
-        self.hosts = []
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()

@@ -1,63 +1,165 @@
 """Waiting for remote answers: in completion order, with a deadline, and with the address of whoever failed.
 
-Ray is imported by the functions that talk to it, here and in its two neighbours, so that a run in one process needs no Ray at all.
+Ray is imported by the functions that talk to it, here and in its neighbours, so that a run in one process needs no Ray at all.
 """
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import CallTimeout, WorkerLost
+from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayActorError, RayTaskError
+
+# A worker that dies in a collective makes its peers fail too, often before Ray has noticed the death (15-25 ms after it): an error of
+# one rank is held back this long to see whether it is the echo of a death.
+ECHO_S = 0.5
 
 
-def gather(references: Sequence, *, role: str, method: str, timeout_s: float | None) -> list:
-    """Return the values behind the references, one per rank, in rank order.
+# Who is who among the actors this process has heard of: actor id (hex) -> (name of the process's roles, rank).
+_ADDRESSES: dict[str, tuple[str, int]] = {}
+
+
+def introduce(addresses: Mapping[str, tuple[str, int]]) -> None:
+    """Remember who is who, so that a death is told by name. addresses: actor id (hex) -> (roles joined by "+", rank)."""
+    _ADDRESSES.update(addresses)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Values of references to one call's answers: what a `DataProtoFuture` carries, to this process or another. See `gather`."""
+
+    role: str
+    method: str
+    rank_of: Mapping[str, int]  # reference (hex) -> rank
+    addresses: Mapping[str, tuple[str, int]]  # for `introduce`
+    timeout_s: float | None = DEFAULT_TIMEOUT_S
+
+    def __call__(self, references: Sequence) -> list:
+        introduce(self.addresses)
+        return gather(references, self.ranks(references), role=self.role, method=self.method, timeout_s=self.timeout_s)
+
+    def ranks(self, references: Sequence) -> list[int]:
+        """Return whose answers these are."""
+        return [self.rank_of.get(reference.hex(), i) for i, reference in enumerate(references)]
+
+
+def gather(
+    references: Sequence,
+    ranks: Sequence[int] | None = None,
+    *,
+    role: str,
+    method: str,
+    timeout_s: float | None,
+) -> list:
+    """Return the values behind the references, in their order. ranks: whose they are; default 0, 1, 2, ...
 
     The first failure is raised at once, whoever else is still running: a dead process as `WorkerLost(role, rank, method)`, an
-    exception in a worker with its own type and a note saying where. Past `timeout_s` seconds: `CallTimeout` naming the silent ranks.
+    exception in a worker with its own type. Past `timeout_s` seconds: `CallTimeout` naming the silent ranks.
     """
     import ray
 
-    rank_of = {reference: rank for rank, reference in enumerate(references)}
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    values: list = [None] * len(references)
+    rank_of = dict(zip(references, ranks or range(len(references)), strict=True))
+    waiting = _Waiting(role, method, None if timeout_s is None else time.monotonic() + timeout_s)
+    values: dict[Any, Any] = {}
     pending = list(rank_of)
     while pending:
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        done, pending = ray.wait(pending, num_returns=1, timeout=remaining, fetch_local=False)
+        done, pending = ray.wait(pending, num_returns=1, timeout=waiting.seconds_left(), fetch_local=False)
         if not done:
-            ranks = ", ".join(str(rank_of[p]) for p in pending)
-            raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {ranks}")
-        for reference in done:
-            values[rank_of[reference]] = _value(reference, role=role, rank=rank_of[reference], method=method)
-    return values
+            silent = ", ".join(str(rank) for rank in sorted(rank_of[p] for p in pending))
+            raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}")
+        if pending:  # whoever else is ready by now comes along: one round for many workers, not one for each
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
+            done += more
+        values |= waiting.values(done, rank_of)
+    return [values[reference] for reference in references]
 
 
-def _value(reference, *, role: str, rank: int, method: str):
-    import ray
-    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+@dataclass
+class _Waiting:
+    role: str
+    method: str
+    deadline: float | None
 
-    try:
-        return ray.get(reference)
-    except RayTaskError as error:
-        raise addressed(error, role=role, rank=rank, method=method) from None
-    except (RayActorError, WorkerCrashedError) as error:
-        raise WorkerLost(role, rank, method, _first_lines(error)) from None
+    def seconds_left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def seconds_to_arrive(self) -> float | None:
+        """For an answer that is ready: what is left, and enough for a small one that came at the last moment."""
+        return None if self.deadline is None else max(1.0, self.deadline - time.monotonic())
+
+    def values(self, done: list, rank_of: Mapping) -> dict:
+        """The values of answers that are ready, by reference. A failure among them is raised as the caller should see it."""
+        import ray
+
+        try:
+            return dict(zip(done, ray.get(done, timeout=self.seconds_to_arrive()), strict=True))
+        except Exception:  # one of them: which?
+            return {reference: self._value_or_death(reference, rank_of) for reference in done}
+
+    def _value_or_death(self, reference, rank_of: Mapping) -> Any:
+        try:
+            return self.value(reference, rank_of[reference])
+        except (WorkerLost, CallTimeout):
+            raise
+        except Exception as error:
+            self.look_for_death([other for other in rank_of if other != reference], rank_of, error)
+            raise
+
+    def value(self, reference, rank: int) -> Any:
+        """The value of an answer that is ready, or the exception in its place."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+
+        try:
+            return ray.get(reference, timeout=self.seconds_to_arrive())
+        except (RayActorError, WorkerCrashedError) as error:
+            raise _lost(error, self.role, rank, self.method) from None
+        except RayTaskError as error:
+            raise own_exception(error) from None
+        except GetTimeoutError:
+            raise CallTimeout(
+                f"{self.role}.{self.method}(): the answer of rank {rank} is ready but did not arrive in time; is its node reachable?"
+            ) from None
+
+    def look_for_death(self, others: list, rank_of: Mapping, error: Exception) -> None:
+        """Raise WorkerLost if one of the other workers is dead by now, with the echo as its cause."""
+        import ray
+
+        until = time.monotonic() + ECHO_S
+        while others and (left := until - time.monotonic()) > 0:
+            done, others = ray.wait(others, num_returns=1, timeout=left, fetch_local=False)
+            for reference in done:
+                try:
+                    self.value(reference, rank_of[reference])
+                except WorkerLost as lost:
+                    raise lost from error
+                except Exception:  # another echo, or another mistake: the first one is reported
+                    continue
 
 
-def addressed(error: "RayTaskError", *, role: str, rank: int, method: str) -> BaseException:
-    """Return the worker's own exception, with a note of where it happened and with the remote traceback as `remote_traceback`."""
+def own_exception(error: "RayTaskError") -> BaseException:
+    """Return the worker's own exception, with the remote traceback as `remote_traceback`. The worker noted where it happened."""
     cause = error.cause if isinstance(error.cause, BaseException) else error
-    cause.add_note(f"raised in {role}-{rank}, {method}()")
     cause.remote_traceback = str(error)
     return cause
 
 
-def _first_lines(error: Exception) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+def _lost(error: "RayActorError", role: str, rank: int, method: str) -> WorkerLost:
+    """The error for a death. Whoever died is named: a worker that is well fails too when its argument is a dead one's answer."""
+    died, its_rank = _ADDRESSES.get(getattr(error, "actor_id", None) or "", (role, rank))
+    if its_rank != rank or role not in died.split("+"):
+        role, rank = died, its_rank
+    return WorkerLost(role, rank, method, _in_short(str(error)))
+
+
+def _in_short(report: str) -> str:
+    """What Ray says about a dead actor, without its identifiers and without the advice for every other case."""
+    wanted = [line.strip() for line in report.split("Some common causes")[0].splitlines()[:8]]
+    return " ".join(line for line in wanted if line and not line.startswith(("class_name:", "actor_id:", "namespace:", "name:")))
 
 
 def wait_ready(reference, *, what: str, timeout_s: float) -> None:

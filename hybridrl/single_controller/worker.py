@@ -1,7 +1,7 @@
 """`Worker`: what every worker class inherits. It knows its place in the group and nothing about Ray."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class WorkerPlace:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "RAY_LOCAL_RANK": str(self.local_rank),
+            "RAY_LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
@@ -33,10 +35,12 @@ class WorkerPlace:
 class Worker:
     """One member of a worker group.
 
-    Subclasses store in `__init__` and work in a registered method (`init_model`), so that a user's mistake keeps its type and does
-    not look like a dead process. Before `__init__` runs, the environment holds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT.
+    Subclasses store in `__init__` and work in a registered method (`init_model`). Before `__init__` runs, the environment holds
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
+
+    # The workers of all roles in this process, by role, once all of them are made: {"actor": self, "critic": its neighbour}.
+    fused_worker_dict: Mapping[str, "Worker"] = {}
 
     @property
     def rank(self) -> int:
@@ -57,6 +61,18 @@ class Worker:
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Announce this worker's data-parallel rank on a mesh, and whether its answer is the one collected."""
         self.__dict__.setdefault("_mesh_places", {})[mesh_name] = (dp_rank, is_collect)
+
+    def set_dispatch_collect(self, mesh_name: str, dispatch_dp_rank: int, collect_dp_rank: bool) -> None:
+        """Announce a place on a mesh as `get_dispatch_collect` of another worker in this process returned it."""
+        self._register_dispatch_collect_info(mesh_name, dispatch_dp_rank, collect_dp_rank)
+
+    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
+        """Return {"dispatch_dp_rank": {mesh: rank}, "collect_dp_rank": {mesh: whether collected}} of all announced meshes."""
+        places = self.__dict__.get("_mesh_places", {})
+        return {
+            "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places.items()},
+            "collect_dp_rank": {mesh: is_collect for mesh, (_, is_collect) in places.items()},
+        }
 
     @register(Dispatch.ONE_TO_ALL)
     def query_mesh_place(self, mesh_name: str) -> tuple[int, bool]:

@@ -1,21 +1,19 @@
-"""`WorkerGroup`: many workers called as one object, and `LocalWorkerGroup`, its in-process twin for a world of one.
+"""`WorkerGroup`: many workers called as one object.
 
-A group binds every registered method of its worker class. Calling `group.method(...)` is: split the arguments (dispatch), run on
-the workers (execute), wait in completion order (blocking), merge (collect). The twin runs the same four steps on a worker that
-lives in the calling process, without Ray: `pdb` works, and everything above this layer cannot tell the difference.
+A group binds every registered method of its worker class. Calling `group.method(...)` is four lines, in `_bind`: split the arguments
+(dispatch), start the method on the workers (submit), wait for the first failure or all answers (fetch), merge (collect). Where workers
+live is a subclass's business: `RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
 """
 
 import functools
-import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from hybridrl.errors import ConfigError
 from hybridrl.single_controller.dispatch import get_dispatch_mode
-from hybridrl.single_controller.invocation import Execute, Invocation, invocations_of
-from hybridrl.single_controller.worker import WorkerPlace
+from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Execute, Invocation, invocations_of
+from hybridrl.single_controller.references import References
 
 W = TypeVar("W")
 
@@ -30,14 +28,24 @@ class ClassWithInitArgs(Generic[W]):
         return self.cls(*self.args, **self.kwargs)
 
 
-class WorkerGroup(ABC):
-    """The caller's side of a group. Subclasses say where workers live: `submit`, `fetch`, `put`, `are_references`."""
+class WorkerGroup(ABC, Generic[W]):
+    """The caller's side of a group of `world_size` workers of class W that play one role."""
 
-    def __init__(self, worker_cls: type, *, role: str, world_size: int):
+    def __init__(self, worker_cls: type[W], *, role: str, world_size: int):
         self.worker_cls, self.role, self.world_size = worker_cls, role, world_size
         self._dp_layouts: dict[str, tuple[list[int], list[bool]]] = {}
-        for name, invocation in invocations_of(worker_cls).items():
+        self.invocations = invocations_of(worker_cls)
+        for name, invocation in self.invocations.items():
             setattr(self, name, self._bind(name, invocation))
+
+    @property
+    def calls(self) -> W:
+        """This group, typed as its workers: `group.calls.score(batch)` is `group.score(batch)`, and a type checker and an editor know it.
+
+        They see the worker's own signature. That is the group's in the modes that take and return a batch, and with
+        `Execute.RANK_ZERO`; a mode that collects a list returns a list of what they see.
+        """
+        return cast(W, self)
 
     def _bind(self, name: str, invocation: Invocation) -> Callable:
         mode = get_dispatch_mode(invocation.dispatch)
@@ -45,81 +53,92 @@ class WorkerGroup(ABC):
         @functools.wraps(getattr(self.worker_cls, name))
         def call(*args: Any, **kwargs: Any) -> Any:
             if invocation.execute == Execute.RANK_ZERO:
-                outputs = [self.submit(0, name, args, kwargs)]
-            else:
-                args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
-                outputs = self.execute_all_async(name, *args, **kwargs)
-            if invocation.blocking:
-                outputs = self.fetch(outputs, method=name, timeout_s=invocation.timeout_s)
-            return outputs[0] if invocation.execute == Execute.RANK_ZERO else mode.collect_fn(self, outputs)
+                return self._outputs(self._submit(name, [0], [args], [kwargs]), name, invocation)[0]
+            args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
+            references = self._submit(name, range(self.world_size), *self._per_worker(args, kwargs))
+            return mode.collect_fn(self, self._outputs(references, name, invocation))
 
         return call
 
+    def _per_worker(self, args: Sequence[Sequence], kwargs: dict[str, Sequence]) -> tuple[list[tuple], list[dict]]:
+        """Turn lists with one entry per worker, one for each argument, into arguments, one set for each worker."""
+        ranks = range(self.world_size)
+        return [tuple(a[rank] for a in args) for rank in ranks], [{k: v[rank] for k, v in kwargs.items()} for rank in ranks]
+
+    def _outputs(self, references: References, name: str, invocation: Invocation) -> list:
+        if not invocation.blocking:
+            return references
+        return self.fetch(references, method=name, timeout_s=invocation.timeout_s)
+
     def dp_layout(self, mesh_name: str) -> tuple[list[int], list[bool]]:
-        """Return, per worker, its data-parallel rank on a mesh and whether its answer is collected; asked once, then remembered."""
+        """Return, per worker, its data-parallel rank on a mesh and whether its answer is collected; asked once, then remembered.
+
+        Raises ValueError when ranks are missing on the mesh, or when not exactly one worker of each answers: rows would be lost or doubled.
+        """
         if mesh_name not in self._dp_layouts:
             places = self.query_mesh_place(mesh_name)
+            answering = sorted(rank for rank, keep in places if keep)
+            if answering != list(range(max(rank for rank, _ in places) + 1)):
+                raise ValueError(
+                    f"mesh {mesh_name!r} of {self.role}: exactly one worker of each data-parallel rank must be collected, "
+                    f"but the workers announced (dp_rank, is_collect) = {places}"
+                )
             self._dp_layouts[mesh_name] = ([rank for rank, _ in places], [keep for _, keep in places])
         return self._dp_layouts[mesh_name]
 
-    def execute_all_async(self, method: str, *args: Sequence, **kwargs: Sequence) -> list:
-        """Submit a method to every worker; each argument is a list with one entry per worker. Returns one reference each."""
-        return [
-            self.submit(rank, method, tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()})
-            for rank in range(self.world_size)
-        ]
+    # -- calls by name: for methods that are not registered, and for one worker
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a method on one worker; return a reference to its answer, for `fetch`."""
+        return self._submit(method, [rank], [args], [kwargs])[0]
+
+    def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method on one worker and return its answer."""
+        return self.fetch(self._submit(method, [rank], [args], [kwargs]), method=method)[0]
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.execute_rank_async(0, method, *args, **kwargs)
+
+    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.execute_rank(0, method, *args, **kwargs)
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> References:
+        """Start a method on every worker with the same arguments, each put once; return a reference to each answer.
+
+        Unlike verl's, it never guesses that a list is meant to be spread: that is what `Dispatch.ALL_TO_ALL` says.
+        """
+        shared = [[self.put(a)] * self.world_size for a in args]
+        shared_kwargs = {k: [self.put(v)] * self.world_size for k, v in kwargs.items()}
+        return self._submit(method, range(self.world_size), *self._per_worker(shared, shared_kwargs))
+
+    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list:
+        """Run a method on every worker with the same arguments; return the answers in worker order."""
+        return self.fetch(self.execute_all_async(method, *args, **kwargs), method=method)
+
+    execute_rank_zero_sync = execute_rank_zero
+    execute_all_sync = execute_all
+
+    # -- where workers live
 
     @abstractmethod
-    def submit(self, rank: int, method: str, args: tuple, kwargs: dict) -> Any:
-        """Start a method on one worker; return its answer, or a reference to it."""
+    def _submit(self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict]) -> References:
+        """Start a method on the workers `ranks`, with their arguments; return what stands for the answers, in the order of `ranks`."""
 
     @abstractmethod
-    def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = None) -> list:
-        """Wait for the answers behind the references, one per worker, in worker order."""
+    def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
+        """Return the answers behind the references, in their order; the first failure is raised at once, whoever still runs."""
 
     @abstractmethod
     def put(self, value: Any) -> Any:
         """Return what stands for a value that several workers get: one copy, shared."""
 
     @abstractmethod
-    def are_references(self, outputs: list) -> bool:
-        """Return whether outputs are still to be fetched."""
+    def put_each(self, values: Sequence) -> list:
+        """Return what stands for values of which each goes to another worker."""
 
-
-class LocalWorkerGroup(WorkerGroup):
-    """A group of one worker in the calling process. Same calls, same results, no Ray."""
-
-    def __init__(self, resource_pool: Any = None, ray_cls_with_init: ClassWithInitArgs | None = None, *, role: str = "worker", **_: Any):
-        if resource_pool is not None and resource_pool.world_size != 1:
-            raise ConfigError(
-                f"trainer.backend=local runs one worker, but the pool has {resource_pool.world_size}; "
-                "set trainer.n_gpus_per_node=1 trainer.nnodes=1, or trainer.backend=ray"
-            )
-        super().__init__(ray_cls_with_init.cls, role=role, world_size=1)
-        _enter_world_of_one()
-        self.worker = ray_cls_with_init()
-
-    def submit(self, rank: int, method: str, args: tuple, kwargs: dict) -> Any:
-        return getattr(self.worker, method)(*args, **kwargs)
-
-    def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = None) -> list:
-        return references
-
-    def put(self, value: Any) -> Any:
-        return value
-
-    def are_references(self, outputs: list) -> bool:
-        return False
-
+    @abstractmethod
     def shutdown(self) -> None:
-        self.worker = None
-
-
-def _enter_world_of_one() -> None:
-    """Give this process a rank, unless it has one (a launcher's, or another local group's)."""
-    if "RANK" not in os.environ:
-        place = WorkerPlace(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=free_port())
-        os.environ.update(place.environment())
+        """End the group's workers, whatever they are doing."""
 
 
 def free_port() -> int:

@@ -1,46 +1,100 @@
 """`WorkerHost`: the one Ray actor class of this library. A process that holds the workers of one or several roles.
 
-It is made empty, so that making it cannot fail for a user's reason; `setup` then places it in its group and constructs the
-workers, and an error there reaches the caller with its own type.
+It is made empty, so that making it cannot fail for a user's reason; `setup` then gives it its place and constructs the workers. What
+goes wrong there, an import that is missing on this node included, reaches the caller with its own type and not as a dead process.
 """
 
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.single_controller.worker import WorkerPlace
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, free_port
+import cloudpickle
+
+from hybridrl.single_controller.coroutines import finish
+from hybridrl.single_controller.devices import visible_devices
+from hybridrl.single_controller.invocation import invocations_of
+from hybridrl.single_controller.references import materialize
+from hybridrl.single_controller.worker import Worker, WorkerPlace
+from hybridrl.single_controller.worker_group import free_port
+
+CONCURRENT = "concurrent"  # Ray's group of threads for methods that run beside the others
 
 
 class WorkerHost:
-    def __init__(self, recipes: dict[str, ClassWithInitArgs]):
-        self.recipes = recipes
+    def __init__(self) -> None:
         self.workers: dict[str, Any] = {}
+        self.place: WorkerPlace | None = None
+        self.takes_futures: set[tuple[str, str]] = set()
         self.busy_s: dict[str, float] = {}
 
     def rendezvous(self) -> tuple[str, int]:
         """Return an address of this node and a free port, where rank 0 of a group may listen."""
         return _node_address(), free_port()
 
-    def setup(self, place: WorkerPlace, environment: dict[str, str]) -> int:
-        """Enter the group and construct this process's workers, in the order of the recipes. Returns the process id."""
-        os.environ.update(environment | place.environment())
-        self.workers = {role: recipe() for role, recipe in self.recipes.items()}
+    def setup(self, recipes: bytes, place: WorkerPlace, environment: Mapping[str, str]) -> int:
+        """Enter the group and construct this process's workers, in the order of the recipes. Returns the process id.
+
+        recipes: cloudpickle of {role: recipe}, as bytes, so that the environment is complete before any of the user's modules is
+        imported and a failing import is an error of this method.
+        """
+        os.environ.update({**environment, **place.environment(), **visible_devices(_reserved_devices(), os.environ)})
+        role = "worker"
+        try:
+            for role, recipe in cloudpickle.loads(recipes).items():
+                self.workers[role] = recipe()
+        except Exception as error:
+            error.add_note(_address(role, place.rank, "setup"))
+            raise
+        self.place = place
+        for role, worker in self.workers.items():
+            if isinstance(worker, Worker):
+                worker.fused_worker_dict = self.workers
+            self.takes_futures |= {(role, name) for name, call in invocations_of(type(worker)).items() if not call.materialize_futures}
         return os.getpid()
 
+    def describe(self) -> dict[str, Any]:
+        """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id."""
+        classes = cloudpickle.dumps({role: type(worker) for role, worker in self.workers.items()})
+        return {"classes": classes, "place": self.place, "process_id": os.getpid()}
+
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of one role's worker. References among the arguments arrive as their values."""
+        """Run a method of one role's worker. References and futures among the arguments arrive as their values."""
         start = time.perf_counter()
         try:
-            return getattr(self.workers[role], method)(*args, **kwargs)
+            if (role, method) not in self.takes_futures:
+                args, kwargs = materialize(args, kwargs)
+            return finish(getattr(self.workers[role], method)(*args, **kwargs))
+        except Exception as error:
+            error.add_note(_address(role, self.place.rank, method))
+            raise
         finally:
             name = f"{role}.{method}"
             self.busy_s[name] = self.busy_s.get(name, 0.0) + time.perf_counter() - start
 
+    def call_sized(self, role: str, method: str, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
+        """Return the answer and its number of rows, as two objects: who needs a part of several answers asks for the numbers first."""
+        value = self.call(role, method, *args, **kwargs)
+        return value, len(value) if hasattr(value, "__len__") else None
+
+    def ping(self) -> None:
+        """Return when everything submitted before is done: a call that waits here fails the moment the process dies."""
+
     def busy_seconds(self) -> dict[str, float]:
         """Return the seconds spent inside each `role.method` so far: what is left of a step's time is the controller's."""
         return self.busy_s
+
+
+def _address(role: str, rank: int, method: str) -> str:
+    """A note for an exception, written where it happens because it may surface anywhere: a failed answer may be an argument next."""
+    return f"raised in {role}-{rank}, {method}()"
+
+
+def _reserved_devices() -> dict[str, list[str]]:
+    import ray
+
+    return ray.get_runtime_context().get_accelerator_ids()
 
 
 def _node_address() -> str:

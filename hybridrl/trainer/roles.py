@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from hybridrl.errors import ConfigError
-from hybridrl.single_controller.resource_pool import RayResourcePool, ResourcePool, cluster_has_gpus
+from hybridrl.single_controller.resource_pool import RayResourcePool, ResourcePool
 
 
 class Role(Enum):
@@ -17,6 +17,8 @@ class Role(Enum):
     RefPolicy = "ref"
     RewardModel = "rm"
     ActorRolloutRef = "actor_rollout_ref"
+    Env = "env"
+    TeacherModel = "teacher"
 
     def __str__(self) -> str:
         return self.value
@@ -26,14 +28,15 @@ class ResourcePoolManager:
     """Pools of worker slots and the roles placed on them.
 
     resource_pool_spec: pool name -> worker processes on each of its nodes, for instance `{"global_pool": [8, 8]}`.
-    mapping: role -> pool name. use_gpu: slots hold a GPU each; None finds out from the cluster when pools are made.
-    backend: "ray", or "local" for one worker in the calling process.
+    mapping: role -> pool name. max_colocate_count: how many processes may share a slot, see `ResourcePool`. use_gpu: slots hold a GPU
+    each; None finds out from the cluster. backend: "ray", or "local" for one worker in the calling process.
     """
 
     def __init__(
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[Role, str],
+        max_colocate_count: int = 3,
         *,
         use_gpu: bool | None = None,
         backend: str = "ray",
@@ -42,6 +45,7 @@ class ResourcePoolManager:
         if unknown:
             raise ConfigError(f"mapping names the pools {unknown}, but resource_pool_spec has {sorted(resource_pool_spec)}")
         self.resource_pool_spec, self.mapping, self.use_gpu, self.backend = resource_pool_spec, dict(mapping), use_gpu, backend
+        self.max_colocate_count = max_colocate_count
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 
     def create_resource_pool(self, *, job: str = "hybridrl") -> None:
@@ -50,8 +54,9 @@ class ResourcePoolManager:
             if self.backend == "local":
                 self.resource_pool_dict[name] = ResourcePool(processes)
             else:
-                use_gpu = cluster_has_gpus() if self.use_gpu is None else self.use_gpu
-                self.resource_pool_dict[name] = RayResourcePool(processes, use_gpu=use_gpu, name_prefix=f"{job}/{name}")
+                self.resource_pool_dict[name] = RayResourcePool(
+                    processes, use_gpu=self.use_gpu, name_prefix=f"{job}/{name}", max_colocate_count=self.max_colocate_count
+                )
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         return self.resource_pool_dict[self.mapping[role]]

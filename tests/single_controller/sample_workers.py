@@ -1,11 +1,13 @@
 """Worker classes that the tests of the single controller run in real processes."""
 
+import asyncio
 import os
 import signal
 import time
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
@@ -92,3 +94,96 @@ class QuietAdder(Adder):
 
     def own(self, value: int) -> int:
         return -value
+
+
+class Waiter(Worker):
+    """Methods that overlap, and methods that look at what they were given."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def sleep_async(self, seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    async def meet(self, number: int) -> int:
+        """Returns when two calls are inside at once."""
+        self.__dict__.setdefault("inside", []).append(number)
+        while len(self.inside) < 2:
+            await asyncio.sleep(0.005)
+        return number
+
+    @register(Dispatch.ONE_TO_ALL, concurrency=4, blocking=False)
+    def sleep_in_thread(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def fail_async(self) -> None:
+        raise KeyError("planted in a coroutine")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def count_up(self, start: int) -> DataProto:
+        """Rank r makes r + 1 rows: start, start + 1, ..."""
+        first = start + self.rank * (self.rank + 1) // 2
+        return DataProto.from_dict(tensors={"x": torch.arange(first, first + self.rank + 1)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def pass_on(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": data.batch["x"], "rank": torch.full((len(data),), self.rank)})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count_rows(self, data: DataProto) -> int:
+        return len(data)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, materialize_futures=False)
+    def kind(self, data) -> str:
+        return type(data).__name__
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def double_tensordict(self, data: TensorDict) -> TensorDict:
+        return TensorDict({"x": data["x"] * 2}, batch_size=data.batch_size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def neighbours(self) -> list[str]:
+        return sorted(self.fused_worker_dict)
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=60)
+    def reduce_until_killed(self, victim: int) -> None:
+        """Everybody waits in a collective that the victim never joins."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        dist.all_reduce(torch.zeros(1))
+        if self.rank == victim:
+            time.sleep(50)
+        dist.all_reduce(torch.zeros(1))
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=60)
+    def sleep_long(self, path: str) -> None:
+        """Says that it has begun, then sleeps."""
+        with open(f"{path}.{self.rank}", "w"):
+            pass
+        time.sleep(50)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def announce_backwards(self) -> None:
+        self._register_dispatch_collect_info("backwards", self.world_size - 1 - self.rank, True)
+
+    @register(make_nd_compute_dataproto_dispatch_fn("backwards"))
+    def rank_of_rows(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": data.batch["x"], "rank": torch.full((len(data),), self.rank)})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def announce_nobody(self) -> None:
+        self._register_dispatch_collect_info("mute", self.rank, self.rank == 0)
+
+    @register(make_nd_compute_dataproto_dispatch_fn("mute"))
+    def mute(self, data: DataProto) -> DataProto:
+        return data
+
+    @register(Dispatch.DIRECT_ROLLOUT_METHOD)
+    def direct(self, number: int) -> int:
+        return number + self.rank

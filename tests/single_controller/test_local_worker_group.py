@@ -14,9 +14,10 @@ from hybridrl.single_controller.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.resource_pool import ResourcePool
 from hybridrl.single_controller.worker import Worker
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, LocalWorkerGroup
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from tests.single_controller.sample_workers import Adder
 
 
@@ -33,7 +34,9 @@ def test_calls_run_in_this_process(adder):
 
 
 def test_a_non_blocking_call_is_already_done(adder):
-    assert adder.add_later(DataProto.from_dict(tensors={"x": torch.arange(2)})).batch["x"].tolist() == [100, 101]
+    future = adder.add_later(DataProto.from_dict(tensors={"x": torch.arange(2)}))
+    assert future.get().batch["x"].tolist() == [100, 101]
+    assert adder.add(future).batch["x"].tolist() == [200, 201]
 
 
 def test_an_exception_is_the_workers_own(adder):

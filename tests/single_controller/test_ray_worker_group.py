@@ -6,12 +6,12 @@ import pytest
 import ray
 import torch
 
-from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
+from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.single_controller.colocation import create_colocated_worker_cls
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool, check_feasible
+from hybridrl.single_controller.resource_pool import RayResourcePool
 from tests.single_controller.sample_workers import Adder, Doubler, QuietAdder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -126,6 +126,8 @@ def test_colocated_roles_share_a_process_and_keep_their_own_methods(pool):
     assert groups["doubler"].pid() == [pid for *_, pid in groups["adder"].place()]
     assert groups["doubler"].double(groups["adder"].add_later(batch(3))).batch["x"].tolist() == [2, 4, 6]
     assert group.worker_names == ["spawned/adder+doubler-0", "spawned/adder+doubler-1"]
+    group.fuse(roles)
+    assert group.doubler.pid() == groups["doubler"].pid()
     with pytest.raises(ValueError, match="not \\['critic'\\]"):
         group.spawn(["critic"])
     group.shutdown()
@@ -141,22 +143,3 @@ def test_a_plan_is_launched_with_roles_in_one_process_or_on_one_device(pool, col
     assert groups["doubler"].double(batch(2)).batch["x"].tolist() == [0, 2]
     for group in groups.values():
         group.shutdown()
-
-
-def test_a_pool_that_does_not_fit_is_refused_with_what_is_missing():
-    with pytest.raises(PlacementError, match="no node can hold 1000 worker processes"):
-        RayResourcePool([1000]).get_placement_groups()
-
-
-def test_feasibility_is_per_node():
-    check_feasible([2, 1], {"CPU": 1}, [{"CPU": 1}, {"CPU": 2}])
-    with pytest.raises(PlacementError, match="2 worker processes"):
-        check_feasible([2], {"CPU": 1}, [{"CPU": 1}, {"CPU": 1}])
-    with pytest.raises(PlacementError, match="1 GPU"):
-        check_feasible([1], {"CPU": 1, "GPU": 1}, [{"CPU": 8}])
-
-
-def test_nodes_of_different_sizes_give_the_right_local_ranks():
-    pool = RayResourcePool([3, 1])
-    assert pool.world_size == 4
-    assert pool.local_rank_list == [0, 1, 2, 0] and pool.local_world_size_list == [3, 3, 3, 1]

@@ -1,0 +1,157 @@
+"""`WorkerProcesses`: the running `WorkerHost`s behind one or several worker groups. Started on a pool, or found again by name.
+
+Starting: one process per slot of the pool, rank 0 tells an address, then all are told their place and construct their workers at once.
+Whatever goes wrong on the way, no process is left. Which roles they play is in the recipes; how roles are called, `ray_worker_group.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import cloudpickle
+
+from hybridrl.errors import PlacementError
+from hybridrl.single_controller.invocation import invocations_of
+from hybridrl.single_controller.resource_pool import RayResourcePool, Slot
+from hybridrl.single_controller.waiting import gather, introduce
+from hybridrl.single_controller.worker import WorkerPlace
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.single_controller.worker_host import CONCURRENT, WorkerHost
+
+# Starting a process and importing torch takes seconds; minutes mean that the node is not answering.
+START_TIMEOUT_S = 300.0
+# Names of processes are looked up here; a driver's own namespace would hide them from every other driver.
+NAMESPACE = "hybridrl"
+
+
+@dataclass
+class WorkerProcesses:
+    """label: the roles, joined by "+". hosts, names, process_ids: by rank. classes: worker class of each role."""
+
+    label: str
+    hosts: list
+    names: list[str]
+    classes: dict[str, type]
+    process_ids: list[int] = field(default_factory=list)
+    master: tuple[str, int] = ("", 0)
+    pool: RayResourcePool | None = None
+
+    def __post_init__(self) -> None:
+        self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
+        introduce(self.addresses)
+
+    @classmethod
+    def start(
+        cls,
+        pool: RayResourcePool,
+        recipes: Mapping[str, ClassWithInitArgs],
+        *,
+        label: str,
+        name_prefix: str,
+        share: float,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
+        """Start one process per slot and construct the workers in them. A failure is raised when no process of them is left.
+
+        share: of each slot. options: further options of the Ray actors. environment: set before anything is imported.
+        """
+        names = [f"{name_prefix}/{label}-{rank}" for rank in range(pool.world_size)]
+        options = _actor_options(pool, recipes, share=share, options=options, environment=environment)
+        pool.take(f"{name_prefix}/{label}", share)
+        hosts: list = []
+        try:
+            for name, slot in zip(names, pool.slots(), strict=True):
+                hosts.append(_start_host(name, slot, options))
+            started = cls(label, hosts, names, {role: recipe.cls for role, recipe in recipes.items()}, pool=pool)
+            started._set_up(recipes, {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **environment}, timeout_s=timeout_s)
+            return started
+        except BaseException:
+            _kill(hosts)
+            pool.give_back(f"{name_prefix}/{label}")
+            raise
+
+    def _set_up(self, recipes: Mapping[str, ClassWithInitArgs], environment: Mapping[str, str], *, timeout_s: float) -> None:
+        import ray
+
+        [self.master] = gather([self.hosts[0].rendezvous.remote()], role=self.label, method="rendezvous", timeout_s=timeout_s)
+        parcel = ray.put(cloudpickle.dumps(dict(recipes)))
+        local = zip(self.pool.local_rank_list, self.pool.local_world_size_list, strict=True)
+        places = [WorkerPlace(rank, len(self.hosts), *here, *self.master) for rank, here in enumerate(local)]
+        calls = [host.setup.remote(parcel, place, environment) for host, place in zip(self.hosts, places, strict=True)]
+        self.process_ids = gather(calls, role=self.label, method="setup", timeout_s=timeout_s)
+
+    @classmethod
+    def attach(cls, hosts: Sequence, names: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Return the whole set of processes of which these are all, in any order. Raises PlacementError when some are missing."""
+        found = gather([host.describe.remote() for host in hosts], role="worker", method="describe", timeout_s=timeout_s)
+        ranks = [entry["place"].rank for entry in found]
+        place = found[0]["place"]
+        if sorted(ranks) != list(range(place.world_size)):
+            raise PlacementError(f"{list(names)} are the ranks {sorted(ranks)} of {place.world_size}; name every process of the group once")
+        order = [ranks.index(rank) for rank in range(place.world_size)]
+        classes = cloudpickle.loads(found[0]["classes"])
+        ids = [found[i]["process_id"] for i in order]
+        master = (place.master_addr, place.master_port)
+        return cls("+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, master)
+
+    def end(self) -> None:
+        """End the processes, whatever they are doing, and give their share of the pool back."""
+        _kill(self.hosts)
+        self.hosts.clear()
+        if self.pool is not None:
+            self.pool.give_back(self.names[0].rpartition("-")[0])
+
+
+def named_host(name: str):
+    """Return the running process of this name. Raises PlacementError when there is none."""
+    import ray
+
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        raise PlacementError(f"no worker process called {name!r} is running on this cluster") from None
+
+
+def _actor_options(
+    pool: RayResourcePool,
+    recipes: Mapping[str, ClassWithInitArgs],
+    *,
+    share: float,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> dict[str, Any]:
+    chosen: dict[str, Any] = {"num_cpus": share, "num_gpus": share if pool.use_gpu else 0, "max_restarts": 0}
+    threads = max((call.concurrency for recipe in recipes.values() for call in invocations_of(recipe.cls).values()), default=1)
+    if threads > 1:
+        chosen["concurrency_groups"] = {CONCURRENT: threads}
+    chosen |= options
+    runtime_env = {**chosen.get("runtime_env", {})}
+    if environment:
+        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment}
+    return chosen | ({"runtime_env": runtime_env} if runtime_env else {})
+
+
+def _start_host(name: str, slot: Slot, options: Mapping[str, Any]):
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    where = PlacementGroupSchedulingStrategy(placement_group=slot.group, placement_group_bundle_index=slot.bundle)
+    actor = ray.remote(**options)(WorkerHost).options(name=name, namespace=NAMESPACE, scheduling_strategy=where)
+    try:
+        return actor.remote()
+    except ValueError as error:
+        if "already taken" not in str(error):
+            raise
+        raise PlacementError(
+            f"a worker process called {name!r} is running on this cluster already; attach to it with RayWorkerGroup.from_detached, "
+            "end it, or choose another name_prefix"
+        ) from None
+
+
+def _kill(hosts: Sequence) -> None:
+    import ray
+
+    for host in hosts:
+        ray.kill(host, no_restart=True)

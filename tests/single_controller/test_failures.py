@@ -1,0 +1,132 @@
+"""What a caller is told when something goes wrong on the other side, and how soon."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import placement_group_table
+
+from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from tests.single_controller.sample_workers import Doubler, Waiter
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+DRIVER = Path(__file__).with_name("interrupted_driver.py")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pool():
+    with RayResourcePool([2], name_prefix="failures") as pool:
+        yield pool
+
+
+def test_a_death_in_a_collective_is_told_as_a_death_and_not_as_its_echo(pool):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="waiter") as group:
+        group.sleep_async(0)
+        victim = group.process_ids[1]
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {victim}"])
+        with pytest.raises(WorkerLost, match=r"worker waiter-1 was lost while running reduce_until_killed\(\)"):
+            group.reduce_until_killed(1)
+
+
+def test_an_answer_that_died_with_its_worker_is_blamed_on_that_worker(pool):
+    recipe = RayClassWithInitArgs(Waiter)
+    with RayWorkerGroup(pool, recipe, role="maker", share=0.5) as maker, RayWorkerGroup(pool, recipe, role="user", share=0.5) as user:
+        asleep = maker.execute_rank_async(1, "sleep_in_thread", 30.0)
+        made = maker.count_up(0)
+        os.kill(maker.process_ids[1], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="worker maker-1 was lost"):
+            user.pass_on(replace(made, futures=[made.futures[0], asleep]))
+
+
+def test_a_module_that_is_missing_over_there_is_an_import_error_with_an_address(pool, tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("from hybridrl.single_controller.worker import Worker\nclass Here(Worker): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here
+
+    with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
+        RayWorkerGroup(pool, RayClassWithInitArgs(only_here.Here), role="traveller")
+    assert caught.value.__notes__[0].startswith("raised in worker-")
+
+
+def test_a_group_that_could_not_start_leaves_no_process_and_its_place_free(pool):
+    with pytest.raises(ValueError, match="a mistake in the constructor"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Doubler, fail=True), role="doubler", name_prefix="again", share=1.0)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="doubler", name_prefix="again", share=1.0) as group:
+        assert len(group.pid()) == 2
+
+
+def test_a_name_that_is_taken_says_what_to_do(pool):
+    recipe = RayClassWithInitArgs(Doubler)
+    with (
+        RayWorkerGroup(pool, recipe, role="twin", name_prefix="same", share=0.5),
+        pytest.raises(PlacementError, match="'same/twin-0' is running on this cluster already; attach to it"),
+    ):
+        RayWorkerGroup(pool, recipe, role="twin", name_prefix="same", share=0.5)
+
+
+def test_a_watched_group_tells_of_a_death_that_nobody_waited_for(pool):
+    told = []
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="watched") as group:
+        group.start_worker_aliveness_check(0.1, on_lost=told.append)
+        os.kill(group.process_ids[1], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [(lost.role, lost.rank) for lost in told] == [("watched", 1)]
+        with pytest.raises(WorkerLost, match="watched-1"):
+            group.execute_rank(0, "variable", "RANK")
+
+
+def test_what_cannot_be_attached_to_is_named():
+    with pytest.raises(PlacementError, match="no worker process called 'nobody/actor-0'"):
+        RayWorkerGroup.from_detached(worker_names=["nobody/actor-0"])
+    with pytest.raises(ValueError, match="say which processes"):
+        RayWorkerGroup.from_detached()
+
+
+def test_half_a_group_is_refused(pool):
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="half", name_prefix="half") as group,
+        pytest.raises(PlacementError, match=r"are the ranks \[0\] of 2; name every process of the group once"),
+    ):
+        RayWorkerGroup.from_detached(worker_names=group.worker_names[:1])
+
+
+def processes_of(job: str) -> list[str]:
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["name"].startswith(f"{job}/")]
+
+
+def test_ctrl_c_ends_a_driver_that_waits_and_leaves_no_process_and_no_reservation(tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    driver = subprocess.Popen([sys.executable, str(DRIVER), address, str(tmp_path / "begun")], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 90
+    while not all((tmp_path / f"begun.{rank}").exists() for rank in range(2)):
+        assert driver.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(processes_of("interrupted")) == 2
+    start = time.monotonic()
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(timeout=10) == 130
+    assert time.monotonic() - start < 5
+    assert processes_of("interrupted") == []
+    left = [pg for pg in placement_group_table().values() if pg["name"].startswith("interrupted") and pg["state"] != "REMOVED"]
+    assert left == []
+
+
+def test_a_received_batch_may_be_written_to(pool):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="writer") as group:
+        data = DataProto.from_dict({"x": torch.arange(6)})
+        out = group.pass_on(data)
+        out.batch["x"].add_(1)
+        assert out.batch["x"].tolist() == [1, 2, 3, 4, 5, 6] and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
