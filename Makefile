@@ -13,8 +13,9 @@ train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRP
 test: lint ## set up, lint, and run the tests
 	$(PYTHON) -m pytest -q
 
-lint: .venv/test.stamp ## ruff, and the import arrows
+lint: .venv/test.stamp ## ruff, the import arrows, and types where other people's code meets ours
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
 
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
@@ -27,7 +28,7 @@ bench: .venv/test.stamp ## every published figure
 	@for file in benchmarks/*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
 
 clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/%.stamp: $(REQUIRED)

@@ -36,7 +36,7 @@ setup(
     ],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["hybridrl", "hybridrl.*", "reward_score", "reward_score.*", "data_preprocess", "data_preprocess.*"]),
-    package_data={"hybridrl.config": ["presets/*.yaml"]},
+    package_data={"hybridrl": ["py.typed"], "hybridrl.config": ["presets/*.yaml"]},
     entry_points={"console_scripts": ["hybridrl=hybridrl.cli:main"]},
     install_requires=[
         "torch>=2.13",
@@ -63,6 +63,6 @@ setup(
         "megatron": ["megatron-core>=0.16,<0.17"],
         "wandb": ["wandb>=0.20"],
         "mlflow": ["mlflow>=3"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.12", "import-linter>=2.3"],
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.12", "import-linter>=2.3", "mypy>=1.18"],
     },
 )

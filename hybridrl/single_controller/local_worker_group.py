@@ -8,6 +8,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.single_controller.coroutines import finish
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.references import References, materialize
+from hybridrl.single_controller.resource_pool import ResourcePool
 from hybridrl.single_controller.worker import Worker, WorkerPlace
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup, free_port
 
@@ -15,7 +16,7 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, Worker
 class LocalWorkerGroup(WorkerGroup[W]):
     """A group of one worker in the calling process. A call is over when it returns, also one that does not wait."""
 
-    def __init__(self, resource_pool: Any = None, ray_cls_with_init: ClassWithInitArgs[W] | None = None, *, role: str = "worker", **_: Any):
+    def __init__(self, resource_pool: ResourcePool | None, ray_cls_with_init: ClassWithInitArgs[W], *, role: str = "worker"):
         if resource_pool is not None and resource_pool.world_size != 1:
             raise ConfigError(
                 f"trainer.backend=local runs one worker, but the pool has {resource_pool.world_size}; "
@@ -32,7 +33,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         takes_futures = invocation is not None and not invocation.materialize_futures
         own_args, own_kwargs = (args[0], kwargs[0]) if takes_futures else materialize(args[0], kwargs[0])
         answer = finish(getattr(self.worker, method)(*own_args, **own_kwargs))
-        return References([answer], fetch=list, sizes=[len(answer)] if hasattr(answer, "__len__") else None)
+        return References([answer], ranks=[0], fetch=list, sizes=[len(answer)] if hasattr(answer, "__len__") else None)
 
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
         return list(references)

@@ -7,8 +7,8 @@ from typing import Any
 from hybridrl.single_controller.colocation import create_colocated_worker_cls
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import ResourcePool
-from hybridrl.single_controller.worker_group import WorkerGroup
+
+GroupClass = type[LocalWorkerGroup] | type[RayWorkerGroup]
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def plan_processes(job: str, pool_of_role: Mapping[str, str], *, colocate: str, 
 def launch(
     plan: Plan,
     classes: Mapping[str, RayClassWithInitArgs],
-    pools: Mapping[str, ResourcePool],
+    pools: Mapping[str, Any],
     *,
-    group_cls: type[WorkerGroup] = RayWorkerGroup,
+    group_cls: GroupClass = RayWorkerGroup,
 ) -> dict[str, Any]:
-    """Start the plan's processes and return one worker group per role. When one cannot start, none is left running."""
+    """Start the plan's processes on these pools and return one worker group per role. When one cannot start, none is left running."""
     groups: dict[str, Any] = {}
     try:
         for process in plan.processes:
@@ -69,7 +69,7 @@ def launch(
 
 
 def _launch_process(
-    plan: Plan, process: ProcessPlan, classes: Mapping[str, RayClassWithInitArgs], pool: ResourcePool, group_cls: type
+    plan: Plan, process: ProcessPlan, classes: Mapping[str, RayClassWithInitArgs], pool: Any, group_cls: GroupClass
 ) -> dict:
     if issubclass(group_cls, LocalWorkerGroup):
         return {role: group_cls(pool, classes[role], role=role) for role in process.roles}

@@ -145,10 +145,10 @@ class RayWorkerGroup(WorkerGroup[W]):
         values, sizes = zip(*answers, strict=True) if sized else (answers, None)
         rank_of = {value.hex(): rank for value, rank in zip(values, ranks, strict=True)}
         timeout_s = DEFAULT_TIMEOUT_S if invocation is None else invocation.timeout_s
-        return References(values, fetch=Fetch(self.role, method, rank_of, self.processes.addresses, timeout_s), sizes=sizes)
+        return References(values, ranks=ranks, fetch=Fetch(self.role, method, rank_of, self.processes.addresses, timeout_s), sizes=sizes)
 
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
-        ranks = references.fetch.ranks(references) if isinstance(references, References) else None
+        ranks = references.ranks if isinstance(references, References) else None
         return gather(references, ranks, role=self.role, method=method, timeout_s=timeout_s)
 
     def put(self, value: Any) -> Any:

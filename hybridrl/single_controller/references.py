@@ -9,18 +9,18 @@ from hybridrl.protocol import DataProtoFuture
 class References(list):
     """What stands for the answers of a call that did not wait, one per worker, in worker order.
 
-    fetch: values of a list of these references; waits, raises what the workers raised. sizes: rows behind each reference, as numbers
-    or as references that `fetch` resolves; None where answers are no batches.
+    ranks: whose answers they are. fetch: values of a list of these references; waits, raises what the workers raised. sizes: rows
+    behind each reference, as numbers or as references that `fetch` resolves; None where answers are no batches.
     """
 
-    def __init__(self, items: Iterable, *, fetch: Callable[[list], list], sizes: Sequence | None = None):
+    def __init__(self, items: Iterable, *, ranks: Sequence[int], fetch: Callable[[list], list], sizes: Sequence | None = None):
         super().__init__(items)
-        self.fetch, self.sizes = fetch, None if sizes is None else list(sizes)
+        self.ranks, self.fetch, self.sizes = list(ranks), fetch, None if sizes is None else list(sizes)
 
     def pick(self, positions: Sequence[int]) -> "References":
         """Return the references at these positions, in this order."""
         sizes = None if self.sizes is None else [self.sizes[i] for i in positions]
-        return References([self[i] for i in positions], fetch=self.fetch, sizes=sizes)
+        return References([self[i] for i in positions], ranks=[self.ranks[i] for i in positions], fetch=self.fetch, sizes=sizes)
 
 
 def materialize(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:

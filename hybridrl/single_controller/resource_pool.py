@@ -2,7 +2,6 @@
 
 import itertools
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,7 +79,7 @@ class RayResourcePool(ResourcePool):
         self._use_gpu, self.detached, self.accelerator_type = use_gpu, detached, accelerator_type
         self.name_prefix = name_prefix or f"pool-{uuid.uuid4().hex[:6]}"  # Ray refuses a second placement group of the same name
         self._groups: list[PlacementGroup] | None = None
-        self._taken: Counter[str] = Counter()  # group of workers -> share of every slot
+        self._taken: dict[str, float] = {}  # group of workers -> share of every slot
 
     def add_node(self, process_count: int) -> None:
         if self._groups is not None:
@@ -120,13 +119,13 @@ class RayResourcePool(ResourcePool):
                 placement_group([self.bundle] * size, strategy=strategy, name=f"{self.name_prefix}/node-{node}", lifetime=lifetime)
                 for node, size in enumerate(self.store)
             ]
-            self._wait()
+            self._wait(self._groups)
             self.adopt(self._groups)
         return self._groups
 
-    def _wait(self) -> None:
+    def _wait(self, groups: "list[PlacementGroup]") -> None:
         try:
-            for node, group in enumerate(self._groups):
+            for node, group in enumerate(groups):
                 wait_ready(group.ready(), what=f"pool {self.name_prefix!r} on node {node}", timeout_s=PLACEMENT_TIMEOUT_S)
         except BaseException:
             self.release()
@@ -149,7 +148,7 @@ class RayResourcePool(ResourcePool):
                 f"{user!r} wants {share:g} of each slot of pool {self.name_prefix!r}, which has {left:g} left ({taken}); "
                 "give it a smaller share, end another group, or use another pool"
             )
-        self._taken[user] += share
+        self._taken[user] = self._taken.get(user, 0.0) + share
 
     def give_back(self, user: str) -> None:
         """Note that a group of workers has ended."""

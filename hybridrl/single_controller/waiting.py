@@ -12,7 +12,7 @@ from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
 # A worker that dies in a collective makes its peers fail too, often before Ray has noticed the death (15-25 ms after it): an error of
 # one rank is held back this long to see whether it is the echo of a death.
@@ -40,11 +40,8 @@ class Fetch:
 
     def __call__(self, references: Sequence) -> list:
         introduce(self.addresses)
-        return gather(references, self.ranks(references), role=self.role, method=self.method, timeout_s=self.timeout_s)
-
-    def ranks(self, references: Sequence) -> list[int]:
-        """Return whose answers these are."""
-        return [self.rank_of.get(reference.hex(), i) for i, reference in enumerate(references)]
+        ranks = [self.rank_of.get(reference.hex(), i) for i, reference in enumerate(references)]
+        return gather(references, ranks, role=self.role, method=self.method, timeout_s=self.timeout_s)
 
 
 def gather(
@@ -144,11 +141,11 @@ class _Waiting:
 def own_exception(error: "RayTaskError") -> BaseException:
     """Return the worker's own exception, with the remote traceback as `remote_traceback`. The worker noted where it happened."""
     cause = error.cause if isinstance(error.cause, BaseException) else error
-    cause.remote_traceback = str(error)
+    cause.remote_traceback = str(error)  # type: ignore[attr-defined]
     return cause
 
 
-def _lost(error: "RayActorError", role: str, rank: int, method: str) -> WorkerLost:
+def _lost(error: "RayActorError | WorkerCrashedError", role: str, rank: int, method: str) -> WorkerLost:
     """The error for a death. Whoever died is named: a worker that is well fails too when its argument is a dead one's answer."""
     died, its_rank = _ADDRESSES.get(getattr(error, "actor_id", None) or "", (role, rank))
     if its_rank != rank or role not in died.split("+"):

@@ -8,12 +8,13 @@ live is a subclass's business: `RayWorkerGroup` has processes, `LocalWorkerGroup
 import functools
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from hybridrl.single_controller.dispatch import get_dispatch_mode
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Execute, Invocation, invocations_of
 from hybridrl.single_controller.references import References
+from hybridrl.single_controller.worker import Worker
 
 W = TypeVar("W")
 
@@ -60,7 +61,7 @@ class WorkerGroup(ABC, Generic[W]):
 
         return call
 
-    def _per_worker(self, args: Sequence[Sequence], kwargs: dict[str, Sequence]) -> tuple[list[tuple], list[dict]]:
+    def _per_worker(self, args: Sequence[Sequence], kwargs: Mapping[str, Sequence]) -> tuple[list[tuple], list[dict]]:
         """Turn lists with one entry per worker, one for each argument, into arguments, one set for each worker."""
         ranks = range(self.world_size)
         return [tuple(a[rank] for a in args) for rank in ranks], [{k: v[rank] for k, v in kwargs.items()} for rank in ranks]
@@ -76,7 +77,7 @@ class WorkerGroup(ABC, Generic[W]):
         Raises ValueError when ranks are missing on the mesh, or when not exactly one worker of each answers: rows would be lost or doubled.
         """
         if mesh_name not in self._dp_layouts:
-            places = self.query_mesh_place(mesh_name)
+            places = self.execute_all(Worker.query_mesh_place.__name__, mesh_name)
             answering = sorted(rank for rank, keep in places if keep)
             if answering != list(range(max(rank for rank, _ in places) + 1)):
                 raise ValueError(

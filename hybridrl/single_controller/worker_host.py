@@ -25,7 +25,7 @@ CONCURRENT = "concurrent"  # Ray's group of threads for methods that run beside 
 class WorkerHost:
     def __init__(self) -> None:
         self.workers: dict[str, Any] = {}
-        self.place: WorkerPlace | None = None
+        self.place: WorkerPlace  # from `setup` on
         self.takes_futures: set[tuple[str, str]] = set()
         self.busy_s: dict[str, float] = {}
 

@@ -65,19 +65,21 @@ class WorkerProcesses:
             for name, slot in zip(names, pool.slots(), strict=True):
                 hosts.append(_start_host(name, slot, options))
             started = cls(label, hosts, names, {role: recipe.cls for role, recipe in recipes.items()}, pool=pool)
-            started._set_up(recipes, {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **environment}, timeout_s=timeout_s)
+            started._set_up(pool, recipes, {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **environment}, timeout_s=timeout_s)
             return started
         except BaseException:
             _kill(hosts)
             pool.give_back(f"{name_prefix}/{label}")
             raise
 
-    def _set_up(self, recipes: Mapping[str, ClassWithInitArgs], environment: Mapping[str, str], *, timeout_s: float) -> None:
+    def _set_up(
+        self, pool: RayResourcePool, recipes: Mapping[str, ClassWithInitArgs], environment: Mapping[str, str], *, timeout_s: float
+    ) -> None:
         import ray
 
         [self.master] = gather([self.hosts[0].rendezvous.remote()], role=self.label, method="rendezvous", timeout_s=timeout_s)
         parcel = ray.put(cloudpickle.dumps(dict(recipes)))
-        local = zip(self.pool.local_rank_list, self.pool.local_world_size_list, strict=True)
+        local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
         places = [WorkerPlace(rank, len(self.hosts), *here, *self.master) for rank, here in enumerate(local)]
         calls = [host.setup.remote(parcel, place, environment) for host, place in zip(self.hosts, places, strict=True)]
         self.process_ids = gather(calls, role=self.label, method="setup", timeout_s=timeout_s)
