@@ -65,6 +65,8 @@ class DataProtoFuture:
     def _own_part(self) -> Any:
         index, parts = self.part
         whole = replace(self, sizes=self.fetch(self.sizes), part=None, dispatch_fn=None)
+        if not whole._sizes_are_numbers():
+            raise DataError(f"what was promised has no rows to be cut by: the shards' sizes are {whole.sizes}")
         return whole.chunk(parts)[index].get()
 
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:

@@ -28,12 +28,14 @@ class LocalWorkerGroup(WorkerGroup[W]):
         if isinstance(self.worker, Worker):
             self.worker.fused_worker_dict = {role: self.worker}
 
-    def _submit(self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict]) -> References:
+    def _submit(
+        self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict], *, sized: bool = False
+    ) -> References:
         invocation = self.invocations.get(method)
         takes_futures = invocation is not None and not invocation.materialize_futures
         own_args, own_kwargs = (args[0], kwargs[0]) if takes_futures else materialize(args[0], kwargs[0])
         answer = finish(getattr(self.worker, method)(*own_args, **own_kwargs))
-        return References([answer], ranks=[0], fetch=list, sizes=[len(answer)] if hasattr(answer, "__len__") else None)
+        return References([answer], ranks=[0], fetch=list, sizes=[len(answer)] if sized and hasattr(answer, "__len__") else None)
 
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
         return list(references)

@@ -129,11 +129,12 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     # -- calls
 
-    def _submit(self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict]) -> References:
+    def _submit(
+        self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict], *, sized: bool = False
+    ) -> References:
         if self._watch is not None and self._watch.lost is not None:
             raise self._watch.lost
         invocation = self.invocations.get(method)
-        sized = invocation is not None and not invocation.blocking
         options: dict[str, Any] = {"num_returns": 2} if sized else {}
         if invocation is not None and invocation.concurrency > 1:
             options["concurrency_group"] = CONCURRENT

@@ -1,8 +1,8 @@
 """`WorkerGroup`: many workers called as one object.
 
-A group binds every registered method of its worker class. Calling `group.method(...)` is four lines, in `_bind`: split the arguments
-(dispatch), start the method on the workers (submit), wait for the first failure or all answers (fetch), merge (collect). Where workers
-live is a subclass's business: `RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
+A group binds every registered method of its worker class. Calling `group.method(...)` is four steps, in `_bind`: split the arguments
+(dispatch), start the method on the workers (submit), wait for the first failure or all answers (fetch), merge (collect);
+`group.method.later(...)` is the same without waiting, whatever the method's mark says. Where workers live is a subclass's business: `RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
 """
 
 import functools
@@ -51,25 +51,25 @@ class WorkerGroup(ABC, Generic[W]):
     def _bind(self, name: str, invocation: Invocation) -> Callable:
         mode = get_dispatch_mode(invocation.dispatch)
 
+        def run(args: tuple, kwargs: dict, *, wait: bool) -> Any:
+            if invocation.execute == Execute.RANK_ZERO:
+                answer = self._submit(name, [0], [args], [kwargs])
+                return self.fetch(answer, method=name, timeout_s=invocation.timeout_s)[0] if wait else answer
+            args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
+            answers = self._submit(name, range(self.world_size), *self._per_worker(args, kwargs), sized=not wait)
+            return mode.collect_fn(self, self.fetch(answers, method=name, timeout_s=invocation.timeout_s) if wait else answers)
+
         @functools.wraps(getattr(self.worker_cls, name))
         def call(*args: Any, **kwargs: Any) -> Any:
-            if invocation.execute == Execute.RANK_ZERO:
-                return self._outputs(self._submit(name, [0], [args], [kwargs]), name, invocation)[0]
-            args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
-            references = self._submit(name, range(self.world_size), *self._per_worker(args, kwargs))
-            return mode.collect_fn(self, self._outputs(references, name, invocation))
+            return run(args, kwargs, wait=invocation.blocking)
 
+        call.later = lambda *args, **kwargs: run(args, kwargs, wait=False)  # type: ignore[attr-defined]
         return call
 
     def _per_worker(self, args: Sequence[Sequence], kwargs: Mapping[str, Sequence]) -> tuple[list[tuple], list[dict]]:
         """Turn lists with one entry per worker, one for each argument, into arguments, one set for each worker."""
         ranks = range(self.world_size)
         return [tuple(a[rank] for a in args) for rank in ranks], [{k: v[rank] for k, v in kwargs.items()} for rank in ranks]
-
-    def _outputs(self, references: References, name: str, invocation: Invocation) -> list:
-        if not invocation.blocking:
-            return references
-        return self.fetch(references, method=name, timeout_s=invocation.timeout_s)
 
     def dp_layout(self, mesh_name: str) -> tuple[list[int], list[bool]]:
         """Return, per worker, its data-parallel rank on a mesh and whether its answer is collected; asked once, then remembered.
@@ -122,8 +122,13 @@ class WorkerGroup(ABC, Generic[W]):
     # -- where workers live
 
     @abstractmethod
-    def _submit(self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict]) -> References:
-        """Start a method on the workers `ranks`, with their arguments; return what stands for the answers, in the order of `ranks`."""
+    def _submit(
+        self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict], *, sized: bool = False
+    ) -> References:
+        """Start a method on the workers `ranks`, with their arguments; return what stands for the answers, in the order of `ranks`.
+
+        sized: the number of rows of every answer will be asked for before the answer itself.
+        """
 
     @abstractmethod
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:

@@ -84,6 +84,12 @@ def test_a_broadcast_future_arrives_whole_and_unasked_for_it_stays_a_future(pair
     assert pair.kind(future.chunk(2)[0]) == ["DataProtoFuture"] * 2
 
 
+def test_any_method_can_be_called_without_waiting(pair):
+    future = pair.pass_on.later(DataProto.from_dict({"x": torch.arange(3)}))
+    assert isinstance(future, DataProtoFuture) and xs(pair.pass_on(future)) == [0, 1, 2]
+    assert pair.fetch(pair.variable.later("RANK")) == ["0", "1"]
+
+
 def test_a_tensordict_is_cut_and_joined_like_a_batch(pair):
     out = pair.double_tensordict(TensorDict({"x": torch.arange(5)}, batch_size=[5]))
     assert isinstance(out, TensorDict) and out["x"].tolist() == [0, 2, 4, 6, 8]

@@ -36,6 +36,7 @@ def test_calls_run_in_this_process(adder):
 def test_a_non_blocking_call_is_already_done(adder):
     future = adder.add_later(DataProto.from_dict(tensors={"x": torch.arange(2)}))
     assert future.get().batch["x"].tolist() == [100, 101]
+    assert adder.fetch(adder.first_only.later(7)) == [(0, 7)]
     assert adder.add(future).batch["x"].tolist() == [200, 201]
 
 
