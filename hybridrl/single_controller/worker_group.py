@@ -2,7 +2,8 @@
 
 A group binds every registered method of its worker class. Calling `group.method(...)` is four steps, in `_bind`: split the arguments
 (dispatch), start the method on the workers (submit), wait for the first failure or all answers (fetch), merge (collect);
-`group.method.later(...)` is the same without waiting, whatever the method's mark says. Where workers live is a subclass's business: `RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
+`group.method.later(...)` is the same without waiting, whatever the method's mark says. Where workers live is a subclass's business:
+`RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
 """
 
 import functools

@@ -5,6 +5,7 @@
 * ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import actor_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
 from hybridrl.workers.process import enter_process
+from hybridrl.workers.rollout import partial
 from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_rollout
 from hybridrl.workers.rollout.sampler import SamplingParams
 from hybridrl.workers.tokens import load_special_tokens
@@ -104,6 +106,16 @@ class ActorRolloutRefWorker(EngineWorker):
         """
         meta = prompts.meta_info
         return self.rollout.generate(prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0)))
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def begin_sequences(self, prompts: DataProto, max_new_tokens: int) -> DataProto:
+        """Return the first tokens of responses to the prompts, for `continue_sequences`; see `rollout/partial.py`."""
+        return partial.begin(self.rollout, prompts, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def continue_sequences(self, batch: DataProto, max_new_tokens: int) -> DataProto:
+        """Return the batch with more tokens for the responses that are still open, from the weights the rollout holds now."""
+        return partial.go_on(self.rollout, batch, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
 
     def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length

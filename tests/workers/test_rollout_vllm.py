@@ -24,6 +24,7 @@ from hybridrl.config.workers import RolloutConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, make_rollout
+from hybridrl.workers.rollout.partial import begin, go_on
 
 pytestmark = [
     pytest.mark.vllm,
@@ -259,6 +260,15 @@ def test_a_push_that_lacks_a_weight_is_stale_and_a_whole_one_cures_it(started, r
         rollout.generate(prompts_of([3]), SamplingParams(1))
     rollout.load_weights(3, weights)
     assert rollout.generate(prompts_of([3]), SamplingParams(1)).batch["weights_version"].tolist() == [3]
+
+
+def test_responses_made_in_pieces_are_those_made_at_once(rollout):
+    whole = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2))
+    pieces = begin(rollout, prompts_of(MIXED), SamplingParams(5, n=2))
+    pieces = go_on(rollout, pieces, SamplingParams(RESPONSE - 5, n=2))
+    for name in ("responses", "response_mask", "attention_mask", "position_ids"):
+        assert torch.equal(whole.batch[name], pieces.batch[name]), name
+    assert (whole.batch["rollout_log_probs"] - pieces.batch["rollout_log_probs"]).abs().max() < 1e-4
 
 
 def test_weights_damaged_inside_the_engine_are_found_by_health(rollout):

@@ -184,14 +184,22 @@ class VersionedRollout(ABC):
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         self._require_awake("generate")
-        version = self._require_version()
+        version = self.current_version()
         self._require_room(sampling, prompts)
         seeds = prompts.batch["seeds"] if "seeds" in prompts.batch else row_seeds(sampling.seed, len(prompts))
         if len(prompts) == 0:
             generated = Generated.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
         else:
-            generated = self._generate(_token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
+            generated = self.generate_tokens(_token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
         return with_responses(prompts, generated, sampling=sampling, version=version)
+
+    def generate_tokens(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams) -> Generated:
+        """Return `sampling.n` samples of each of B >= 1 token lists; `keys` (B * n,) as `uniforms` wants them. For what builds on it."""
+        self._require_awake("generate")
+        self.current_version()
+        generated = self._generate(prompts, keys, sampling)
+        # Engines compute in inference mode; what they return must be a tensor like any other, that may be written to.
+        return Generated(generated.tokens.clone(), generated.mask.clone(), generated.log_probs.clone())
 
     @property
     def _frees_memory(self) -> bool:
@@ -201,7 +209,8 @@ class VersionedRollout(ABC):
         if not self._awake:
             raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
 
-    def _require_version(self) -> int:
+    def current_version(self) -> int:
+        """Return the version of the weights it generates with; StaleWeightsError if it holds none that were pushed whole."""
         if self._version is None:
             raise StaleWeightsError(
                 f"{self.engine_name} rollout: it holds no weights that were pushed whole (dummy weights at the start, a failed push, or "

@@ -54,6 +54,11 @@ def sequence_keys(seeds: torch.Tensor, n: int) -> torch.Tensor:
     return _mix(_mix(seeds)[:, None] + torch.arange(n, device=seeds.device)).reshape(-1)
 
 
+def advance(keys: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return keys whose streams begin with element `steps` of those of `keys` (S,) int64."""
+    return keys + torch.tensor(steps, dtype=torch.int64, device=keys.device) * _GAMMA
+
+
 def uniforms(keys: torch.Tensor, steps: int | torch.Tensor) -> torch.Tensor:
     """Return uniform numbers (S,) float64 in [0, 1): element `steps` (one, or one per row) of each key's SplitMix64 stream.
 
