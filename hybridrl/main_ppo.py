@@ -16,6 +16,7 @@ from hybridrl.trainer.ppo import RayPPOTrainer
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.run import claim_directory, run_directory
+from hybridrl.trainer.stages import uses_critic, uses_reference
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.critic import CriticWorker
@@ -37,7 +38,7 @@ def main(
     """Run the program with these arguments (the command line's by default) and return its exit code.
 
     trainer_cls, workers, pools: your own trainer, mapping of roles to worker classes, and placement of roles on pools;
-    `worker_classes` and `one_pool` are the built-in ones.
+    `worker_classes` and `resource_pools` are the built-in ones.
     """
     set_up_logging()
     directory: list[str] = []
@@ -48,7 +49,7 @@ def main(
             check(config)
             directory.append(claim_directory(config.trainer))
             classes = (workers or worker_classes)(config)
-            run(config, classes, (pools or one_pool)(config, classes), trainer_cls=trainer_cls)
+            run(config, classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
 
     return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
 
@@ -92,21 +93,27 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
 
 def worker_classes(config: PPOConfig) -> Workers:
     """Which class works for which role. Add or replace entries to bring your own workers."""
-    workers: Workers = {Role.ActorRollout: ActorRolloutRefWorker}
-    if config.critic.enable or (config.critic.enable is None and ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic):
+    separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
+    workers: Workers = dict.fromkeys((Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), ActorRolloutRefWorker)
+    if uses_critic(config):
         workers[Role.Critic] = CriticWorker
-    if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+    if uses_reference(config):
         workers[Role.RefPolicy] = ActorRolloutRefWorker
     if config.reward_model.enable:
         workers[Role.RewardModel] = RewardModelWorker
     return workers
 
 
-def one_pool(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
-    """All roles on one pool of all devices: the co-located placement."""
-    spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-    use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]
-    return ResourcePoolManager(spec, dict.fromkeys(workers, "global_pool"), use_gpu=use_gpu, backend=config.trainer.backend)
+def resource_pools(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
+    """Where roles work: all on one pool of all devices, except a rollout with `actor_rollout_ref.rollout.n_gpus_per_node` of its own."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
+    mapping = dict.fromkeys(workers, "global_pool")
+    if rollout.n_gpus_per_node:
+        spec["rollout_pool"] = [rollout.n_gpus_per_node] * rollout.nnodes
+        mapping[Role.Rollout] = "rollout_pool"
+    use_gpu = {"auto": None, "cpu": False, "cuda": True}[trainer.device]
+    return ResourcePoolManager(spec, mapping, use_gpu=use_gpu, backend=trainer.backend)
 
 
 if __name__ == "__main__":

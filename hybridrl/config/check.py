@@ -176,6 +176,36 @@ def world(config: PPOConfig | SFTConfig) -> Problems:
         yield "trainer.colocate=device: trainer.backend=local has one process only; use trainer.backend=ray"
 
 
+def asynchrony(config: PPOConfig) -> Problems:
+    """Generation that runs ahead can do so, and keeps within its bound without dropping everything."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    pool = rollout.n_gpus_per_node
+    if pool and trainer.backend == "local":
+        yield f"actor_rollout_ref.rollout.n_gpus_per_node={pool}: trainer.backend=local has one process only; use trainer.backend=ray"
+    if not pool and rollout.nnodes > 1:
+        yield f"actor_rollout_ref.rollout.nnodes={rollout.nnodes}: has no effect without actor_rollout_ref.rollout.n_gpus_per_node"
+    if not pool and trainer.lag and trainer.backend == "ray":
+        yield (
+            f"trainer.lag={trainer.lag}: generation cannot run beside training in the same processes; give it a pool of its own with "
+            "actor_rollout_ref.rollout.n_gpus_per_node, or try it out with trainer.backend=local"
+        )
+    if trainer.partial_rollout and trainer.lag < 2:
+        yield f"trainer.partial_rollout=true: needs two versions of the weights or more; set trainer.lag=2 or more, not {trainer.lag}"
+    bound = trainer.staleness
+    if bound is not None and bound > trainer.lag:
+        yield f"trainer.staleness={bound}: nothing gets older than trainer.lag={trainer.lag}; leave it out"
+    if bound is not None and bound < trainer.lag and trainer.stale_tokens == "drop" and not trainer.partial_rollout:
+        yield (
+            f"trainer.staleness={bound} trainer.stale_tokens=drop: whole responses are trainer.lag={trainer.lag} versions old, so all of "
+            "them would be dropped; use trainer.stale_tokens=wait, or trainer.partial_rollout=true"
+        )
+    if config.algorithm.rollout_correction.rollout_is and not rollout.calculate_log_probs:
+        yield (
+            f"algorithm.rollout_correction.rollout_is={config.algorithm.rollout_correction.rollout_is}: needs the rollout's log-probs; "
+            "set actor_rollout_ref.rollout.calculate_log_probs=true"
+        )
+
+
 def validation(config: PPOConfig | SFTConfig) -> Problems:
     """Whoever asks for validation has validation data."""
     trainer = config.trainer
@@ -209,7 +239,8 @@ def records(config: PPOConfig | SFTConfig) -> Problems:
 def only_in_ppo(config: SFTConfig) -> Problems:
     """Settings of the driver that mean nothing in supervised fine-tuning stay at their defaults."""
     defaults = TrainerConfig()
-    for key in ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate"):
+    names = ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate")
+    for key in (*names, "lag", "partial_rollout", "staleness", "stale_tokens", "middleware"):
         value = getattr(config.trainer, key)
         if value != getattr(defaults, key):
             yield f"trainer.{key}={value}: has no effect in supervised fine-tuning; leave it out"
@@ -260,6 +291,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     reward,
     dataset_class,
     world,
+    asynchrony,
     validation,
     records,
 )

@@ -17,6 +17,14 @@ class KLCtrlConfig:
 
 
 @dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    rollout_is: str | None = setting(
+        None, "Weigh the loss by how likely the trainer finds what the rollout drew; null: not.", choices=("token", "sequence")
+    )
+    rollout_is_threshold: float = setting(2.0, "Largest weight.", gt=0)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = setting("gae", "Advantage estimator by its registered name.")
     gamma: float = setting(1.0, "Discount.", ge=0, le=1)
@@ -25,6 +33,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
     kl_penalty: str = setting("kl", "KL estimator of the reward.", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of the KL in the reward.")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "Samples of other weights or another engine.")
 
 
 @dataclass(frozen=True)

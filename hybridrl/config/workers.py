@@ -126,6 +126,8 @@ class ValKwargs:
 class RolloutConfig:
     name: str = setting("vllm", "Generation engine.", choices=("vllm", "hf"))
     mode: str = setting("sync", "One batched call per step; async request routing is not in this release.", choices=("sync", "async"))
+    nnodes: int = setting(1, "Machines of the rollout's own pool, if it has one.", ge=1)
+    n_gpus_per_node: int = setting(0, "Rollout processes per machine in a pool of their own; 0: in the trainer's processes.", ge=0)
     n: int = setting(1, "Samples per prompt.", ge=1)
     temperature: float = setting(1.0, "Softmax temperature, also of the training log-probs.", gt=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1 is off.", ge=-1)

@@ -2,6 +2,7 @@
 
     global_step_12/
         actor/ critic/      engine shards (torch.distributed.checkpoint), one directory per trained role
+        ahead/              batches on their way (`trainer.lag`), with what of their responses was made
         trainer.json        step, data cursor, controllers
         config.yaml         the settings that made it
         manifest.json       size and SHA-256 of every other file

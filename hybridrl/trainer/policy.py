@@ -1,15 +1,16 @@
 """`PolicyGroups`: the policy's worker groups behind one face, whether actor and rollout share processes or not.
 
 Hybrid (`Role.ActorRollout`, `Role.ActorRolloutRef`): weights go from engine to rollout inside each process. Separated (`Role.Actor`
-and `Role.Rollout` on their own pools): rank 0 of the actor gathers them, every rollout process receives them. Either way a push ends
-with the version and fingerprint each rollout process reports, compared here before anything is generated.
+and `Role.Rollout` on their own pools): rank 0 of the actor gathers them, every rollout process fetches them from there. Either way a
+push ends with the version and fingerprint each rollout process reports, compared here before anything is generated.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError, StaleWeightsError
-from hybridrl.protocol import DataProto
+from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.roles import Role
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
@@ -33,6 +34,19 @@ class PolicyGroups:
         self._wake_up()
         return self.rollout.generate_sequences(prompts)
 
+    def generate_later(self, prompts: DataProto) -> DataProtoFuture:
+        """Have responses made, after whatever the rollout was told before."""
+        self._wake_up()
+        return self.rollout.generate_sequences.later(prompts)
+
+    def begin_later(self, prompts: DataProto, max_new_tokens: int) -> DataProtoFuture:
+        """Have the first tokens of responses made; see `workers/rollout/partial.py`."""
+        return self.rollout.begin_sequences.later(prompts, max_new_tokens)
+
+    def continue_later(self, begun: DataProtoFuture, max_new_tokens: int) -> DataProtoFuture:
+        """Have more tokens made for responses that are open, by the weights the rollout has then."""
+        return self.rollout.continue_sequences.later(begun, max_new_tokens)
+
     def rest(self) -> None:
         """Give the rollout's device memory to training until it generates or receives weights again."""
         if self.sleep and not self._asleep:
@@ -41,17 +55,33 @@ class PolicyGroups:
 
     def push_weights(self, version: int) -> None:
         """Make every rollout process hold the actor's weights as `version`. Raises StaleWeightsError naming who does not."""
+        self.push_weights_later(version).check()
+
+    def push_weights_later(self, version: int) -> "Push":
+        """Have every rollout process take the actor's weights as they are now. Between pools they go from process to process."""
         self._wake_up()
         if self.hybrid is not None:
-            health = self.hybrid.update_weights(version)
-        else:
-            health = self.rollout.receive_weights(version, self.actor.gather_weights()[0])
-        check_health(health, version)
+            return Push(self.hybrid, self.hybrid.update_weights.later(version), version)
+        weights = self.actor.gather_weights.later()[0]
+        return Push(self.rollout, self.rollout.receive_weights.later(version, weights), version)
 
     def _wake_up(self) -> None:
         if self._asleep:
             self.rollout.rollout_wake_up()
             self._asleep = False
+
+
+@dataclass
+class Push:
+    """Weights on their way to the rollout as `version`."""
+
+    group: Any
+    health: list
+    version: int
+
+    def check(self) -> None:
+        """Wait until they are there. Raises StaleWeightsError naming the processes that do not hold them."""
+        check_health(self.group.fetch(self.health, method="load_weights"), self.version)
 
 
 def check_health(health: list, version: int) -> None:

@@ -27,7 +27,8 @@ from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig, to_yaml
 from hybridrl.config.ppo import KLCtrlConfig
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.framework import OnlineRLContext, stage
+from hybridrl.framework import OnlineRLContext
+from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -41,21 +42,20 @@ from hybridrl.trainer.metrics import (
     mean_metrics,
     rollout_mismatch_metrics,
 )
+from hybridrl.trainer.pipeline import join_responses, make_pipeline
 from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.run import is_due, open_tracking, run_directory, run_stages
 from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.seeds import Purpose, call_seed, row_seeds
+from hybridrl.trainer.stages import MODEL_INPUT, PROMPT_INPUT, corrects_rollout, ppo_stages, uses_critic, uses_reference
+from hybridrl.trainer.staleness import correct, fresh_mask, staleness_metrics
 from hybridrl.trainer.tokenizer import pad_token_id
 from hybridrl.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
 RewardFn = Callable[[DataProto], Any]
-
-# Columns that a model reads; whatever else a batch has stays with the driver.
-MODEL_INPUT = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-PROMPT_INPUT = ("input_ids", "attention_mask", "position_ids", "seeds")
 
 
 class RayPPOTrainer:
@@ -95,20 +95,11 @@ class RayPPOTrainer:
         self._rewarded = False  # whether any sample has had a reward yet
         self.global_steps = 0  # the step in progress, or the last one done; also the version of the weights it leaves
 
-    @property
-    def use_critic(self) -> bool:
-        enabled = self.config.critic.enable
-        return self.estimator.needs_critic if enabled is None else enabled
-
-    @property
-    def use_reference(self) -> bool:
-        return self.config.actor_rollout_ref.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
-
     def _check_roles(self) -> None:
         roles = set(self.role_worker_mapping)
-        if self.use_critic and Role.Critic not in roles:
+        if uses_critic(self.config) and Role.Critic not in roles:
             raise ConfigError(f"algorithm.adv_estimator={self.estimator.name} needs a critic; map Role.Critic to a worker class")
-        if self.use_reference and not roles & {Role.RefPolicy, Role.ActorRolloutRef}:
+        if uses_reference(self.config) and not roles & {Role.RefPolicy, Role.ActorRolloutRef}:
             raise ConfigError("KL to the reference policy is on, but no role holds one; map Role.RefPolicy to a worker class")
         if self.reward_fn is None and Role.RewardModel not in roles:
             raise ConfigError("there is no reward: give reward_fn, or map Role.RewardModel to a worker class")
@@ -163,53 +154,47 @@ class RayPPOTrainer:
     # ---- the loop
 
     def stages(self) -> list[Callable[[OnlineRLContext], None]]:
-        """The step: its stages in order, with the columns each reads and writes. Those that are not pure run exactly once a step."""
-        policy, critic = "actor_rollout", "critic"
-        judge = "rm" if Role.RewardModel in self.role_worker_mapping else None
-        scores = ("token_level_scores", "reward_valid")
-        values = ("values",) if self.use_critic else ()
-        kl_loss = ("ref_log_prob",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
-        kl_reward = ("old_log_probs", "ref_log_prob") if self.config.algorithm.use_kl_in_reward else ()
-        trained, valued = (*MODEL_INPUT, "old_log_probs", "advantages", *kl_loss), (*MODEL_INPUT, "values", "returns")
-        once = {"pure": False}
-        table = [
-            stage("next_batch", writes=PROMPT_INPUT, **once)(self.next_batch),
-            stage("gen", role=policy, reads=PROMPT_INPUT, writes=("prompts", *MODEL_INPUT, "rollout_log_probs"))(self.generate),
-            stage("reward", role=judge, reads=("prompts", "responses", "response_mask"), writes=scores)(self.reward),
-            stage("old_log_prob", role=policy, reads=MODEL_INPUT, writes=("old_log_probs",))(self.old_log_prob),
-            self.use_reference and stage("ref", role="ref", reads=MODEL_INPUT, writes=("ref_log_prob",))(self.ref_log_prob),
-            self.use_critic and stage("values", role=critic, reads=MODEL_INPUT, writes=values)(self.values),
-            stage("adv", reads=(*scores, *kl_reward, *values), writes=("advantages", "returns"), **once)(self.advantage),
-            self.use_critic and stage("update_critic", role=critic, reads=valued, **once)(self.update_critic),
-            stage("update_actor", role=policy, reads=trained, **once)(self.update_actor),
-            stage("update_weights", role=policy, **once)(self.update_weights),
-            stage("testing", role=policy)(self.testing),
-            stage("log", **once)(self.log),
-            stage("save_checkpoint", **once)(self.save_checkpoint),
-        ]
-        return [s for s in table if s]
+        """The step: its stages in order, see `stages.py`."""
+        return [with_spec(getattr(self, method), spec) for method, spec in ppo_stages(self.config, self.role_worker_mapping)]
 
     def fit(self) -> None:
         """Train up to `total_training_steps`, from the newest commit if there is one (`trainer.resume_mode`)."""
         trainer = self.config.trainer
+        self.pipeline = make_pipeline(self.policy, self.config)
         self._resume()
+        self._drawn_steps = self.global_steps + len(self.pipeline)
         self.policy.push_weights(self.global_steps)
         remaining = 0 if trainer.val_only else self.total_training_steps - self.global_steps
         with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0 and self.val_dataset is not None):
                 self.tracking.log(self._validate(), self.global_steps)
             if remaining > 0:
+                self._fill_pipeline()
                 run_stages(self.stages(), max_step=remaining)
             elif not trainer.val_only:
                 logger.info("nothing to train: step %d of %d is done", self.global_steps, self.total_training_steps)
 
+    def _fill_pipeline(self) -> None:
+        """Begin the batches that the first steps find on their way."""
+        while (batch := self._draw_prompts()) is not None:
+            self._begin(batch)
+
     def next_batch(self, ctx: OnlineRLContext) -> None:
-        """The next prompts of the epoch."""
+        """The next prompts of the epoch, for the step that is `trainer.lag` ahead; none near the end of the run."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
-        ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.train_loader.epoch}
-        ctx.batch = self.train_loader.next_batch()
-        self.identify(ctx.batch, purpose=Purpose.TRAIN_ROLLOUT, step=self.global_steps)
+        ctx.batch = self._draw_prompts()
+
+    def _draw_prompts(self) -> DataProto | None:
+        """Prompts of the next step that has none, unless that is too far ahead or behind the end of the run."""
+        step, epoch = self._drawn_steps + 1, self.train_loader.epoch
+        if step > min(self.global_steps + self.pipeline.lag, self.total_training_steps):
+            return None
+        self._drawn_steps = step
+        batch = self.train_loader.next_batch()
+        batch.meta_info = {"step": step, "epoch": epoch}
+        self.identify(batch, purpose=Purpose.TRAIN_ROLLOUT, step=step)
+        return batch
 
     def identify(self, batch: DataProto, *, purpose: Purpose, step: int) -> None:
         """Give every prompt an id that its samples share, and a seed that depends only on run, purpose, step and row."""
@@ -217,21 +202,31 @@ class RayPPOTrainer:
         batch.batch["seeds"] = row_seeds(len(batch), seed=self.config.trainer.seed, purpose=purpose, step=step)
 
     def generate(self, ctx: OnlineRLContext) -> None:
-        """`rollout.n` responses per prompt, in adjacent rows."""
-        seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=self.global_steps)
-        ctx.batch = self.respond(ctx.batch, n=self.config.actor_rollout_ref.rollout.n, seed=seed, validate=False)
+        """`rollout.n` responses per prompt, in adjacent rows: these prompts' own, or with a lag those of prompts drawn earlier."""
+        self.pipeline.go_on()
+        if ctx.batch is not None:
+            self._begin(ctx.batch)
+        taken, responses = self.pipeline.take()
+        ctx.batch = join_responses(taken.rest, responses, n=self.config.actor_rollout_ref.rollout.n)
+        ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": taken.epoch}
+        if self.pipeline.lag:
+            ctx.metrics |= staleness_metrics(ctx.batch, version=self.global_steps - 1)
         self.policy.rest()
         if self.config.trainer.balance_batch:
             lengths = ctx.batch.batch["attention_mask"].sum(-1).tolist()
             ctx.metrics |= global_seqlen_metrics(lengths, balanced_partition(lengths, self.policy.actor.world_size))
 
+    def _begin(self, batch: DataProto) -> None:
+        step, epoch = batch.meta_info.pop("step"), batch.meta_info.pop("epoch")
+        prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
+        prompts.meta_info = {"seed": call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step), "validate": False}
+        self.pipeline.begin(prompts, batch, step=step, epoch=epoch)
+
     def respond(self, batch: DataProto, *, n: int, seed: int, validate: bool) -> DataProto:
-        """Return the batch with every prompt repeated `n` times and its responses added."""
+        """Return the batch with every prompt repeated `n` times and its responses added, made by the newest weights."""
         prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
         prompts.meta_info = {"seed": seed, "validate": validate}
-        responses = self.policy.generate(prompts)
-        responses.meta_info = {}
-        return batch.repeat(n, interleave=True).union(responses.select(batch_keys=[k for k in responses.batch.keys() if k != "seeds"]))
+        return join_responses(batch, self.policy.generate(prompts), n=n)
 
     def reward(self, ctx: OnlineRLContext) -> None:
         """A score for every response, from a reward model, a rule, or a rule that reads the model's score."""
@@ -268,6 +263,10 @@ class RayPPOTrainer:
         ctx.metrics["actor/entropy"] = float(masked_mean(entropys, ctx.batch.batch["response_mask"]))
         if "rollout_log_probs" in ctx.batch.batch.keys():
             ctx.metrics |= rollout_mismatch_metrics(ctx.batch)
+
+    def rollout_correction(self, ctx: OnlineRLContext) -> None:
+        """Importance weights for what older weights or another engine drew."""
+        ctx.metrics |= correct(ctx.batch, self.config.algorithm.rollout_correction)
 
     def ref_log_prob(self, ctx: OnlineRLContext) -> None:
         """Log-probs under the reference policy."""
@@ -332,14 +331,21 @@ class RayPPOTrainer:
         """Improve the policy, once the critic has warmed up."""
         actor = self.config.actor_rollout_ref.actor
         columns = (*MODEL_INPUT, "old_log_probs", "advantages", *(("ref_log_prob",) if actor.use_kl_loss else ()))
+        if corrects_rollout(self.config):
+            columns += ("rollout_is_weights",)
         data = self._training_rows(ctx, columns, role=str(Role.Actor))
         ctx.updated = self.global_steps > self.config.trainer.critic_warmup and len(data) > 0
+        if "rollout_is_weights" in data.batch.keys():
+            data.batch["advantages"] = data.batch["advantages"] * data.batch.pop("rollout_is_weights")
         if ctx.updated:
             ctx.metrics |= mean_metrics(self.policy.actor.update_actor(data).meta_info["metrics"])
 
     def _training_rows(self, ctx: OnlineRLContext, columns: tuple[str, ...], *, role: str) -> DataProto:
         """The rows whose reward is valid, with what the update needs to cut them into optimizer steps."""
-        data = self._columns(ctx, columns).select_idxs(ctx.batch.batch["reward_valid"])
+        data, trainer = self._columns(ctx, columns), self.config.trainer
+        if trainer.stale_tokens == "drop" and trainer.staleness is not None:
+            data.batch["response_mask"] = fresh_mask(ctx.batch, version=self.global_steps - 1, staleness=trainer.staleness)
+        data = data.select_idxs(ctx.batch.batch["reward_valid"])
         data.meta_info = {
             "mini_batch_size": self._prompts_per_update(role) * self.config.actor_rollout_ref.rollout.n,
             "balance": self.config.trainer.balance_batch,
@@ -350,7 +356,7 @@ class RayPPOTrainer:
 
     def update_weights(self, ctx: OnlineRLContext) -> None:
         """Push the new weights to the rollout, with this step's number as their version."""
-        self.policy.push_weights(self.global_steps)
+        self.pipeline.push(self.global_steps)
 
     def testing(self, ctx: OnlineRLContext) -> None:
         """Validate every `trainer.test_freq` steps and after the last one."""
@@ -365,7 +371,10 @@ class RayPPOTrainer:
         ctx.timing["step"] = time.perf_counter() - ctx.started_at
         data = self.config.data
         ctx.metrics |= compute_data_metrics(
-            ctx.batch, use_critic=self.use_critic, max_response_length=data.max_response_length, max_prompt_length=data.max_prompt_length
+            ctx.batch,
+            use_critic=uses_critic(self.config),
+            max_response_length=data.max_response_length,
+            max_prompt_length=data.max_prompt_length,
         )
         ctx.metrics |= compute_timing_metrics(ctx.batch, ctx.timing)
         ctx.metrics |= compute_throughput_metrics(ctx.batch, ctx.timing, self.resource_pool_manager.get_n_gpus())
@@ -385,7 +394,12 @@ class RayPPOTrainer:
     def _write_checkpoint(self, directory: str) -> None:
         for role, group in self._trained_groups().items():
             group.save_checkpoint(os.path.join(directory, role))
-        state = {"global_steps": self.global_steps, "data": self.train_loader.state_dict(), "kl_ctrl": self.kl_ctrl.state_dict()}
+        state = {
+            "global_steps": self.global_steps,
+            "data": self.train_loader.state_dict(),
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "ahead": self.pipeline.save(os.path.join(directory, "ahead")),
+        }
         write_run_state(directory, state, config_yaml=to_yaml(self.config))
 
     def _resume(self) -> None:
@@ -399,6 +413,7 @@ class RayPPOTrainer:
         self.global_steps = state["global_steps"]
         self.train_loader.load_state_dict(state["data"])
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.pipeline.restore(os.path.join(path, "ahead"), state.get("ahead", []))
         logger.info("resumed from %s, step %d of %d", path, self.global_steps, self.total_training_steps)
 
     def _trained_groups(self) -> dict[str, Any]:

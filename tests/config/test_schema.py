@@ -12,12 +12,12 @@ from hybridrl.config.names import NOT_HERE, RENAMED
 from hybridrl.config.schema import keys, sections
 
 SCHEMAS = [PPOConfig, SFTConfig]
-MAX_KEYS = 150
+MAX_KEYS = 200
 # The keys that verl's users set in most of its launch scripts, with values they set.
 FREQUENT = (Path(__file__).parent / "frequent_overrides.txt").read_text().split()
 
 
-def test_the_ppo_schema_has_at_most_150_keys():
+def test_the_ppo_schema_has_at_most_200_keys():
     assert len(keys(PPOConfig)) <= MAX_KEYS
 
 
