@@ -101,17 +101,22 @@ def worker_classes(config: PPOConfig) -> Workers:
         workers[Role.RefPolicy] = ActorRolloutRefWorker
     if config.reward_model.enable:
         workers[Role.RewardModel] = RewardModelWorker
+    if config.trainer.eval_n_gpus:
+        workers[Role.Evaluator] = ActorRolloutRefWorker
     return workers
 
 
 def resource_pools(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
-    """Where roles work: all on one pool of all devices, except a rollout with `actor_rollout_ref.rollout.n_gpus_per_node` of its own."""
+    """Where roles work: all on one pool of all devices, except a rollout and an evaluator with devices of their own."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
     mapping = dict.fromkeys(workers, "global_pool")
     if rollout.n_gpus_per_node:
         spec["rollout_pool"] = [rollout.n_gpus_per_node] * rollout.nnodes
         mapping[Role.Rollout] = "rollout_pool"
+    if trainer.eval_n_gpus:
+        spec["eval_pool"] = [trainer.eval_n_gpus]
+        mapping[Role.Evaluator] = "eval_pool"
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[trainer.device]
     return ResourcePoolManager(spec, mapping, use_gpu=use_gpu, backend=trainer.backend)
 

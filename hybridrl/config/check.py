@@ -184,6 +184,8 @@ def asynchrony(config: PPOConfig) -> Problems:
         yield f"actor_rollout_ref.rollout.n_gpus_per_node={pool}: trainer.backend=local has one process only; use trainer.backend=ray"
     if not pool and rollout.nnodes > 1:
         yield f"actor_rollout_ref.rollout.nnodes={rollout.nnodes}: has no effect without actor_rollout_ref.rollout.n_gpus_per_node"
+    if trainer.eval_n_gpus and trainer.backend == "local":
+        yield f"trainer.eval_n_gpus={trainer.eval_n_gpus}: trainer.backend=local has one process only; use trainer.backend=ray"
     if not pool and trainer.lag and trainer.backend == "ray":
         yield (
             f"trainer.lag={trainer.lag}: generation cannot run beside training in the same processes; give it a pool of its own with "
@@ -240,7 +242,7 @@ def only_in_ppo(config: SFTConfig) -> Problems:
     """Settings of the driver that mean nothing in supervised fine-tuning stay at their defaults."""
     defaults = TrainerConfig()
     names = ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate")
-    for key in (*names, "lag", "partial_rollout", "staleness", "stale_tokens", "middleware"):
+    for key in (*names, "lag", "partial_rollout", "staleness", "stale_tokens", "middleware", "eval_n_gpus"):
         value = getattr(config.trainer, key)
         if value != getattr(defaults, key):
             yield f"trainer.{key}={value}: has no effect in supervised fine-tuning; leave it out"

@@ -32,6 +32,7 @@ class TrainerConfig:
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate and stop.")
     test_freq: int = setting(-1, "Validate every so many steps and at the end; -1 means never.", ge=-1)
+    eval_n_gpus: int = setting(0, "Processes of their own that validate beside training; 0: the rollout validates, training waits.", ge=0)
     save_freq: int = setting(-1, "Commit a checkpoint every so many steps and at the end; -1 means never.", ge=-1)
     max_ckpt_to_keep: int | None = setting(None, "Checkpoints kept; null means all.", ge=1)
     default_local_dir: str | None = setting(None, "Where the run writes; null means checkpoints/{project}/{experiment}.")

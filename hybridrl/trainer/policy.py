@@ -62,8 +62,11 @@ class PolicyGroups:
         self._wake_up()
         if self.hybrid is not None:
             return Push(self.hybrid, self.hybrid.update_weights.later(version), version)
-        weights = self.actor.gather_weights.later()[0]
-        return Push(self.rollout, self.rollout.receive_weights.later(version, weights), version)
+        return Push(self.rollout, self.rollout.receive_weights.later(version, self.gather_later()), version)
+
+    def gather_later(self) -> Any:
+        """Return a reference to the actor's full weights as they are now, as `receive_weights` takes it."""
+        return self.actor.gather_weights.later()[0]
 
     def _wake_up(self) -> None:
         if self._asleep:

@@ -27,13 +27,14 @@ from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig, to_yaml
 from hybridrl.config.ppo import KLCtrlConfig
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.framework import OnlineRLContext
+from hybridrl.framework import OnlineRLContext, Task
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
 from hybridrl.trainer.data import collate_fn, load_dataset
+from hybridrl.trainer.evaluation import Evaluation
 from hybridrl.trainer.metrics import (
     compute_data_metrics,
     compute_throughput_metrics,
@@ -42,10 +43,11 @@ from hybridrl.trainer.metrics import (
     mean_metrics,
     rollout_mismatch_metrics,
 )
+from hybridrl.trainer.middleware import load_middleware
 from hybridrl.trainer.pipeline import join_responses, make_pipeline
-from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.trainer.policy import PolicyGroups, check_health
 from hybridrl.trainer.prompt_loader import PromptLoader
-from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
 from hybridrl.trainer.run import is_due, open_tracking, run_directory, run_stages
 from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.seeds import Purpose, call_seed, row_seeds
@@ -87,6 +89,7 @@ class RayPPOTrainer:
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
         self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
+        self.middleware = load_middleware(config.trainer.middleware)
         self._check_roles()
         self._make_loaders(train_dataset, val_dataset, collate_fn, train_sampler)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
@@ -123,7 +126,7 @@ class RayPPOTrainer:
         """Reserve devices, start the worker processes and load their models. When one fails, none is left running."""
         manager = self.resource_pool_manager
         manager.create_resource_pool(job=self.job)
-        classes = {str(role): RayClassWithInitArgs(cls, self.config, str(role)) for role, cls in self.role_worker_mapping.items()}
+        classes = {str(role): RayClassWithInitArgs(cls, self.config, worker_role(role)) for role, cls in self.role_worker_mapping.items()}
         pool_of_role = {str(role): manager.mapping[role] for role in self.role_worker_mapping}
         plan = plan_processes(self.job, pool_of_role, colocate=self.config.trainer.colocate)
         try:
@@ -170,9 +173,19 @@ class RayPPOTrainer:
                 self.tracking.log(self._validate(), self.global_steps)
             if remaining > 0:
                 self._fill_pipeline()
-                run_stages(self.stages(), max_step=remaining)
+                self._run(remaining)
             elif not trainer.val_only:
                 logger.info("nothing to train: step %d of %d is done", self.global_steps, self.total_training_steps)
+
+    def _run(self, num_steps: int) -> None:
+        self.evaluation = Evaluation(self._evaluate) if str(Role.Evaluator) in self.groups else None
+        run_stages(self.stages(), max_step=num_steps, change=self._apply_middleware)
+        for metrics in self.evaluation.finish() if self.evaluation is not None else ():
+            self.tracking.log(metrics, self.global_steps)
+
+    def _apply_middleware(self, task: Task) -> None:
+        for change in self.middleware:
+            change(task, self)
 
     def _fill_pipeline(self) -> None:
         """Begin the batches that the first steps find on their way."""
@@ -222,11 +235,14 @@ class RayPPOTrainer:
         prompts.meta_info = {"seed": call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step), "validate": False}
         self.pipeline.begin(prompts, batch, step=step, epoch=epoch)
 
-    def respond(self, batch: DataProto, *, n: int, seed: int, validate: bool) -> DataProto:
-        """Return the batch with every prompt repeated `n` times and its responses added, made by the newest weights."""
+    def respond(self, batch: DataProto, *, n: int, seed: int, generate: Callable[[DataProto], DataProto] | None = None) -> DataProto:
+        """Return the batch with every prompt repeated `n` times and responses added, sampled as validation does.
+
+        generate: who responds; by default the rollout, with the newest weights.
+        """
         prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
-        prompts.meta_info = {"seed": seed, "validate": validate}
-        return join_responses(batch, self.policy.generate(prompts), n=n)
+        prompts.meta_info = {"seed": seed, "validate": True}
+        return join_responses(batch, (generate or self.policy.generate)(prompts), n=n)
 
     def reward(self, ctx: OnlineRLContext) -> None:
         """A score for every response, from a reward model, a rule, or a rule that reads the model's score."""
@@ -360,11 +376,23 @@ class RayPPOTrainer:
 
     def testing(self, ctx: OnlineRLContext) -> None:
         """Validate every `trainer.test_freq` steps and after the last one."""
-        if self.val_dataset is not None and self._due(self.config.trainer.test_freq):
-            ctx.metrics |= self._validate()
+        due = self.val_dataset is not None and self._due(self.config.trainer.test_freq)
+        if self.evaluation is None:
+            ctx.metrics |= self._validate() if due else {}
+            return
+        for metrics in self.evaluation.finished():
+            ctx.metrics |= metrics
+        if due:
+            self.evaluation.request(self.global_steps, self.policy.gather_later())
 
     def _validate(self) -> dict[str, float]:
         return validate(self, step=self.global_steps)
+
+    def _evaluate(self, version: int, weights: Any) -> dict[str, float]:
+        """Validate these weights in the evaluator's processes."""
+        evaluator = self.groups[str(Role.Evaluator)]
+        check_health(evaluator.receive_weights(version, weights), version)
+        return validate(self, step=version, generate=evaluator.generate_sequences)
 
     def log(self, ctx: OnlineRLContext) -> None:
         """Tell the step's numbers to every logger."""

@@ -107,10 +107,17 @@ def load_history(history: History | str | Path) -> History:
 
 
 def merge_steps(history: History) -> list[dict[str, float]]:
-    """Return one entry per step in ascending order; where a step was logged twice, later values count."""
+    """Return one entry per step in ascending order; where a step was logged twice, later values count.
+
+    What a separate evaluation found is put at the step whose weights it saw (`val/version`), not at the one that heard of it.
+    """
     steps: dict[int, dict[str, float]] = {}
     for entry in history:
-        steps.setdefault(int(entry["step"]), {}).update(entry)
+        seen = int(entry.get("val/version", entry["step"]))
+        found = {name: value for name, value in entry.items() if name.startswith("val-")} if seen != entry["step"] else {}
+        steps.setdefault(int(entry["step"]), {}).update({name: value for name, value in entry.items() if name not in found})
+        if found:
+            steps.setdefault(seen, {"step": seen}).update(found)
     return [steps[step] for step in sorted(steps)]
 
 

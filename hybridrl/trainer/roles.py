@@ -17,11 +17,17 @@ class Role(Enum):
     RefPolicy = "ref"
     RewardModel = "rm"
     ActorRolloutRef = "actor_rollout_ref"
+    Evaluator = "evaluator"
     Env = "env"
     TeacherModel = "teacher"
 
     def __str__(self) -> str:
         return self.value
+
+
+def worker_role(role: Role) -> str:
+    """Return what a worker of this role is told to hold: an evaluator holds a rollout."""
+    return str(Role.Rollout if role is Role.Evaluator else role)
 
 
 class ResourcePoolManager:

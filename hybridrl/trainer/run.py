@@ -44,12 +44,15 @@ def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps
     )
 
 
-def run_stages(stages: Sequence[Callable[[OnlineRLContext], None]], *, max_step: int) -> None:
-    """Run the stages in order, `max_step` times, and time each of them."""
+def run_stages(
+    stages: Sequence[Callable[[OnlineRLContext], None]], *, max_step: int, change: Callable[[Task], None] = lambda task: None
+) -> None:
+    """Run the stages in order, `max_step` times, and time each of them. change: what is done to the loop before it runs."""
     with Task(ctx=OnlineRLContext()) as task:
         task.use_wrapper(StepTimer())
         for fn in stages:
             task.use(fn)
+        change(task)
         task.run(max_step=max_step)
 
 

@@ -1,6 +1,7 @@
 """Validation: the whole validation set through the current policy, scored by rule, summed up per data source."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from hybridrl.protocol import DataProto
@@ -10,19 +11,23 @@ from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.seeds import Purpose, call_seed
 
 
-def validate(trainer: Any, *, step: int) -> dict[str, float]:
-    """Return `val-core/...` and `val-aux/...` metrics of the policy as it stands. Same seeds each time; nothing is trained."""
+def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataProto] | None = None) -> dict[str, float]:
+    """Return `val-core/...` and `val-aux/...` metrics. Same seeds each time; nothing is trained.
+
+    generate: who responds; by default the rollout, with the policy as it stands.
+    """
     config = trainer.config
     seed = call_seed(seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=0)
     records: list[dict[str, Any]] = []
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
     for number, batch in enumerate(_batches(trainer)):
         trainer.identify(batch, purpose=Purpose.VALIDATION, step=number)
-        batch = trainer.respond(batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, validate=True)
+        batch = trainer.respond(batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, generate=generate)
         extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
         _collect(columns, batch, extra)
         records.extend(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
-    trainer.policy.rest()
+    if generate is None:
+        trainer.policy.rest()
     if config.trainer.validation_data_dir:
         write_samples(os.path.join(config.trainer.validation_data_dir, f"{step}.jsonl"), iter(records))
     values = {k: v for k, v in columns.items() if k not in ("data_source", "uid")}

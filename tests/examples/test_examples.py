@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl import main_ppo
 from tests.end_to_end.runs import metrics, settings, train
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,23 @@ def test_a_trainer_of_ones_own_changes_and_adds_stages(tmp_path, tiny_qwen2):
 def test_a_worker_of_ones_own_adds_a_method(tmp_path, tiny_qwen2):
     run(sys.executable, "examples/custom_worker.py", *settings(tmp_path, tiny_qwen2))
     assert metrics(tmp_path / "run")[1]["actor/weight_norm"] > 0
+
+
+def test_the_loop_is_changed_from_a_file_of_ones_own(tmp_path, tiny_qwen2, capfd):
+    file = ROOT / "examples" / "middleware.py"
+    rows = train(tmp_path, tiny_qwen2, trainer__middleware=f"[{file}:keep_what_teaches,{file}:log_stage_times]")
+    assert all(0 < row["train/share_of_rows_that_teach"] <= 1 for row in rows if "train/share_of_rows_that_teach" in row)
+    assert "step 2: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("nothing.py", "write it as path.py:fn"), ("nothing.py:fn", "no file nothing.py"), ("math:pi", "is float, not a function")],
+)
+def test_middleware_that_is_not_there_is_refused(tmp_path, tiny_qwen2, capsys, value, message):
+    assert main_ppo.main([*settings(tmp_path, tiny_qwen2), f"trainer.middleware=[{value}]"]) == 2
+    error = capsys.readouterr().err
+    assert f"trainer.middleware={value}: " in error and message in error
 
 
 def test_remote_calls_are_typed_and_run():
