@@ -24,6 +24,8 @@ EncodedTensor = tuple[Any, Any, Any]
 EncodedColumns = dict[str, EncodedTensor]
 Wrap = Callable[[np.ndarray], Any]
 
+NUMPY_DTYPES = {"float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"}  # those that numpy has too, by the same name
+
 FILE_KIND = "hybridrl.DataProto"
 FILE_VERSION = 1
 
@@ -48,8 +50,9 @@ def deserialize_single_tensor(encoded: EncodedTensor) -> torch.Tensor:
         values, offsets = deserialize_single_tensor(first), deserialize_single_tensor(second)
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=third)
     # DLPack, because frombuffer and from_numpy warn about read-only memory, once, wherever it happens to be first.
-    flat = torch.from_dlpack(np.frombuffer(third, dtype=np.uint8))
-    return flat.view(getattr(torch, first)).reshape(second)
+    if first in NUMPY_DTYPES:
+        return torch.from_dlpack(np.frombuffer(third, dtype=first).reshape(second))
+    return torch.from_dlpack(np.frombuffer(third, dtype=np.uint8)).view(getattr(torch, first)).reshape(second)
 
 
 def is_read_only(encoded: EncodedTensor) -> bool:

@@ -13,6 +13,7 @@ guarded by numpy: copy one before `torch.from_numpy`.
 import threading
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -44,9 +45,18 @@ class CopyOnTouch:
             return
         with _COPYING:
             for name in self._shared & set(self._shared if names is None else names):
-                self._batch.set(name, self._batch.get(name).clone())
+                self._batch.set(name, _own_copy(self._batch.get(name)))
                 self._shared.discard(name)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns for reading only."""
         return {} if self._batch is None else dict(self._batch.items())
+
+
+def _own_copy(column: torch.Tensor) -> torch.Tensor:
+    """A copy of a received column. numpy allocates it: it asks the kernel for huge pages, and a fresh page fault is what copying costs."""
+    if column.is_nested or not column.nbytes:
+        return column.clone()
+    copy = torch.from_numpy(np.empty(column.nbytes, dtype=np.uint8))
+    copy.copy_(column.reshape(-1).view(torch.uint8))
+    return copy.view(column.dtype).view(column.shape)
