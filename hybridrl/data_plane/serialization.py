@@ -39,8 +39,13 @@ def serialize_single_tensor(tensor: torch.Tensor, *, wrap: Wrap = pickle.PickleB
         tensor = without_holes(tensor.detach())
         values, offsets = (serialize_single_tensor(part, wrap=wrap) for part in (tensor.values(), tensor.offsets()))
         return values, offsets, jagged_dim(tensor)
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), wrap(flat.view(torch.uint8).numpy())
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), wrap(flat_bytes(tensor.cpu()).numpy())
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's values as (nbytes,) uint8, over its own memory where that holds them in order and as they are."""
+    as_they_are = tensor.detach().resolve_conj().resolve_neg()  # a conjugated or negated view is so only in torch's books
+    return as_they_are.contiguous().reshape(-1).view(torch.uint8)
 
 
 def deserialize_single_tensor(encoded: EncodedTensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from hybridrl.data_plane.columns import jagged_dim
+
 # Two stages of one driver may touch the same received batch at once; both must end up with the same copy.
 _COPYING = threading.Lock()
 
@@ -55,7 +57,10 @@ class CopyOnTouch:
 
 def _own_copy(column: torch.Tensor) -> torch.Tensor:
     """A copy of a received column. numpy allocates it: it asks the kernel for huge pages, and a fresh page fault is what copying costs."""
-    if column.is_nested or not column.nbytes:
+    if column.is_nested:
+        values, offsets = _own_copy(column.values()), _own_copy(column.offsets())  # clone() would leave the offsets where they are
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim(column))
+    if not column.nbytes:
         return column.clone()
     copy = torch.from_numpy(np.empty(column.nbytes, dtype=np.uint8))
     copy.copy_(column.reshape(-1).view(torch.uint8))

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -18,9 +19,12 @@ pytestmark = pytest.mark.timeout(60)
 TENSORS = {
     "bf16": torch.tensor([[1.5, -2.0], [0.0, 3.0]], dtype=torch.bfloat16),
     "fp8": torch.tensor([[1.0, 2.0], [4.0, 0.5]]).to(torch.float8_e4m3fn),
+    "fp8 with range": torch.tensor([[1.0, 2.0], [4.0, 57344.0]]).to(torch.float8_e5m2),
     "bool": torch.tensor([True, False]),
     "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
     "complex": torch.tensor([1 + 2j, 3 - 1j]),
+    "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
     "transposed": torch.arange(6).reshape(3, 2).t(),
     "every second": torch.arange(8.0).reshape(4, 2)[::2],
     "expanded": torch.tensor([[7], [8]]).expand(2, 1000),
@@ -56,6 +60,19 @@ def test_every_tensor_arrives_as_it_was(name, way, tmp_path):
     for part in (back, back[:0], back[1:]):
         assert plain_rows(round_trip(part).batch["x"]) == plain_rows(part.batch["x"])
     assert not back.batch["x"].requires_grad and back.meta_info == {"k": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex64, torch.uint16])
+@pytest.mark.parametrize("shape", ["dense", "jagged", "no rows"])
+def test_pickle_5_sends_every_dtype_out_of_band(dtype, shape):
+    rows = {"dense": [4000, 4000], "jagged": [3000, 5000], "no rows": []}[shape]
+    values = torch.ones(sum(rows)).to(dtype)
+    offsets = torch.tensor([0, *accumulate(rows)])
+    column = torch.nested.nested_tensor_from_jagged(values, offsets) if shape == "jagged" else values.reshape(len(rows), -1 if rows else 7)
+    buffers: list[pickle.PickleBuffer] = []
+    payload = pickle.dumps(DataProto.from_dict({"x": column}), protocol=5, buffer_callback=buffers.append)
+    assert len(payload) < 500
+    assert sum(b.raw().nbytes for b in buffers) == values.nbytes + (offsets.nbytes if shape == "jagged" else 0)
 
 
 def test_pickle_5_sends_all_numbers_out_of_band_and_of_a_view_only_its_rows():

@@ -8,7 +8,7 @@ import ray
 import torch
 
 from hybridrl.protocol import DataProto, fold_batch_dim, unpad_dataproto
-from tests.data_plane.sample_batches import obs, round_trip, three_rows, two_readers
+from tests.data_plane.sample_batches import jagged, obs, round_trip, three_rows, two_readers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,6 +46,32 @@ def test_writing_to_a_received_batch_changes_no_other_reader(write):
     mine, other = two_readers(three_rows())
     write(mine)
     assert obs(other) == [[1, 2], [3, 4], [5, 6]] and other.non_tensor_batch["weight"].tolist() == [0.5, 1.5, 2.5]
+
+
+def all_bytes(column: torch.Tensor) -> list[int]:
+    parts = [column.values(), column.offsets()] if column.is_nested else [column]
+    return [byte for part in parts for byte in part.reshape(-1).view(torch.uint8).tolist()]
+
+
+COLUMNS = {
+    "bf16": torch.ones(3, 2, dtype=torch.bfloat16),
+    "fp8": torch.ones(3, 2).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False, True]),
+    "complex": torch.tensor([1 + 2j, 3 - 1j]),
+    "jagged": jagged([1.0, 2.0], [3.0]),
+    "jagged last": torch.nested.nested_tensor_from_jagged(torch.arange(10.0).view(2, 5), torch.tensor([0, 2, 5]), jagged_dim=2),
+    "no rows": torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_writing_to_the_memory_of_a_received_column_of_any_dtype_changes_no_other_reader(name):
+    """Also through numpy, and the offsets of a jagged column: whatever a received batch hands out is private."""
+    mine, other = two_readers(DataProto.from_dict({"x": COLUMNS[name]}))
+    for part in [mine.batch["x"].values(), mine.batch["x"].offsets()] if COLUMNS[name].is_nested else [mine.batch["x"]]:
+        part.reshape(-1).view(torch.uint8).numpy()[:] = 77
+        part.zero_()
+    assert all_bytes(other.batch["x"]) == all_bytes(COLUMNS[name])
 
 
 def test_a_received_batch_sent_on_in_this_process_still_guards_its_memory():
