@@ -25,7 +25,7 @@ learn: .venv/test.stamp ## the quick start for three seeds: does accuracy rise?
 	$(PYTHON) -m pytest -q -s -m slow tests/test_learning.py
 
 bench: .venv/test.stamp ## every published figure
-	@for file in benchmarks/*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
+	@for file in benchmarks/[!_]*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
 
 clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -22,6 +22,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from _contest import make_columns, median_ms
 
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto
@@ -30,16 +31,7 @@ from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, Ra
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import Worker
 
-WIDE = ("input_ids", "attention_mask", "position_ids")
-NARROW = ("prompts", "responses", "response_mask")
-NUMBERS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "token_level_scores", "advantages", "returns")
 HANDOVERS, HANDOVER_BYTES = 20, 100_000_000
-
-
-def make_columns(rows: int, tokens: int) -> dict[str, torch.Tensor]:
-    columns = {name: torch.randint(0, 50_000, (rows, tokens)) for name in WIDE}
-    columns |= {name: torch.randint(0, 50_000, (rows, tokens // 2)) for name in NARROW}
-    return columns | {name: torch.randn(rows, tokens // 2) for name in NUMBERS}
 
 
 class Holder(Worker):
@@ -89,14 +81,7 @@ def end(groups: list[RayWorkerGroup]) -> None:
 
 
 def compare(what: str, ours: Callable[[], object], theirs: Callable[[], object], *, repeats: int) -> None:
-    """Print the medians of both over rounds in which each has its turn, now one first and now the other; round 0 does not count."""
-    times = np.zeros((repeats + 1, 2))
-    for number in range(repeats + 1):
-        for place in (0, 1) if number % 2 else (1, 0):
-            begin = time.perf_counter()
-            (ours, theirs)[place]()
-            times[number, place] = (time.perf_counter() - begin) * 1e3
-    left, right = np.median(times[1:], axis=0)
+    left, right = median_ms([ours, theirs], repeats=repeats)
     print(f"  {what:<30}{left:>14.3f}{right:>16.3f}{left / right:>8.2f}", flush=True)
 
 

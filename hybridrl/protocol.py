@@ -124,15 +124,27 @@ class DataProto(CopyOnTouch):
         """Return the batch with every column changed."""
         tensors = {name: change(tensor) for name, tensor in self._tensors().items()}
         arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
-        batch = None if self._batch is None else TensorDict(tensors, batch_size=[num_rows])
-        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=self.meta_info)
+        return self._like(None if self._batch is None else TensorDict(tensors, batch_size=[num_rows]), arrays)
 
     def _take(self, rows: torch.Tensor) -> Self:
         return self._each(lambda column: columns.take_rows(column, rows), num_rows=len(rows))
 
     def _cut(self, bounds: Sequence[tuple[int, int]]) -> list[Self]:
         self._own()
-        return [self._each(lambda c, a=start, b=stop: columns.slice_rows(c, a, b), num_rows=stop - start) for start, stop in bounds]
+        if self._batch is None or not columns.is_partition(bounds, len(self)) or any(t.is_nested for t in self._tensors().values()):
+            return [self._each(lambda c, a=start, b=stop: columns.slice_rows(c, a, b), num_rows=stop - start) for start, stop in bounds]
+        even = bounds[0][1] * len(bounds) == len(self) > 0  # for which TensorDict has a faster way
+        pieces = self._batch.chunk(len(bounds)) if even else self._batch.split([stop - start for start, stop in bounds])
+        arrays = ({k: v[start:stop] for k, v in self.non_tensor_batch.items()} for start, stop in bounds)
+        return [self._like(piece, own) for piece, own in zip(pieces, arrays, strict=True)]
+
+    def _like(self, batch: TensorDict | None, arrays: dict[str, np.ndarray]) -> Self:
+        """A batch made of this one, which needs no check, with the same meta_info."""
+        if type(self).__init__ is not DataProto.__init__:
+            return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=self.meta_info)
+        made = object.__new__(type(self))
+        made.batch, made.non_tensor_batch, made.meta_info = batch, arrays, self.meta_info
+        return made
 
     # Made of other things, and turned into them.
 
@@ -232,8 +244,9 @@ class DataProto(CopyOnTouch):
         meta_info = self.meta_info if meta_info_keys is None else _pick("meta_info key", self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy((arrays, meta_info))
-        batch = None if self._batch is None else TensorDict(tensors, batch_size=[len(self)])
-        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+        selected = self._like(None if self._batch is None else self._batch.select(*tensors), arrays)
+        selected.meta_info = meta_info
+        return selected
 
     def pop(
         self,

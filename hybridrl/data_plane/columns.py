@@ -101,6 +101,15 @@ def slice_rows(column: Column, start: int, stop: int) -> Column:
     return column[start:stop]
 
 
+def is_partition(bounds: Sequence[tuple[int, int]], num_rows: int) -> bool:
+    """Return whether [start, stop) runs follow one another and hold all rows."""
+    return bool(bounds) and bounds[0][0] == 0 and bounds[-1][1] == num_rows and all(map(_meet, bounds, bounds[1:]))
+
+
+def _meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    return first[1] == second[0]
+
+
 def without_holes(jagged: torch.Tensor) -> torch.Tensor:
     """Return a jagged tensor whose values hold nothing but its rows (a narrowed one also carries what was narrowed away)."""
     return jagged.contiguous() if jagged.lengths() is not None else jagged
@@ -126,13 +135,13 @@ def concat_rows(name: str, pieces: Sequence[Column]) -> Column:
     """Return the rows of all pieces, copied. Raises DataError naming the column when dtypes or row shapes differ."""
     if isinstance(pieces[0], np.ndarray):
         return _concat_arrays(name, pieces)
-    kinds = [(str(p.dtype), "jagged" if p.is_nested else tuple(p.shape[1:])) for p in pieces]
+    kinds = [(p.dtype, "jagged" if p.is_nested else p.shape[1:]) for p in pieces]
     for number, kind in enumerate(kinds):
         # torch.cat would promote: int64 next to float32 loses digits without a word.
         if kind != kinds[0]:
+            first, other = (f"{dtype} {shape if shape == 'jagged' else tuple(shape)}" for dtype, shape in (kinds[0], kind))
             raise DataError(
-                f"column {name!r} cannot be concatenated: rows of piece 0 are {kinds[0][0]} {kinds[0][1]}, "
-                f"of piece {number} {kind[0]} {kind[1]}; pad or cast them first"
+                f"column {name!r} cannot be concatenated: rows of piece 0 are {first}, of piece {number} {other}; pad or cast them first"
             )
     return _concat_jagged(pieces) if pieces[0].is_nested else torch.cat(list(pieces))
 

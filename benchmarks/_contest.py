@@ -1,0 +1,30 @@
+"""What the data-plane benchmarks share: the batch, and how two contenders are timed side by side. Not a benchmark itself."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+WIDE = ("input_ids", "attention_mask", "position_ids")
+NARROW = ("prompts", "responses", "response_mask")
+NUMBERS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "token_level_scores", "advantages", "returns")
+
+
+def make_columns(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Return 12 columns, half of the tokens responses: 48 bytes per token."""
+    columns = {name: torch.randint(0, 50_000, (rows, tokens)) for name in WIDE}
+    columns |= {name: torch.randint(0, 50_000, (rows, tokens // 2)) for name in NARROW}
+    return columns | {name: torch.randn(rows, tokens // 2) for name in NUMBERS}
+
+
+def median_ms(contenders: list[Callable[[], object]], *, repeats: int) -> list[float]:
+    """Return each one's median over rounds in which all have a turn, now in one order and now in the other; round 0 does not count."""
+    times = np.zeros((repeats + 1, len(contenders)))
+    for number in range(repeats + 1):
+        order = range(len(contenders)) if number % 2 else reversed(range(len(contenders)))
+        for place in order:
+            begin = time.perf_counter()
+            contenders[place]()
+            times[number, place] = (time.perf_counter() - begin) * 1e3
+    return np.median(times[1:], axis=0).tolist()
