@@ -13,25 +13,26 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader
 
 from hybridrl.data_plane import columns, conversion, merging, serialization
 from hybridrl.data_plane.columns import Column, RowIndex
+from hybridrl.data_plane.folding import cut_across, fold_batch_dim, unfold_batch_dim
 from hybridrl.data_plane.futures import DataProtoFuture
-from hybridrl.data_plane.merging import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict, union_two_dict
-from hybridrl.data_plane.padding import (
-    AUTO_PADDING_KEY,
-    DataProtoConfig,
-    fold_batch_dim,
-    pad_dataproto_to_divisor,
-    unfold_batch_dim,
-    unpad_dataproto,
+from hybridrl.data_plane.gathering import all_gather_data_proto
+from hybridrl.data_plane.items import DataProtoItem
+from hybridrl.data_plane.merging import list_of_dict_to_dict_of_list, pick_entries, union_numpy_dict, union_tensor_dict, union_two_dict
+from hybridrl.data_plane.mini_batches import mini_batches
+from hybridrl.data_plane.padding import AUTO_PADDING_KEY, DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
+from hybridrl.data_plane.serialization import (
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
 )
 from hybridrl.data_plane.sharing import CopyOnTouch
 from hybridrl.errors import DataError
@@ -41,10 +42,15 @@ __all__ = [
     "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
+    "all_gather_data_proto",
     "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
     "fold_batch_dim",
     "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",
+    "serialize_single_tensor",
+    "serialize_tensordict",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",
@@ -53,15 +59,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class DataProtoItem:
-    """One row: a TensorDict without batch dimension, {column: value}, and the batch's meta_info."""
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 class DataProto(CopyOnTouch):
@@ -239,9 +236,9 @@ class DataProto(CopyOnTouch):
         """Return the batch with only these columns (None: all), sharing storage. deepcopy: of arrays and meta_info, not of tensors."""
         names = self._tensors() if batch_keys is None else batch_keys
         self._own(names)
-        tensors = _pick("batch column", self._tensors(), names)
-        arrays = _pick("non_tensor_batch column", self.non_tensor_batch, non_tensor_batch_keys)
-        meta_info = self.meta_info if meta_info_keys is None else _pick("meta_info key", self.meta_info, meta_info_keys)
+        tensors = pick_entries("batch column", self._tensors(), names)
+        arrays = pick_entries("non_tensor_batch column", self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = self.meta_info if meta_info_keys is None else pick_entries("meta_info key", self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy((arrays, meta_info))
         selected = self._like(None if self._batch is None else self._batch.select(*tensors), arrays)
@@ -268,15 +265,7 @@ class DataProto(CopyOnTouch):
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> Self:
         """Rename tensor columns, in place, and return the batch. All at once, so that two may swap their names."""
-        old, new = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
-        if not isinstance(old, list) or not isinstance(new, list):
-            raise TypeError(f"keys must be a string or a list of strings, got {type(old_keys).__name__} and {type(new_keys).__name__}")
-        if len(old) != len(new):
-            raise ValueError(f"{len(old)} old and {len(new)} new keys: {old} and {new}")
-        _pick("batch column", self._tensors(), old)
-        names = [dict(zip(old, new, strict=True)).get(name, name) for name in self._tensors()]
-        if len(set(names)) < len(names):
-            raise DataError(f"after renaming {old} to {new} two columns would have the same name: {names}")
+        names = merging.renamed(list(self._tensors()), old_keys, new_keys)
         self.batch = TensorDict(dict(zip(names, self.batch.values(), strict=True)), batch_size=[len(self)])
         return self
 
@@ -327,28 +316,20 @@ class DataProto(CopyOnTouch):
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
         """Return `n_split` rows for each: columns in `split_keys` cut along their second dimension, the others repeated."""
-        keys = set(split_keys or ())
-        split = _pick("column", {**self._tensors(), **self.non_tensor_batch}, sorted(keys))
-        wrong = {k: tuple(c.shape) for k, c in split.items() if c.ndim < 2 or c.shape[1] % n_split}
-        if wrong:
-            raise DataError(f"the second dimension cannot be cut into {n_split} equal parts: {wrong}")
+        self._own(split_keys or ())
+        cut = pick_entries("column", {**self._tensors(), **self.non_tensor_batch}, split_keys or ())
+        cut = {name: cut_across(name, column, n_split) for name, column in cut.items()}
         repeated = self.repeat(n_split)
-        for name, column in split.items():
-            target = repeated.batch if isinstance(column, torch.Tensor) else repeated.non_tensor_batch
-            target[name] = column.reshape(len(repeated), column.shape[1] // n_split, *column.shape[2:])
+        for name, column in cut.items():
+            (repeated.batch if isinstance(column, torch.Tensor) else repeated.non_tensor_batch)[name] = column
         return repeated
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict[str, Any] | None = None
     ) -> Iterator[Self]:
         """Return an iterator over mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` mixes them."""
-        if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"{len(self)} rows cannot be iterated in mini-batches of {mini_batch_size}; pad_dataproto_to_divisor first")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        # The loader draws row numbers, as it would draw rows, and the rows of a mini-batch are picked at once.
-        rows: Any = range(len(self))
-        loader = DataLoader(rows, mini_batch_size, collate_fn=self.select_idxs, generator=generator, **(dataloader_kwargs or {}))
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+        how = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
+        return mini_batches(len(self), self.select_idxs, **how)
 
     # Pieces.
 
@@ -400,19 +381,11 @@ class DataProto(CopyOnTouch):
         return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
 
-def _pick(kind: str, entries: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the named entries (None: all) in their order; one that is not there is a DataError."""
-    missing = [name for name in names or () if name not in entries]
-    if missing:
-        raise DataError(f"{kind} {missing[0]!r} is not in the batch; there are {sorted(entries) or 'none'}")
-    return dict(entries) if names is None else {name: entries[name] for name in names}
-
-
 def _restore(cls: type[DataProto], batch: tuple[int, dict] | None, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
     """Return the batch of a pickle or a file. Tensors stay where they arrived until somebody touches them."""
     data = cls(non_tensor_batch=serialization.writable_arrays(arrays), meta_info=meta_info)
     if batch is not None:
-        data._receive(*serialization.deserialize_tensordict(*batch))
+        data._receive(*serialization.columns_over(*batch))
     return data
 
 

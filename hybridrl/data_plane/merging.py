@@ -29,7 +29,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         raise DataError(f"batches of {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows have no union")
     check_union("tensor column", dict(tensor_dict1.items()), dict(tensor_dict2.items()))
-    for key in set(tensor_dict2.keys()) - set(tensor_dict1.keys()):
+    for key in [key for key in tensor_dict2.keys() if key not in tensor_dict1.keys()]:
         tensor_dict1.set(key, tensor_dict2.get(key))
     return tensor_dict1
 
@@ -96,6 +96,28 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
         if differing:
             raise DataError(f"dicts 0 and {number} differ in the keys {sorted(differing)}")
     return {key: [entry[key] for entry in list_of_dict] for key in (list_of_dict[0] if list_of_dict else ())}
+
+
+def pick_entries(kind: str, entries: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the named entries (None: all) in the order of the names; one that is not there is a DataError."""
+    missing = [name for name in names or () if name not in entries]
+    if missing:
+        raise DataError(f"{kind} {missing[0]!r} is not in the batch; there are {sorted(entries) or 'none'}")
+    return dict(entries) if names is None else {name: entries[name] for name in names}
+
+
+def renamed(names: Sequence[str], old_keys: str | list[str] | None, new_keys: str | list[str] | None) -> list[str]:
+    """Return the names with the old keys, which must be among them, replaced by the new ones, all at once. Twice one name: DataError."""
+    old, new = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
+    if not isinstance(old, list) or not isinstance(new, list):
+        raise TypeError(f"keys must be a string or a list of strings, got {type(old_keys).__name__} and {type(new_keys).__name__}")
+    if len(old) != len(new):
+        raise ValueError(f"{len(old)} old and {len(new)} new keys: {old} and {new}")
+    pick_entries("batch column", dict.fromkeys(names), old)
+    after = [dict(zip(old, new, strict=True)).get(name, name) for name in names]
+    if len(set(after)) < len(after):
+        raise DataError(f"after renaming {old} to {new} two columns would have the same name: {after}")
+    return after
 
 
 def _short(value: Any) -> str:

@@ -1,16 +1,12 @@
-"""Batches brought to a wanted number of rows and back: repeated rows that are dropped later, and rows folded into one another.
+"""Batches brought to a wanted number of rows and back, by repeated rows that are dropped later.
 
 Dispatch needs none of this (any batch goes to any number of workers); it is here for those who cut batches themselves.
 """
 
-import math
 import os
 from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
-
-from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     from hybridrl.protocol import DataProto
@@ -54,34 +50,3 @@ def unpad_dataproto(data: "DataProto", pad_size: int) -> "DataProto":
     if not 0 <= pad_size <= len(data):
         raise ValueError(f"pad_size={pad_size} rows cannot be dropped from a batch of {len(data)}")
     return data.slice(0, len(data) - pad_size) if pad_size else data
-
-
-def fold_batch_dim(data: "DataProto", new_batch_size: int) -> "DataProto":
-    """Return `new_batch_size` rows, each holding consecutive old ones: a column (B, ...) becomes (new, B / new, ...)."""
-    if new_batch_size < 1 or len(data) % new_batch_size:
-        raise DataError(f"{len(data)} rows cannot be folded into {new_batch_size} of equal size")
-    return _reshape(data, new_batch_size, (new_batch_size, len(data) // new_batch_size), drop=1)
-
-
-def unfold_batch_dim(data: "DataProto", batch_dims: int = 2) -> "DataProto":
-    """Return the batch with the first `batch_dims` dimensions of every column made one; the inverse of `fold_batch_dim`."""
-    leading = {name: tuple(column.shape[:batch_dims]) for name, column in {**_tensors(data), **data.non_tensor_batch}.items()}
-    first = next(iter(leading.values()), ())
-    if len(first) != batch_dims or set(leading.values()) != {first}:
-        raise DataError(f"the first {batch_dims} dimensions must be the same in every column, got {leading}")
-    num_rows = math.prod(first)
-    return _reshape(data, num_rows, (num_rows,), drop=batch_dims)
-
-
-def _tensors(data: "DataProto") -> dict[str, torch.Tensor]:
-    return {} if data.batch is None else dict(data.batch.items())
-
-
-def _reshape(data: "DataProto", num_rows: int, leading: tuple[int, ...], *, drop: int) -> "DataProto":
-    nested = [name for name, tensor in _tensors(data).items() if tensor.is_nested]
-    if nested:
-        raise DataError(f"rows of nested columns cannot be folded: {nested}; pop them or make them dense")
-    tensors = {name: tensor.reshape(*leading, *tensor.shape[drop:]) for name, tensor in _tensors(data).items()}
-    arrays = {name: array.reshape(*leading, *array.shape[drop:]) for name, array in data.non_tensor_batch.items()}
-    batch = None if data.batch is None else TensorDict(tensors, batch_size=[num_rows])
-    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from hybridrl.data_plane.columns import jagged_dim, without_holes
+from hybridrl.data_plane.sharing import own_copy
 from hybridrl.errors import DataError
 
 # (dtype name, shape, bytes) of a dense tensor; (values, offsets, ragged dimension) of a jagged one, its first two again such tuples.
@@ -49,11 +50,15 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def deserialize_single_tensor(encoded: EncodedTensor) -> torch.Tensor:
+    """Return the CPU tensor of `serialize_single_tensor`, which may be written to: over the encoded bytes unless they are read-only."""
+    return own_copy(tensor_over(encoded)) if is_read_only(encoded) else tensor_over(encoded)
+
+
+def tensor_over(encoded: EncodedTensor) -> torch.Tensor:
     """Return the CPU tensor over the encoded bytes themselves: it must not be written to if `is_read_only(encoded)`."""
     first, second, third = encoded
     if not isinstance(first, str):
-        values, offsets = deserialize_single_tensor(first), deserialize_single_tensor(second)
-        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=third)
+        return torch.nested.nested_tensor_from_jagged(tensor_over(first), tensor_over(second), jagged_dim=third)
     # DLPack, because frombuffer and from_numpy warn about read-only memory, once, wherever it happens to be first.
     if first in NUMPY_DTYPES:
         return torch.from_dlpack(np.frombuffer(third, dtype=first).reshape(second))
@@ -78,9 +83,15 @@ def _read_only_buffer(array: np.ndarray) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(memoryview(array).toreadonly())
 
 
-def deserialize_tensordict(num_rows: int, columns: EncodedColumns) -> tuple[TensorDict, set[str]]:
+def deserialize_tensordict(encoded: tuple[int, EncodedColumns]) -> TensorDict:
+    """Return the TensorDict of `serialize_tensordict`, on the CPU, whose columns may be written to."""
+    num_rows, columns = encoded
+    return TensorDict({name: deserialize_single_tensor(column) for name, column in columns.items()}, batch_size=[num_rows])
+
+
+def columns_over(num_rows: int, columns: EncodedColumns) -> tuple[TensorDict, set[str]]:
     """Return the columns over the encoded bytes themselves, and the names of those that must be copied before they are written to."""
-    tensors = {name: deserialize_single_tensor(encoded) for name, encoded in columns.items()}
+    tensors = {name: tensor_over(encoded) for name, encoded in columns.items()}
     return TensorDict(tensors, batch_size=[num_rows]), {name for name, encoded in columns.items() if is_read_only(encoded)}
 
 

@@ -47,7 +47,7 @@ class CopyOnTouch:
             return
         with _COPYING:
             for name in self._shared & set(self._shared if names is None else names):
-                self._batch.set(name, _own_copy(self._batch.get(name)))
+                self._batch.set(name, own_copy(self._batch.get(name)))
                 self._shared.discard(name)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -55,10 +55,10 @@ class CopyOnTouch:
         return {} if self._batch is None else dict(self._batch.items())
 
 
-def _own_copy(column: torch.Tensor) -> torch.Tensor:
+def own_copy(column: torch.Tensor) -> torch.Tensor:
     """A copy of a received column. numpy allocates it: it asks the kernel for huge pages, and a fresh page fault is what copying costs."""
     if column.is_nested:
-        values, offsets = _own_copy(column.values()), _own_copy(column.offsets())  # clone() would leave the offsets where they are
+        values, offsets = own_copy(column.values()), own_copy(column.offsets())  # clone() would leave the offsets where they are
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim(column))
     if not column.nbytes:
         return column.clone()

@@ -150,7 +150,7 @@ def test_unfold_column_chunks_cuts_some_columns_and_repeats_the_others():
     cut = data.unfold_column_chunks(2, split_keys=["x", "l"])
     assert cut.batch["x"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]] and cut.batch["y"].tolist() == [[1], [1], [2], [2]]
     assert cut.non_tensor_batch["l"].tolist() == [["a"], ["b"], ["c"], ["d"]]
-    with pytest.raises(DataError, match=r"3 equal parts: \{'x': \(2, 4\)\}"):
+    with pytest.raises(DataError, match=r"'x', which is \(2, 4\), cannot be cut into 3 equal parts"):
         data.unfold_column_chunks(3, split_keys=["x"])
 
 

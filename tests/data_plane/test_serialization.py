@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridrl.errors import DataError
-from hybridrl.protocol import DataProto
+from hybridrl.protocol import DataProto, deserialize_single_tensor, deserialize_tensordict, serialize_single_tensor, serialize_tensordict
 from tests.data_plane.sample_batches import jagged, labels, obs, round_trip, three_rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,6 +83,19 @@ def test_pickle_5_sends_all_numbers_out_of_band_and_of_a_view_only_its_rows():
     payload = pickle.dumps(data[:10], protocol=5, buffer_callback=buffers.append)
     assert sorted(b.raw().nbytes for b in buffers) == [10 * 2 * 4, 10 * 100 * 8, 10 * 1000 * 4]
     assert len(payload) < 2000
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("name", ["bf16", "transposed", "jagged wide"])
+def test_what_is_serialized_by_hand_comes_back_and_may_be_written_to(name, read_only):
+    batch = DataProto.from_dict({"x": TENSORS[name]}).batch
+    wrap = bytes if read_only else bytearray
+    encoded = serialize_single_tensor(TENSORS[name], wrap=wrap)
+    whole = pickle.dumps(serialize_tensordict(batch), protocol=5)
+    for back in (deserialize_single_tensor(encoded), deserialize_tensordict(pickle.loads(whole))["x"]):
+        assert back.dtype == TENSORS[name].dtype and plain_rows(back) == plain_rows(TENSORS[name])
+        back.zero_()
+    assert plain_rows(deserialize_single_tensor(encoded)) == plain_rows(TENSORS[name] if read_only else TENSORS[name] * 0)
 
 
 def test_disk_keeps_all_three_parts_and_leaves_no_other_file(tmp_path):

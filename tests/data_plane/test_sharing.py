@@ -36,6 +36,7 @@ def write_item(data: DataProto) -> None:
         lambda data: write_batch(DataProto().union(data)),
         lambda data: write_batch(DataProto.from_tensordict(data.to_tensordict())),
         lambda data: write_batch(fold_batch_dim(data, 1)),
+        lambda data: write_batch(data.unfold_column_chunks(2, split_keys=["obs"])),
         lambda data: write_batch(unpad_dataproto(data, 0)),
         lambda data: write_batch(round_trip(data, freeze=True)),
         lambda data: write_batch(pickle.loads(pickle.dumps(data, protocol=5))),
