@@ -17,6 +17,7 @@ from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.checkpoint import CONFIG, verify
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.export import check_new_directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export_checkpoint(checkpoint: str, directory: str) -> None:
     """Write the policy of a PPO checkpoint, whatever world size it was trained with, as a Hugging Face model."""
+    check_new_directory(directory)
     verify(checkpoint)
     if not os.path.isdir(os.path.join(checkpoint, "actor")):
         raise CheckpointError(f"{checkpoint} has no actor/ to export; SFT checkpoints hold their export in huggingface/ already")

@@ -9,11 +9,23 @@ SEED=${SEED:-1}
 PYTHON=${PYTHON:-python3}
 export HF_HUB_DISABLE_PROGRESS_BARS=1
 
+MADE_HERE="$OUT/.made_by_the_quick_start"
+if [ -d "$OUT" ] && [ -n "$(ls -A "$OUT")" ] && [ ! -e "$MADE_HERE" ]; then
+  echo "$OUT is not empty and was not made by the quick start; name a new directory" >&2
+  exit 1
+fi
+if [ -d "$OUT/grpo" ]; then
+  echo "== an earlier quick start in $OUT is moved to $OUT.earlier (what was there is replaced)"
+  rm -rf "$OUT.earlier"
+  mv "$OUT" "$OUT.earlier"
+fi
+mkdir -p "$OUT"
+touch "$MADE_HERE"
 rm -rf "$OUT"/{data,model,sft,grpo}
 $PYTHON -m data_preprocess.arithmetic --local_dir "$OUT/data" --seed "$SEED"
 $PYTHON -m examples.quickstart.build_model --data "$OUT/data" --out "$OUT/model" --seed "$SEED"
 
-echo "== supervised fine-tuning on imperfect demonstrations"
+echo "== supervised fine-tuning on imperfect demonstrations: 500 steps, about two minutes"
 $PYTHON -m hybridrl.main_sft \
   data.train_files="$OUT/data/sft_train.parquet" \
   data.val_files="$OUT/data/sft_val.parquet" \

@@ -3,11 +3,12 @@
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 
 import torch
 
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, ConfigError
 
 
 def export_hf(
@@ -21,13 +22,22 @@ def export_hf(
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
     if rank != 0:
         return
-    aside = f"{directory}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.makedirs(aside)
-    _write(tensors, aside, source=source, trust_remote_code=trust_remote_code)
-    _verify(tensors, aside)
-    shutil.rmtree(directory, ignore_errors=True)
-    os.rename(aside, directory)
+    check_new_directory(directory)
+    os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
+    aside = tempfile.mkdtemp(prefix=f"{os.path.basename(directory)}.partial-", dir=os.path.dirname(os.path.abspath(directory)))
+    try:
+        _write(tensors, aside, source=source, trust_remote_code=trust_remote_code)
+        _verify(tensors, aside)
+        os.chmod(aside, 0o755)
+        os.rename(aside, directory)  # replaces an empty directory, and nothing else
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_new_directory(directory: str) -> None:
+    """Raise ConfigError unless `directory` is not there yet, or empty: an export replaces nothing."""
+    if os.path.exists(directory) and (not os.path.isdir(directory) or os.listdir(directory)):
+        raise ConfigError(f"{directory} is there already and is not an empty directory; export to a new one")
 
 
 def _write(tensors: dict[str, torch.Tensor], directory: str, *, source: str, trust_remote_code: bool) -> None:

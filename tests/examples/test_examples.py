@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl import main_ppo
+from hybridrl import cli, main_ppo
 from tests.end_to_end.runs import metrics, settings, train
 
 ROOT = Path(__file__).parents[2]
@@ -79,3 +79,13 @@ def test_a_checkpoint_is_exported_by_a_command(tmp_path, tiny_qwen2):
 def test_help_and_resolved_settings_start_nothing(tmp_path):
     assert "data.train_batch_size" in run(sys.executable, "-m", "hybridrl.main_ppo", "--help")
     assert "adv_estimator: grpo" in run(sys.executable, "-m", "hybridrl.main_ppo", "--cfg", "job", "algorithm.adv_estimator=grpo")
+
+
+def test_what_is_there_already_is_neither_exported_over_nor_trained_over(tmp_path, capsys):
+    precious = tmp_path / "thesis.txt"
+    precious.write_text("precious")
+    assert cli.main(["export", str(tmp_path / "run/global_step_1"), str(tmp_path)]) == 2
+    assert f"{tmp_path} is there already and is not an empty directory; export to a new one" in capsys.readouterr().err
+    done = subprocess.run(["bash", "examples/quickstart/run.sh", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "was not made by the quick start; name a new directory" in done.stderr
+    assert precious.read_text() == "precious"
