@@ -43,10 +43,11 @@ def object_array(values: Any) -> np.ndarray:
     try:
         return np.array(values, dtype=object)
     except ValueError:
-        return _one_object_per_row(values)
+        return one_object_per_row(values)
 
 
-def _one_object_per_row(values: Sequence) -> np.ndarray:
+def one_object_per_row(values: Sequence) -> np.ndarray:
+    """Return a flat object array that holds the values as they are."""
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         array[row] = value
@@ -120,6 +121,13 @@ def jagged_dim(jagged: torch.Tensor) -> int:
     return jagged._ragged_idx
 
 
+def _jagged_row(jagged: torch.Tensor) -> str:
+    """What a row of a jagged tensor is: `jagged (4, *)` has 4 values of each of any number of tokens."""
+    sizes: list[Any] = list(jagged.values().shape)
+    sizes[jagged_dim(jagged) - 1] = "*"
+    return f"jagged ({', '.join(map(str, sizes))})"
+
+
 def _take_jagged(jagged: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     jagged = without_holes(jagged)
     lengths = jagged.offsets().diff()[rows]
@@ -135,11 +143,11 @@ def concat_rows(name: str, pieces: Sequence[Column]) -> Column:
     """Return the rows of all pieces, copied. Raises DataError naming the column when dtypes or row shapes differ."""
     if isinstance(pieces[0], np.ndarray):
         return _concat_arrays(name, pieces)
-    kinds = [(p.dtype, "jagged" if p.is_nested else p.shape[1:]) for p in pieces]
+    kinds = [(p.dtype, _jagged_row(p) if p.is_nested else p.shape[1:]) for p in pieces]
     for number, kind in enumerate(kinds):
         # torch.cat would promote: int64 next to float32 loses digits without a word.
         if kind != kinds[0]:
-            first, other = (f"{dtype} {shape if shape == 'jagged' else tuple(shape)}" for dtype, shape in (kinds[0], kind))
+            first, other = (f"{dtype} {shape if isinstance(shape, str) else tuple(shape)}" for dtype, shape in (kinds[0], kind))
             raise DataError(
                 f"column {name!r} cannot be concatenated: rows of piece 0 are {first}, of piece {number} {other}; pad or cast them first"
             )
@@ -149,7 +157,7 @@ def concat_rows(name: str, pieces: Sequence[Column]) -> Column:
 def _concat_arrays(name: str, pieces: Sequence[np.ndarray]) -> np.ndarray:
     if any(p.dtype == object for p in pieces) and len({p.shape[1:] for p in pieces}) > 1:
         # Lists of equal length make a two-dimensional object array, others a flat one: which it is may differ between pieces.
-        pieces = [_one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in pieces]
+        pieces = [one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in pieces]
     try:
         return np.concatenate(pieces)
     except (ValueError, TypeError) as error:

@@ -1,6 +1,6 @@
 """A batch in other forms: as one TensorDict that also holds what is no tensor, and as text for a person."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,18 @@ from hybridrl.data_plane.columns import num_bytes, object_array
 from hybridrl.errors import DataError
 
 Parts = tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]
+
+
+def stack_of(values: Sequence) -> NonTensorStack:
+    """Return the column of a TensorDict that holds these values as they are, one per row."""
+    return NonTensorStack(*[NonTensorData(value) for value in values])
+
+
+def plain_value(entry: Any) -> Any:
+    """Return an entry of a TensorDict without its wrapping: a tensor as it is, a column as a list, a value of the whole batch."""
+    if isinstance(entry, NonTensorStack):
+        return entry.tolist()
+    return entry.data if isinstance(entry, NonTensorData) else entry
 
 
 def split_tensordict(tensor_dict: TensorDict) -> Parts:
@@ -36,7 +48,7 @@ def join_tensordict(
         raise DataError(f"columns and meta_info share the names {twice}; rename or pop them first")
     result = TensorDict(dict(tensors), batch_size=[num_rows])
     for name, array in arrays.items():
-        result[name] = NonTensorStack(*[NonTensorData(value) for value in array])
+        result[name] = stack_of(array)
     for name, value in meta_info.items():
         result.set_non_tensor(name, value)
     return result

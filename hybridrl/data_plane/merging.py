@@ -10,6 +10,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from hybridrl.data_plane.columns import Column, concat_rows, equal
+from hybridrl.data_plane.conversion import plain_value
 from hybridrl.errors import DataError
 
 D = TypeVar("D", bound=dict)
@@ -25,12 +26,14 @@ def check_union(kind: str, first: Mapping, second: Mapping) -> None:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Put the second one's tensors into the first, in place, and return it. Tensors in both must be equal (else DataError)."""
+    """Put the second one's entries into the first, in place, and return it. Entries in both must be equal (else DataError)."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         raise DataError(f"batches of {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows have no union")
-    check_union("tensor column", dict(tensor_dict1.items()), dict(tensor_dict2.items()))
-    for key in [key for key in tensor_dict2.keys() if key not in tensor_dict1.keys()]:
-        tensor_dict1.set(key, tensor_dict2.get(key))
+    first, second = ({key: plain_value(entry) for key, entry in td.items()} for td in (tensor_dict1, tensor_dict2))
+    check_union("tensor column", first, second)
+    for key in second:
+        if key not in first:
+            tensor_dict1.set(key, tensor_dict2.get(key))
     return tensor_dict1
 
 

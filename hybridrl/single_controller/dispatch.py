@@ -15,8 +15,8 @@ from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
+from hybridrl.data_plane.batches import chunk_rows, concat_batches, is_batch
 from hybridrl.protocol import DataProtoFuture
-from hybridrl.single_controller.batches import chunk_rows, concat_batches, is_batch
 from hybridrl.single_controller.invocation import Dispatch
 from hybridrl.single_controller.references import References
 

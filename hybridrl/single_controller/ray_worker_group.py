@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
+from hybridrl.data_plane.batches import is_batch, size_in_bytes
 from hybridrl.single_controller.aliveness import AlivenessWatch
-from hybridrl.single_controller.batches import is_batch, size_in_bytes
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.references import References
 from hybridrl.single_controller.resource_pool import RayResourcePool

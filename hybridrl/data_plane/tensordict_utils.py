@@ -1,0 +1,347 @@
+"""TensorDicts as batches, for users of verl's second protocol: `from hybridrl.data_plane import tensordict_utils as tu`.
+
+A TensorDict holds rows when it has one batch dimension: tensors (dense or jagged) and `NonTensorStack` entries are columns,
+`NonTensorData` entries belong to the whole batch, as meta_info does in a `DataProto`. Everything here keeps that difference, whatever
+tensordict's own chunk, cat and indexing make of it in which version. Rows are cut, picked and joined by `columns.py`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from hybridrl.data_plane.columns import (
+    Column,
+    RowIndex,
+    check_tensor_column,
+    concat_rows,
+    equal,
+    even_bounds,
+    jagged_dim,
+    one_object_per_row,
+    row_index,
+    slice_rows,
+    take_rows,
+)
+from hybridrl.data_plane.conversion import plain_value, stack_of
+from hybridrl.data_plane.merging import concat_columns, list_of_dict_to_dict_of_list, union_tensor_dict
+from hybridrl.data_plane.mini_batches import mini_batches
+from hybridrl.errors import DataError
+
+__all__ = [
+    "assert_tensordict_eq",
+    "assign_non_tensor",
+    "assign_non_tensor_data",
+    "assign_non_tensor_stack",
+    "chunk_tensordict",
+    "concat_nested_tensors",
+    "concat_tensordict",
+    "concat_tensordict_with_none_bsz",
+    "contiguous",
+    "get",
+    "get_keys",
+    "get_non_tensor_data",
+    "get_tensordict",
+    "index_select_tensor_dict",
+    "list_of_dict_to_tensordict",
+    "make_iterator",
+    "maybe_fix_3d_position_ids",
+    "nested_tensor_from_tensor_list",
+    "pad_to_divisor",
+    "pop",
+    "pop_keys",
+    "union_tensor_dict",
+    "unpad",
+    "unwrap_non_tensor_data",
+]
+
+# Entries.
+
+
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
+    """Put in a value that belongs to the whole batch, in place."""
+    tensor_dict.set(key, NonTensorData(unwrap_non_tensor_data(val)))
+
+
+def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence) -> None:
+    """Put in a column with one value of any kind per row, in place. Another number of values than rows: DataError."""
+    stack = val if isinstance(val, NonTensorStack) else stack_of(val)
+    if tensor_dict.batch_size and len(stack) != len(tensor_dict):
+        raise DataError(f"column {key!r} has {len(stack)} values, the batch has {len(tensor_dict)} rows")
+    tensor_dict.set(key, stack)
+
+
+def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> TensorDict:
+    """Put in lists as columns and everything else as values of the whole batch, in place, and return the TensorDict."""
+    for key, value in kwargs.items():
+        assign = assign_non_tensor_stack if isinstance(value, list | NonTensorStack) else assign_non_tensor_data
+        assign(tensor_dict, key, value)
+    return tensor_dict
+
+
+def unwrap_non_tensor_data(data: Any) -> Any:
+    """Return what a `NonTensorData` holds, and anything else as it is."""
+    return data.data if isinstance(data, NonTensorData) else data
+
+
+def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
+    """Return a value of the whole batch without its wrapping, or the default."""
+    return unwrap_non_tensor_data(data.get(key, default))
+
+
+def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
+    """Return an entry as a tensor, a list (`NonTensorStack`) or a value (`NonTensorData`), or the default if there is none."""
+    return plain_value(tensordict.get(key)) if key in tensordict.keys() else default
+
+
+def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """Return the TensorDict with only these entries and the same rows, sharing storage. One that is not there: KeyError."""
+    keys = list(keys)
+    missing = [key for key in keys if key not in tensordict.keys()]
+    if missing:
+        raise KeyError(f"key {missing[0]!r} is not in the TensorDict; there are {sorted(tensordict.keys())}")
+    return _with_entries({key: tensordict.get(key) for key in keys}, tensordict)
+
+
+def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
+    """Remove an entry and return it as `get` does."""
+    value = get(tensordict, key, default)
+    if key in tensordict.keys():
+        tensordict.del_(key)
+    return value
+
+
+def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """Remove these entries and return them as `get_keys` does. One that is not there: KeyError, nothing removed."""
+    taken = get_keys(tensordict, keys)
+    for key in list(taken.keys()):
+        tensordict.del_(key)
+    return taken
+
+
+# Making one.
+
+
+def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str, Any] | None = None) -> TensorDict:
+    """Return the TensorDict of columns (tensors, lists, arrays, `NonTensorStack`) and of values of the whole batch.
+
+    Lists and arrays become `NonTensorStack`, whatever they hold but tensors. Without columns the batch size is []. Columns of different
+    length, a name in both dicts, a strided nested tensor: DataError. No column: TypeError.
+    """
+    non_tensor_dict = non_tensor_dict or {}
+    twice = sorted(tensor_dict.keys() & non_tensor_dict.keys())
+    if twice:
+        raise DataError(f"tensor_dict and non_tensor_dict share the names {twice}; rename or drop one of each")
+    columns = {key: _entry_of(key, value) for key, value in tensor_dict.items()}
+    sizes = {key: len(column) for key, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"columns differ in their number of rows: {sizes}")
+    meta = {key: NonTensorData(unwrap_non_tensor_data(value)) for key, value in non_tensor_dict.items()}
+    return TensorDict({**columns, **meta}, batch_size=list(sizes.values())[:1])
+
+
+def _entry_of(key: str, value: Any) -> torch.Tensor | NonTensorStack:
+    if isinstance(value, NonTensorStack):
+        return value
+    if isinstance(value, list | np.ndarray):
+        if any(isinstance(item, torch.Tensor) for item in value):
+            raise TypeError(f"column {key!r} is a list of tensors; make it one tensor, or a jagged one by nested_tensor_from_tensor_list")
+        return stack_of(value)
+    check_tensor_column(key, value)
+    return value
+
+
+def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> TensorDict:
+    """Return the TensorDict with one row per dict, which must have the same keys (else DataError).
+
+    Tensors without dimensions become one dense column, others a jagged one even if their shapes agree (a group of one row must look
+    like any other group), everything that is not all tensors a `NonTensorStack`.
+    """
+    if not list_of_dicts:
+        raise DataError("a TensorDict of no rows has no columns; make it with get_tensordict")
+    columns = list_of_dict_to_dict_of_list(list_of_dicts)
+    return TensorDict({key: _column_of(values) for key, values in columns.items()}, batch_size=[len(list_of_dicts)])
+
+
+def _column_of(values: list) -> torch.Tensor | NonTensorStack:
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return stack_of(values)
+    return nested_tensor_from_tensor_list(values) if any(value.dim() for value in values) else torch.stack(values)
+
+
+# Jagged tensors.
+
+
+def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
+    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension: `ragged_idx` counted in the result, default the last.
+
+    Keeps the gradient history. Tensors that differ in more than that, or in dtype: DataError.
+    """
+    if not tensors or not all(tensor.dim() == tensors[0].dim() > 0 for tensor in tensors):
+        raise DataError(f"tensors of one number of dimensions, at least 1, are needed, got {[tuple(t.shape) for t in tensors]}")
+    ragged = tensors[0].dim() if ragged_idx is None else ragged_idx
+    if not 1 <= ragged <= tensors[0].dim():
+        raise DataError(f"ragged_idx={ragged} must be in [1, {tensors[0].dim()}], the dimensions of a tensor counted from 1")
+    kinds = {(tensor.dtype, *tensor.shape[: ragged - 1], *tensor.shape[ragged:]) for tensor in tensors}
+    if len(kinds) > 1:
+        raise DataError(f"tensors differ in more than dimension {ragged}: {[(t.dtype, tuple(t.shape)) for t in tensors]}")
+    values = torch.cat(list(tensors), dim=ragged - 1)
+    lengths = torch.tensor([0, *(tensor.shape[ragged - 1] for tensor in tensors)], device=values.device)
+    return torch.nested.nested_tensor_from_jagged(values, lengths.cumsum(0), jagged_dim=ragged)
+
+
+def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all jagged tensors as one. Different dtypes or row shapes, or a tensor that is not jagged: DataError."""
+    if not tensors or not all(tensor.is_nested for tensor in tensors):
+        raise DataError(f"one or more jagged tensors are needed, got {[tuple(t.shape) for t in tensors if not t.is_nested]}")
+    for number, tensor in enumerate(tensors):
+        check_tensor_column(f"tensor {number}", tensor)
+    return concat_rows("nested", tensors)
+
+
+def maybe_fix_3d_position_ids(data: TensorDict) -> None:
+    """Make the last dimension of jagged 3-dimensional `position_ids` the ragged one, in place, if some transport lost that."""
+    position_ids = get(data, "position_ids")
+    if isinstance(position_ids, torch.Tensor) and position_ids.is_nested and position_ids.dim() == 3 and jagged_dim(position_ids) != 2:
+        fixed = torch.nested.nested_tensor_from_jagged(position_ids.values(), position_ids.offsets(), jagged_dim=2)
+        data.set("position_ids", fixed)
+
+
+# Rows.
+
+
+def index_select_tensor_dict(batch: TensorDict | None, indices: RowIndex) -> TensorDict | None:
+    """Return a copy with the picked rows (numbers, negative ones from the end, or a mask), values of the whole batch kept. None: None."""
+    if batch is None:
+        return None
+    rows = row_index(indices, _num_rows(batch))
+    columns, meta = _split(batch)
+    return _join({key: take_rows(column, rows) for key, column in columns.items()}, meta, batch, num_rows=len(rows))
+
+
+def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
+    """Return `chunks` pieces of consecutive rows whose sizes differ by at most one, larger first; they may be empty. Dense: views."""
+    columns, meta = _split(td)
+    return [
+        _join({key: slice_rows(column, start, stop) for key, column in columns.items()}, meta, td, num_rows=stop - start)
+        for start, stop in even_bounds(_num_rows(td), chunks)
+    ]
+
+
+def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
+    """Return the rows of all TensorDicts, copied; values of the whole batch are those of the first that has them.
+
+    Pieces whose columns, dtypes or row shapes differ are a DataError; a piece without rows adds no columns. Without batch dimension:
+    `concat_tensordict_with_none_bsz`.
+    """
+    if not data:
+        raise DataError("one or more TensorDicts are needed to concatenate")
+    if not any(td.batch_size for td in data):
+        return concat_tensordict_with_none_bsz(data)
+    first_wins: dict[str, Any] = {}
+    for td in reversed(data):
+        first_wins |= meta_of(td)
+    return concat_with_meta(data, first_wins)
+
+
+def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
+    """Return the first of some TensorDicts without batch dimension: they have no rows to join. Any other: DataError."""
+    sizes = [tuple(td.batch_size) for td in data]
+    if not data or any(sizes):
+        raise DataError(f"TensorDicts without batch dimension are needed, got batch sizes {sizes}")
+    return data[0]
+
+
+def concat_with_meta(data: Sequence[TensorDict], meta: Mapping[str, Any]) -> TensorDict:
+    """Return the rows of all TensorDicts, copied, with these values for the whole batch."""
+    holding = [td for td in data if _num_rows(td)] or [td for td in data if _split(td)[0]][:1] or data[:1]
+    columns = concat_columns([_split(td)[0] for td in holding])
+    return _join(columns, meta, data[0], num_rows=sum(map(_num_rows, holding)))
+
+
+def meta_of(td: TensorDict) -> dict[str, Any]:
+    """Return what belongs to the whole batch."""
+    return {key: entry.data for key, entry in td.items() if isinstance(entry, NonTensorData)}
+
+
+def make_iterator(
+    tensordict: TensorDict, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict[str, Any] | None = None
+) -> Iterator[TensorDict]:
+    """Return an iterator over mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` mixes them."""
+    how = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
+    return mini_batches(_num_rows(tensordict), lambda rows: index_select_tensor_dict(tensordict, rows), **how)
+
+
+def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
+    """Return (batch, added rows): the rows repeated from the first one on until their number is a multiple of `size_divisor`.
+
+    Nothing is copied when nothing is added. An empty batch stays empty.
+    """
+    if size_divisor < 1:
+        raise ValueError(f"size_divisor={size_divisor} must be at least 1")
+    num_rows = _num_rows(data)
+    num_added = -num_rows % size_divisor
+    return (index_select_tensor_dict(data, torch.arange(num_rows + num_added) % num_rows), num_added) if num_added else (data, 0)
+
+
+def unpad(data: TensorDict, pad_size: int) -> TensorDict:
+    """Return the batch without its last `pad_size` rows."""
+    if not 0 <= pad_size <= _num_rows(data):
+        raise ValueError(f"pad_size={pad_size} rows cannot be dropped from a batch of {len(data)}")
+    stop, (columns, meta) = len(data) - pad_size, _split(data)
+    return _join({key: slice_rows(column, 0, stop) for key, column in columns.items()}, meta, data, num_rows=stop) if pad_size else data
+
+
+# Wholes.
+
+
+def contiguous(data: TensorDict) -> TensorDict:
+    """Return a new TensorDict with the same entries whose tensors are contiguous."""
+    return _with_entries({key: e.contiguous() if isinstance(e, torch.Tensor) else e for key, e in data.items()}, data)
+
+
+def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
+    """Raise AssertionError naming the entry unless both hold the same: names, kinds, dtypes, rows, values (NaN equals NaN)."""
+    first, second = (dict(td.items()) for td in (tensordict1, tensordict2))
+    if first.keys() != second.keys():
+        raise AssertionError(f"only one of the TensorDicts has {sorted(first.keys() ^ second.keys())}")
+    if tensordict1.batch_size != tensordict2.batch_size:
+        raise AssertionError(f"batch sizes differ: {tuple(tensordict1.batch_size)} and {tuple(tensordict2.batch_size)}")
+    for key, value in first.items():
+        if type(value) is not type(second[key]):
+            raise AssertionError(f"entry {key!r} is {type(value).__name__} here and {type(second[key]).__name__} there")
+        if not equal(plain_value(value), plain_value(second[key])):
+            raise AssertionError(f"entry {key!r} differs: {plain_value(value)} and {plain_value(second[key])}")
+
+
+# A TensorDict taken apart into columns and what belongs to the whole batch, and put together again.
+
+
+def _num_rows(td: TensorDict) -> int:
+    if len(td.batch_size) != 1:
+        raise DataError(f"rows need one batch dimension, got batch_size {tuple(td.batch_size)}")
+    return td.batch_size[0]
+
+
+def _split(td: TensorDict) -> tuple[dict[str, Column], dict[str, Any]]:
+    _num_rows(td)
+    meta = meta_of(td)
+    return {key: _as_column(key, entry) for key, entry in td.items() if key not in meta}, meta
+
+
+def _as_column(key: str, entry: Any) -> Column:
+    if isinstance(entry, NonTensorStack):
+        return one_object_per_row(entry.tolist())
+    check_tensor_column(key, entry)
+    return entry
+
+
+def _join(columns: Mapping[str, Column], meta: Mapping[str, Any], like: TensorDict, *, num_rows: int) -> TensorDict:
+    entries = {key: stack_of(column) if isinstance(column, np.ndarray) else column for key, column in columns.items()}
+    return _with_entries({**entries, **{key: NonTensorData(value) for key, value in meta.items()}}, like, [num_rows])
+
+
+def _with_entries(entries: dict[str, Any], like: TensorDict, batch_size: Sequence[int] | None = None) -> TensorDict:
+    return TensorDict(entries, batch_size=like.batch_size if batch_size is None else batch_size, device=like.device)
