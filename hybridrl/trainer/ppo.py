@@ -26,7 +26,7 @@ from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig, to_yaml
 from hybridrl.config.ppo import KLCtrlConfig
-from hybridrl.errors import ConfigError, DataError
+from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, Task
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
@@ -47,17 +47,18 @@ from hybridrl.trainer.middleware import load_middleware
 from hybridrl.trainer.pipeline import join_responses, make_pipeline
 from hybridrl.trainer.policy import PolicyGroups, check_health
 from hybridrl.trainer.prompt_loader import PromptLoader
+from hybridrl.trainer.prompts import StepPrompts
 from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
 from hybridrl.trainer.run import is_due, open_tracking, run_directory, run_stages
 from hybridrl.trainer.samples import sample_rows, write_samples
-from hybridrl.trainer.seeds import Purpose, call_seed, row_seeds
+from hybridrl.trainer.scoring import RewardFn, RewardWatch, score
+from hybridrl.trainer.seeds import Purpose, call_seed
 from hybridrl.trainer.stages import MODEL_INPUT, PROMPT_INPUT, corrects_rollout, ppo_stages, uses_critic, uses_reference
 from hybridrl.trainer.staleness import correct, fresh_mask, staleness_metrics
 from hybridrl.trainer.tokenizer import pad_token_id
 from hybridrl.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
-RewardFn = Callable[[DataProto], Any]
 
 
 class RayPPOTrainer:
@@ -95,7 +96,7 @@ class RayPPOTrainer:
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
         self.groups: dict[str, Any] = {}
-        self._rewarded = False  # whether any sample has had a reward yet
+        self.reward_watch = RewardWatch()
         self.global_steps = 0  # the step in progress, or the last one done; also the version of the weights it leaves
 
     def _check_roles(self) -> None:
@@ -119,6 +120,7 @@ class RayPPOTrainer:
         )
         trainer = self.config.trainer
         self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * self.train_loader.steps_per_epoch
+        self.prompts = StepPrompts(self.train_loader, seed=trainer.seed, total_steps=self.total_training_steps)
 
     # ---- workers
 
@@ -165,7 +167,7 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.pipeline = make_pipeline(self.policy, self.config)
         self._resume()
-        self._drawn_steps = self.global_steps + len(self.pipeline)
+        self.prompts.drawn = self.global_steps + len(self.pipeline)
         self.policy.push_weights(self.global_steps)
         remaining = 0 if trainer.val_only else self.total_training_steps - self.global_steps
         with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
@@ -189,30 +191,14 @@ class RayPPOTrainer:
 
     def _fill_pipeline(self) -> None:
         """Begin the batches that the first steps find on their way."""
-        while (batch := self._draw_prompts()) is not None:
+        while (batch := self.prompts.draw(until=self.global_steps + self.pipeline.lag)) is not None:
             self._begin(batch)
 
     def next_batch(self, ctx: OnlineRLContext) -> None:
         """The next prompts of the epoch, for the step that is `trainer.lag` ahead; none near the end of the run."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
-        ctx.batch = self._draw_prompts()
-
-    def _draw_prompts(self) -> DataProto | None:
-        """Prompts of the next step that has none, unless that is too far ahead or behind the end of the run."""
-        step, epoch = self._drawn_steps + 1, self.train_loader.epoch
-        if step > min(self.global_steps + self.pipeline.lag, self.total_training_steps):
-            return None
-        self._drawn_steps = step
-        batch = self.train_loader.next_batch()
-        batch.meta_info = {"step": step, "epoch": epoch}
-        self.identify(batch, purpose=Purpose.TRAIN_ROLLOUT, step=step)
-        return batch
-
-    def identify(self, batch: DataProto, *, purpose: Purpose, step: int) -> None:
-        """Give every prompt an id that its samples share, and a seed that depends only on run, purpose, step and row."""
-        batch.non_tensor_batch["uid"] = np.array([f"{step}-{i}" for i in range(len(batch))], dtype=object)
-        batch.batch["seeds"] = row_seeds(len(batch), seed=self.config.trainer.seed, purpose=purpose, step=step)
+        ctx.batch = self.prompts.draw(until=self.global_steps + self.pipeline.lag)
 
     def generate(self, ctx: OnlineRLContext) -> None:
         """`rollout.n` responses per prompt, in adjacent rows: these prompts' own, or with a lag those of prompts drawn earlier."""
@@ -247,30 +233,14 @@ class RayPPOTrainer:
     def reward(self, ctx: OnlineRLContext) -> None:
         """A score for every response, from a reward model, a rule, or a rule that reads the model's score."""
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
+        self.reward_watch.look_at(ctx.batch.batch["reward_valid"])
         if self.config.trainer.rollout_data_dir:
             path = os.path.join(self.config.trainer.rollout_data_dir, f"{self.global_steps}.jsonl")
             write_samples(path, sample_rows(ctx.batch, self.tokenizer, step=self.global_steps, extra=ctx.reward_extra))
 
     def score(self, batch: DataProto, reward_fn: RewardFn | None, *, metrics: dict[str, float]) -> dict[str, list]:
         """Add `token_level_scores` and `reward_valid` to the batch; return what the reward function added per row."""
-        if str(Role.RewardModel) in self.groups:
-            batch.union(
-                self.groups[str(Role.RewardModel)].compute_rm_score(batch.select(batch_keys=list(MODEL_INPUT), non_tensor_batch_keys=[]))
-            )
-        if reward_fn is None:
-            batch.batch["token_level_scores"] = batch.batch["rm_scores"]
-            batch.batch["reward_valid"] = torch.ones(len(batch), dtype=torch.bool)
-            return {}
-        out = reward_fn(batch)
-        batch.batch["token_level_scores"], batch.batch["reward_valid"] = out.reward_tensor, out.valid
-        metrics.update(out.metrics)
-        self._rewarded = self._rewarded or bool(out.valid.any())
-        if not self._rewarded:
-            raise DataError(
-                f"none of the first {len(batch)} samples got a reward, so nothing can be learnt; the log above names the reasons. "
-                "Mend the reward function (custom_reward_function.path), or raise reward_model.timeout_s"
-            )
-        return out.extra
+        return score(batch, reward_fn, judge=self.groups.get(str(Role.RewardModel)), model_input=MODEL_INPUT, metrics=metrics)
 
     def old_log_prob(self, ctx: OnlineRLContext) -> None:
         """Log-probs of the responses under the policy that is about to be trained, and how far the rollout's own are from them."""

@@ -7,6 +7,7 @@ from typing import Any
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.metrics import validation_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
+from hybridrl.trainer.prompts import identify
 from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.seeds import Purpose, call_seed
 
@@ -21,7 +22,7 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     records: list[dict[str, Any]] = []
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
     for number, batch in enumerate(_batches(trainer)):
-        trainer.identify(batch, purpose=Purpose.VALIDATION, step=number)
+        identify(batch, seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=number)
         batch = trainer.respond(batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, generate=generate)
         extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
         _collect(columns, batch, extra)
