@@ -1,5 +1,6 @@
-"""The `hybridrl` command: what is done to a job's files from outside it.
+"""The `hybridrl` command: what is done with a job from outside it.
 
+hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing is started
 hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
 """
 
@@ -7,29 +8,115 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import yaml
 
-from hybridrl.config import PPOConfig, from_dict
-from hybridrl.errors import CheckpointError
+from hybridrl.config import PPOConfig, from_dict, load_config
+from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_text
+from hybridrl.framework.graph_drawing import draw_graph
 from hybridrl.front_end import run_front_end, set_up_logging
+from hybridrl.main_ppo import check, resource_pools, worker_classes
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.plan import plan_processes
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.checkpoint import CONFIG, verify
+from hybridrl.trainer.stages import ppo_stages
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.export import check_new_directory
+
+TEXTS = {"text": to_text, "dot": to_dot}
+PICTURES = ("svg", "png")
+SUFFIXES = {"txt": "text", "gv": "dot"}  # of files, where they are not the name of the format
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (the command line's by default) and return its exit code."""
     parser = argparse.ArgumentParser(prog="hybridrl", description="Tools around hybridrl jobs.")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_graph(commands)
+    _add_export(commands)
+    arguments, settings = parser.parse_known_args(argv)
+    if settings and arguments.run is not _graph:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    arguments.settings = settings
+    set_up_logging()
+    return run_front_end(lambda: arguments.run(arguments), log_directory=lambda: None)
+
+
+# -- hybridrl job graph
+
+
+def _add_graph(commands: argparse._SubParsersAction) -> None:
+    job = commands.add_parser("job", help="look at a job").add_subparsers(dest="what", required=True)
+    what = "show a PPO job's stages, the columns between them, and where they work; nothing is started"
+    graph = job.add_parser("graph", help=what, description=what, usage="hybridrl job graph [-h] [--format F] [--output FILE] key=value ...")
+    graph.epilog = "key=value: as for python -m hybridrl.main_ppo, --config-name too; neither data nor a model is needed"
+    graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: what FILE ends in, or text")
+    graph.add_argument("--output", metavar="FILE", type=Path, help="where to write; default: standard output. A picture needs it")
+    graph.set_defaults(run=_graph)
+
+
+def _graph(arguments: argparse.Namespace) -> None:
+    kind = arguments.format or _kind_of(arguments.output)
+    if kind in PICTURES and arguments.output is None:
+        raise ConfigError(f"--format {kind}: a picture needs a file; add --output graph.{kind}")
+    config = load_config(PPOConfig, arguments.settings, program="hybridrl job graph", config_name="ppo_trainer")
+    if config is None:  # --cfg job has shown the settings
+        return
+    graph = job_graph(config)
+    if config.trainer.middleware:
+        sys.stderr.write("this is the step before trainer.middleware changes it, which needs a running job\n")
+    if arguments.output is None:
+        sys.stdout.write(TEXTS[kind](graph))
+        return
+    try:
+        _write_graph(graph, arguments.output, kind=kind, title=config.trainer.experiment_name)
+    except OSError as error:
+        raise ConfigError(f"--output {arguments.output}: cannot be written ({error.strerror}); choose another file") from error
+    sys.stdout.write(f"wrote {arguments.output}\n")
+
+
+def _write_graph(graph: StageGraph, path: Path, *, kind: str, title: str) -> None:
+    if kind in PICTURES:
+        draw_graph(graph, path, title=title, picture=kind)
+    else:
+        path.write_text(TEXTS[kind](graph), encoding="utf-8")
+
+
+def _kind_of(output: Path | None) -> str:
+    if output is None:
+        return "text"
+    ending = output.suffix.lstrip(".").lower()
+    kind = SUFFIXES.get(ending, ending)
+    if kind not in (*TEXTS, *PICTURES):
+        raise ConfigError(f"--output {output}: its ending is no format; add --format text, dot, svg or png")
+    return kind
+
+
+def job_graph(config: PPOConfig) -> StageGraph:
+    """Return the graph of the step that `main_ppo` would run, on the workers and pools that it would choose."""
+    check(config, with_inputs=False)
+    workers = worker_classes(config)
+    manager = resource_pools(config, workers)
+    plan = plan_processes("", {str(role): manager.mapping[role] for role in workers}, colocate=config.trainer.colocate)
+    places = {
+        role: Place(process.pool, sum(manager.resource_pool_spec[process.pool]), "+".join(process.roles))
+        for process in plan.processes
+        for role in process.roles
+    }
+    return stage_graph([spec for _, spec in ppo_stages(config, workers)], places)
+
+
+# -- hybridrl export
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
     export.add_argument("checkpoint", help="a global_step_N directory")
     export.add_argument("directory", help="where the model goes; it appears complete or not at all")
-    arguments = parser.parse_args(argv)
-    set_up_logging()
-    return run_front_end(lambda: export_checkpoint(arguments.checkpoint, arguments.directory), log_directory=lambda: None)
+    export.set_defaults(run=lambda arguments: export_checkpoint(arguments.checkpoint, arguments.directory))
 
 
 def export_checkpoint(checkpoint: str, directory: str) -> None:

@@ -54,14 +54,15 @@ def main(
     return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
 
 
-def check(config: PPOConfig) -> None:
-    """Refuse what cannot be right, before anything starts."""
+def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
+    """Refuse what cannot be right, before anything starts. with_inputs: data and models have to be there."""
     check_config(
         config,
         known_estimators=ADVANTAGE_ESTIMATORS,
         group_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_group],
         critic_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_critic],
         known_losses=POLICY_LOSSES,
+        with_inputs=with_inputs,
     )
 
 

@@ -28,13 +28,15 @@ def check_config(
     group_estimators: Collection[str],
     critic_estimators: Collection[str],
     known_losses: Collection[str],
+    with_inputs: bool = True,
 ) -> None:
     """Raise one ConfigError with everything in `config` that cannot be right; return nothing when all is well.
 
     `known_estimators` and `known_losses` are the registered names; `group_estimators` compare the samples of one prompt,
-    `critic_estimators` need values.
+    `critic_estimators` need values. with_inputs=False: data and models need not be given, the job is looked at and not run.
     """
-    problems = [message for rule in PPO_RULES for message in rule(config)]
+    rules = PPO_RULES if with_inputs else [rule for rule in PPO_RULES if rule not in (data_files, model_paths)]
+    problems = [message for rule in rules for message in rule(config)]
     problems += _estimator(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
     problems += _policy_loss(config, known=known_losses)
     problems += _critic_engine(config, needed=config.algorithm.adv_estimator in critic_estimators)

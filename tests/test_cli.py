@@ -1,0 +1,89 @@
+"""`hybridrl job graph`: what it shows of a PPO job, and what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl import cli
+from hybridrl.cli import job_graph
+from hybridrl.config import PPOConfig, from_dict
+from hybridrl.main_ppo import main as run_ppo
+
+SEPARATED = ("actor_rollout_ref.rollout.n_gpus_per_node=3", "trainer.n_gpus_per_node=2", "trainer.nnodes=2")
+
+
+def graph_of(**nested) -> set[tuple[str, str, bool]]:
+    """The edges without columns of a job's graph: (source, target, whether the next step's)."""
+    return {(e.source, e.target, e.next_step) for e in job_graph(from_dict(PPOConfig, nested)).edges if not e.columns}
+
+
+def test_nothing_is_needed_but_settings_and_ray_is_not_even_imported():
+    code = (
+        "import sys; sys.modules['ray'] = None; sys.modules['transformers'] = None; from hybridrl.cli import main\n"
+        "sys.exit(main(['job', 'graph', 'algorithm.adv_estimator=gae', 'trainer.n_gpus_per_node=512']))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], timeout=100, check=True, capture_output=True, text=True).stdout
+    assert ["values", "critic", "global_pool", "x512", "pure"] in [line.split()[:5] for line in out.splitlines()]
+
+
+def test_the_graph_has_the_stages_roles_columns_and_places_of_the_job(capsys):
+    assert cli.main(["job", "graph", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", *SEPARATED]) == 0
+    out = capsys.readouterr().out
+    stages = [line.split()[0] for line in out.split("\n\n")[0].splitlines()[2:] if line[0] != " "]
+    assert stages == [
+        "next_batch", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights",
+        "testing", "log", "save_checkpoint",
+    ]  # fmt: skip
+    assert "global_pool: 4 of actor+critic+ref (roles joined by + share a process)\nrollout_pool: 3 of rollout" in out
+    assert "old_log_prob: old_log_probs" in out and "ref: ref_log_prob" in out
+
+
+def test_roles_that_share_only_the_device_have_processes_of_their_own():
+    config = from_dict(PPOConfig, {"trainer": {"colocate": "device", "n_gpus_per_node": 2}, "algorithm": {"adv_estimator": "gae"}})
+    assert job_graph(config).pools() == {"global_pool": {"actor_rollout": 2, "critic": 2}}
+
+
+def test_new_weights_go_from_the_update_to_the_push_to_the_next_steps_generation():
+    hybrid = graph_of()
+    assert ("update_actor", "update_weights", False) in hybrid and ("update_weights", "gen", True) in hybrid
+    separated = graph_of(actor_rollout_ref={"rollout": {"n_gpus_per_node": 1}})
+    assert ("update_actor", "update_weights", False) in separated and ("update_weights", "gen", True) in separated
+    assert ("update_actor", "old_log_prob", True) in separated  # the actor's own weights, whatever the rollout has
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "dot", "txt"])
+def test_the_ending_of_the_file_decides_what_is_written(tmp_path, capsys, kind):
+    path = tmp_path / f"graph.{kind}"
+    assert cli.main(["job", "graph", "--output", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    begins = {"svg": b"<?xml", "png": b"\x89PNG", "dot": b"digraph", "txt": b"stage "}[kind]
+    assert path.read_bytes().startswith(begins)
+
+
+def test_an_unknown_key_is_the_same_line_as_from_main_ppo(capsys):
+    assert cli.main(["job", "graph", "data.train_fils=x"]) == 2
+    shown = capsys.readouterr().err
+    assert run_ppo(["data.train_fils=x"]) == 2
+    assert shown == capsys.readouterr().err == "data.train_fils: there is no such key; did you mean data.train_files?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "png"], "add --output graph.png"),
+        (["--output", "graph.jpeg"], "add --format text, dot, svg or png"),
+        (["--output", "no/such/directory/graph.svg"], "cannot be written (No such file or directory)"),
+        (["algorithm.adv_estimator=best"], "algorithm.adv_estimator=best: there is no such estimator"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line_with_the_way_out(capsys, arguments, message):
+    assert cli.main(["job", "graph", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_settings_are_refused_where_they_mean_nothing(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["export", "checkpoint", "model", "trainer.lag=1"])
+    assert "unrecognized arguments: trainer.lag=1" in capsys.readouterr().err
