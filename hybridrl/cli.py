@@ -1,10 +1,12 @@
 """The `hybridrl` command: what is done with a job from outside it.
 
 hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing is started
+hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and chrome://tracing
 hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from hybridrl.config import PPOConfig, from_dict, load_config
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_text
 from hybridrl.framework.graph_drawing import draw_graph
+from hybridrl.framework.trace import newest_trace, read_spans, summarize, trace_events
 from hybridrl.front_end import run_front_end, set_up_logging
 from hybridrl.main_ppo import check, resource_pools, worker_classes
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
@@ -36,13 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hybridrl", description="Tools around hybridrl jobs.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_graph(commands)
+    _add_trace(commands)
     _add_export(commands)
     arguments, settings = parser.parse_known_args(argv)
-    if settings and arguments.run is not _graph:
+    if settings and arguments.run_command is not _graph:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     arguments.settings = settings
     set_up_logging()
-    return run_front_end(lambda: arguments.run(arguments), log_directory=lambda: None)
+    return run_front_end(lambda: arguments.run_command(arguments), log_directory=lambda: None)
 
 
 # -- hybridrl job graph
@@ -55,7 +59,7 @@ def _add_graph(commands: argparse._SubParsersAction) -> None:
     graph.epilog = "key=value: as for python -m hybridrl.main_ppo, --config-name too; neither data nor a model is needed"
     graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: what FILE ends in, or text")
     graph.add_argument("--output", metavar="FILE", type=Path, help="where to write; default: standard output. A picture needs it")
-    graph.set_defaults(run=_graph)
+    graph.set_defaults(run_command=_graph)
 
 
 def _graph(arguments: argparse.Namespace) -> None:
@@ -109,6 +113,28 @@ def job_graph(config: PPOConfig) -> StageGraph:
     return stage_graph([spec for _, spec in ppo_stages(config, workers)], places)
 
 
+# -- hybridrl trace
+
+
+def _add_trace(commands: argparse._SubParsersAction) -> None:
+    what = "make a timeline of a run with trainer.trace=true, for https://ui.perfetto.dev and chrome://tracing"
+    trace = commands.add_parser("trace", help=what, description=what)
+    trace.add_argument("run", help="the directory the run wrote to, or one of the jobs in its trace/", type=Path)
+    trace.add_argument("--output", metavar="FILE", type=Path, help="default: trace.json in that directory")
+    trace.set_defaults(run_command=lambda arguments: write_timeline(arguments.run, arguments.output or arguments.run / "trace.json"))
+
+
+def write_timeline(run: Path, output: Path) -> None:
+    """Write the trace events of a run's newest job, and print where its time went. Works while the run goes on, too."""
+    place = newest_trace(run)
+    spans = read_spans(place)
+    try:
+        output.write_text(json.dumps(trace_events(spans)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); choose another file") from error
+    sys.stdout.write(f"{summarize(spans)}\nwrote {output}, from {place}; open it in https://ui.perfetto.dev or chrome://tracing\n")
+
+
 # -- hybridrl export
 
 
@@ -116,7 +142,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
     export.add_argument("checkpoint", help="a global_step_N directory")
     export.add_argument("directory", help="where the model goes; it appears complete or not at all")
-    export.set_defaults(run=lambda arguments: export_checkpoint(arguments.checkpoint, arguments.directory))
+    export.set_defaults(run_command=lambda arguments: export_checkpoint(arguments.checkpoint, arguments.directory))
 
 
 def export_checkpoint(checkpoint: str, directory: str) -> None:

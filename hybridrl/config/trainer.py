@@ -43,5 +43,6 @@ class TrainerConfig:
     )
     resume_from_path: str | None = setting(None, "The global_step_N directory for resume_mode=resume_path.")
     logger: list[str] = setting(["console", "jsonl"], "Where metrics go.", choices=LOGGERS)
+    trace: bool = setting(False, "Record when every stage, worker call and wait began and ended; `hybridrl trace` makes a timeline of it.")
     rollout_data_dir: str | None = setting(None, "Write every step's rollouts there as JSONL.")
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")

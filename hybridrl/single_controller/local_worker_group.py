@@ -9,6 +9,7 @@ from hybridrl.single_controller.coroutines import finish
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.references import References, materialize
 from hybridrl.single_controller.resource_pool import ResourcePool
+from hybridrl.single_controller.spans import call_span
 from hybridrl.single_controller.worker import Worker, WorkerPlace
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup, free_port
 
@@ -33,8 +34,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
     ) -> References:
         invocation = self.invocations.get(method)
         takes_futures = invocation is not None and not invocation.materialize_futures
-        own_args, own_kwargs = (args[0], kwargs[0]) if takes_futures else materialize(args[0], kwargs[0])
-        answer = finish(getattr(self.worker, method)(*own_args, **own_kwargs))
+        with call_span(self.role, 0, method):
+            own_args, own_kwargs = (args[0], kwargs[0]) if takes_futures else materialize(args[0], kwargs[0])
+            answer = finish(getattr(self.worker, method)(*own_args, **own_kwargs))
         return References([answer], ranks=[0], fetch=list, sizes=[len(answer)] if sized and hasattr(answer, "__len__") else None)
 
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:

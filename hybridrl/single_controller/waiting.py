@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
+from hybridrl.single_controller.spans import wait_span
 
 if TYPE_CHECKING:
     from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # A worker that dies in a collective makes its peers fail too, often before Ray has noticed the death (15-25 ms after it): an error of
 # one rank is held back this long to see whether it is the echo of a death.
 ECHO_S = 0.5
+# A look waits so long for all answers, then takes those that are there: short calls end in one, and a death is told this late at most.
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.1
 
 
 # Who is who among the actors this process has heard of: actor id (hex) -> (name of the process's roles, rank).
@@ -63,15 +66,18 @@ def gather(
     waiting = _Waiting(role, method, None if timeout_s is None else time.monotonic() + timeout_s)
     values: dict[Any, Any] = {}
     pending = list(rank_of)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=waiting.seconds_left(), fetch_local=False)
-        if not done:
-            silent = ", ".join(str(rank) for rank in sorted(rank_of[p] for p in pending))
-            raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}")
-        if pending:  # whoever else is ready by now comes along: one round for many workers, not one for each
-            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
-            done += more
-        values |= waiting.values(done, rank_of)
+    with wait_span(role, method):
+        look_s = FIRST_LOOK_S
+        while pending:
+            # Over as soon as all are ready; else a look at who is: a failure must not wait for those who are still running.
+            left = waiting.seconds_left()
+            until = look_s if left is None else min(look_s, left)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=until, fetch_local=False)
+            values |= waiting.values(done, rank_of) if done else {}
+            if pending and left is not None and left <= look_s:
+                silent = ", ".join(str(rank) for rank in sorted(rank_of[p] for p in pending))
+                raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}")
+            look_s = min(2 * look_s, LONGEST_LOOK_S)
     return [values[reference] for reference in references]
 
 

@@ -16,6 +16,7 @@ from hybridrl.single_controller.coroutines import finish
 from hybridrl.single_controller.devices import visible_devices
 from hybridrl.single_controller.invocation import invocations_of
 from hybridrl.single_controller.references import materialize
+from hybridrl.single_controller.spans import DIRECTORY_VARIABLE, call_span, start_recording
 from hybridrl.single_controller.worker import Worker, WorkerPlace
 from hybridrl.single_controller.worker_group import free_port
 
@@ -48,6 +49,8 @@ class WorkerHost:
             error.add_note(_address(role, place.rank, "setup"))
             raise
         self.place = place
+        if directory := os.environ.get(DIRECTORY_VARIABLE):
+            start_recording(directory, f"{'+'.join(self.workers)}-{place.rank}")
         for role, worker in self.workers.items():
             if isinstance(worker, Worker):
                 worker.fused_worker_dict = self.workers
@@ -63,9 +66,10 @@ class WorkerHost:
         """Run a method of one role's worker. References and futures among the arguments arrive as their values."""
         start = time.perf_counter()
         try:
-            if (role, method) not in self.takes_futures:
-                args, kwargs = materialize(args, kwargs)
-            return finish(getattr(self.workers[role], method)(*args, **kwargs))
+            with call_span(role, self.place.rank, method):
+                if (role, method) not in self.takes_futures:
+                    args, kwargs = materialize(args, kwargs)
+                return finish(getattr(self.workers[role], method)(*args, **kwargs))
         except Exception as error:
             error.add_note(_address(role, self.place.rank, method))
             raise

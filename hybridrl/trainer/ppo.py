@@ -32,6 +32,7 @@ from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.spans import stop_recording
 from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
 from hybridrl.trainer.data import collate_fn, load_dataset
 from hybridrl.trainer.evaluation import Evaluation
@@ -49,7 +50,7 @@ from hybridrl.trainer.policy import PolicyGroups, check_health
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.prompts import StepPrompts
 from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
-from hybridrl.trainer.run import is_due, open_tracking, run_directory, run_stages
+from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages
 from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.scoring import RewardFn, RewardWatch, score
 from hybridrl.trainer.seeds import Purpose, call_seed
@@ -130,7 +131,8 @@ class RayPPOTrainer:
         manager.create_resource_pool(job=self.job)
         classes = {str(role): RayClassWithInitArgs(cls, self.config, worker_role(role)) for role, cls in self.role_worker_mapping.items()}
         pool_of_role = {str(role): manager.mapping[role] for role in self.role_worker_mapping}
-        plan = plan_processes(self.job, pool_of_role, colocate=self.config.trainer.colocate)
+        trainer = self.config.trainer
+        plan = plan_processes(self.job, pool_of_role, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
         try:
             self.groups = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)
             for role, group in self.groups.items():
@@ -155,6 +157,7 @@ class RayPPOTrainer:
             group.shutdown()
         self.groups = {}
         self.resource_pool_manager.release()
+        stop_recording()
 
     # ---- the loop
 
@@ -181,7 +184,7 @@ class RayPPOTrainer:
 
     def _run(self, num_steps: int) -> None:
         self.evaluation = Evaluation(self._evaluate) if str(Role.Evaluator) in self.groups else None
-        run_stages(self.stages(), max_step=num_steps, change=self._apply_middleware)
+        run_stages(self.stages(), max_step=num_steps, first_step=self.global_steps + 1, change=self._apply_middleware)
         for metrics in self.evaluation.finish() if self.evaluation is not None else ():
             self.tracking.log(metrics, self.global_steps)
 

@@ -8,6 +8,8 @@ from hybridrl.config import PPOConfig, SFTConfig, to_dict
 from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StepTimer, Task
+from hybridrl.framework.trace import DRIVER, TRACE, StageTracer
+from hybridrl.single_controller.spans import DIRECTORY_VARIABLE, is_recording, start_recording
 from hybridrl.trainer.tracking import Tracking
 
 
@@ -44,12 +46,33 @@ def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps
     )
 
 
+def open_trace(config: TrainerConfig, job: str) -> dict[str, str]:
+    """Begin to record this process if `trainer.trace` says so, and return the environment that makes its workers record too.
+
+    Every process of the job writes a file of its own in the run's `trace/{job}`. `stop_recording` ends it here.
+    """
+    if not config.trace:
+        return {}
+    directory = os.path.abspath(os.path.join(run_directory(config), TRACE, job))
+    start_recording(directory, DRIVER)
+    return {DIRECTORY_VARIABLE: directory}
+
+
 def run_stages(
-    stages: Sequence[Callable[[OnlineRLContext], None]], *, max_step: int, change: Callable[[Task], None] = lambda task: None
+    stages: Sequence[Callable[[OnlineRLContext], None]],
+    *,
+    max_step: int,
+    first_step: int = 1,
+    change: Callable[[Task], None] = lambda task: None,
 ) -> None:
-    """Run the stages in order, `max_step` times, and time each of them. change: what is done to the loop before it runs."""
+    """Run the stages in order, `max_step` times, and time each of them.
+
+    first_step: number of the first step, for those who look at the run. change: what is done to the loop before it runs.
+    """
     with Task(ctx=OnlineRLContext()) as task:
         task.use_wrapper(StepTimer())
+        if is_recording():
+            task.use_wrapper(StageTracer(first_step=first_step))
         for fn in stages:
             task.use(fn)
         change(task)

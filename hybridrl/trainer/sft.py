@@ -15,11 +15,12 @@ from hybridrl.config import SFTConfig, to_yaml
 from hybridrl.framework import OnlineRLContext, stage
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.spans import stop_recording
 from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
 from hybridrl.trainer.metrics import mean_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager
-from hybridrl.trainer.run import is_due, open_tracking, run_directory, run_stages
+from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages
 from hybridrl.trainer.sft_data import SFTDataset
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ class SFTTrainer:
         """Reserve devices, start the worker processes and load the model."""
         manager = self.resource_pool_manager
         manager.create_resource_pool(job=self.job)
-        plan = plan_processes(self.job, {ROLE: next(iter(manager.resource_pool_spec))}, colocate=self.config.trainer.colocate)
+        trainer, pool = self.config.trainer, next(iter(manager.resource_pool_spec))
+        plan = plan_processes(self.job, {ROLE: pool}, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
         classes = {ROLE: RayClassWithInitArgs(self.worker_cls, self.config, ROLE)}
         try:
             self.group = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)[ROLE]
@@ -71,6 +73,7 @@ class SFTTrainer:
             self.group.shutdown()
         self.group = None
         self.resource_pool_manager.release()
+        stop_recording()
 
     def stages(self) -> list[Callable[[OnlineRLContext], None]]:
         """The step: its stages in order."""
@@ -88,7 +91,7 @@ class SFTTrainer:
         remaining = self.total_training_steps - self.global_steps
         with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
             if remaining > 0:
-                run_stages(self.stages(), max_step=remaining)
+                run_stages(self.stages(), max_step=remaining, first_step=self.global_steps + 1)
         return self.store.latest()
 
     def next_batch(self, ctx: OnlineRLContext) -> None:
