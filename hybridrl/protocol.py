@@ -184,7 +184,9 @@ class DataProto(CopyOnTouch):
     def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> Self:
         """Return the batch in a TensorDict: `NonTensorStack` entries are columns, `NonTensorData` entries meta information."""
         tensors, arrays, found = conversion.split_tensordict(tensor_dict)
-        return cls.from_dict(tensors, arrays, {**found, **(meta_info or {})})
+        found |= meta_info or {}
+        no_columns = not tensors and not arrays and len(tensor_dict.batch_size) == 1  # but perhaps rows
+        return cls(TensorDict({}, tensor_dict.batch_size), meta_info=found) if no_columns else cls.from_dict(tensors, arrays, found)
 
     def to_tensordict(self) -> TensorDict:
         """Return everything as one TensorDict, as `from_tensordict` reads it. A name used twice is a DataError."""
@@ -392,5 +394,6 @@ def _restore(cls: type[DataProto], batch: tuple[int, dict] | None, arrays: dict[
 def collate_fn(data_items: Sequence[DataProtoItem]) -> DataProto:
     """Return the batch of these rows, which must have the same columns; meta_info is merged as `DataProto.concat` does."""
     rows = [{} if item.batch is None else {k: v.unsqueeze(0) for k, v in item.batch.items()} for item in data_items]
-    arrays = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in data_items])
+    values = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in data_items])
+    arrays = {name: conversion.column_array(column) for name, column in values.items()}
     return DataProto.from_dict(merging.concat_columns(rows), arrays, merging.merge_meta_info(item.meta_info for item in data_items))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from hybridrl.data_plane.columns import num_bytes, object_array
+from hybridrl.data_plane.columns import num_bytes, one_object_per_row
 from hybridrl.errors import DataError
 
 Parts = tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]
@@ -27,16 +27,22 @@ def plain_value(entry: Any) -> Any:
 
 def split_tensordict(tensor_dict: TensorDict) -> Parts:
     """Return (tensor columns, other columns, meta information): `NonTensorStack` entries are columns, `NonTensorData` meta."""
-    arrays = {name: _column_array(v.tolist()) for name, v in tensor_dict.items() if isinstance(v, NonTensorStack)}
+    arrays = {name: column_array(v.tolist()) for name, v in tensor_dict.items() if isinstance(v, NonTensorStack)}
     meta_info = {name: v.data for name, v in tensor_dict.items() if isinstance(v, NonTensorData)}
     tensors = {name: v for name, v in tensor_dict.items() if name not in arrays and name not in meta_info}
     return tensors, arrays, meta_info
 
 
-def _column_array(values: list) -> np.ndarray:
-    """A numeric column comes back as one: `join_tensordict` leaves its values numpy numbers, which other columns seldom hold."""
-    numeric = bool(values) and all(isinstance(value, np.generic) for value in values)
-    return np.array(values) if numeric else object_array(values)
+def column_array(values: Sequence) -> np.ndarray:
+    """Return the array column of these rows: numpy numbers and arrays of one dtype and shape as one, anything else a flat object array.
+
+    So a column whose rows were taken out one by one comes back as it was: rows of an array are numpy's, and other columns seldom hold such.
+    """
+    if values and all(isinstance(value, np.generic) for value in values):
+        return np.array(values)
+    if values and all(isinstance(value, np.ndarray) for value in values) and len({(v.dtype, v.shape) for v in values}) == 1:
+        return np.stack(values)
+    return one_object_per_row(values)
 
 
 def join_tensordict(

@@ -253,6 +253,20 @@ def test_tensordict_round_trip_keeps_all_three_parts():
         three_rows(obs=1).to_tensordict()
 
 
+def test_arrays_keep_their_dtype_and_shape_row_by_row_and_lists_stay_lists():
+    arrays = {"two": np.array([[0.5, 1.5], [2.5, 3.5]], dtype=np.float32), "n": np.array([1, 2], dtype=np.int16)}
+    data = DataProto(None, {**arrays, "lists": np.empty(2, dtype=object)})
+    data.non_tensor_batch["lists"][:] = [[1, 2], [3, 4]]
+    for back in (DataProto.from_tensordict(data.to_tensordict()), collate_fn([data[0], data[1]])):
+        assert all(np.array_equal(back.non_tensor_batch[k], v) and back.non_tensor_batch[k].dtype == v.dtype for k, v in arrays.items())
+        assert back.non_tensor_batch["lists"].shape == (2,) and back.non_tensor_batch["lists"][1] == [3, 4]
+
+
+def test_a_tensordict_without_columns_keeps_its_rows():
+    assert len(DataProto.from_tensordict(DataProto(TensorDict({}, batch_size=[3])).to_tensordict())) == 3
+    assert DataProto.from_tensordict(TensorDict({}, batch_size=[])).batch is None
+
+
 def test_reports_name_shapes_and_sizes(caplog):
     data = three_rows(names=["x"], stats={"loss": 1.0})
     info = data.get_data_info().splitlines()
