@@ -61,7 +61,7 @@ def draw_graph(graph: StageGraph, path: str | Path, *, title: str = "", picture:
     score.draw(rows, heights)
     aside = path.with_name(f".{path.name}.tmp")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hybridrl"}):
-        figure.savefig(aside, format=picture, dpi=130)
+        figure.savefig(aside, format=picture, dpi=130, metadata={"Date": None} if picture == "svg" else None)
     os.replace(aside, path)
 
 

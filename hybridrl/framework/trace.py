@@ -11,8 +11,10 @@ each other or apart on one row, and metadata events (ph M), which give rows and 
 import contextlib
 import functools
 import json
+from bisect import bisect_left
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
@@ -136,7 +138,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
 
     The driver is the first group of rows: its steps, its stages with what it waited for inside them, its other threads. Then every role
     is a group and every rank a row, or several where a rank does several things at once; where a rank's process did nothing during the
-    steps, the row says that it waits for the driver. Times count from the first span.
+    steps, the row says that it waits for its next call, or for that call's arguments. Times count from the first span.
     """
     origin, steps = min((span.begin for span in spans), default=0), steps_of(spans)
     rows = {(DRIVER, STEPS): steps, (DRIVER, MAIN): [], **_rows(spans)}
@@ -205,7 +207,7 @@ def _idle_rows(spans: Iterable[Span], *, between: tuple[int, int]) -> dict[Row, 
 
 
 def _wait(row: Row, begin: int, end: int) -> Span:
-    return Span("wait", DRIVER, begin + APART_NS, end - APART_NS, MAIN, row[0], row[0])
+    return Span("wait", "next call", begin + APART_NS, end - APART_NS, MAIN, row[0], row[0])
 
 
 def _metadata(name: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
@@ -236,29 +238,43 @@ def summarize(spans: Sequence[Span]) -> str:
 
 
 def _stage_lines(spans: Sequence[Span], total: float) -> list[str]:
-    waits = [entry for entry in spans if entry.kind == "wait" and entry.role is None]
-    seconds: dict[str, list[float]] = {}
+    waits: dict[str, list[Span]] = {}  # of the driver, by thread; of one thread none overlap
+    for entry in spans:
+        if entry.kind == "wait" and entry.role is None:
+            waits.setdefault(entry.thread, []).append(entry)
+    seconds: dict[str, tuple[float, float]] = {}
     for stage in spans:
         if stage.kind == "stage":
-            times = seconds.setdefault(stage.name, [0.0, 0.0])
-            times[0] += stage.duration / 1e9
-            times[1] += sum(wait.duration for wait in waits if wait.thread == stage.thread and stage.holds(wait)) / 1e9
-    rows = [(name, f"{busy:.3f}", f"{busy / total:.1%}", f"{waited:.3f}") for name, (busy, waited) in seconds.items()]
+            own = waits.get(stage.thread, [])
+            first, last = (bisect_left(own, moment, key=attrgetter("begin")) for moment in (stage.begin, stage.end))
+            took, waited = seconds.get(stage.name, (0.0, 0.0))
+            seconds[stage.name] = took + stage.duration / 1e9, waited + sum(wait.duration for wait in own[first:last]) / 1e9
+    rows = [(name, f"{took:.3f}", f"{took / total:.1%}", f"{waited:.3f}") for name, (took, waited) in seconds.items()]
     return _table(("stage", "s", "of the time", "s waiting for workers"), rows)
 
 
 def _rank_lines(spans: Sequence[Span], between: tuple[int, int]) -> list[str]:
-    total, rows = between[1] - between[0], []
-    inside = [entry for entry in spans if entry.role is not None and between[0] <= entry.begin and entry.end <= between[1]]
-    idle = {row: sum(end - begin for begin, end in gaps) for row, gaps in _idle_rows(inside, between=between).items()}
-    for role, rank in sorted({(entry.role or "", entry.rank) for entry in inside}):
-        own = [entry for entry in inside if (entry.role, entry.rank) == (role, rank)]
-        waited = sum(entry.duration for entry in own if entry.kind == "wait")
-        busy = total - sum(end - begin for begin, end in idle_of([e for e in own if e.kind == "call"], between=between)) - waited
-        rows.append(
-            (role, str(rank), *(f"{value / 1e9:.3f}" for value in (busy, waited)), f"{idle.get((role, _rank_row(rank)), 0) / total:.1%}")
-        )
-    return _table(("role", "rank", "s at work", "s waiting for data", "process waits for the driver"), rows)
+    total = between[1] - between[0]
+    calls: dict[tuple[str, int], list[Span]] = {}
+    waited: dict[tuple[str, int], int] = {}
+    for entry in spans:
+        who = (entry.role or "", entry.rank)
+        if entry.kind == "call":
+            calls.setdefault(who, []).append(entry)
+        elif entry.kind == "wait":
+            waited[who] = waited.get(who, 0) + max(0, min(entry.end, between[1]) - max(entry.begin, between[0]))
+    idle = {row: _length(gaps) for row, gaps in _idle_rows(spans, between=between).items()}
+    rows = []
+    for (role, rank), own in sorted(calls.items()):
+        waiting = waited.get((role, rank), 0)
+        working = total - _length(idle_of(own, between=between)) - waiting
+        share = idle[role, _rank_row(rank)] / total
+        rows.append((role, str(rank), f"{working / 1e9:.3f}", f"{waiting / 1e9:.3f}", f"{share:.1%}"))
+    return _table(("role", "rank", "s at work", "s waiting for data", "process waits for its next call"), rows)
+
+
+def _length(intervals: Iterable[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in intervals)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -156,14 +156,20 @@ def test_processes_record_calls_and_what_they_wait_for_on_a_common_clock(ray_clu
     assert sum(e["name"] == "sleep_in_thread" for row, own in events.items() if row.startswith("pair/rank 1") for e in own) == 3
 
 
-def test_a_run_leaves_a_timeline_of_all_its_stages_and_calls_that_the_command_makes(tmp_path, tiny_qwen2, capsys):
-    train(tmp_path, tiny_qwen2, trainer__trace="true")
+@pytest.fixture(scope="module")
+def recorded_run(tmp_path_factory, tiny_qwen2):
+    """The directory of a run of two steps in this process, and its metrics."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return folder / "run", train(folder, tiny_qwen2, trainer__trace="true")
+
+
+def test_a_run_leaves_a_timeline_of_all_its_stages_and_calls_that_the_command_makes(recorded_run, capsys):
+    run, _ = recorded_run
     assert not is_recording()
-    capsys.readouterr()
-    assert cli.main(["trace", str(tmp_path / "run")]) == 0
+    assert cli.main(["trace", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "2 steps, step 1 to step 2" in shown and f"wrote {tmp_path / 'run' / 'trace.json'}" in shown
-    events = assert_viewers_take(json.loads((tmp_path / "run" / "trace.json").read_text()))
+    assert "2 steps, step 1 to step 2" in shown and f"wrote {run / 'trace.json'}" in shown
+    events = assert_viewers_take(json.loads((run / "trace.json").read_text()))
     assert [e["name"] for e in events["driver/steps"]] == ["step 1", "step 2"]
     names = [e["name"] for e in events["driver/MainThread"] if e["cat"] == "stage"]
     assert names == 2 * [
@@ -181,6 +187,22 @@ def test_a_run_leaves_a_timeline_of_all_its_stages_and_calls_that_the_command_ma
     calls = [e["name"] for e in events["actor_rollout/rank 0"] if e["cat"] == "call"]
     assert calls[:2] == ["init_model", "update_weights"]
     assert calls.count("generate_sequences") == 4 and calls.count("update_actor") == 2  # two validations beside two steps
+
+
+def test_recording_takes_less_than_half_a_percent_of_a_small_models_step(recorded_run, recording):
+    run, metrics = recorded_run
+    spans = read_spans(newest_trace(run))
+    step = steps_of(spans)[0]
+    count = sum(step.holds(entry) for entry in spans)
+    costs = []
+    for _ in range(20):  # the shortest of several rounds: what others do on the machine is not the recorder's
+        start = time.perf_counter()
+        for _ in range(50):
+            with call_span("policy", 0, "act"):
+                pass
+        costs.append((time.perf_counter() - start) / 50)
+    assert count >= 14  # ten stages, four calls
+    assert count * min(costs) < 0.005 * min(row["timing_s/step"] for row in metrics if "timing_s/step" in row)
 
 
 def test_a_run_is_not_recorded_unless_it_is_told_to(tmp_path, tiny_qwen2, capsys):
@@ -218,27 +240,27 @@ def spans_of_one_step() -> list[Span]:
     ]
 
 
-def test_a_role_is_a_group_a_rank_a_row_and_a_gap_is_a_wait_for_the_driver():
+def test_a_role_is_a_group_a_rank_a_row_and_a_gap_is_a_wait_for_the_next_call():
     events = assert_viewers_take(trace_events(spans_of_one_step()))
     assert list(events) == ["driver/steps", "driver/MainThread", "rollout/rank 0", "rollout/rank 1"]
     assert [(e["name"], e["ts"], e["dur"]) for e in events["driver/MainThread"]] == [
         ("gen", 0, 600), ("wait: rollout.generate", 100, 450), ("adv", 600, 400),
     ]  # fmt: skip
     assert [(e["name"], e["ts"], e["dur"]) for e in events["rollout/rank 1"]] == [  # waits end 1 us before their neighbours
-        ("wait: driver", 1, 148), ("generate", 150, 400), ("wait: actor.old", 200, 50), ("wait: driver", 551, 448),
+        ("wait: next call", 1, 148), ("generate", 150, 400), ("wait: actor.old", 200, 50), ("wait: next call", 551, 448),
     ]  # fmt: skip
     assert events["driver/MainThread"][0]["args"] == {"step": 1, "role": "rollout"}
 
 
-def test_roles_that_share_a_process_do_not_wait_for_the_driver_while_one_of_them_works():
+def test_roles_that_share_a_process_do_not_wait_for_a_call_while_one_of_them_works():
     shared = [
         Span("stage", "s", 0, 1_000_000, "MainThread", "driver", step=1, of="driver"),
         Span("call", "act", 0, 400_000, "MainThread", "a+b-0", "a", 0),
         Span("call", "judge", 400_000, 800_000, "MainThread", "a+b-0", "b", 0),
     ]
     events = assert_viewers_take(trace_events(shared))
-    assert [(e["name"], e["ts"]) for e in events["a/rank 0"]] == [("act", 0), ("wait: driver", 801)]
-    assert [(e["name"], e["ts"]) for e in events["b/rank 0"]] == [("judge", 400), ("wait: driver", 801)]
+    assert [(e["name"], e["ts"]) for e in events["a/rank 0"]] == [("act", 0), ("wait: next call", 801)]
+    assert [(e["name"], e["ts"]) for e in events["b/rank 0"]] == [("judge", 400), ("wait: next call", 801)]
 
 
 def test_the_summary_adds_up():
@@ -247,6 +269,28 @@ def test_the_summary_adds_up():
     assert ["gen", "0.001", "60.0%", "0.000"] in lines and ["adv", "0.000", "40.0%", "0.000"] in lines
     # rank 0 works 300 of 1000 us; rank 1 works 350 and waits 50 for data
     assert ["rollout", "0", "0.000", "0.000", "70.0%"] in lines and ["rollout", "1", "0.000", "0.000", "60.0%"] in lines
+
+
+def test_a_call_that_began_before_the_first_step_counts_from_there():
+    stage_span = Span("stage", "s", 1_000_000, 2_000_000, "MainThread", "driver", step=1, of="driver")
+    ahead = Span("call", "generate", 0, 1_750_000, "MainThread", "rollout-0", "rollout", 0)
+    assert ["rollout", "0", "0.001", "0.000", "25.0%"] in [line.split() for line in summarize([ahead, stage_span]).splitlines()]
+
+
+def test_ten_thousand_steps_are_summarized_in_seconds():
+    def at(kind, name, begin, end, **facts):
+        return Span(kind, name, begin, end, "MainThread", "driver", **facts)
+
+    spans = []
+    for step in range(10_000):
+        begin = step * 1000
+        spans += [at("stage", f"s{i}", begin + 100 * i, begin + 100 * i + 100, step=step, of="r") for i in range(10)]
+        spans += [at("wait", "r.m", begin + 100 * i + 10, begin + 100 * i + 90) for i in range(10)]
+    start = time.monotonic()
+    # 80 of each 100 ns are waited for: 0.8 of 10000 * 100 ns = 0.001 s, rounded
+    lines = [line.split() for line in summarize(sorted(spans, key=lambda entry: entry.begin)).splitlines()]
+    assert ["s9", "0.001", "10.0%", "0.001"] in lines
+    assert time.monotonic() - start < 10
 
 
 def test_a_job_that_ended_before_its_first_step_has_a_timeline_all_the_same():

@@ -1,0 +1,56 @@
+"""docs/graph.md: its commands run as they stand, and what it shows is what they print."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hybridrl import cli, main_ppo
+from tests.end_to_end.runs import settings
+
+PAGE = Path(__file__).parents[1] / "docs" / "graph.md"
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL) for line in block.splitlines()]
+GRAPHS = [line for line in COMMANDS if line.startswith("hybridrl job graph")]
+
+
+def run(line: str) -> int:
+    words = shlex.split(line)
+    if words[:3] == ["python", "-m", "hybridrl.main_ppo"]:
+        return main_ppo.main(words[3:])
+    assert words[0] == "hybridrl"
+    return cli.main(words[1:])
+
+
+def texts_of(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>(.*?)</text>", svg.read_text(), re.DOTALL)
+
+
+def test_the_page_has_a_command_for_every_format():
+    assert len(GRAPHS) == 4 and len(COMMANDS) == 6
+
+
+@pytest.mark.parametrize("line", GRAPHS)
+def test_a_graph_command_runs_as_it_stands(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(line) == 0, capsys.readouterr().err
+
+
+def test_the_table_on_the_page_is_what_its_command_prints(capsys):
+    assert run(GRAPHS[0]) == 0
+    (shown,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert capsys.readouterr().out == shown
+
+
+def test_the_picture_on_the_page_says_what_its_command_draws(tmp_path):
+    assert run(f"{GRAPHS[0]} --output {tmp_path / 'graph.svg'}") == 0
+    drawn = texts_of(tmp_path / "graph.svg")
+    assert len(drawn) > 40 and drawn == texts_of(PAGE.with_suffix(".svg"))
+
+
+def test_a_run_and_its_timeline_are_two_commands(tmp_path, tiny_qwen2, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, trace = COMMANDS[-2:]
+    assert run(train.replace("...", shlex.join(settings(tmp_path, tiny_qwen2)))) == 0
+    assert run(trace) == 0
+    assert (tmp_path / "run" / "trace.json").stat().st_size > 1000
