@@ -181,7 +181,10 @@ def num_bytes(column: Column) -> int:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Return whether two values are the same all the way down; NaN equals NaN, 1 equals 1.0 as in Python, a tensor no array."""
+    """Return whether two values are the same all the way down; NaN equals NaN, 1 equals 1.0 as in Python, a tensor no array.
+
+    Complex numbers are compared part by part: with NaN in the one, the other still counts.
+    """
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
@@ -192,6 +195,8 @@ def equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, complex) and isinstance(b, complex):
+        return equal(a.real, b.real) and equal(a.imag, b.imag)
     return bool(a == b) or bool(a != a and b != b)
 
 
@@ -205,6 +210,8 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape:
         return False
     b = b.to(a.device)
+    if a.is_complex():
+        return _equal_tensors(a.real, b.real) and _equal_tensors(a.imag, b.imag)
     return torch.equal(a, b) or bool(((a == b) | (a != a) & (b != b)).all())
 
 
@@ -213,4 +220,6 @@ def _equal_arrays(a: np.ndarray, b: np.ndarray) -> bool:
         return False
     if a.dtype == object or b.dtype == object:
         return all(map(equal, a.flat, b.flat))
+    if a.dtype.kind == b.dtype.kind == "c":
+        return _equal_arrays(a.real, b.real) and _equal_arrays(a.imag, b.imag)
     return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")

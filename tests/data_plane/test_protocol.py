@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from hybridrl.data_plane.columns import equal
 from hybridrl.errors import DataError
 from hybridrl.protocol import (
     DataProto,
@@ -265,6 +266,12 @@ def test_arrays_keep_their_dtype_and_shape_row_by_row_and_lists_stay_lists():
 def test_a_tensordict_without_columns_keeps_its_rows():
     assert len(DataProto.from_tensordict(DataProto(TensorDict({}, batch_size=[3])).to_tensordict())) == 3
     assert DataProto.from_tensordict(TensorDict({}, batch_size=[])).batch is None
+
+
+def test_a_complex_number_with_nan_in_one_part_still_differs_in_the_other():
+    first, second = complex(float("nan"), 1), complex(float("nan"), 2)
+    for make in (torch.tensor, np.array, list):
+        assert equal(make([first]), make([first])) and not equal(make([first]), make([second]))
 
 
 def test_reports_name_shapes_and_sizes(caplog):
