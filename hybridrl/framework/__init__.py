@@ -1,8 +1,23 @@
-"""The loop: named stages over a context. Knows no reinforcement learning, no torch and no ray."""
+"""The loop: named stages over a context, in one process or several. Knows no reinforcement learning and no torch."""
 
-from hybridrl.framework.context import Context, OnlineRLContext
+from hybridrl.framework.context import Context, OfflineRLContext, OnlineRLContext
+from hybridrl.framework.event_loop import EventLoop
+from hybridrl.framework.roles import Role, VoidMiddleware
 from hybridrl.framework.stage import StageSpec, spec_of, stage
 from hybridrl.framework.step_timer import StepTimer
-from hybridrl.framework.task import Task
+from hybridrl.framework.task import Task, task
 
-__all__ = ["Context", "OnlineRLContext", "StageSpec", "StepTimer", "Task", "spec_of", "stage"]
+__all__ = [
+    "Context",
+    "EventLoop",
+    "OfflineRLContext",
+    "OnlineRLContext",
+    "Role",
+    "StageSpec",
+    "StepTimer",
+    "Task",
+    "VoidMiddleware",
+    "spec_of",
+    "stage",
+    "task",
+]

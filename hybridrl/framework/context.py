@@ -1,6 +1,6 @@
 """What one step of the loop carries from stage to stage. Not a store: everything not kept is gone in the next step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,22 @@ class Context:
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`, after setting it to `default` where it was missing."""
         return vars(self).setdefault(key, default)
+
+    def has_attr(self, key: str) -> bool:
+        return key in self
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Set every key of `values`."""
+        for key in values.keys():
+            self[key] = values[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Take `key` out and return its value; where it is missing `default`, or KeyError."""
+        return vars(self).pop(key, *default)
+
+    def keys(self) -> list[str]:
+        """Return what the context holds; so `dict(ctx)` is a copy."""
+        return list(self)
 
     def __getitem__(self, key: str) -> Any:
         return vars(self)[key]
@@ -74,3 +90,19 @@ class OnlineRLContext(Context):
 
     def __post_init__(self) -> None:
         self.keep("train_iter", "env_step", "env_episode", "last_eval_iter", "last_eval_value")
+
+
+@dataclass(repr=False, eq=False)
+class OfflineRLContext(Context):
+    """The context of training on data that was there before. `train_iter`, `train_epoch` and the last evaluation are kept."""
+
+    batch: Any = None  # rows of this step; every stage adds its columns
+    metrics: dict[str, float] = field(default_factory=dict)  # name -> value, logged once when the step ends
+    timing: dict[str, float] = field(default_factory=dict)  # stage name -> seconds in this step, written by StepTimer
+    train_iter: int = 0  # optimizer steps so far
+    train_epoch: int = 0  # passes over the data so far
+    last_eval_iter: int = -1  # train_iter at the last evaluation; -1 before the first
+    last_eval_value: float | None = None  # result of the last evaluation
+
+    def __post_init__(self) -> None:
+        self.keep("train_iter", "train_epoch", "last_eval_iter", "last_eval_value")

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Generator
@@ -29,6 +30,7 @@ class StepTimer:
         self.window = smooth_window * max(1, print_per_step)
         self.records: dict[str, deque[float]] = {}
         self.last: dict[str, float] = {}
+        self._adding = threading.Lock()  # stages of one name may run at the same time
 
     def __call__(self, fn: StageFn) -> StageFn:
         """Return `fn` with a watch on it."""
@@ -64,14 +66,16 @@ class StepTimer:
     def _add(self, ctx: Any, name: str, start: float) -> float:
         elapsed = time.perf_counter() - start
         timing = ctx.setdefault("timing", {})
-        timing[name] = timing.get(name, 0.0) + elapsed
+        with self._adding:
+            timing[name] = timing.get(name, 0.0) + elapsed
         return elapsed
 
     def _record(self, ctx: Any, name: str, seconds: float) -> None:
         self.last[name] = seconds
-        record = self.records.get(name)
-        if record is None:
-            record = self.records[name] = deque(maxlen=self.window)
-        record.append(seconds)
+        with self._adding:
+            record = self.records.get(name)
+            if record is None:
+                record = self.records[name] = deque(maxlen=self.window)
+            record.append(seconds)
         if self.print_per_step > 0 and ctx.total_step % self.print_per_step == 0:
             logger.info("stage %s took %.1f ms, mean of the last %d runs %.1f ms", name, seconds * 1e3, len(record), fmean(record) * 1e3)

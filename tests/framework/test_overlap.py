@@ -1,0 +1,231 @@
+"""Overlap: which stages may run at the same time, that they do, and that the result is that of running them in order."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.framework import OnlineRLContext, StageSpec, StepTimer, Task, stage
+from hybridrl.framework.overlap import OverlapPlan, conflict, dependencies
+
+NAP = 0.1
+PLACES = {"actor": {0, 1}, "ref": {1, 2}, "critic": {3}}
+
+
+def _spec(name="s", role=None, reads=(), writes=(), pure=True):
+    return StageSpec(name, role, tuple(reads), tuple(writes), pure)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (_spec(writes="a"), _spec(reads="a"), "columns a"),  # read after write
+        (_spec(reads="a"), _spec(writes="a"), "columns a"),  # write after read
+        (_spec(writes="ab"), _spec(writes="ab"), "columns a, b"),  # write after write
+        (_spec(reads="a"), _spec(reads="a"), None),
+        (_spec(reads="a", role="actor"), _spec(reads="a", role="ref"), "slots 1"),
+        (_spec(reads="a", role="actor", pure=False), _spec(reads="a", role="actor"), "slots 0, 1"),
+        (_spec(reads="a", role="actor", pure=False), _spec(reads="a", role="critic", pure=False), None),
+        (_spec(reads="a"), _spec(reads="a", role="critic"), None),
+        (_spec("log"), _spec(reads="a"), "log is a barrier"),  # names no column
+        (_spec(reads="a"), _spec("adv", reads="b", pure=False), "adv is a barrier"),  # changes what the driver holds
+    ],
+)
+def test_two_stages_may_not_overlap_for_a_reason(first, second, reason):
+    assert conflict(first, second, PLACES) == conflict(second, first, PLACES) == reason
+
+
+def test_the_waits_of_a_ppo_step():
+    step = [
+        _spec("next_batch", writes=["ids"], pure=False),
+        _spec("gen", "actor", ["ids"], ["responses"]),
+        _spec("reward", None, ["responses"], ["scores"]),
+        _spec("old_log_prob", "actor", ["responses"], ["old"]),
+        _spec("ref", "ref", ["responses"], ["ref"]),
+        _spec("values", "critic", ["responses"], ["values"]),
+        _spec("adv", None, ["scores", "old", "values"], ["advantages"], pure=False),
+        _spec("update_critic", "critic", ["values", "advantages"], pure=False),
+        _spec("update_actor", "actor", ["old", "advantages"], pure=False),
+    ]
+    waits = dependencies(step, PLACES)
+    assert waits[2] == waits[3] == waits[5] == {0, 1}, "reward, log-probs and values run together"
+    assert waits[4] == {0, 1, 3}, "the reference shares a device with the actor"
+    assert waits[6] == set(range(6)) and waits[7] == {0, 5, 6} and waits[8] == {0, 1, 3, 4, 6}
+    assert OverlapPlan(step, PLACES).alone == {0, 1, 6}
+
+
+def test_a_role_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="stage 'judge' is the work of 'rm', which has no place in overlap; placed are actor, ref, critic"):
+        dependencies([_spec("judge", "rm", ["a"])], PLACES)
+
+
+def _nap(name, *, reads=(), writes=()):
+    def work(ctx):
+        time.sleep(NAP)
+        for column in writes:
+            ctx.batch[column] = name
+
+    return stage(name, reads=reads, writes=writes)(work)
+
+
+def test_three_independent_stages_take_the_time_of_one_and_the_timer_is_right():
+    timer = StepTimer()
+    seconds = {}
+    for kind, overlap in {"serial": None, "overlapped": {}}.items():
+        with Task(ctx=OnlineRLContext(batch={})) as task:
+            task.use_wrapper(timer)
+            for name in "abc":
+                task.use(_nap(name, writes=name))
+            start = time.perf_counter()
+            task.run(max_step=1, overlap=overlap)
+            seconds[kind] = time.perf_counter() - start
+        assert task.ctx.batch == {"a": "a", "b": "b", "c": "c"}
+        assert all(NAP <= task.ctx.timing[name] < 2 * NAP for name in "abc")
+    assert seconds["serial"] >= 3 * NAP and seconds["overlapped"] < 2 * NAP
+
+
+def test_a_stage_begins_when_what_it_needs_is_there_and_not_when_a_wave_is_over():
+    order = []
+
+    def mark(name, seconds, **columns):
+        def work(ctx):
+            time.sleep(seconds)
+            order.append(name)
+
+        return stage(name, **columns)(work)
+
+    with Task() as task:
+        task.use(mark("short", 0.0, writes="a")).use(mark("long", 3 * NAP, writes="b")).use(mark("after short", 0.0, reads="a"))
+        task.run(max_step=1, overlap={})
+    assert order == ["short", "after short", "long"]
+
+
+def test_a_stage_beside_which_nothing_can_run_stays_in_the_callers_thread():
+    threads = {}
+
+    def remember(name, **columns):
+        return stage(name, **columns)(lambda ctx: threads.update({name: threading.current_thread()}))
+
+    with Task() as task:
+        task.use(remember("barrier")).use(remember("a", writes="a")).use(remember("b", writes="b")).use(remember("end", reads="ab"))
+        task.run(max_step=1, overlap={})
+    main = threading.current_thread()
+    assert threads["barrier"] is threads["end"] is main and main not in (threads["a"], threads["b"])
+
+
+def test_second_halves_run_in_reverse_order_whichever_first_half_ended_first():
+    log = []
+
+    def layer(name, seconds):
+        def run(ctx):
+            time.sleep(seconds)
+            yield
+            log.append(name)
+
+        return stage(name, writes=name)(run)
+
+    with Task() as task:
+        task.use(layer("a", 2 * NAP)).use(layer("b", NAP)).use(layer("c", 0)).run(max_step=1, overlap={})
+    assert log == ["c", "b", "a"]
+
+
+def test_the_first_exception_is_raised_at_once_and_what_depends_on_it_never_runs():
+    log = []
+
+    def fail(ctx):
+        raise KeyError("x")
+
+    with Task() as task:
+        task.use(_nap("a", writes="a")).use(stage("fail", writes="b")(fail))
+        task.use(stage("c", reads="b")(lambda ctx: log.append("c")))
+        task.ctx.batch = {}
+        start = time.perf_counter()
+        with pytest.raises(KeyError) as caught:
+            task.run(max_step=1, overlap={})
+        assert time.perf_counter() - start < NAP / 2
+    assert log == [] and caught.value.__notes__ == ["in stage 'fail' of step 0"]
+
+
+def test_a_stage_may_be_replaced_between_two_steps():
+    log = []
+
+    def change(ctx):
+        if ctx.total_step == 0:
+            task.replace("b", stage("b", writes="b")(lambda ctx: log.append("new")))
+
+    with Task() as task:
+        task.use(change).use(stage("b", writes="b")(lambda ctx: log.append("old"))).run(max_step=2, overlap={})
+    assert log == ["old", "new"]
+
+
+def test_two_answers_to_what_may_overlap_are_refused():
+    with Task(async_mode=True) as task, pytest.raises(ValueError, match="give one of them"):
+        task.use(lambda ctx: None).run(max_step=1, overlap={})
+
+
+COLUMNS = "abcd"
+columns = st.lists(st.sampled_from(COLUMNS), unique=True, max_size=3).map(tuple)
+specs = st.lists(
+    st.builds(_spec, st.just("s"), st.sampled_from([None, "actor", "ref", "critic"]), columns, columns, st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs)
+def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
+    def use_all(task):
+        for i, spec in enumerate(specs):
+
+            def work(ctx, i=i, spec=spec):
+                read = [ctx.batch[column] for column in spec.reads]
+                time.sleep(0.0005 * (7 * i % 3))  # so that the order of ending is not that of beginning
+                for column in spec.writes:
+                    ctx.batch[column] = hash((i, column, *read))
+
+            task.use(stage(f"{spec.name}{i}", role=spec.role, reads=spec.reads, writes=spec.writes, pure=spec.pure)(work))
+
+    results = []
+    for overlap in (None, PLACES):
+        with Task(ctx=OnlineRLContext(batch=dict.fromkeys(COLUMNS, 0))) as task:
+            use_all(task)
+            task.run(max_step=1, overlap=overlap)
+        results.append(task.ctx.batch)
+    assert results[0] == results[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs, st.randoms())
+def test_stages_that_conflict_are_never_begun_together_in_whatever_order_stages_end(specs, random):
+    running, futures, ending = set(), {}, threading.Lock()
+
+    def begin(i):
+        assert not [j for j in tuple(running) if conflict(specs[i], specs[j], PLACES)]
+        futures[i] = Future()
+        running.add(i)
+        return futures[i]
+
+    def here(i):
+        assert not running
+        return i
+
+    def end_one():
+        with ending:
+            if running:
+                i = random.choice(sorted(tuple(running)))
+                running.remove(i)
+                futures[i].set_result(i)
+
+    def begin_and_end(i):
+        future = begin(i)
+        if random.random() < 0.5:
+            end_one()
+        else:
+            threading.Timer(0.001, end_one).start()
+        return future
+
+    assert OverlapPlan(specs, PLACES).run(here, begin_and_end, give_up=lambda futures, error: None) == list(range(len(specs)))
