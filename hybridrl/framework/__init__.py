@@ -2,6 +2,7 @@
 
 from hybridrl.framework.context import Context, OfflineRLContext, OnlineRLContext
 from hybridrl.framework.event_loop import EventLoop
+from hybridrl.framework.parallel import Parallel
 from hybridrl.framework.roles import Role, VoidMiddleware
 from hybridrl.framework.stage import StageSpec, spec_of, stage
 from hybridrl.framework.step_timer import StepTimer
@@ -12,6 +13,7 @@ __all__ = [
     "EventLoop",
     "OfflineRLContext",
     "OnlineRLContext",
+    "Parallel",
     "Role",
     "StageSpec",
     "StepTimer",
