@@ -1,8 +1,12 @@
 """What one step of the loop carries from stage to stage. Not a store: everything not kept is gone in the next step."""
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+HIDDEN = ("_kept", "_before")  # the context's own attributes
+MISSING = object()
 
 
 @dataclass(repr=False, eq=False)
@@ -29,6 +33,37 @@ class Context:
             new[key] = self[key]
         new.total_step = self.total_step + 1
         return new
+
+    def fork(self) -> Self:
+        """Return a copy for a stage that runs beside others, so that none of them sees another one's half-done work.
+
+        Containers are copied (`copied`), everything else is shared. `join` brings together what the stages have done.
+        """
+        child = copy.copy(self)
+        vars(child).update({key: self.copied(value) for key, value in vars(self).items()})
+        vars(child)["_before"] = {key: self.copied(value) for key, value in vars(child).items()}
+        return child
+
+    def join(self, child: "Context") -> None:
+        """Take over what has changed in a fork. From then on the fork is this context: what still holds it sees what all have done."""
+        before = vars(child).pop("_before")
+        for key, value in vars(child).items():
+            earlier = before.get(key, MISSING)
+            if key not in HIDDEN and not self.take_changes(vars(self).get(key), earlier, value) and value is not earlier:
+                self[key] = value
+        child.__dict__ = self.__dict__
+
+    def copied(self, value: Any) -> Any:
+        """Return the copy of a container whose entries several stages may set; anything else as it is."""
+        return copy.copy(value) if isinstance(value, dict) else value
+
+    def take_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
+        """Set those entries of the container `mine` that differ between the copies `before` and `theirs`. False if they are no such
+        containers, so that `theirs` as a whole takes the place of `mine`."""
+        if not all(isinstance(value, dict) for value in (mine, before, theirs)):
+            return False
+        set_changed(mine, before, theirs)
+        return True
 
     def get(self, key: str, default: Any = None) -> Any:
         return vars(self).get(key, default)
@@ -66,10 +101,17 @@ class Context:
         return key in vars(self)
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key in vars(self) if key != "_kept")
+        return (key for key in vars(self) if key not in HIDDEN)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(total_step={self.total_step}, finish={self.finish}, holds {sorted(self)})"
+
+
+def set_changed(mine: MutableMapping, before: Mapping, theirs: Mapping) -> None:
+    """Set in `mine` the entries that are new or another object in `theirs` than in `before`."""
+    for key, value in theirs.items():
+        if before.get(key, MISSING) is not value:
+            mine[key] = value
 
 
 @dataclass(repr=False, eq=False)

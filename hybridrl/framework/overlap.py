@@ -7,12 +7,13 @@ Of two stages the later one waits for the earlier one
 * if one of them writes a column that the other one reads or writes;
 * if their roles share a slot: on one device they would only be in each other's way.
 
-What two stages do then is what they would have done one after the other. Second halves run as ever, in reverse order.
+What two stages do then is what they would have done one after the other. Stages that may run beside others work on forks of the
+context, which are joined when they end (`Context.fork`). Second halves run as ever, in reverse order.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import Any, Protocol
 
 from hybridrl.framework.stage import StageSpec
 
@@ -51,6 +52,22 @@ def _slots(spec: StageSpec, places: Places) -> frozenset:
     return frozenset(places[spec.role])
 
 
+class Step(Protocol):
+    """The stages of one step, by their places in the order; all of this is called in the thread that runs the plan."""
+
+    def run_here(self, index: int) -> Any:
+        """Run a stage beside which nothing runs, and return its result."""
+
+    def begin(self, index: int) -> Future:
+        """Begin a stage in another thread."""
+
+    def end(self, index: int, future: Future) -> Any:
+        """Return the result of a stage that has ended, or raise its exception."""
+
+    def give_up(self, futures: list[Future], error: BaseException) -> None:
+        """A stage has failed: what was begun is not waited for."""
+
+
 class OverlapPlan:
     """The order of one step. waits: see `dependencies`. alone: stages beside which no other can run."""
 
@@ -62,13 +79,10 @@ class OverlapPlan:
         # So many threads that no stage has to wait for one.
         self.num_threads = max(1, len(specs) - len(self.alone))
 
-    def run(
-        self, here: Callable[[int], Any], begin: Callable[[int], Future], give_up: Callable[[list[Future], BaseException], None]
-    ) -> list:
+    def run(self, step: "Step") -> list:
         """Return the stages' results, in their order. Each is begun as soon as all it waits for has ended.
 
-        here, begin: run a stage in this thread, or begin it in another. The first exception is raised at once; `give_up` is then called
-        with all that was begun.
+        The first exception is raised at once; `give_up` is then called with all that was begun.
         """
         results: dict[int, Any] = {}
         futures: dict[Future, int] = {}
@@ -79,14 +93,14 @@ class OverlapPlan:
                 for i in [i for i in waiting if self.waits[i] <= results.keys()]:
                     waiting.remove(i)
                     if i in self.alone:  # and therefore nothing else is running
-                        results[i] = here(i)
+                        results[i] = step.run_here(i)
                     else:
-                        futures[future := begin(i)] = i
+                        futures[future := step.begin(i)] = i
                         running.add(future)
                 done, running = wait(running, return_when=FIRST_COMPLETED) if running else ((), running)
-                results |= {futures[future]: future.result() for future in sorted(done, key=futures.__getitem__)}
+                results |= {futures[future]: step.end(futures[future], future) for future in sorted(done, key=futures.__getitem__)}
         except BaseException as error:
-            give_up(list(futures), error)
+            step.give_up(list(futures), error)
             raise
         return [results[i] for i in range(len(self.waits))]
 

@@ -210,16 +210,12 @@ class Task(Composition, Membership):
         self._share_step()
 
     def _forward_overlapped(self, places: Places) -> None:
-        stages, ctx = tuple(self._stages), self.ctx
+        stages = tuple(self._stages)
         if self._overlap is None or self._overlap[:2] != (stages, places):
             self._overlap = stages, places, OverlapPlan(self.stages, places)
         plan = self._overlap[2]
         self._threads.allow(plan.num_threads)
-        pendings = plan.run(
-            here=lambda i: self._first_half_apart(stages[i], ctx),
-            begin=lambda i: self._threads.submit(functools.partial(self._first_half_apart, stages[i], ctx)),
-            give_up=self._give_up,
-        )
+        pendings = plan.run(_ForkedStep(self, stages, self.ctx))
         self._pending += [half for pending in pendings for half in pending]
 
     def forward(
@@ -288,6 +284,29 @@ class Task(Composition, Membership):
             failures[0].add_note(f"an exit hook failed too: {later!r}")
         if error is None and failures:
             raise failures[0]
+
+
+class _ForkedStep:
+    """The stages of one step for an `OverlapPlan`: those that run beside others work on forks of its context."""
+
+    def __init__(self, owner: Task, stages: tuple[StageFn, ...], ctx: Context) -> None:
+        self._owner, self._stages, self._ctx = owner, stages, ctx
+        self._forks: dict[int, Context] = {}
+
+    def run_here(self, index: int) -> Pending:
+        return self._owner._first_half_apart(self._stages[index], self._ctx)
+
+    def begin(self, index: int) -> Future:
+        fork = self._forks[index] = self._ctx.fork()
+        return self._owner._threads.submit(functools.partial(self._owner._first_half_apart, self._stages[index], fork))
+
+    def end(self, index: int, future: Future) -> Pending:
+        pending = future.result()
+        self._ctx.join(self._forks.pop(index))
+        return pending
+
+    def give_up(self, futures: list[Future], error: BaseException) -> None:
+        self._owner._give_up(futures, error)
 
 
 task = Task()  # the process's own, for programs that use one loop: `with task.start(): ...`

@@ -149,6 +149,48 @@ def test_the_first_exception_is_raised_at_once_and_what_depends_on_it_never_runs
     assert log == [] and caught.value.__notes__ == ["in stage 'fail' of step 0"]
 
 
+def test_stages_side_by_side_do_not_see_each_others_half_done_work():
+    seen = {}
+
+    def writer(ctx):
+        ctx.batch["a"] = ctx.metrics["a"] = ctx.attribute = 1
+        time.sleep(2 * NAP)
+
+    def reader(ctx):
+        time.sleep(NAP)
+        seen["beside"] = (dict(ctx.batch), dict(ctx.metrics), ctx.get("attribute"))
+
+    def behind(ctx):
+        seen["behind"] = (dict(ctx.batch), dict(ctx.metrics), ctx.get("attribute"))
+
+    with Task(ctx=OnlineRLContext(batch={})) as task:
+        task.use(stage(writes="a")(writer)).use(stage(writes="b")(reader)).use(behind).run(max_step=1, overlap={})
+    assert seen == {"beside": ({}, {}, None), "behind": ({"a": 1}, {"a": 1}, 1)}
+
+
+def test_a_second_half_sees_what_all_stages_have_done_and_is_seen():
+    def onion(ctx):
+        yield
+        ctx.metrics["both"] = (ctx.batch["a"], ctx.batch["b"], ctx.later)
+
+    def later(ctx):
+        ctx.later = 3
+
+    with Task(ctx=OnlineRLContext(batch={})) as task:
+        task.use(stage(writes="x")(onion)).use(_nap("a", writes="a")).use(_nap("b", writes="b")).use(later)
+        task.run(max_step=1, overlap={})
+    assert task.ctx.metrics["both"] == ("a", "b", 3)
+
+
+def test_a_stage_beside_others_may_end_the_run():
+    def end(ctx):
+        ctx.finish = True
+
+    with Task(ctx=OnlineRLContext(batch={})) as task:
+        task.use(stage(writes="x")(end)).use(_nap("a", writes="a")).run(max_step=5, overlap={})
+    assert task.ctx.total_step == 0
+
+
 def test_a_stage_may_be_replaced_between_two_steps():
     log = []
 
@@ -203,15 +245,26 @@ def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
 def test_stages_that_conflict_are_never_begun_together_in_whatever_order_stages_end(specs, random):
     running, futures, ending = set(), {}, threading.Lock()
 
-    def begin(i):
-        assert not [j for j in tuple(running) if conflict(specs[i], specs[j], PLACES)]
-        futures[i] = Future()
-        running.add(i)
-        return futures[i]
+    class Step:
+        def run_here(self, i):
+            assert not running
+            return i
 
-    def here(i):
-        assert not running
-        return i
+        def begin(self, i):
+            assert not [j for j in tuple(running) if conflict(specs[i], specs[j], PLACES)]
+            future = futures[i] = Future()
+            running.add(i)
+            if random.random() < 0.5:
+                end_one()
+            else:
+                threading.Timer(0.001, end_one).start()
+            return future
+
+        def end(self, i, future):
+            return future.result()
+
+        def give_up(self, futures, error):
+            pass
 
     def end_one():
         with ending:
@@ -220,12 +273,4 @@ def test_stages_that_conflict_are_never_begun_together_in_whatever_order_stages_
                 running.remove(i)
                 futures[i].set_result(i)
 
-    def begin_and_end(i):
-        future = begin(i)
-        if random.random() < 0.5:
-            end_one()
-        else:
-            threading.Timer(0.001, end_one).start()
-        return future
-
-    assert OverlapPlan(specs, PLACES).run(here, begin_and_end, give_up=lambda futures, error: None) == list(range(len(specs)))
+    assert OverlapPlan(specs, PLACES).run(Step()) == list(range(len(specs)))
