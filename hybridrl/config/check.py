@@ -244,7 +244,7 @@ def only_in_ppo(config: SFTConfig) -> Problems:
     """Settings of the driver that mean nothing in supervised fine-tuning stay at their defaults."""
     defaults = TrainerConfig()
     names = ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate")
-    for key in (*names, "lag", "partial_rollout", "staleness", "stale_tokens", "middleware", "eval_n_gpus"):
+    for key in (*names, "overlap", "lag", "partial_rollout", "staleness", "stale_tokens", "middleware", "eval_n_gpus"):
         value = getattr(config.trainer, key)
         if value != getattr(defaults, key):
             yield f"trainer.{key}={value}: has no effect in supervised fine-tuning; leave it out"

@@ -23,6 +23,7 @@ class TrainerConfig:
     num_threads: int | None = setting(None, "CPU threads per worker process; null means cores divided by workers.", ge=1)
     seed: int = setting(1, "Seed of everything but the order of prompts.", ge=0)
     balance_batch: bool = setting(True, "Give every rank about the same number of tokens.")
+    overlap: bool = setting(True, "Run stages side by side that do not need each other's columns or devices; results are the same.")
     lag: int = setting(0, "Batches that are generated ahead, each by weights that many versions old; 0 is synchronous.", ge=0)
     partial_rollout: bool = setting(False, "With lag 2 or more: give a batch a share of its tokens from each version's weights.")
     staleness: int | None = setting(None, "Largest age in versions of a token that is trained on; null means lag.", ge=0)

@@ -184,9 +184,15 @@ class RayPPOTrainer:
 
     def _run(self, num_steps: int) -> None:
         self.evaluation = Evaluation(self._evaluate) if str(Role.Evaluator) in self.groups else None
-        run_stages(self.stages(), max_step=num_steps, first_step=self.global_steps + 1, change=self._apply_middleware)
+        first, places = self.global_steps + 1, self._places() if self.config.trainer.overlap else None
+        run_stages(self.stages(), max_step=num_steps, first_step=first, change=self._apply_middleware, places=places)
         for metrics in self.evaluation.finish() if self.evaluation is not None else ():
             self.tracking.log(metrics, self.global_steps)
+
+    def _places(self) -> dict[str, set[str]] | None:
+        """Which pool every role works on: no two pools share a device. None in one process, where stages have only that."""
+        manager = self.resource_pool_manager
+        return None if manager.backend == "local" else {str(role): {pool} for role, pool in manager.mapping.items()}
 
     def _apply_middleware(self, task: Task) -> None:
         for change in self.middleware:

@@ -8,8 +8,10 @@ from hybridrl.config import PPOConfig, SFTConfig, to_dict
 from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StepTimer, Task
+from hybridrl.framework.overlap import Places
 from hybridrl.framework.trace import DRIVER, TRACE, StageTracer
 from hybridrl.single_controller.spans import DIRECTORY_VARIABLE, is_recording, start_recording
+from hybridrl.trainer.context import BatchContext
 from hybridrl.trainer.tracking import Tracking
 
 
@@ -64,19 +66,21 @@ def run_stages(
     max_step: int,
     first_step: int = 1,
     change: Callable[[Task], None] = lambda task: None,
+    places: Places | None = None,
 ) -> None:
     """Run the stages in order, `max_step` times, and time each of them.
 
     first_step: number of the first step, for those who look at the run. change: what is done to the loop before it runs.
+    places: role -> device slots; stages that do not need each other then run side by side, see `framework/overlap.py`.
     """
-    with Task(ctx=OnlineRLContext()) as task:
+    with Task(ctx=BatchContext()) as task:
         task.use_wrapper(StepTimer())
         if is_recording():
             task.use_wrapper(StageTracer(first_step=first_step))
         for fn in stages:
             task.use(fn)
         change(task)
-        task.run(max_step=max_step)
+        task.run(max_step=max_step, overlap=places)
 
 
 def is_due(freq: int, step: int, *, total_steps: int) -> bool:
