@@ -35,6 +35,16 @@ def save_tiny_qwen2(path, *, tied: bool = True, **overrides) -> str:
     return str(path)
 
 
+def save_scorer(policy: str, path) -> str:
+    """Write a reward model: the policy's body with a head of its own."""
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(path)
+    return str(path)
+
+
 def make_batch(num_rows: int = 24, seed: int = 0) -> DataProto:
     """Prompts of 2 to PROMPT tokens, left-padded, responses of 1 to RESPONSE tokens; some response tokens are masked out."""
     draw = torch.Generator().manual_seed(seed)

@@ -20,6 +20,7 @@ from tests.workers.engine_cases import (
     num_response_tokens,
     plain_outputs,
     policy_loss,
+    save_scorer,
     save_tiny_qwen2,
     train,
     whole_weights,
@@ -260,7 +261,7 @@ def test_values_are_the_value_models_at_the_state_before_each_response_token(qwe
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pad_token_id", [None, 5])
 def test_a_score_is_read_at_a_rows_last_token_whatever_the_pad_token_is(tmp_path, packed, pad_token_id):
-    path = save_tiny_qwen2(tmp_path, pad_token_id=pad_token_id)
+    path = save_scorer(save_tiny_qwen2(tmp_path / "policy", pad_token_id=pad_token_id), tmp_path / "scorer")
     batch = make_batch()
     batch.batch["input_ids"][:, -7] = 5  # a real token that is also the pad token ends many rows
     engine = make_engine(path, kind="score", optim=None, packed=packed)
@@ -273,13 +274,19 @@ def test_a_score_is_read_at_a_rows_last_token_whatever_the_pad_token_is(tmp_path
         torch.testing.assert_close(found[i], model.score(state)[0], atol=1e-5, rtol=0)
 
 
-def test_an_empty_batch_gives_empty_outputs(qwen2):
+def test_a_reward_model_without_a_head_is_refused(qwen2):
+    with pytest.raises(CheckpointError, match="score.weight; it is no trained reward model.*reward_model.model.path"):
+        make_engine(qwen2, kind="score", optim=None)
+
+
+def test_an_empty_batch_gives_empty_outputs(qwen2, tmp_path):
     empty = make_batch().select_idxs([])
     assert make_engine(qwen2).forward(empty, WHOLE, outputs=POLICY)["entropy"].shape == (0, 7)
     engine = make_engine(qwen2)
     assert engine.forward_backward(empty, WHOLE, policy_loss(1.0), outputs=POLICY) == []
     assert engine.optimizer_step()["grad_norm"] == 0.0
-    assert make_engine(qwen2, kind="score", optim=None).forward(empty, WHOLE, outputs=("scores",))["scores"].shape == (0,)
+    scorer = save_scorer(qwen2, tmp_path)
+    assert make_engine(scorer, kind="score", optim=None).forward(empty, WHOLE, outputs=("scores",))["scores"].shape == (0,)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -35,7 +35,7 @@ class EngineConfig:
     temperature  log-probs and entropy are those of softmax(logits / temperature)
     optim        None makes an engine that only runs forward (reference policy, reward model)
     total_steps  optimizer steps of the whole run, for learning-rate schedules
-    seed         of a new head, if the checkpoint has none
+    seed         of a new value head, if the checkpoint has none; a score head has to be there
     """
 
     kind: str

@@ -21,6 +21,7 @@ AUTO_CLASSES = {
     "value": "AutoModelForTokenClassification",
     "score": "AutoModelForSequenceClassification",
 }
+NO_SCORE_HEAD = "; it is no trained reward model, so give one with a head in reward_model.model.path"
 
 
 def hf_config(config: EngineConfig) -> Any:
@@ -64,9 +65,9 @@ def _override(target: Any, overrides: dict, *, key: str) -> None:
 
 
 def load_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Module:
-    """Return the whole model on the CPU, without dropout. A head that the checkpoint lacks is drawn from `config.seed`.
+    """Return the whole model on the CPU, without dropout. A value head that the checkpoint lacks is drawn from `config.seed`.
 
-    Raises CheckpointError if the checkpoint lacks anything else.
+    Raises CheckpointError if the checkpoint lacks anything else: scores of a head that nobody trained are noise.
     """
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(config.seed)
@@ -74,12 +75,12 @@ def load_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Mo
             config.path, config=found, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
         )
     missing = sorted(report["missing_keys"])
-    body = [name for name in missing if config.kind == "causal_lm" or name.startswith(f"{model.base_model_prefix}.")]
-    if body:
-        raise CheckpointError(f"{config.path} lacks {len(body)} weights of {type(model).__name__}: {', '.join(body[:5])}")
+    needed = [name for name in missing if config.kind != "value" or name.startswith(f"{model.base_model_prefix}.")]
+    if needed:
+        what = f"{config.path} lacks {len(needed)} weights of {type(model).__name__}: {', '.join(needed[:5])}"
+        raise CheckpointError(what + (NO_SCORE_HEAD if config.kind == "score" else ""))
     if missing:
-        level = logging.WARNING if config.kind == "score" else logging.INFO
-        logger.log(level, "%s has no %s head; %s is new, drawn with seed %d.", config.path, config.kind, ", ".join(missing), config.seed)
+        logger.info("%s has no value head; %s is new, drawn with seed %d.", config.path, ", ".join(missing), config.seed)
     return model.eval()
 
 
