@@ -305,6 +305,18 @@ def test_a_loaded_engine_goes_on_bit_by_bit_as_the_saved_one(qwen2, tmp_path, of
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole_weights(loaded).items())
 
 
+def test_an_engine_saved_or_loaded_before_its_first_step_trains_as_one_that_was_not(qwen2, tmp_path):
+    batch = make_batch()
+    untouched, saved, loaded = (make_engine(qwen2) for _ in range(3))
+    saved.save(str(tmp_path))
+    loaded.load(str(tmp_path))
+    for engine in (untouched, saved, loaded):
+        train(engine, batch, WHOLE, num_tokens=80.0, steps=2)
+    expected = whole_weights(untouched)
+    for engine in (saved, loaded):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in whole_weights(engine).items())
+
+
 def test_a_loaded_engine_trains_with_its_own_settings(qwen2, tmp_path):
     batch = make_batch()
     saved, other = make_engine(qwen2), make_engine(qwen2, optim=replace(OPTIM, weight_decay=0.5))

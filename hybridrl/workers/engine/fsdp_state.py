@@ -54,7 +54,16 @@ def _metadata(directory: str) -> Metadata:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
     state = {"model": get_model_state_dict(model)}
-    return state if optimizer is None else state | {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    return state if optimizer is None else state | {"optimizer": _optimizer_state(model, optimizer)}
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """DCP gives a fresh optimizer its state by a step without gradients; that step must not count, or the first real one is smaller."""
+    if not optimizer.state:
+        get_optimizer_state_dict(model, optimizer)
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    return get_optimizer_state_dict(model, optimizer)
 
 
 def _random_state() -> dict[str, torch.Tensor]:
