@@ -70,7 +70,7 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
     """Train as configured, then write the report."""
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-    val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
+    val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, validate=True)
     if config.trainer.backend == "ray":
         start_ray()
     trainer = trainer_cls(

@@ -63,7 +63,13 @@ def test_ppo_with_critic_reference_and_reward_model_on_their_own_processes(tmp_p
         trainer__critic_warmup=1,
         trainer__backend="ray",
         trainer__colocate="device",
+        trainer__rollout_data_dir=tmp_path / "rollouts",
+        trainer__validation_data_dir=tmp_path / "val",
     )
+    for folder in ("rollouts", "val"):  # the function decides, not the reward model
+        samples = [json.loads(line) for line in (tmp_path / folder / "2.jsonl").read_text().splitlines()]
+        shares = [sum(letter.isdigit() for letter in sample["output"]) / max(1, len(sample["output"])) for sample in samples]
+        assert [sample["score"] for sample in samples] == pytest.approx(shares)
     assert "actor/pg_loss" not in rows[1] and rows[2]["actor/grad_norm"] > 0  # the first step trains the critic only
     assert {"critic/vf_loss", "critic/values/mean", "actor/reward_kl_penalty", "timing_s/ref", "timing_s/values"} <= rows[2].keys()
     assert rows[2]["actor/reward_kl_penalty_coeff"] != rows[1]["actor/reward_kl_penalty_coeff"]

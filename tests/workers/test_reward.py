@@ -160,12 +160,38 @@ def test_an_async_function_is_a_reward_function(manager):
     assert manager(judge)(make_batch(["5", "5 6 5"])).reward_tensor.sum(-1).tolist() == [1, 5]
 
 
-def test_rm_scores_are_passed_on_and_rows_with_nan_are_not_valid(manager, scripted):
-    batch = make_batch(["5", "5"])
-    batch.batch["rm_scores"] = torch.tensor([[0, 0.25, 0, 0, 0, 0], [0, float("nan"), 0, 0, 0, 0]])
-    output = manager(scripted)(batch)
+def judged_by_model(texts: list[str], scores: list[float]) -> DataProto:
+    """A batch with a reward model's scores; texts are of one token, so their last is the second."""
+    batch = make_batch(texts)
+    batch.batch["rm_scores"] = torch.tensor([[0.0, score, 0, 0, 0, 0] for score in scores])
+    return batch
+
+
+def test_without_a_function_of_ones_own_rm_scores_are_the_reward_and_rows_with_nan_are_not_valid(manager):
+    output = manager()(judged_by_model(["5", "5"], [0.25, float("nan")]))
     assert output.reward_tensor.tolist() == [[0, 0.25, 0, 0, 0, 0], [0.0] * 6]
     assert output.valid.tolist() == [True, False] and output.metrics["reward/error_ratio"] == 0.5
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_function_of_ones_own_decides_and_may_read_the_reward_models_score(manager, validate):
+    def halved(data_source, solution_str, ground_truth, extra_info):
+        return extra_info["rm_score"] / 2 + extra_info["row"]
+
+    output = manager(halved, validate=validate)(judged_by_model(["5", "5"], [0.5, -3.0]))
+    assert output.reward_tensor.sum(-1).tolist() == [0.25, -0.5]
+    batched = manager(lambda data_sources, solution_strs, ground_truths, extra_infos: [info["rm_score"] for info in extra_infos],
+                      cls=BatchRewardManager, validate=validate)  # fmt: skip
+    assert batched(judged_by_model(["5", "5"], [0.5, -3.0])).reward_tensor.sum(-1).tolist() == [0.5, -3.0]
+
+
+def test_validation_is_by_rule_where_a_row_has_one(manager):
+    batch = judged_by_model(["5", "5", "5"], [0.5, -3.0, float("inf")])
+    batch.batch["responses"][0, :2] = torch.tensor([WORDS.index("####"), WORDS.index("5")])
+    for row in (1, 2):
+        batch.non_tensor_batch["reward_model"][row] = {"style": "model", "ground_truth": "what was chosen"}
+    output = manager(validate=True)(batch)
+    assert output.reward_tensor.sum(-1).tolist() == [1.0, -3.0, 0.0] and output.valid.tolist() == [True, True, False]
 
 
 def test_return_dict_gives_the_names_of_verl(manager, scripted):

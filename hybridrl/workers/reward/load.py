@@ -16,10 +16,10 @@ WAY_OUT = {
 }
 
 
-def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int = 0) -> RewardManager:
+def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int = 0, validate: bool = False) -> RewardManager:
     """Return the manager of `reward_model.reward_manager` with `custom_reward_function`, or the built-in function if that is not set.
 
-    A custom function is loaded once in a score process, so a mistake in it is a ConfigError here and not a thousand failed samples.
+    validate: it scores validation, see `RewardManager`. A custom function is loaded once in a score process, so a mistake in it is a ConfigError here and not a thousand failed samples.
     """
     model = config.reward_model
     manager = REWARD_MANAGERS[model.reward_manager](
@@ -30,6 +30,7 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int =
         timeout_s=model.timeout_s,
         max_response_length=config.data.max_response_length,
         overlong_buffer=model.overlong_buffer,
+        validate=validate,
     )
     if config.custom_reward_function.path is not None and (failure := manager.processes.check()) is not None:
         manager.close()

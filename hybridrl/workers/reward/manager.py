@@ -1,8 +1,9 @@
 """From a batch of responses to a reward tensor: decode, call the reward function in killable processes, put scores on last tokens.
 
 A sample whose score could not be had is data, not a crash and not a 0: it is marked invalid, counted, and named in the log. Kinds of
-manager stand in `REWARD_MANAGERS`. Not here: how calls are limited in time (`processes`), and a score model (`workers.reward_model`), whose
-`rm_scores` are passed on when the batch has them. Shapes: B rows, R response tokens.
+manager stand in `REWARD_MANAGERS`. Not here: how calls are limited in time (`processes`), and the reward model (`workers.reward_model`).
+Where the batch has its `rm_scores`, a function of the user's gets them and decides; without one they are the reward, except in
+validation, where a row is scored by rule unless its own `reward_model.style` is "model". Shapes: B rows, R response tokens.
 """
 
 import logging
@@ -49,6 +50,7 @@ class RewardManager:
     compute_score: a function (sync or async), a `ScoreFunction`, or None for `reward_score.default_compute_score`; it returns a number, or
     a dict with a number under "score". num_examine: samples of each data source to write to the log, once. reward_fn_key: column that
     names the data source. num_processes, timeout_s: see `ScoreProcesses`. max_response_length, overlong_buffer: used by `dapo`.
+    validate: this manager scores validation. With a reward model, `extra_info["rm_score"]` is its score of the row.
     """
 
     arguments = SAMPLE_ARGUMENTS
@@ -65,21 +67,23 @@ class RewardManager:
         timeout_s: float = 10.0,
         max_response_length: int | None = None,
         overlong_buffer: OverlongBufferConfig | None = None,
+        validate: bool = False,
     ):
         self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
         self.max_response_length, self.overlong_buffer = max_response_length, overlong_buffer
         self._examined: Counter[str] = Counter()
         function = self._address(compute_score, kwargs=kwargs)
+        self._built_in, self._validate = (function.path, function.name) == DEFAULT_FUNCTION, validate
         self.processes = ScoreProcesses(function, num_processes=num_processes, timeout_s=timeout_s)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> RewardOutput | dict[str, Any]:
         """Return the rewards of a batch with `responses` and `attention_mask`; with `return_dict` under verl's names.
 
-        A batch that has `rm_scores` (B, R) is not scored again. Raises DataError if a column is missing.
+        A batch may have `rm_scores` (B, R), see the module's own words. Raises DataError if a column is missing.
         """
         start = time.monotonic()
-        has_scores = data.batch is not None and "rm_scores" in data.batch
-        output = model_output(data.batch["rm_scores"]) if has_scores else self._rule_output(data)
+        decided = self._built_in and not self._validate and "rm_scores" in data.batch
+        output = model_output(data.batch["rm_scores"]) if decided else self._rule_output(data)
         output.metrics["reward/time_s"] = time.monotonic() - start
         if return_dict:
             return {"reward_tensor": output.reward_tensor, "reward_valid": output.valid, "reward_extra_info": output.extra}
@@ -111,14 +115,29 @@ class RewardManager:
     def _rule_output(self, data: DataProto) -> RewardOutput:
         lengths_B = response_lengths(data)
         samples = self._samples(data, lengths_B)
-        scores = [read_score(result) for result in self.run_calls(samples)]
-        scores = self.adjust(scores, lengths_B)
+        scores = self._scores(samples, lengths_B, by_model=self._model_scores(data))
         self._examine(data, samples, scores=scores)
         log_failures(scores, samples=samples, indices=data.non_tensor_batch.get("index"))
         valid_B = torch.tensor([score.valid for score in scores], dtype=torch.bool)
         values_B = torch.tensor([score.value for score in scores], dtype=torch.float32)
         reward_tensor = at_last_token(values_B, lengths_B, width=data.batch["responses"].shape[1])
         return RewardOutput(reward_tensor, valid_B, gather_extra(scores), failure_metrics(scores))
+
+    def _model_scores(self, data: DataProto) -> dict[int, SampleScore]:
+        """Return the reward model's score of every row that it alone can judge: no function of the user's, and no rule."""
+        if not self._built_in or "rm_scores" not in data.batch:
+            return {}
+        results = [CallResult(value=score) for score in data.batch["rm_scores"].sum(-1).tolist()]
+        styles = [model.get("style") for model in data.non_tensor_batch["reward_model"]]
+        return {row: read_score(result) for row, (result, style) in enumerate(zip(results, styles, strict=True)) if style == "model"}
+
+    def _scores(self, samples: list[dict[str, Any]], lengths_B: torch.Tensor, *, by_model: Mapping[int, SampleScore]) -> list[SampleScore]:
+        """Return each row's score: the function's, unless the reward model has judged the row."""
+        rows = [row for row in range(len(samples)) if row not in by_model]
+        results = self.run_calls([samples[row] for row in rows]) if rows else []
+        by_function = self.adjust([read_score(result) for result in results], lengths_B[rows])
+        scores = {**by_model, **dict(zip(rows, by_function, strict=True))}
+        return [scores[row] for row in range(len(samples))]
 
     def _samples(self, data: DataProto, lengths_B: torch.Tensor) -> list[dict[str, Any]]:
         """Return each row's arguments for the reward function."""
@@ -127,7 +146,10 @@ class RewardManager:
             if name not in columns:
                 raise DataError(f"the batch has no column {name!r}, needed for the reward; it has {', '.join(columns) or 'none'}")
         texts = decode(self.tokenizer, data.batch["responses"], lengths_B)
-        infos = columns["extra_info"] if "extra_info" in columns else [{} for _ in range(rows)]
+        infos = list(columns["extra_info"]) if "extra_info" in columns else [{} for _ in range(rows)]
+        if "rm_scores" in data.batch:
+            judged = data.batch["rm_scores"].sum(-1).tolist()
+            infos = [{**(info or {}), "rm_score": score} for info, score in zip(infos, judged, strict=True)]
         truths = [model.get("ground_truth") for model in columns["reward_model"]]
         parts = zip(columns[self.reward_fn_key], texts, truths, infos, strict=True)
         return [dict(zip(SAMPLE_ARGUMENTS, part, strict=True)) for part in parts]
