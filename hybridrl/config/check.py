@@ -196,7 +196,12 @@ def asynchrony(config: PPOConfig) -> Problems:
     if trainer.partial_rollout and trainer.lag < 2:
         yield f"trainer.partial_rollout=true: needs two versions of the weights or more; set trainer.lag=2 or more, not {trainer.lag}"
     bound = trainer.staleness
-    if bound is not None and bound > trainer.lag:
+    if trainer.replay.groups and (bound is None or bound <= trainer.lag):
+        yield (
+            f"trainer.replay.groups={trainer.replay.groups}: say how old a sample may get that is used again, with trainer.staleness "
+            f"above trainer.lag={trainer.lag}, not {bound}"
+        )
+    if bound is not None and bound > trainer.lag and not trainer.replay.groups:
         yield f"trainer.staleness={bound}: nothing gets older than trainer.lag={trainer.lag}; leave it out"
     if bound is not None and bound < trainer.lag and trainer.stale_tokens == "drop" and not trainer.partial_rollout:
         yield (
@@ -244,7 +249,7 @@ def only_in_ppo(config: SFTConfig) -> Problems:
     """Settings of the driver that mean nothing in supervised fine-tuning stay at their defaults."""
     defaults = TrainerConfig()
     names = ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate")
-    for key in (*names, "overlap", "lag", "partial_rollout", "staleness", "stale_tokens", "middleware", "eval_n_gpus"):
+    for key in (*names, "overlap", "lag", "partial_rollout", "staleness", "stale_tokens", "replay", "middleware", "eval_n_gpus"):
         value = getattr(config.trainer, key)
         if value != getattr(defaults, key):
             yield f"trainer.{key}={value}: has no effect in supervised fine-tuning; leave it out"

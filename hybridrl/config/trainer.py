@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.setting import setting
+from hybridrl.config.setting import section, setting
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    groups: int = setting(0, "Groups (the samples of one prompt) of earlier steps that are added to every batch; 0 is none.", ge=0)
+    size: int = setting(1024, "Groups kept; the oldest make room.", ge=1)
+    max_uses: int = setting(1, "How often a group may be replayed.", ge=1)
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class TrainerConfig:
     partial_rollout: bool = setting(False, "With lag 2 or more: give a batch a share of its tokens from each version's weights.")
     staleness: int | None = setting(None, "Largest age in versions of a token that is trained on; null means lag.", ge=0)
     stale_tokens: str = setting("wait", "Keep within staleness by running less ahead, or by dropping tokens.", choices=("wait", "drop"))
+    replay: ReplayConfig = section(ReplayConfig, "Samples used again, up to trainer.staleness versions old.")
     middleware: list[str] = setting([], "Functions path.py:fn that change the stages of the loop; see docs/framework.md.")
     critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0)
     val_before_train: bool = setting(True, "Validate before the first step.")

@@ -17,15 +17,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridrl.algos.advantages import get_adv_estimator
-from hybridrl.algos.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig, to_yaml
-from hybridrl.config.ppo import KLCtrlConfig
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, Task
 from hybridrl.framework.stage import with_spec
@@ -34,6 +31,7 @@ from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.spans import stop_recording
 from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
+from hybridrl.trainer.credit import add_advantages, add_token_rewards, make_kl_controller
 from hybridrl.trainer.data import collate_fn, load_dataset
 from hybridrl.trainer.evaluation import Evaluation
 from hybridrl.trainer.metrics import (
@@ -49,6 +47,7 @@ from hybridrl.trainer.pipeline import join_responses, make_pipeline
 from hybridrl.trainer.policy import PolicyGroups, check_health
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.prompts import StepPrompts
+from hybridrl.trainer.replay import ReplayBuffer
 from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
 from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages
 from hybridrl.trainer.samples import sample_rows, write_samples
@@ -121,6 +120,12 @@ class RayPPOTrainer:
         )
         trainer = self.config.trainer
         self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * self.train_loader.steps_per_epoch
+        self.replay_buffer = ReplayBuffer(
+            trainer.replay,
+            n=self.config.actor_rollout_ref.rollout.n,
+            staleness=trainer.staleness or 0,
+            pad_token_id=pad_token_id(self.tokenizer),
+        )
         self.prompts = StepPrompts(self.train_loader, seed=trainer.seed, total_steps=self.total_training_steps)
 
     # ---- workers
@@ -144,7 +149,8 @@ class RayPPOTrainer:
         self.policy = PolicyGroups(self.groups, sleep=on_cuda and self.config.actor_rollout_ref.rollout.free_cache_engine)
 
     def _total_optimizer_steps(self, role: str) -> int:
-        per_batch = math.ceil(self.config.data.train_batch_size / self._prompts_per_update(role))
+        groups = self.config.data.train_batch_size + self.config.trainer.replay.groups
+        per_batch = math.ceil(groups / self._prompts_per_update(role))
         return self.total_training_steps * per_batch * self.config.actor_rollout_ref.actor.ppo_epochs
 
     def _prompts_per_update(self, role: str) -> int:
@@ -251,6 +257,17 @@ class RayPPOTrainer:
         """Add `token_level_scores` and `reward_valid` to the batch; return what the reward function added per row."""
         return score(batch, reward_fn, judge=self.groups.get(str(Role.RewardModel)), model_input=MODEL_INPUT, metrics=metrics)
 
+    def replay(self, ctx: OnlineRLContext) -> None:
+        """Add groups of earlier steps to the batch, behind its own, which are kept for later ones."""
+        ctx.num_new, version = len(ctx.batch), self.global_steps - 1
+        seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.REPLAY, step=self.global_steps)
+        replayed = self.replay_buffer.draw(version=version, seed=seed)
+        self.replay_buffer.add(ctx.batch)
+        if replayed is not None:
+            ctx.batch = self.replay_buffer.joined([ctx.batch.select(meta_info_keys=[]), replayed])
+        ctx.metrics |= {"replay/kept": len(self.replay_buffer), "replay/rows": len(ctx.batch) - ctx.num_new}
+        ctx.metrics |= staleness_metrics(ctx.batch, version=version)
+
     def old_log_prob(self, ctx: OnlineRLContext) -> None:
         """Log-probs of the responses under the policy that is about to be trained, and how far the rollout's own are from them."""
         ctx.batch.union(self._on_ranks(ctx, self.policy.actor.compute_log_prob, self.policy.actor.world_size))
@@ -287,34 +304,10 @@ class RayPPOTrainer:
 
     def advantage(self, ctx: OnlineRLContext) -> None:
         """Token rewards (with the KL penalty, if configured), advantages and returns."""
-        algorithm, columns = self.config.algorithm, ctx.batch.batch
-        columns["token_level_rewards"] = columns["token_level_scores"]
-        if algorithm.use_kl_in_reward:
-            self._penalize_kl(ctx)
-        _, group_B = np.unique(ctx.batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
-        columns["advantages"], columns["returns"] = self.estimator(
-            columns["token_level_rewards"],
-            columns["response_mask"],
-            values_BT=columns.get("values", None),
-            group_B=torch.from_numpy(group_B),
-            valid_B=columns["reward_valid"],
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        )
-
-    def _penalize_kl(self, ctx: OnlineRLContext) -> None:
-        columns, coef = ctx.batch.batch, self.kl_ctrl.value
-        columns["token_level_rewards"], kl = apply_kl_penalty(
-            columns["token_level_scores"],
-            columns["old_log_probs"],
-            columns["ref_log_prob"],
-            columns["response_mask"],
-            coef=coef,
-            kind=self.config.algorithm.kl_penalty,
-        )
-        self.kl_ctrl.update(float(kl), len(ctx.batch))
-        ctx.metrics |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coef}
+        algorithm = self.config.algorithm
+        controller = self.kl_ctrl if algorithm.use_kl_in_reward else None
+        ctx.metrics |= add_token_rewards(ctx.batch, controller, kl_penalty=algorithm.kl_penalty)
+        add_advantages(ctx.batch, self.estimator, algorithm)
 
     def update_critic(self, ctx: OnlineRLContext) -> None:
         """Fit the critic to the returns."""
@@ -378,7 +371,7 @@ class RayPPOTrainer:
         ctx.timing["step"] = time.perf_counter() - ctx.started_at
         data = self.config.data
         ctx.metrics |= compute_data_metrics(
-            ctx.batch,
+            ctx.batch[: ctx.get("num_new")],
             use_critic=uses_critic(self.config),
             max_response_length=data.max_response_length,
             max_prompt_length=data.max_prompt_length,
@@ -406,6 +399,7 @@ class RayPPOTrainer:
             "data": self.train_loader.state_dict(),
             "kl_ctrl": self.kl_ctrl.state_dict(),
             "ahead": self.pipeline.save(os.path.join(directory, "ahead")),
+            "replay": self.replay_buffer.save(os.path.join(directory, "replay")),
         }
         write_run_state(directory, state, config_yaml=to_yaml(self.config))
 
@@ -421,6 +415,7 @@ class RayPPOTrainer:
         self.train_loader.load_state_dict(state["data"])
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.pipeline.restore(os.path.join(path, "ahead"), state.get("ahead", []))
+        self.replay_buffer.restore(os.path.join(path, "replay"), state.get("replay", []))
         logger.info("resumed from %s, step %d of %d", path, self.global_steps, self.total_training_steps)
 
     def _trained_groups(self) -> dict[str, Any]:
@@ -429,10 +424,3 @@ class RayPPOTrainer:
 
     def _columns(self, ctx: OnlineRLContext, names: tuple[str, ...]) -> DataProto:
         return ctx.batch.select(batch_keys=list(names), non_tensor_batch_keys=[], meta_info_keys=[])
-
-
-def make_kl_controller(config: KLCtrlConfig) -> FixedKLController | AdaptiveKLController:
-    """Return the controller of the KL coefficient in the reward."""
-    if config.type == "adaptive":
-        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
-    return FixedKLController(config.kl_coef)

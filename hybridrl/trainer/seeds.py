@@ -12,6 +12,7 @@ class Purpose(enum.IntEnum):
     TRAIN_ROLLOUT = 1
     VALIDATION = 2
     SHUFFLE = 3
+    REPLAY = 4
 
 
 def row_seeds(num_rows: int, *, seed: int, purpose: Purpose, step: int) -> torch.Tensor:

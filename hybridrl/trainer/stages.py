@@ -46,12 +46,14 @@ def ppo_stages(config: PPOConfig, roles: Collection[Role]) -> list[tuple[str, St
     kl_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
     kl_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
     sampled = ("rollout_log_probs",) if config.actor_rollout_ref.rollout.calculate_log_probs else ()
+    made = ("prompts", *MODEL_INPUT, *sampled, *SCORES)
     trained = (*MODEL_INPUT, "old_log_probs", "advantages", "reward_valid", *weights, *kl_loss)
 
     table = [
         _stage("next_batch", "next_batch", writes=PROMPT_INPUT, once=True),
         _stage("gen", "generate", rollout, PROMPT_INPUT, ("prompts", *MODEL_INPUT, *sampled), once=config.trainer.lag > 0),
         _stage("reward", "reward", judge, ("prompts", "responses", "response_mask"), SCORES),
+        *([_stage("replay", "replay", None, made, made, once=True)] if config.trainer.replay.groups else ()),
         _stage("old_log_prob", "old_log_prob", actor, (*MODEL_INPUT, *sampled), ("old_log_probs",)),
     ]
     if weights:

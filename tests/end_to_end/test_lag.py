@@ -101,3 +101,28 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
 def test_what_cannot_run_is_refused_before_anything_starts(tmp_path, tiny_qwen2, capsys, changes, message):
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *(f"{key}={value}" for key, value in changes.items())]) == 2
     assert message in capsys.readouterr().err
+
+
+REPLAY = STEPS | {"trainer__replay__groups": 2, "trainer__staleness": 3, "algorithm__rollout_correction__rollout_is": "token"}
+
+
+def test_groups_of_earlier_steps_fill_up_a_batch_up_to_an_age(tmp_path, tiny_qwen2):
+    rows = train(tmp_path / "replay", tiny_qwen2, actor_rollout_ref__rollout__calculate_log_probs="true", **REPLAY)
+    assert ages(rows, "replay/rows") == [0, 6, 6, 6, 6], "two groups of three"
+    assert ages(rows)[0] == 0 and 1 <= max(ages(rows)) <= 3
+    assert all(0 < share < 1 for share in ages(rows, "async/off_policy_fraction")[1:])
+    plain = train(tmp_path / "plain", tiny_qwen2, **STEPS)
+    assert rows[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=1e-5)
+    assert abs(rows[1]["actor/grad_norm"] / plain[1]["actor/grad_norm"] - 1) > 0.01
+    assert rows[1]["critic/score/mean"] == plain[1]["critic/score/mean"], "the curve is that of new samples"
+
+
+def test_a_resumed_run_replays_what_the_whole_one_replays(tmp_path, tiny_qwen2):
+    changes = REPLAY | {"actor_rollout_ref__rollout__calculate_log_probs": "true"}
+    whole = train(tmp_path / "whole", tiny_qwen2, **changes)
+    train(tmp_path / "parts", tiny_qwen2, **changes | {"trainer__save_freq": 3})
+    path = tmp_path / "parts/run/global_step_3"
+    again = train(tmp_path / "again", tiny_qwen2, **changes, trainer__resume_mode="resume_path", trainer__resume_from_path=path)
+    assert numbers(again) == numbers(whole[-len(again) :]) and len(again) == 2
+    held = [weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("whole", "again")]
+    assert largest_difference(*held) == 0
