@@ -49,8 +49,11 @@ class CheckpointStore:
     def commit(self, step: int, write: Callable[[str], None]) -> str:
         """Make `global_step_{step}` from what `write(directory)` puts into an empty directory, and return its path.
 
-        A failure or a kill at any moment leaves the previous commits as they were. A commit of the same step is replaced.
+        A failure or a kill at any moment leaves the previous commits as they were. Raises CheckpointError where the step is there
+        already: nothing that is committed is replaced.
         """
+        if os.path.exists(self.path(step)):
+            raise CheckpointError(f"{self.path(step)} is there already; set trainer.default_local_dir elsewhere, or remove it")
         aside = f"{self.path(step)}.partial"
         try:
             shutil.rmtree(aside, ignore_errors=True)
@@ -58,30 +61,24 @@ class CheckpointStore:
             write(aside)
             _write_json(os.path.join(aside, MANIFEST), {"step": step, "files": _inventory(aside)})
             _sync_tree(aside)
-            self._replace(step, aside)
+            os.rename(aside, self.path(step))
+            _sync(self.root)
         except OSError as error:
             raise CheckpointError(f"cannot write {aside}: {error}; free space or set trainer.default_local_dir elsewhere") from error
-        self._retain()
+        self._retain(step)
         return self.path(step)
 
-    def _replace(self, step: int, aside: str) -> None:
-        """Rename `aside` to its place; an older commit of the same step leaves only once the new one stands."""
-        path, old = self.path(step), f"{self.path(step)}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if os.path.isdir(path):
-            os.rename(path, old)
-        os.rename(aside, path)
-        _sync(self.root)
-        shutil.rmtree(old, ignore_errors=True)
-
-    def _retain(self) -> None:
-        for step in self.steps()[: -self.keep] if self.keep else []:
+    def _retain(self, committed: int) -> None:
+        """Remove all but the newest commits; the one just made is among those that stay, whatever its number."""
+        by_age = sorted(self.steps(), key=lambda step: (step == committed, step))
+        for step in by_age[: -self.keep] if self.keep else []:
             shutil.rmtree(self.path(step), ignore_errors=True)
             logger.info("removed checkpoint %s, trainer.max_ckpt_to_keep=%d", self.path(step), self.keep)
 
 
 def verify(path: str) -> int:
     """Return the step of the commit at `path`; a missing, extra-short or changed file is a CheckpointError naming it."""
+    way_out = "restore it, or remove the whole checkpoint: trainer.resume_mode=auto goes on from the one before"
     manifest_path = os.path.join(path, MANIFEST)
     if not os.path.isfile(manifest_path):
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}; give a global_step_N directory, or resume_mode=disable")
@@ -89,27 +86,26 @@ def verify(path: str) -> int:
     for name, expected in manifest["files"].items():
         file = os.path.join(path, name)
         if not os.path.isfile(file):
-            raise CheckpointError(f"checkpoint {path} lacks {name}; restore it, or resume from an earlier global_step_N with resume_path")
+            raise CheckpointError(f"checkpoint {path} lacks {name}; {way_out}")
         if os.path.getsize(file) != expected["size"] or _sha256(file) != expected["sha256"]:
-            raise CheckpointError(
-                f"{name} in checkpoint {path} is damaged; resume from an earlier global_step_N with resume_mode=resume_path"
-            )
+            raise CheckpointError(f"{name} in checkpoint {path} is damaged; {way_out}")
     return manifest["step"]
 
 
 def find_resume(store: CheckpointStore, config: TrainerConfig) -> str | None:
     """Return the verified checkpoint to continue from, or None to start anew (`trainer.resume_mode`).
 
-    Raises ConfigError where a new run would put its checkpoints among those of an older one, to be mistaken for them later.
+    Raises ConfigError where this run would put its checkpoints among those of another, to be mistaken for them later.
     """
-    if config.resume_mode == "disable" and config.save_freq > 0 and store.steps():
+    found = {"disable": None, "auto": store.latest(), "resume_path": config.resume_from_path}[config.resume_mode]
+    step = 0 if found is None else verify(found)
+    later = [other for other in store.steps() if other > step]
+    if later and config.save_freq > 0:
+        here = "trainer.resume_mode=disable" if found is None else f"trainer.resume_from_path={found}"
         raise ConfigError(
-            f"trainer.resume_mode=disable: {store.root} holds checkpoints of an earlier run, the newest of step {store.steps()[-1]}; "
+            f"{here}: {store.root} holds checkpoints of another run's later steps, the newest of step {later[-1]}; "
             "set trainer.default_local_dir or trainer.experiment_name to something new, or remove them"
         )
-    found = {"disable": None, "auto": store.latest(), "resume_path": config.resume_from_path}[config.resume_mode]
-    if found is not None:
-        verify(found)
     return found
 
 

@@ -157,4 +157,4 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_qwen2, capsys):
     victim.write_bytes(victim.read_bytes()[:-1])
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, trainer__total_training_steps=3)) == 1
     err = capsys.readouterr().err
-    assert victim.name in err and "damaged" in err and "resume_path" in err
+    assert victim.name in err and "damaged" in err and "resume_mode=auto" in err

@@ -19,7 +19,8 @@ WAY_OUT = {
 def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int = 0, validate: bool = False) -> RewardManager:
     """Return the manager of `reward_model.reward_manager` with `custom_reward_function`, or the built-in function if that is not set.
 
-    validate: it scores validation, see `RewardManager`. A custom function is loaded once in a score process, so a mistake in it is a ConfigError here and not a thousand failed samples.
+    validate: it scores validation, see `RewardManager`. A custom function is loaded once in a score process, so a
+    mistake in it is a ConfigError here and not a thousand failed samples.
     """
     model = config.reward_model
     manager = REWARD_MANAGERS[model.reward_manager](
