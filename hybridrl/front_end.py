@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.trainer.checkpoint import CheckpointStore
 
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster: workers that share a core are slow, not wrong, but each takes memory
@@ -18,7 +19,7 @@ def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str |
     """Run `work` and return the exit code: 0, 2 for a mistake in the command, 1 for a failure, 130 for Ctrl-C.
 
     An error is one readable line, with the way out in it. The whole traceback, a remote worker's included, goes into `error.log`
-    in the directory that `log_directory()` returns, if there is one.
+    in the directory that `log_directory()` returns, if there is one; without one, only what is not our own error shows its traceback.
     """
     try:
         work()
@@ -27,11 +28,23 @@ def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str |
         sys.stderr.write(f"{error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; the last commit stands, the same command goes on from it\n")
+        sys.stderr.write(f"{_interrupted(log_directory())}\n")
         return 130
     except Exception as error:
-        sys.stderr.write(f"{describe(error)}\n{_keep_traceback(error, log_directory())}\n")
+        directory = log_directory()
+        expected = isinstance(error, HybridRLError) and directory is None
+        sys.stderr.write(f"{describe(error)}\n" + ("" if expected else f"{_keep_traceback(error, directory)}\n"))
         return 1
+
+
+def _interrupted(directory: str | None) -> str:
+    """Say where the next run begins."""
+    newest = None if directory is None else CheckpointStore(directory).latest()
+    if newest is not None:
+        return f"interrupted; {newest} is committed, and the next run goes on from it unless trainer.resume_mode says otherwise"
+    return "interrupted; nothing was committed, the next run starts anew" + (
+        "" if directory is None else " (trainer.save_freq=N commits every N steps)"
+    )
 
 
 def describe(error: Exception) -> str:
