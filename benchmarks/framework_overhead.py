@@ -1,13 +1,15 @@
 """What the loop itself costs: microseconds per stage of `Task`, against calling the same functions in a plain `for`.
 
 python benchmarks/framework_overhead.py
+
+Stages in threads do nothing here, so that all they show is what a thread costs: it pays where a stage takes milliseconds.
 """
 
 import argparse
 import time
 from collections.abc import Callable
 
-from hybridrl.framework import OnlineRLContext, StepTimer, Task
+from hybridrl.framework import OnlineRLContext, StepTimer, Task, stage
 
 
 def plain(ctx: OnlineRLContext) -> None:
@@ -52,6 +54,18 @@ def call_in_task(fn: Callable, stages: int, steps: int, *, timer: bool) -> Calla
     return run
 
 
+def call_in_threads(stages: int, steps: int, *, async_mode: bool) -> Callable[[], None]:
+    """Stages that do not need each other: all of a step are begun at once."""
+
+    def run() -> None:
+        with Task(async_mode=async_mode, ctx=OnlineRLContext(batch={})) as task:
+            for i in range(stages):
+                task.use(stage(f"stage {i}", writes=[f"column {i}"])(lambda ctx: None))
+            task.run(max_step=steps, overlap=None if async_mode else {})
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=10)
@@ -67,6 +81,11 @@ def main() -> None:
             cost = seconds(call_in_task(fn, args.stages, args.steps, timer=timer), args.repeats) / calls * 1e6
             name = "Task with StepTimer" if timer else "Task"
             print(f"  {fn.__name__:6} in {name:20} {cost:6.2f}   overhead {cost - bare:6.2f}")
+    for async_mode in (False, True):
+        steps = args.steps // 10
+        cost = seconds(call_in_threads(args.stages, steps, async_mode=async_mode), args.repeats) / (args.stages * steps) * 1e6
+        name = "threads, async_mode" if async_mode else "threads, overlap"
+        print(f"  plain  in {name:20} {cost:6.2f}")
 
 
 if __name__ == "__main__":
