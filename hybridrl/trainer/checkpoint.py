@@ -3,6 +3,7 @@
     global_step_12/
         actor/ critic/      engine shards (torch.distributed.checkpoint), one directory per trained role
         ahead/              batches on their way (`trainer.lag`), with what of their responses was made
+        replay/             samples that may be used again (`trainer.replay`)
         trainer.json        step, data cursor, controllers
         config.yaml         the settings that made it
         manifest.json       size and SHA-256 of every other file
@@ -23,6 +24,7 @@ from hybridrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
+ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")  # as torch.distributed.checkpoint names them
 STEP_NAME = re.compile(r"global_step_(\d+)")
 
 
@@ -83,6 +85,8 @@ def verify(path: str) -> int:
     if not os.path.isfile(manifest_path):
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}; give a global_step_N directory, or resume_mode=disable")
     manifest = read_json(manifest_path)
+    if not any(os.path.basename(name) == ENGINE_STATE for name in manifest["files"]):
+        raise CheckpointError(f"checkpoint {path} holds no engine state; {way_out}")
     for name, expected in manifest["files"].items():
         file = os.path.join(path, name)
         if not os.path.isfile(file):
@@ -90,6 +94,18 @@ def verify(path: str) -> int:
         if os.path.getsize(file) != expected["size"] or _sha256(file) != expected["sha256"]:
             raise CheckpointError(f"{name} in checkpoint {path} is damaged; {way_out}")
     return manifest["step"]
+
+
+def check_engine_state(directory: str, *, num_ranks: int) -> None:
+    """Raise CheckpointError unless this machine sees what every rank has just written to `directory`."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    absent = set(range(num_ranks)) - {int(found[1]) for name in names if (found := RANKS_FILE.fullmatch(name))}
+    if absent or ENGINE_STATE not in names:
+        what = f"the state of ranks {sorted(absent)}" if absent else ENGINE_STATE
+        raise CheckpointError(
+            f"{directory} lacks {what}: workers on other machines wrote to disks of their own; "
+            "set trainer.default_local_dir to a directory that all machines share"
+        )
 
 
 def find_resume(store: CheckpointStore, config: TrainerConfig) -> str | None:

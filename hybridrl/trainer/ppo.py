@@ -30,7 +30,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.spans import stop_recording
-from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
+from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, find_resume, read_trainer_state, write_run_state
 from hybridrl.trainer.credit import add_advantages, add_token_rewards, make_kl_controller
 from hybridrl.trainer.data import collate_fn, load_dataset
 from hybridrl.trainer.evaluation import Evaluation
@@ -394,6 +394,7 @@ class RayPPOTrainer:
     def _write_checkpoint(self, directory: str) -> None:
         for role, group in self._trained_groups().items():
             group.save_checkpoint(os.path.join(directory, role))
+            check_engine_state(os.path.join(directory, role), num_ranks=group.world_size)
         state = {
             "global_steps": self.global_steps,
             "data": self.train_loader.state_dict(),

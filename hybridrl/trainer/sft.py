@@ -16,7 +16,7 @@ from hybridrl.framework import OnlineRLContext, stage
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.spans import stop_recording
-from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, read_trainer_state, write_run_state
+from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, find_resume, read_trainer_state, write_run_state
 from hybridrl.trainer.metrics import mean_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager
@@ -136,6 +136,7 @@ class SFTTrainer:
 
     def _write_checkpoint(self, directory: str) -> None:
         self.group.save_checkpoint(os.path.join(directory, "model"))
+        check_engine_state(os.path.join(directory, "model"), num_ranks=self.group.world_size)
         self.group.export_hf(os.path.join(directory, EXPORT))
         write_run_state(
             directory, {"global_steps": self.global_steps, "data": self.train_loader.state_dict()}, config_yaml=to_yaml(self.config)

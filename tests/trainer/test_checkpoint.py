@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.trainer.checkpoint import CheckpointStore, find_resume, verify
+from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, find_resume, verify
 
 
 def write(content: str = "weights"):
@@ -93,3 +93,25 @@ def test_what_is_no_commit_is_refused(tmp_path):
     store_with(tmp_path, 1)
     manifest = json.loads((tmp_path / "global_step_1/manifest.json").read_text())
     assert manifest["step"] == 1 and set(manifest["files"]) == {"actor/.metadata", "actor/__0_0.distcp"}
+
+
+def test_a_commit_without_engine_state_is_refused(tmp_path):
+    def only_the_drivers(directory: str) -> None:
+        with open(os.path.join(directory, "trainer.json"), "w", encoding="utf-8") as f:
+            f.write("{}")
+
+    path = CheckpointStore(str(tmp_path)).commit(3, only_the_drivers)
+    with pytest.raises(CheckpointError, match="holds no engine state; restore it, or remove"):
+        verify(path)
+
+
+def test_state_that_other_machines_kept_to_themselves_is_noticed(tmp_path):
+    write()(str(tmp_path))
+    check_engine_state(str(tmp_path / "actor"), num_ranks=1)
+    with pytest.raises(CheckpointError, match=r"lacks the state of ranks \[1, 2\].*trainer.default_local_dir"):
+        check_engine_state(str(tmp_path / "actor"), num_ranks=3)
+    (tmp_path / "actor/.metadata").unlink()
+    with pytest.raises(CheckpointError, match="lacks .metadata"):
+        check_engine_state(str(tmp_path / "actor"), num_ranks=1)
+    with pytest.raises(CheckpointError, match=r"lacks the state of ranks \[0\]"):
+        check_engine_state(str(tmp_path / "critic"), num_ranks=1)
