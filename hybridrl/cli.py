@@ -3,6 +3,8 @@
 hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing is started
 hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and chrome://tracing
 hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
+
+What computes is imported by the command that needs it: torch takes seconds, and `--help`, `trace` and a mistake should not.
 """
 
 import argparse
@@ -20,14 +22,7 @@ from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_
 from hybridrl.framework.graph_drawing import draw_graph
 from hybridrl.framework.trace import newest_trace, read_spans, summarize, trace_events
 from hybridrl.front_end import run_front_end, set_up_logging
-from hybridrl.main_ppo import check, resource_pools, worker_classes
-from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-from hybridrl.single_controller.plan import plan_processes
-from hybridrl.single_controller.worker_group import ClassWithInitArgs
-from hybridrl.trainer.checkpoint import CONFIG, verify
-from hybridrl.trainer.stages import ppo_stages
-from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.export import check_new_directory
+from hybridrl.trainer.checkpoint import CONFIG, MANIFEST, CheckpointStore, verify
 
 TEXTS = {"text": to_text, "dot": to_dot}
 PICTURES = ("svg", "png")
@@ -101,6 +96,10 @@ def _kind_of(output: Path | None) -> str:
 
 def job_graph(config: PPOConfig) -> StageGraph:
     """Return the graph of the step that `main_ppo` would run, on the workers and pools that it would choose."""
+    from hybridrl.main_ppo import check, resource_pools, worker_classes
+    from hybridrl.single_controller.plan import plan_processes
+    from hybridrl.trainer.stages import ppo_stages
+
     check(config, with_inputs=False)
     workers = worker_classes(config)
     manager = resource_pools(config, workers)
@@ -146,11 +145,18 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def export_checkpoint(checkpoint: str, directory: str) -> None:
-    """Write the policy of a PPO checkpoint, whatever world size it was trained with, as a Hugging Face model."""
-    check_new_directory(directory)
+    """Write the policy of a PPO checkpoint, whatever world size it was trained with, as a Hugging Face model.
+
+    Raises CheckpointError where there is no whole PPO checkpoint, and ConfigError where `directory` is not a new place.
+    """
+    _check_is_ppo_checkpoint(checkpoint)
     verify(checkpoint)
-    if not os.path.isdir(os.path.join(checkpoint, "actor")):
-        raise CheckpointError(f"{checkpoint} has no actor/ to export; SFT checkpoints hold their export in huggingface/ already")
+    from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+    from hybridrl.single_controller.worker_group import ClassWithInitArgs
+    from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+    from hybridrl.workers.export import check_new_directory
+
+    check_new_directory(directory)
     with open(os.path.join(checkpoint, CONFIG), encoding="utf-8") as f:
         config = from_dict(PPOConfig, yaml.safe_load(f))
     group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, config, "actor"), role="actor")
@@ -158,6 +164,23 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
     group.load_checkpoint(os.path.join(checkpoint, "actor"))
     group.export_hf(directory)
     sys.stdout.write(f"exported {checkpoint} to {directory}\n")
+
+
+def _check_is_ppo_checkpoint(path: str) -> None:
+    """Raise CheckpointError with the nearest thing that can be exported."""
+    if not os.path.isfile(os.path.join(path, MANIFEST)):
+        raise CheckpointError(f"{path} is not a checkpoint; {_nearest_checkpoint(path)}")
+    if os.path.isdir(os.path.join(path, "huggingface")):
+        raise CheckpointError(f"{path} is of supervised fine-tuning, which exports with every checkpoint: use {path}/huggingface")
+    if not os.path.isdir(os.path.join(path, "actor")):
+        raise CheckpointError(f"{path} has no actor/, the policy of a PPO run; give another global_step_N")
+
+
+def _nearest_checkpoint(path: str) -> str:
+    for run in (path, os.path.dirname(os.path.abspath(path))):
+        if newest := CheckpointStore(run).latest():
+            return f"the newest in {run} is {newest}"
+    return "give the global_step_N directory of a run with trainer.save_freq above 0"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`hybridrl job graph`: what it shows of a PPO job, and what it refuses."""
+"""The `hybridrl` command: what `job graph` shows of a PPO job, and what all of it refuses."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from hybridrl import cli
 from hybridrl.cli import job_graph
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.main_ppo import main as run_ppo
+from hybridrl.trainer.checkpoint import CheckpointStore, write_run_state
 
 SEPARATED = ("actor_rollout_ref.rollout.n_gpus_per_node=3", "trainer.n_gpus_per_node=2", "trainer.nnodes=2")
 
@@ -87,3 +89,51 @@ def test_settings_are_refused_where_they_mean_nothing(capsys):
     with pytest.raises(SystemExit):
         cli.main(["export", "checkpoint", "model", "trainer.lag=1"])
     assert "unrecognized arguments: trainer.lag=1" in capsys.readouterr().err
+
+
+def commit(run, step, *parts):
+    """Commit a checkpoint that has these parts, named as an engine does, and return its path."""
+
+    def write(directory):
+        for part in parts:
+            (Path(directory) / part).mkdir()
+            for file in (".metadata", "__0_0.distcp"):
+                (Path(directory) / part / file).write_text("1234")
+        write_run_state(directory, {"global_steps": step}, config_yaml="{}\n")
+
+    return Path(CheckpointStore(str(run)).commit(step, write))
+
+
+@pytest.mark.parametrize("given", [".", "global_step_99", "global_step_7.partial"])
+def test_an_export_of_what_is_no_checkpoint_names_the_newest_one_of_the_run(tmp_path, capsys, given):
+    commit(tmp_path, 4, "actor")
+    commit(tmp_path, 12, "actor")
+    assert cli.main(["export", str(tmp_path / given), str(tmp_path / "model")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "is not a checkpoint" in error and error.endswith(f"is {tmp_path}/global_step_12\n")
+
+
+def test_an_export_without_any_checkpoint_near_says_what_makes_one(tmp_path, capsys):
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 1
+    assert "run is not a checkpoint; give the global_step_N directory of a run with trainer.save_freq" in capsys.readouterr().err
+
+
+def test_an_export_of_another_kind_of_checkpoint_says_where_its_model_is(tmp_path, capsys):
+    path = commit(tmp_path, 5, "model", "huggingface")
+    assert cli.main(["export", str(path), str(tmp_path / "model")]) == 1
+    assert capsys.readouterr().err.endswith(f"which exports with every checkpoint: use {path}/huggingface\n")
+
+
+def test_an_export_of_a_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path, capsys):
+    path = commit(tmp_path, 5, "actor")
+    (path / "actor" / "__0_0.distcp").write_text("12")
+    assert cli.main(["export", str(path), str(tmp_path / "model")]) == 1
+    error = capsys.readouterr().err
+    assert "actor/__0_0.distcp" in error and "is damaged" in error and error.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from hybridrl.cli import main; main(['export', '--help'])"
+    out = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True).stdout
+    assert "a global_step_N directory" in out
