@@ -40,7 +40,7 @@ $PYTHON -m hybridrl.main_sft \
   trainer.total_training_steps=500 \
   trainer.save_freq=500 \
   trainer.test_freq=500 \
-  trainer.logger=[jsonl,tensorboard] \
+  trainer.logger=[console,jsonl,tensorboard] \
   trainer.seed="$SEED" \
   trainer.num_threads=1 \
   trainer.default_local_dir="$OUT/sft"

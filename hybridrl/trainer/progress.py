@@ -1,4 +1,4 @@
-"""What a person sees while it runs: one line per step, and on a terminal a bar below. Keeps no record: `tracking` does."""
+"""What a person sees while it runs: a line for a step now and then, and on a terminal a bar below. Keeps no record: `tracking` does."""
 
 import contextlib
 import sys
@@ -12,6 +12,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 MAX_COLUMNS = 160
 ETA_WINDOW = 20  # steps whose pace gives the ETA: few enough to follow growing responses, enough to even out validations
+
+FIRST_STEPS = 10  # of a process have a line each: is it learning, is it fast?
+LINE_EVERY_S = 5.0  # afterwards, and in the last step, and with a validation: hundreds of fast steps would push everything else away
 
 # What a step's line shows, in order, where it was measured: label, metric, format.
 STEP_FIELDS = (
@@ -27,6 +30,7 @@ STEP_FIELDS = (
     ("vf_loss", "critic/vf_loss", ".3f"),
     ("lr", "train/lr", ".1e"),
 )
+UNSEEN_AT_ZERO = ("actor/ppo_kl",)  # with one update per batch it is exactly zero, always
 BAR_LABELS = ("reward", "loss", "len")
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
 VALIDATION_LOSS = "val/loss"
@@ -35,13 +39,17 @@ VALIDATION_LOSS = "val/loss"
 class Progress:
     """Shows steps on `stream` (standard output): plain lines, and if it is a terminal a bar with the time left.
 
+    The first steps, the last one, and those with a validation have a line; of the others one every `LINE_EVERY_S` seconds.
+
     total_steps: of the whole run, None if unknown. start_step: steps that an earlier process has done.
     """
 
     def __init__(self, total_steps: int | None = None, *, start_step: int = 0, stream: TextIO | None = None) -> None:
         self.total_steps = total_steps
         self._stream = sys.stdout if stream is None else stream
+        self._every_step_until = start_step + FIRST_STEPS
         self._marks = deque([(start_step, time.monotonic())], maxlen=ETA_WINDOW + 1)  # (step, seconds on the clock)
+        self._last_line_at = self._marks[0][1]
         self._open = contextlib.ExitStack()
         self._bar: tqdm | None = None
         if self._stream.isatty():
@@ -50,16 +58,21 @@ class Progress:
             self._open.enter_context(logging_redirect_tqdm())  # or log lines would cut through the bar
 
     def update(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show what was measured in `step`: a line for the training step, a line for each validated data source."""
+        """Show what was measured in `step`: a line for the training step if one is due, a line for each validated data source."""
         if step > self._marks[-1][0]:
             self._marks.append((step, time.monotonic()))
-        fields = step_fields(metrics)
-        if fields:
+        fields, validated = step_fields(metrics), validation_lines(metrics, step, total_steps=self.total_steps)
+        if fields and (validated or self._line_is_due(step)):
+            self._last_line_at = self._marks[-1][1]
             self._write(step_line(metrics, step, total_steps=self.total_steps, eta_s=self.eta_s()))
-        for line in validation_lines(metrics, step, total_steps=self.total_steps):
+        for line in validated:
             self._write(line)
         if self._bar is not None:
             self._move(self._bar, step, [f"{label} {text}" for label, text in fields.items() if label in BAR_LABELS] + pace(metrics)[:1])
+
+    def _line_is_due(self, step: int) -> bool:
+        at_an_end = step <= self._every_step_until or step == self.total_steps
+        return at_an_end or self._marks[-1][1] - self._last_line_at >= LINE_EVERY_S
 
     def eta_s(self) -> float | None:
         """Return the seconds left at the pace of the latest steps, or None if that cannot be known yet."""
@@ -102,7 +115,7 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return the quantities of a training step by label, as text; empty where `metrics` are of a validation only."""
     fields: dict[str, str] = {}
     for label, name, spec in STEP_FIELDS:
-        if name in metrics:
+        if name in metrics and (metrics[name] or name not in UNSEEN_AT_ZERO):
             fields.setdefault(label, format(float(metrics[name]), spec))
     return fields
 
@@ -128,8 +141,10 @@ def split_validation_name(name: str) -> tuple[str, str, str]:
 
 
 def pace(metrics: Mapping[str, float]) -> list[str]:
-    """Return tokens per second over all devices, and seconds per step, where they were measured."""
+    """Return tokens per second over all devices, and seconds per step, where they were measured; the time of validation is left out."""
     seconds, tokens = metrics.get("perf/time_per_step", metrics.get("timing_s/step")), metrics.get("perf/total_num_tokens")
+    if seconds:
+        seconds -= metrics.get("timing_s/testing", 0.0)
     shown = []
     if seconds and tokens:
         shown.append(f"{tokens / seconds:.0f} tok/s")

@@ -29,6 +29,27 @@ def test_a_step_line_shows_what_was_measured_and_nothing_else():
     assert step_line({"train/loss": 1.5, "train/lr": 3e-4}, 3) == "step 3  loss 1.5000  lr 3.0e-04"
 
 
+def test_a_kl_that_is_exactly_zero_is_not_shown_and_a_reward_of_zero_is():
+    assert step_line({"actor/ppo_kl": 0.0, "critic/score/mean": 0.0}, 3) == "step 3  reward 0.000"
+    assert step_line({"actor/ppo_kl": 1e-3}, 3) == "step 3  ppo_kl 0.0010"
+
+
+def test_the_pace_of_a_step_is_that_of_training_without_the_validation():
+    metrics = {"perf/total_num_tokens": 3000.0, "perf/time_per_step": 2.5, "timing_s/testing": 1.0}
+    assert step_line(metrics, 3) == "step 3  2000 tok/s  1.50 s/step"
+
+
+def test_of_many_fast_steps_the_first_the_last_and_one_every_five_seconds_have_a_line(monkeypatch):
+    clock = iter([100.0 + i for i in range(61)])  # a step a second
+    monkeypatch.setattr("hybridrl.trainer.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    progress = Progress(100, start_step=40, stream=stream)
+    for step in range(41, 101):
+        progress.update({"train/loss": 1.0} | ({"val/loss": 2.0} if step == 63 else {}), step)
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in stream.getvalue().splitlines()]
+    assert steps == [*range(41, 51), 55, 60, 63, 63, 68, 73, 78, 83, 88, 93, 98, 100]
+
+
 def test_a_step_line_fits_the_terminal_and_shows_nan_as_it_is():
     wild = dict.fromkeys([*STEP, "actor/ppo_kl", "critic/vf_loss", "train/loss", "train/lr"], 1e30) | {"critic/score/mean": float("nan")}
     line = step_line(wild, 10**6, total_steps=10**7, eta_s=1e6)
