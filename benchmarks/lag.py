@@ -1,62 +1,29 @@
 """What running ahead is worth, and what it costs: `python benchmarks/lag.py` after `make train` (uses its data and its SFT model).
 
 The quick start's GRPO with one trainer process and one rollout process, at lag 0, 1 and 4, with and without importance weights for the
-older samples, and with partial rollouts. For each: seconds per step (median), the ratio to lag 0, the bound that the times of lag 0
-allow (generation and push beside everything else, nothing lost), the reward over the run at equal numbers of samples, and the
-accuracy on held-out problems at the end.
+older samples, with partial rollouts, and with a quarter more samples from a replay buffer. For each: seconds per step (median), the
+ratio to lag 0, the bound that the times of lag 0 allow (generation and push beside everything else, nothing lost), the reward over the
+run at equal numbers of new samples, and the accuracy on held-out problems at the end.
 """
 
 import argparse
-import contextlib
-import os
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from hybridrl import main_ppo
-from hybridrl.trainer.report import merge_steps
-from hybridrl.trainer.tracking import read_metrics
+from _quickstart import run_grpo, sft_model
 
 SKIPPED_STEPS = 3  # the first steps pay for allocations and imports
 CASES = {
     "lag 0": {},
     "lag 1": {"trainer.lag": 1},
     "lag 1, weighted": {"trainer.lag": 1, "algorithm.rollout_correction.rollout_is": "token"},
+    "lag 0, replay": {"trainer.replay.groups": 8, "trainer.staleness": 4, "algorithm.rollout_correction.rollout_is": "token"},
     "lag 4": {"trainer.lag": 4},
     "lag 4, weighted": {"trainer.lag": 4, "algorithm.rollout_correction.rollout_is": "token"},
     "lag 4, partial, weighted": {"trainer.lag": 4, "trainer.partial_rollout": True, "algorithm.rollout_correction.rollout_is": "token"},
 }
-
-
-def run(quickstart: Path, folder: Path, *, steps: int, changes: dict) -> list[dict]:
-    settings = {
-        "algorithm.adv_estimator": "grpo",
-        "data.train_files": quickstart / "data/train.parquet",
-        "data.val_files": quickstart / "data/test.parquet",
-        "data.train_batch_size": 32,
-        "data.max_prompt_length": 64,
-        "data.max_response_length": 26,
-        "actor_rollout_ref.model.path": quickstart / "sft/global_step_500/huggingface",
-        "actor_rollout_ref.actor.optim.lr": 3e-4,
-        "actor_rollout_ref.actor.optim.betas": "[0.9,0.95]",
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-        "actor_rollout_ref.rollout.name": "hf",
-        "actor_rollout_ref.rollout.n": 8,
-        "actor_rollout_ref.rollout.n_gpus_per_node": 1,
-        "trainer.num_threads": 1,
-        "trainer.total_training_steps": steps,
-        "trainer.test_freq": steps,
-        "trainer.val_before_train": False,
-        "trainer.logger": "[jsonl]",
-        "trainer.default_local_dir": folder,
-    } | changes
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        code = main_ppo.main([f"{key}={value}" for key, value in settings.items()])
-    if code:
-        sys.exit("the run failed")
-    return merge_steps(read_metrics(folder / "metrics.jsonl"))
 
 
 def seconds(history: list[dict], name: str) -> float:
@@ -69,7 +36,7 @@ def main() -> None:
     parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="what `make train` wrote")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    if not (options.quickstart / "sft/global_step_500/huggingface").is_dir():
+    if not sft_model(options.quickstart).is_dir():
         sys.exit(f"no SFT model under {options.quickstart}: run `make train` first, or give --quickstart DIR")
     marks = [round(options.steps * share) for share in (0.25, 0.5, 0.75, 1)]
     print(
@@ -78,7 +45,8 @@ def main() -> None:
     baseline = bound = 0.0
     for name, changes in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            history = run(options.quickstart, Path(folder), steps=options.steps, changes=changes)
+            own_pool = {"actor_rollout_ref.rollout.n_gpus_per_node": 1, "trainer.test_freq": options.steps}
+            history = run_grpo(options.quickstart, Path(folder), steps=options.steps, changes=own_pool | changes)
         step = seconds(history, "timing_s/step")
         if not changes:
             rollout = seconds(history, "timing_s/gen") + seconds(history, "timing_s/update_weights")
