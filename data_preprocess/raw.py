@@ -6,12 +6,16 @@ word `train`, `validation` or `test` in its name; rows with a `split` column of 
 
 import gzip
 import json
+import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 SPLIT_WORDS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+HUB_TIMEOUT_S = 10.0
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
@@ -109,12 +113,30 @@ def parse_line(line: str, place: str) -> RawRow:
 
 
 def read_hub(name: str, config: str | None) -> dict[str, list[RawRow]]:
-    """Download a dataset with `datasets`; what the hub or the network says becomes one line."""
+    """Download a dataset with `datasets`; what the hub or the network says becomes one line.
+
+    Where the hub does not answer, what was downloaded before is used: the client would try again for half a minute, with a warning each.
+    """
+    silence = hub_silence()
+    if silence:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when the client is imported
     import datasets
 
     try:
         splits = datasets.load_dataset(name, config)
     except Exception as error:  # the hub client has no common root for "no such dataset", "no network" and "not allowed"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = silence or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RawDataError(f"{name} is no local path, and cannot be loaded from the Hugging Face hub: {reason}") from error
     return {split: [RawRow(row, f"{name} {split} row {index}") for index, row in enumerate(rows)] for split, rows in splits.items()}
+
+
+def hub_silence() -> str | None:
+    """Return why the hub cannot be reached, or None if it answers, whatever it says."""
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urllib.request.urlopen(address, timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"{address} does not answer ({getattr(error, 'reason', error)})"
+    return None

@@ -68,7 +68,8 @@ def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
 
 def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer) -> None:
     """Train as configured, then write the report."""
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code)
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, validate=True)
     if config.trainer.backend == "ray":

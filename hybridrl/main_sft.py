@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: SFTConfig) -> None:
     """Train as configured, then write the report."""
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, key="model.path", trust_remote_code=config.model.trust_remote_code)
     if config.trainer.backend == "ray":
         start_ray()
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]

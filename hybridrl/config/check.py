@@ -76,7 +76,8 @@ def _model_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
     if paths[needed] is None:
         yield f"{needed}.path=null: no model; give a directory or a Hugging Face name"
     for key, path in paths.items():
-        if path and path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
+        looks_local = path and (path.startswith(("/", "./", "../", "~")) or path.count("/") > 1)  # names on the hub have one slash
+        if looks_local and not Path(path).is_dir():
             yield f"{key}.path={path}: there is no such directory{_tilde(path)}"
 
 

@@ -42,6 +42,7 @@ def check(tmp_path):
         ("data.val_files=['~/v.parquet']", "write $HOME"),
         ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path=null: no model"),
         ("actor_rollout_ref.model.path=/nowhere/model", "there is no such directory"),
+        ("actor_rollout_ref.model.path=outputs/nowhere/model", "outputs/nowhere/model: there is no such directory"),
         ("critic.model.path=./nowhere", "critic.model.path=./nowhere: there is no such directory"),
         ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=grpo compares"),
         (

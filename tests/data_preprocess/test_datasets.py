@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -148,6 +150,14 @@ def test_a_missing_file_a_directory_without_the_dataset_and_a_target_that_is_a_f
     assert "it has other.jsonl" in error_of(capsys, gsm8k.main(["--local_dir", str(tmp_path), "--data_source", str(tmp_path)]))
     target = tmp_path / "other.jsonl"
     assert "other.jsonl" in error_of(capsys, gsm8k.main(["--local_dir", str(target), "--data_source", str(SAMPLES)]))
+
+
+def test_a_hub_that_does_not_answer_is_one_line_at_once(tmp_path):
+    command = [sys.executable, "-m", "data_preprocess.gsm8k", "--data_source", "nobody/nothing", "--local_dir", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: nobody/nothing is no local path") and "http://127.0.0.1:9 does not answer" in done.stderr
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
