@@ -14,15 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from hybridrl.config import PPOConfig, from_dict, load_config
+from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_text
 from hybridrl.framework.graph_drawing import draw_graph
 from hybridrl.framework.trace import newest_trace, read_spans, summarize, trace_events
 from hybridrl.front_end import run_front_end, set_up_logging
-from hybridrl.trainer.checkpoint import CONFIG, MANIFEST, CheckpointStore, verify
+from hybridrl.trainer.checkpoint import MANIFEST, CheckpointStore, settings_for_export, verify
 
 TEXTS = {"text": to_text, "dot": to_dot}
 PICTURES = ("svg", "png")
@@ -98,6 +96,7 @@ def job_graph(config: PPOConfig) -> StageGraph:
     """Return the graph of the step that `main_ppo` would run, on the workers and pools that it would choose."""
     from hybridrl.main_ppo import check, resource_pools, worker_classes
     from hybridrl.single_controller.plan import plan_processes
+    from hybridrl.trainer.middleware import changed_stages
     from hybridrl.trainer.stages import ppo_stages
 
     check(config, with_inputs=False)
@@ -109,7 +108,7 @@ def job_graph(config: PPOConfig) -> StageGraph:
         for process in plan.processes
         for role in process.roles
     }
-    return stage_graph([spec for _, spec in ppo_stages(config, workers)], places)
+    return stage_graph(changed_stages([spec for _, spec in ppo_stages(config, workers)], config), places)
 
 
 # -- hybridrl trace
@@ -157,9 +156,7 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
     from hybridrl.workers.export import check_new_directory
 
     check_new_directory(directory)
-    with open(os.path.join(checkpoint, CONFIG), encoding="utf-8") as f:
-        config = from_dict(PPOConfig, yaml.safe_load(f))
-    group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, config, "actor"), role="actor")
+    group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, settings_for_export(checkpoint), "actor"), role="actor")
     group.init_model(1)
     group.load_checkpoint(os.path.join(checkpoint, "actor"))
     group.export_hf(directory)

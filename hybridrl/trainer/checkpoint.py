@@ -18,12 +18,17 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
+import yaml
+
+from hybridrl.config import PPOConfig, from_dict
 from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
+WORKING_DIRECTORY = "working_directory"
 ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")  # as torch.distributed.checkpoint names them
 STEP_NAME = re.compile(r"global_step_(\d+)")
 
@@ -126,10 +131,20 @@ def find_resume(store: CheckpointStore, config: TrainerConfig) -> str | None:
 
 
 def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
-    """Write the driver's part of a checkpoint: its JSON-able state and the settings of the run."""
-    _write_json(os.path.join(directory, TRAINER_STATE), state)
+    """Write the driver's part of a checkpoint: its JSON-able state and the settings of the run, whose paths are from where it runs."""
+    _write_json(os.path.join(directory, TRAINER_STATE), state | {WORKING_DIRECTORY: os.getcwd()})
     with open(os.path.join(directory, CONFIG), "w", encoding="utf-8") as f:
         f.write(config_yaml)
+
+
+def settings_for_export(path: str) -> PPOConfig:
+    """Return the settings of a PPO checkpoint for another machine: on the CPU, a relative model path from where the run was started."""
+    with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
+        config = from_dict(PPOConfig, yaml.safe_load(f))
+    policy = config.actor_rollout_ref
+    from_run = os.path.join(read_trainer_state(path)[WORKING_DIRECTORY], policy.model.path)
+    model = replace(policy.model, path=from_run) if os.path.exists(from_run) else policy.model
+    return replace(config, trainer=replace(config.trainer, device="cpu"), actor_rollout_ref=replace(policy, model=model))
 
 
 def read_trainer_state(path: str) -> dict:

@@ -218,9 +218,8 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, directory: str) -> None:
         """Write the policy as Hugging Face safetensors with config and tokenizer, and verify names and values."""
-        policy = self.config.actor_rollout_ref.model
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            export_hf(self.actor.weights(), directory, source=policy.path, trust_remote_code=policy.trust_remote_code, rank=self.rank)
+            export_hf(self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank)
 
     @property
     def _offload(self):

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 import torch
 
+from hybridrl.config.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.workers.engine.model import overridden_config
 
 
-def export_hf(
-    weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, source: str, trust_remote_code: bool = False, rank: int = 0
-) -> None:
-    """Write `weights` (full tensors, HF names) with the config and tokenizer of `source` into `directory`.
+def export_hf(weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, model: ModelConfig, rank: int = 0) -> None:
+    """Write `weights` (full tensors, HF names) with the config, overrides included, and the tokenizer of `model` into `directory`.
 
     Collective in `weights`: every rank iterates, rank 0 writes. Afterwards the files are read back and every name, shape and value
     is compared with what was written; a difference raises CheckpointError and leaves no export behind.
@@ -26,7 +26,7 @@ def export_hf(
     os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
     aside = tempfile.mkdtemp(prefix=f"{os.path.basename(directory)}.partial-", dir=os.path.dirname(os.path.abspath(directory)))
     try:
-        _write(tensors, aside, source=source, trust_remote_code=trust_remote_code)
+        _write(tensors, aside, model=model)
         _verify(tensors, aside)
         os.chmod(aside, 0o755)
         os.rename(aside, directory)  # replaces an empty directory, and nothing else
@@ -40,14 +40,14 @@ def check_new_directory(directory: str) -> None:
         raise ConfigError(f"{directory} is there already and is not an empty directory; export to a new one")
 
 
-def _write(tensors: dict[str, torch.Tensor], directory: str, *, source: str, trust_remote_code: bool) -> None:
-    from transformers import AutoConfig, AutoTokenizer
+def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig) -> None:
+    from transformers import AutoTokenizer
 
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
     config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     config.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(directory)
-    generation = os.path.join(source, "generation_config.json")
+    AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(directory)
+    generation = os.path.join(model.path, "generation_config.json")
     if os.path.exists(generation):
         shutil.copy(generation, directory)
     _save_shards(tensors, directory)

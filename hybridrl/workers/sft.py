@@ -72,9 +72,8 @@ class SFTWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, directory: str) -> None:
         """Write the model as Hugging Face safetensors with config and tokenizer, and verify names and values."""
-        model = self.config.model
         with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
-            export_hf(self.model.weights(), directory, source=model.path, trust_remote_code=model.trust_remote_code, rank=self.rank)
+            export_hf(self.model.weights(), directory, model=self.config.model, rank=self.rank)
 
     def _micro(self) -> MicroBatching:
         data = self.config.data

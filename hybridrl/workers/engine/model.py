@@ -24,18 +24,26 @@ AUTO_CLASSES = {
 NO_SCORE_HEAD = "; it is no trained reward model, so give one with a head in reward_model.model.path"
 
 
-def hf_config(config: EngineConfig) -> Any:
-    """Return the model's `PretrainedConfig` with the engine's overrides. Raises ConfigError for what it does not know."""
+def overridden_config(path: str, override_config: dict, *, trust_remote_code: bool) -> Any:
+    """Return the `PretrainedConfig` at `path` with these entries replaced; `attn_implementation`, which says how a model is run and not
+    what it is, is left out. Raises ConfigError for what the model does not know.
+    """
     from transformers import AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={config.path!r} is not a model that transformers can read: {error}") from error
-    overrides = dict(config.override_config)
-    if attention := overrides.pop("attn_implementation", _attention(config)):
-        found._attn_implementation = attention
+        raise ConfigError(f"model.path={path!r} is not a model that transformers can read: {error}") from error
+    overrides = {name: value for name, value in override_config.items() if name != "attn_implementation"}
     _override(found, overrides, key="model.override_config")
+    return found
+
+
+def hf_config(config: EngineConfig) -> Any:
+    """Return the model's `PretrainedConfig` as the engine runs it. Raises ConfigError for what it does not know."""
+    found = overridden_config(config.path, config.override_config, trust_remote_code=config.trust_remote_code)
+    if attention := config.override_config.get("attn_implementation", _attention(config)):
+        found._attn_implementation = attention
     if config.kind != "causal_lm":
         found.num_labels = 1
     if config.kind == "score" and found.get_text_config().pad_token_id is None:

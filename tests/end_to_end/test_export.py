@@ -1,0 +1,50 @@
+"""What an export holds, and from where it can be made."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridrl.cli import export_checkpoint
+from hybridrl.trainer.checkpoint import MANIFEST, CheckpointStore
+from tests.end_to_end.runs import largest_difference, train, weights
+
+SHORT = {"trainer__total_training_steps": 1, "trainer__val_before_train": False, "trainer__test_freq": -1}
+
+
+def test_an_export_has_the_settings_that_the_model_was_trained_with(tmp_path, tiny_qwen2):
+    train(tmp_path, tiny_qwen2, actor_rollout_ref__model__override_config="{rms_norm_eps:0.5}", **SHORT)
+    export_checkpoint(str(tmp_path / "run/global_step_1"), str(tmp_path / "hf"))
+    assert json.loads((tmp_path / "hf/config.json").read_text())["rms_norm_eps"] == 0.5
+    assert json.loads((tiny_qwen2 / "config.json").read_text())["rms_norm_eps"] != 0.5
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory, tiny_qwen2) -> Path:
+    """A run that was started with a path relative to its own directory; returns that directory."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    shutil.copytree(tiny_qwen2, folder / "models/base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train(folder, "models/base", **SHORT)
+    return folder
+
+
+def test_an_export_finds_the_model_from_any_directory(elsewhere, tmp_path):
+    assert weights(elsewhere / "run/global_step_1", tmp_path / "hf")
+
+
+def test_a_run_on_gpus_is_exported_without_one(elsewhere, tmp_path):
+    committed = elsewhere / "run/global_step_1"
+
+    def as_on_gpus(directory: str) -> None:
+        shutil.copytree(committed, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        path = Path(directory) / "config.yaml"
+        settings = yaml.safe_load(path.read_text())
+        settings["trainer"]["device"] = "cuda"
+        path.write_text(yaml.dump(settings))
+
+    on_gpus = CheckpointStore(str(tmp_path / "gpus")).commit(1, as_on_gpus)
+    assert largest_difference(weights(Path(on_gpus), tmp_path / "hf"), weights(committed, tmp_path / "hf_cpu")) == 0
