@@ -63,8 +63,6 @@ def _graph(arguments: argparse.Namespace) -> None:
     if config is None:  # --cfg job has shown the settings
         return
     graph = job_graph(config)
-    if config.trainer.middleware:
-        sys.stderr.write("this is the step before trainer.middleware changes it, which needs a running job\n")
     if arguments.output is None:
         sys.stdout.write(TEXTS[kind](graph))
         return

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import StageSpec
 
 DRIVER = "driver"  # the name in the graph of what the driver does itself
@@ -77,7 +78,7 @@ def stage_graph(stages: Iterable[StageSpec], places: Mapping[str, Place]) -> Sta
     A column comes from the stage that wrote it last, and what a role holds from its last stage that was not pure, if need be of the step
     before. What a pure stage works with is not changed until it is over, and stages that are not pure run in their order. Of state and
     order only that is said which does not follow from the rest.
-    Raises ValueError for two stages of one name and for a role without a place.
+    Raises ConfigError for two stages of one name and for a role without a place.
     """
     stages = tuple(stages)
     _check(stages, places)
@@ -94,9 +95,9 @@ def _check(stages: Sequence[StageSpec], places: Mapping[str, Place]) -> None:
     names = [spec.name for spec in stages]
     for spec in stages:
         if names.count(spec.name) > 1:
-            raise ValueError(f"{names.count(spec.name)} stages are called {spec.name!r}; give them different names with @stage(name)")
+            raise ConfigError(f"{names.count(spec.name)} stages are called {spec.name!r}; give them different names with @stage(name)")
         if spec.role is not None and spec.role not in places:
-            raise ValueError(
+            raise ConfigError(
                 f"stage {spec.name!r} is the work of {spec.role!r}, which has no place; placed are {', '.join(places) or 'none'}"
             )
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
+from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import StageSpec
 
 Places = Mapping[str, Collection]  # role -> slots; stages without a role are the driver's, which has none
@@ -38,7 +39,7 @@ def conflict(first: StageSpec, second: StageSpec, places: Places) -> str | None:
 
 
 def dependencies(specs: Sequence[StageSpec], places: Places) -> list[frozenset[int]]:
-    """Return, for every stage, the places in the order of those before it that it waits for. ValueError for a role without a place."""
+    """Return, for every stage, the places in the order of those before it that it waits for. ConfigError for a role without a place."""
     for spec in specs:
         _slots(spec, places)
     return [frozenset(i for i in range(j) if conflict(specs[i], specs[j], places)) for j in range(len(specs))]
@@ -48,7 +49,7 @@ def _slots(spec: StageSpec, places: Places) -> frozenset:
     if spec.role is None:
         return frozenset()
     if spec.role not in places:
-        raise ValueError(f"stage {spec.name!r} is the work of {spec.role!r}, which has no place in overlap; placed are {', '.join(places)}")
+        raise ConfigError(f"stage {spec.name!r} is the work of {spec.role!r}, which has no place; placed are {', '.join(places)}")
     return frozenset(places[spec.role])
 
 

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+from hybridrl.errors import ConfigError
 from hybridrl.framework.composition import Composition
 from hybridrl.framework.context import Context
 from hybridrl.framework.event_loop import ListenerFn
@@ -155,10 +156,10 @@ class Task(Composition, Membership):
         if names.count(name) == 1:
             return names.index(name)
         if name in names:
-            raise ValueError(f"{names.count(name)} stages are called {name!r}; give them different names with @stage(name)")
+            raise ConfigError(f"{names.count(name)} stages are called {name!r}; give them different names with @stage(name)")
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"no stage is called {name!r}; there are {', '.join(names) or 'none'}{hint}")
+        raise ConfigError(f"no stage is called {name!r}; there are {', '.join(names) or 'none'}{hint}")
 
     # -- running it
 
@@ -173,7 +174,7 @@ class Task(Composition, Membership):
         if not self._stages:
             return self._run_nothing()
         if overlap is not None and self.async_mode:
-            raise ValueError("overlap= and async_mode=True are two answers to what may run at the same time; give one of them")
+            raise ConfigError("overlap= and async_mode=True are two answers to what may run at the same time; give one of them")
         self._begin_stepping()
         for remaining in range(max_step, 0, -1):
             if self._step_done and not self._peer_finished:
@@ -189,7 +190,7 @@ class Task(Composition, Membership):
 
     def _run_nothing(self) -> None:
         if not self._left_out:
-            raise ValueError("a task without stages cannot run; add some with use(fn)")
+            raise ConfigError("a task without stages cannot run; add some with use(fn)")
         logger.info("no stage of the task is for this process, which has the labels %s", ", ".join(sorted(self.labels)))
 
     def _run_step(self, overlap: Places | None) -> None:

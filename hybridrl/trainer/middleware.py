@@ -4,12 +4,14 @@
         task.insert_after("adv", clip_advantages)       # or insert_before, replace, use_wrapper, on_exit
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hybridrl.config import PPOConfig
 from hybridrl.config.import_path import load_object
 from hybridrl.errors import ConfigError
-from hybridrl.framework import Task
+from hybridrl.framework import StageSpec, Task
+from hybridrl.framework.stage import with_spec
 
 Middleware = Callable[[Task, Any], None]
 
@@ -30,3 +32,27 @@ def _load(path: str) -> Middleware:
     if not callable(loaded):
         raise ConfigError(f"trainer.middleware={path}: is {type(loaded).__name__}, not a function of (task, trainer)")
     return loaded
+
+
+def changed_stages(specs: Iterable[StageSpec], config: PPOConfig) -> list[StageSpec]:
+    """Return what the stages say about themselves once `trainer.middleware` has changed the loop. Nothing is run."""
+    task = Task()
+    for spec in specs:
+        task.use(with_spec(_nothing, spec))
+    for change in load_middleware(config.trainer.middleware):
+        change(task, Outline(config))
+    return task.stages
+
+
+class Outline:
+    """Stands for the trainer where the loop is looked at and not run: it has the settings and nothing else."""
+
+    def __init__(self, config: PPOConfig):
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(f"trainer.middleware: trainer.{name} is there when the loop runs and not before; use it inside of a stage")
+
+
+def _nothing(ctx: Any) -> None:
+    pass

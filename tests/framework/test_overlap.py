@@ -58,7 +58,7 @@ def test_the_waits_of_a_ppo_step():
 
 
 def test_a_role_without_a_place_is_refused():
-    with pytest.raises(ValueError, match="stage 'judge' is the work of 'rm', which has no place in overlap; placed are actor, ref, critic"):
+    with pytest.raises(ValueError, match="stage 'judge' is the work of 'rm', which has no place; placed are actor, ref, critic"):
         dependencies([_spec("judge", "rm", ["a"])], PLACES)
 
 
