@@ -58,7 +58,7 @@ def report_run(directory: str | Path) -> str:
     directory = Path(directory).absolute()
     metrics = directory / METRICS_FILE
     history = read_metrics(metrics) if metrics.exists() else []
-    curves = write_report(directory, history, title=directory.name)
+    curves = write_report(directory, history, title=f"{directory.parent.name}/{directory.name}")
     places = {
         "last checkpoint": CheckpointStore(str(directory)).latest(),
         "metrics": metrics if history else "not kept: put jsonl into trainer.logger to have them, and learning curves",
@@ -75,7 +75,7 @@ def write_report(directory: str | Path, history: History | str | Path, *, title:
     with no data at all nothing is written.
     """
     merged = merge_steps(load_history(history))
-    panels = [panel for panel in PANELS if any(series(merged, name)[0] for name, _ in panel.left + panel.right)]
+    panels = [panel for panel in PANELS if _curves(merged, panel.left + panel.right)]
     has_progress = bool(_training_curve(merged) or _validation_curves(merged))
     if not panels and not has_progress:
         return []
@@ -128,9 +128,14 @@ def series(history: History, name: str) -> Series:
 
 
 def moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean over `width` values around each one, over fewer near the ends, always as many before as behind it."""
-    half = [min(width // 2, i, len(values) - 1 - i) for i in range(len(values))]
-    return [sum(values[i - h : i + h + 1]) / (2 * h + 1) for i, h in enumerate(half)]
+    """Return the mean over `width` (made odd) values around each one.
+
+    At the beginning, where curves are steep, over as many before as behind it; at the end, where one step's noise would be taken for
+    the result, over all of those before it that belong to the window.
+    """
+    half = width // 2
+    windows = (values[max(0, i - half) : i + min(i, half) + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
 
 
 def _training_curve(history: History) -> tuple[str, Series] | None:
@@ -192,21 +197,21 @@ def _draw(history: History, panels: Sequence[Panel], path: Path, *, title: str, 
 
 def _draw_progress(axes: Any, history: History) -> None:
     """Training reward (or loss) with its moving average, and the validations as points."""
-    labels, validations = [], _validation_curves(history)
-    if curve := _training_curve(history):
-        label, (steps, values) = curve
-        labels.append(label)
+    training, validations = _training_curve(history), _validation_curves(history)
+    labels = [training[0]] if training else []
+    if training:
+        label, (steps, values) = training
         _draw_curve(axes, steps, values, label=f"training {label}", colour=COLOURS[0])
     for (label, (steps, values)), colour in zip(validations.items(), _cycled(COLOURS[1:], len(validations)), strict=True):
         axes.plot(steps, values, "o-", color=colour, markersize=5, label=label)
-    if validations:
-        labels.append("validation")
+    _cut_margin_below_zero(axes, [*([training] if training else []), *validations.items()])
+    labels += ["validation"] if validations else []
     _finish(axes, title=" and ".join(labels).capitalize(), unit=labels[0] if len(labels) == 1 else " / ".join(labels))
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
 
 
 def _draw_panel(axes: Any, history: History, panel: Panel) -> None:
-    left, right = ([(label, points) for name, label in side if (points := series(history, name))[0]] for side in (panel.left, panel.right))
+    left, right = _curves(history, panel.left), _curves(history, panel.right)
     sides = [(axes, left, panel.left_label)] if left else []
     if right:
         sides.append((axes.twinx() if left else axes, right, panel.right_label))
@@ -216,12 +221,18 @@ def _draw_panel(axes: Any, history: History, panel: Panel) -> None:
         for label, (steps, values) in curves:
             _draw_curve(side, steps, values, label=label + which, colour=next(colours))
         side.set_ylabel(unit)
+        _cut_margin_below_zero(side, curves)
     if panel.from_zero:
         axes.set_ylim(bottom=0)
     _finish(axes, title=panel.title, unit=axes.get_ylabel())
     handles = [handle for side, _, _ in sides for handle in side.get_legend_handles_labels()[0]]
     # Below the picture: no place inside is free of the curves of both axes.
     axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
+
+
+def _curves(history: History, names: Sequence[tuple[str, str]]) -> list[tuple[str, Series]]:
+    """Return label and points of what was measured and was not zero all the time."""
+    return [(label, points) for name, label in names if any((points := series(history, name))[1])]
 
 
 def _draw_curve(axes: Any, steps: list[int], values: list[float], *, label: str, colour: str) -> None:
@@ -232,6 +243,12 @@ def _draw_curve(axes: Any, steps: list[int], values: list[float], *, label: str,
         return
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
     axes.plot(steps, moving_average(values, width), color=colour, label=label)
+
+
+def _cut_margin_below_zero(axes: Any, curves: Sequence[tuple[str, Series]]) -> None:
+    """Let the axis begin at zero where only its margin is below: there are no negative lengths, shares and seconds."""
+    if axes.get_ylim()[0] < 0 <= min((min(values) for _, (_, values) in curves), default=-1):
+        axes.set_ylim(bottom=0)
 
 
 def _finish(axes: Any, *, title: str, unit: str) -> None:

@@ -52,10 +52,16 @@ def test_a_series_leaves_out_gaps_and_what_is_not_finite():
     assert series(history, "a") == ([1, 4], [1.0, 2.0])
 
 
-def test_the_moving_average_is_centred_so_that_a_straight_line_stays_where_it_is():
+def test_the_moving_average_of_a_straight_line_is_the_line_but_for_the_end():
     line = [2.0 * i for i in range(20)]
-    assert moving_average(line, 7) == pytest.approx(line)
-    assert moving_average([0.0, 3.0, 0.0, 3.0], 3) == pytest.approx([0.0, 1.0, 2.0, 3.0])
+    assert moving_average(line, 7)[:17] == pytest.approx(line[:17])
+    assert moving_average([0.0, 3.0, 0.0, 3.0], 3) == pytest.approx([0.0, 1.0, 2.0, 1.5])
+
+
+def test_one_bad_step_at_the_end_is_no_dip_of_the_moving_average():
+    average = moving_average([1.0] * 99 + [0.4], 10)
+    assert average[-1] == pytest.approx(0.9)  # of six values, one is 0.4
+    assert min(average[:94]) == 1.0
 
 
 def _panels(directory, history, monkeypatch):
@@ -91,6 +97,17 @@ def test_kl_has_an_axis_of_its_own_beside_entropy(tmp_path, monkeypatch):
     history = [{"step": step, "actor/entropy": 0.3, "actor/kl_loss": 0.001} for step in (1, 2)]
     _, drawn = _panels(tmp_path, history, monkeypatch)
     assert drawn == {"Entropy and KL": ["entropy"], "right of the panel before": ["KL loss (right)"]}
+
+
+def test_a_curve_that_is_zero_all_the_time_is_left_out_and_no_axis_begins_below_zero(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    bottoms = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: bottoms.update({a.get_title(): a.get_ylim()[0] for a in figure.axes}))
+    history = [{"step": s, "actor/entropy": s - 1.0, "actor/ppo_kl": 0.0, "critic/score/mean": s - 3.0} for s in (1, 2, 3)]
+    write_report(tmp_path, history)
+    assert bottoms.keys() == {"Entropy and KL", "Reward"} and bottoms["Entropy and KL"] == 0  # no axis of its own for the KL
+    assert bottoms["Reward"] < -2
 
 
 def test_nothing_measured_draws_nothing(tmp_path):
