@@ -71,7 +71,7 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code)
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-    val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, validate=True)
+    val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
         start_ray()
     trainer = trainer_cls(
@@ -90,7 +90,8 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
         trainer.shutdown()
         reward_fn.close()
         val_reward_fn.close()
-    sys.stdout.write(report_run(run_directory(config.trainer)))
+    written = {"rollouts": config.trainer.rollout_data_dir, "validation samples": config.trainer.validation_data_dir}
+    sys.stdout.write(report_run(run_directory(config.trainer), written=written))
 
 
 def worker_classes(config: PPOConfig) -> Workers:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridrl.trainer.checkpoint import CheckpointStore
 from hybridrl.trainer.progress import VALIDATION_LOSS, split_validation_name
+from hybridrl.trainer.samples import answered, asked, read_examples
 from hybridrl.trainer.tracking import METRICS_FILE, TENSORBOARD_DIRECTORY, read_metrics
 
 History = Sequence[Mapping[str, float]]
@@ -53,8 +54,11 @@ PANELS = (
 )
 
 
-def report_run(directory: str | Path) -> str:
-    """Draw the curves of the run that wrote to `directory`, and return its closing lines, the last one ended."""
+def report_run(directory: str | Path, *, written: Mapping[str, str | None] | None = None) -> str:
+    """Draw the curves of the run that wrote to `directory`, and return its closing lines, the last one ended.
+
+    written: what else the run has written, what -> path; None where it has not.
+    """
     directory = Path(directory).absolute()
     metrics = directory / METRICS_FILE
     history = read_metrics(metrics) if metrics.exists() else []
@@ -64,8 +68,22 @@ def report_run(directory: str | Path) -> str:
         "metrics": metrics if history else "not kept: put jsonl into trainer.logger to have them, and learning curves",
         "learning curve": curves[0] if curves else None,
         "TensorBoard": directory / TENSORBOARD_DIRECTORY if (directory / TENSORBOARD_DIRECTORY).exists() else None,
-    }
-    return final_report(history, written={what: where for what, where in places.items() if where}) + "\n"
+    } | dict(written or {})
+    lines = [final_report(history, written={what: where for what, where in places.items() if where}), *_examples(directory, history)]
+    return "\n".join(lines) + "\n"
+
+
+def _examples(directory: Path, history: History) -> list[str]:
+    """The first and last answer to the same problem, for each data source."""
+    steps = {step for curve in _validation_curves(merge_steps(history)).values() for step in curve[0]}
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for example in read_examples(directory):
+        if example["step"] in steps:
+            by_source.setdefault(example["data_source"], []).append(example)
+    lines = []
+    for first, *later in by_source.values():
+        lines += [asked(first), *(f"  {answered(example)}" for example in [first, *later[-1:]])]
+    return lines
 
 
 def write_report(directory: str | Path, history: History | str | Path, *, title: str = "") -> list[Path]:

@@ -1,5 +1,6 @@
 """Validation: the whole validation set through the current policy, scored by rule, summed up per data source."""
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,31 +9,45 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.metrics import validation_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.prompts import identify
-from hybridrl.trainer.samples import sample_rows, write_samples
+from hybridrl.trainer.run import run_directory
+from hybridrl.trainer.samples import MAX_EXAMPLES, Example, answered, asked, first_examples, keep_examples, sample_rows, write_samples
 from hybridrl.trainer.seeds import Purpose, call_seed
+
+logger = logging.getLogger(__name__)
 
 
 def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataProto] | None = None) -> dict[str, float]:
-    """Return `val-core/...` and `val-aux/...` metrics. Same seeds each time; nothing is trained.
+    """Return `val-core/...` and `val-aux/...` metrics. Same seeds each time; nothing is trained. One sample of each data source is shown.
 
     generate: who responds; by default the rollout, with the policy as it stands.
     """
     config = trainer.config
     seed = call_seed(seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=0)
     records: list[dict[str, Any]] = []
+    examples: dict[str, Example] = {}
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
     for number, batch in enumerate(_batches(trainer)):
         identify(batch, seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=number)
         batch = trainer.respond(batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, generate=generate)
         extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
         _collect(columns, batch, extra)
-        records.extend(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
+        rows = list(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
+        examples = {example["data_source"]: example for example in first_examples(batch, rows)} | examples
+        records.extend(rows)
     if generate is None:
         trainer.policy.rest()
     if config.trainer.validation_data_dir:
         write_samples(os.path.join(config.trainer.validation_data_dir, f"{step}.jsonl"), iter(records))
+    _show(list(examples.values())[:MAX_EXAMPLES], step=step, directory=run_directory(config.trainer))
     values = {k: v for k, v in columns.items() if k not in ("data_source", "uid")}
     return validation_metrics(columns["data_source"], columns["uid"], values)
+
+
+def _show(examples: list[Example], *, step: int, directory: str) -> None:
+    """Write the examples to the log, and keep them for the closing report."""
+    for example in examples:
+        logger.info("%s\n  %s", asked(example), answered(example))
+    keep_examples(directory, examples, step=step)
 
 
 def _batches(trainer: Any):

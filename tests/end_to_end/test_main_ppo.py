@@ -120,6 +120,17 @@ def test_samples_whose_reward_fails_are_counted_and_left_out(tmp_path, tiny_qwen
     assert "no judge" in caplog.text
 
 
+def test_every_validation_shows_an_answer_to_the_same_problem_and_the_report_the_first_and_the_last(tmp_path, tiny_qwen2, caplog, capsys):
+    changes = {"trainer__total_training_steps": 4, "trainer__test_freq": 2, "trainer__validation_data_dir": tmp_path / "val"}
+    train(tmp_path, tiny_qwen2, **changes)
+    shown = [r.message for r in caplog.records if r.message.startswith("asked (openai/gsm8k): Tom buys 0 boxes of 0 pens. How many?  [0]")]
+    assert [message.split("answered")[0].split("\n")[1] for message in shown] == ["  step 0 ", "  step 2 ", "  step 4 "]
+    closing = capsys.readouterr().out.splitlines()[-3:]
+    assert closing == [*shown[0].split("\n"), shown[2].split("\n")[1]]
+    row = json.loads((tmp_path / "val" / "4.jsonl").read_text().splitlines()[0])
+    assert " ".join(row["output"].split())[:100] in closing[2] and f"score {row['score']:g}" in closing[2]
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_a_run_with_vllm_agrees_with_the_trainer(tmp_path, tiny_qwen2, ray_cluster):

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from hybridrl.trainer.report import final_report, merge_steps, moving_average, report_run, series, write_report
+from hybridrl.trainer.samples import answered, keep_examples, read_examples
 
 ACC = "val-core/arithmetic/acc/mean@1"
 
@@ -129,3 +130,36 @@ def test_a_finished_run_is_reported_from_its_directory(tmp_path):
 
 def test_a_run_that_kept_no_metrics_says_how_to_keep_them(tmp_path):
     assert report_run(tmp_path) == "metrics: not kept: put jsonl into trainer.logger to have them, and learning curves\n"
+
+
+def example(step, source, response, score):
+    return {"step": step, "data_source": source, "question": "1 + 1?", "response": response, "ground_truth": "2", "score": score}
+
+
+def test_the_report_ends_with_the_first_and_the_last_answer_to_the_same_problem(tmp_path):
+    lines = [json.dumps({"step": step, ACC: 0.25}) for step in (0, 5, 10)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    for step, response, score in ((0, "1", 0.0), (5, "3", 0.0), (10, "2\n", 1.0)):
+        keep_examples(str(tmp_path), [example(step, "sums", response, score), example(step, "judged", "two", None)], step=step)
+    assert report_run(tmp_path).splitlines()[-6:] == [
+        "asked (sums): 1 + 1?  [2]",
+        "  step 0 answered, score 0: 1",
+        "  step 10 answered, score 1: 2",
+        "asked (judged): 1 + 1?  [2]",
+        "  step 0 answered, not scored: two",
+        "  step 10 answered, not scored: two",
+    ]
+
+
+def test_examples_of_a_killed_process_and_of_an_older_run_are_not_shown(tmp_path):
+    for step in (0, 3, 5, 10):  # of an older run, or of a process that was killed
+        keep_examples(str(tmp_path), [example(step, "sums", "old", 0.0)], step=step)
+    keep_examples(str(tmp_path), [example(5, "sums", "new", 1.0)], step=5)
+    assert [(e["step"], e["response"]) for e in read_examples(tmp_path)] == [(0, "old"), (3, "old"), (5, "new")]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 5, ACC: 1.0}))
+    assert report_run(tmp_path).splitlines()[-2:] == ["asked (sums): 1 + 1?  [2]", "  step 5 answered, score 1: new"]
+
+
+def test_a_long_answer_is_shown_by_its_beginning_and_its_end():
+    shown = answered(example(1, "sums", "first " + 1000 * "and then " + "#### 4", 1.0))
+    assert shown.startswith("step 1 answered, score 1: first and then") and shown.endswith("and then #### 4") and len(shown) < 300
