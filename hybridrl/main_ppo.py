@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
+from hybridrl.config.plugs import load_plugs
 from hybridrl.front_end import run_front_end, set_up_logging, start_ray
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
@@ -56,6 +57,7 @@ def main(
 
 def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
     """Refuse what cannot be right, before anything starts. with_inputs: data and models have to be there."""
+    load_plugs(config)
     check_config(
         config,
         known_estimators=ADVANTAGE_ESTIMATORS,

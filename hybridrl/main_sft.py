@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from hybridrl.config import SFTConfig, check_sft_config, load_config
+from hybridrl.config.plugs import load_plugs
 from hybridrl.front_end import run_front_end, set_up_logging, start_ray
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(SFTConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="sft_trainer")
         if config is not None:
             check_sft_config(config)
+            load_plugs(config)
             directory.append(claim_directory(config.trainer))
             run(config)
 

@@ -100,7 +100,7 @@ def register_adv_est(name: str, *, needs_critic: bool = False, needs_group: bool
 
 def get_adv_estimator(name: str) -> AdvantageEstimator:
     """Return the estimator registered as `name`. Errors: ConfigError listing the known names and the nearest."""
-    return registry.find(ADVANTAGE_ESTIMATORS, name, key="algorithm.adv_estimator")
+    return registry.find(ADVANTAGE_ESTIMATORS, name, key="algorithm.adv_estimator", plug_key="algorithm.path")
 
 
 @register_adv_est("gae", needs_critic=True)

@@ -39,7 +39,7 @@ POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Decorate fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c) to make
-    it known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`."""
+    it known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`; `algorithm.path` has the files that every worker runs for it."""
 
     def enter(fn: PolicyLossFn) -> PolicyLossFn:
         registry.enter(POLICY_LOSSES, name, fn)
@@ -50,7 +50,7 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
 
 def get_policy_loss(name: str) -> PolicyLossFn:
     """Return the loss registered as `name`. Errors: ConfigError listing the known names and the nearest."""
-    return registry.find(POLICY_LOSSES, name, key="actor_rollout_ref.actor.policy_loss.loss_mode")
+    return registry.find(POLICY_LOSSES, name, key="actor_rollout_ref.actor.policy_loss.loss_mode", plug_key="algorithm.path")
 
 
 @register_policy_loss("vanilla")

@@ -12,6 +12,11 @@ from typing import Any
 from hybridrl.errors import ConfigError
 
 
+def load_module(path: str) -> ModuleType:
+    """Return the module at `path`, a file or a dotted name as in `load_object`. It is run once per process. Raises ConfigError."""
+    return _load_file(Path(path).expanduser()) if _is_file_name(path) else _import(path)
+
+
 def load_object(path: str, name: str) -> Any:
     """Return what `name` is in `path`, a file such as `rewards/mine.py` or a module such as `my_project.rewards`.
 
@@ -20,7 +25,7 @@ def load_object(path: str, name: str) -> Any:
     Raises:
         ConfigError: There is no such file or module, it fails while being imported (the cause is chained), or it has no such name.
     """
-    module = _load_file(Path(path).expanduser()) if _is_file_name(path) else _load_module(path)
+    module = load_module(path)
     if not hasattr(module, name):
         raise ConfigError(f"{path} has no {name!r}; {_nearest(name, module)}")
     return getattr(module, name)
@@ -52,7 +57,7 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _load_module(path: str) -> ModuleType:
+def _import(path: str) -> ModuleType:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -27,6 +27,7 @@ class RolloutCorrectionConfig:
 @dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = setting("gae", "Advantage estimator by its registered name.")
+    path: list[str] = setting([], "Python files or modules that register estimators and policy losses of your own.")
     gamma: float = setting(1.0, "Discount.", ge=0, le=1)
     lam: float = setting(1.0, "GAE lambda.", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO.")

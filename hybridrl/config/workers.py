@@ -18,6 +18,7 @@ PATH_OR_NULL = "Directory or Hugging Face name of the model"
 class ModelConfig:
     path: str | None = setting(None, f"{PATH_OR_NULL}; its tokenizer lies beside it.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    external_lib: list[str] = setting([], "Python files or modules imported in every process before a model is read; they register it.")
     override_config: dict = setting({}, "Values that replace entries of the model's own config.", free=True)
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     use_remove_padding: bool = setting(False, "Pack sequences end to end instead of sorting and padding them.")
@@ -73,7 +74,7 @@ class MegatronConfig:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    loss_mode: str = setting("vanilla", "Policy loss by its registered name.")
+    loss_mode: str = setting("vanilla", "Policy loss by its registered name; algorithm.path brings your own.")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hybridrl.algos.policy_losses import get_policy_loss
+from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
@@ -43,6 +45,8 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the parts of this role onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
+        load_plugs(self.config)
+        get_policy_loss(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)  # refused here, not after the first generation
         self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
         if "actor" in self.parts:
             self._init_actor(total_optimizer_steps)

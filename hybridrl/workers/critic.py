@@ -1,5 +1,6 @@
 """`CriticWorker`: the value model of PPO."""
 
+from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
@@ -20,6 +21,7 @@ class CriticWorker(EngineWorker):
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the value model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
         critic = self.config.critic
+        load_plugs(self.config)
         self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
         spec = engine_config(
             self.config,

@@ -2,6 +2,7 @@
 
 import torch
 
+from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
@@ -24,6 +25,7 @@ class RewardModelWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the reward model onto the device; it is not trained."""
+        load_plugs(self.config)
         self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
         policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
         check_same_tokens(policy.path, path, trust_remote_code=policy.trust_remote_code)

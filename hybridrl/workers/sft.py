@@ -1,5 +1,6 @@
 """`SFTWorker`: supervised fine-tuning of a causal language model, on the same engine as PPO's actor."""
 
+from hybridrl.config.plugs import load_plugs
 from hybridrl.config.sft import SFTConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
@@ -21,6 +22,7 @@ class SFTWorker(EngineWorker):
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
         config = self.config
+        load_plugs(config)
         self.device = enter_process(device=config.trainer.device, num_threads=config.trainer.num_threads)
         spec = EngineConfig(
             kind="causal_lm",

@@ -290,3 +290,12 @@ def test_the_formulas_import_nothing_of_ours_but_errors():
     code = "import sys, hybridrl.algos; print(*sorted({m.split('.')[1] for m in sys.modules if m.startswith('hybridrl.')}))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.split() == ["algos", "errors"]
+
+
+def test_a_script_that_is_also_imported_by_its_path_registers_once(registry_as_it_was, tmp_path):
+    code = tmp_path / "own.py"
+    code.write_text("def threes(token_level_rewards_BT, response_mask_BT): return response_mask_BT * 3, response_mask_BT\n")
+    for module in ("__main__", "own_1234abcd"):
+        names = {"__name__": module}
+        exec(compile(code.read_text(), str(code), "exec"), names)
+        register_adv_est("threes")(names["threes"])
