@@ -16,7 +16,7 @@ from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.trainer.ppo import RayPPOTrainer
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from hybridrl.trainer.run import claim_directory, run_directory
+from hybridrl.trainer.run import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
 from hybridrl.trainer.stages import uses_critic, uses_reference
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -49,6 +49,7 @@ def main(
         if config is not None:
             check(config)
             directory.append(claim_directory(config.trainer))
+            tell_what_is_left_out(config)
             classes = (workers or worker_classes)(config)
             run(config, classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
 
@@ -93,7 +94,7 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
         reward_fn.close()
         val_reward_fn.close()
     written = {"rollouts": config.trainer.rollout_data_dir, "validation samples": config.trainer.validation_data_dir}
-    sys.stdout.write(report_run(run_directory(config.trainer), written=written))
+    sys.stdout.write(report_run(run_directory(config.trainer), checkpoint=own_checkpoint(config.trainer), written=written))
 
 
 def worker_classes(config: PPOConfig) -> Workers:

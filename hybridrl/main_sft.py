@@ -10,7 +10,7 @@ from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager
-from hybridrl.trainer.run import claim_directory, run_directory
+from hybridrl.trainer.run import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
 from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.sft import SFTWorker
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_sft_config(config)
             load_plugs(config)
             directory.append(claim_directory(config.trainer))
+            tell_what_is_left_out(config)
             run(config)
 
     return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
@@ -49,7 +50,7 @@ def run(config: SFTConfig) -> None:
         trainer.fit()
     finally:
         trainer.shutdown()
-    sys.stdout.write(report_run(run_directory(config.trainer)))
+    sys.stdout.write(report_run(run_directory(config.trainer), checkpoint=own_checkpoint(config.trainer)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.trainer.checkpoint import CheckpointStore
 from hybridrl.trainer.progress import VALIDATION_LOSS, split_validation_name
 from hybridrl.trainer.samples import answered, asked, read_examples
 from hybridrl.trainer.tracking import METRICS_FILE, TENSORBOARD_DIRECTORY, read_metrics
@@ -54,17 +53,17 @@ PANELS = (
 )
 
 
-def report_run(directory: str | Path, *, written: Mapping[str, str | None] | None = None) -> str:
+def report_run(directory: str | Path, *, checkpoint: str | None, written: Mapping[str, str | None] | None = None) -> str:
     """Draw the curves of the run that wrote to `directory`, and return its closing lines, the last one ended.
 
-    written: what else the run has written, what -> path; None where it has not.
+    checkpoint: the run's newest. written: what else the run has written, what -> path; None where it has not.
     """
     directory = Path(directory).absolute()
     metrics = directory / METRICS_FILE
     history = read_metrics(metrics) if metrics.exists() else []
     curves = write_report(directory, history, title=f"{directory.parent.name}/{directory.name}")
     places = {
-        "last checkpoint": CheckpointStore(str(directory)).latest(),
+        "last checkpoint": checkpoint or "none: trainer.save_freq=N commits every N steps and at the end",
         "metrics": metrics if history else "not kept: put jsonl into trainer.logger to have them, and learning curves",
         "learning curve": curves[0] if curves else None,
         "TensorBoard": directory / TENSORBOARD_DIRECTORY if (directory / TENSORBOARD_DIRECTORY).exists() else None,

@@ -1,5 +1,6 @@
 """What every trainer's run has: a directory, a record, and steps that are due for something. Knows no algorithm."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,8 +12,11 @@ from hybridrl.framework import OnlineRLContext, StepTimer, Task
 from hybridrl.framework.overlap import Places
 from hybridrl.framework.trace import DRIVER, TRACE, StageTracer
 from hybridrl.single_controller.spans import DIRECTORY_VARIABLE, is_recording, start_recording
+from hybridrl.trainer.checkpoint import CheckpointStore
 from hybridrl.trainer.context import BatchContext
 from hybridrl.trainer.tracking import Tracking
+
+logger = logging.getLogger(__name__)
 
 
 def run_directory(config: TrainerConfig) -> str:
@@ -21,8 +25,18 @@ def run_directory(config: TrainerConfig) -> str:
 
 
 def claim_directory(config: TrainerConfig) -> str:
-    """Make the run's directory and return it. Raises ConfigError where nothing can be written, before anything starts."""
+    """Make the run's directory and return it.
+
+    Raises ConfigError, before anything starts, where nothing can be written, and where a new run would replace the record of an older
+    one whose checkpoints are there.
+    """
     directory = run_directory(config)
+    newest = CheckpointStore(directory).latest()
+    if config.resume_mode == "disable" and newest is not None:
+        raise ConfigError(
+            f"trainer.resume_mode=disable: {newest} is of an earlier run, which trainer.resume_mode=auto goes on with; for a new run set "
+            "trainer.experiment_name or trainer.default_local_dir to something new"
+        )
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -32,6 +46,21 @@ def claim_directory(config: TrainerConfig) -> str:
             f"trainer.default_local_dir={directory}: cannot be written ({error.strerror}); choose another directory"
         ) from error
     return directory
+
+
+def own_checkpoint(config: TrainerConfig) -> str | None:
+    """Return the newest commit of this run, or None if it made none and goes on from none in its directory."""
+    of_this_run = config.save_freq > 0 or config.resume_mode == "auto"
+    return CheckpointStore(run_directory(config)).latest() if of_this_run else None
+
+
+def tell_what_is_left_out(config: PPOConfig | SFTConfig) -> None:
+    """Say at the start what would be missed at the end."""
+    trainer = config.trainer
+    if trainer.save_freq < 0 and not trainer.val_only:
+        logger.warning("trainer.save_freq=-1: no checkpoint will be written, the trained weights end with the run")
+    if trainer.test_freq < 0 and config.data.val_files and not trainer.val_only:
+        logger.warning("trainer.test_freq=-1: there will be no validation after training; trainer.test_freq=N validates every N steps")
 
 
 def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps: int) -> Tracking:

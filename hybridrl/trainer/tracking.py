@@ -6,6 +6,7 @@ The back ends' packages are imported when a run asks for them, never before. Not
 import contextlib
 import difflib
 import json
+import logging
 import os
 import re
 import time
@@ -20,6 +21,7 @@ from typing import Any, Protocol, Self
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.progress import Progress
 
+logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -112,6 +114,8 @@ class JsonlTracker:
 
     def __init__(self, run: Run) -> None:
         path = run.directory / METRICS_FILE
+        if run.start_step == 0 and path.exists() and path.stat().st_size:
+            logger.warning("%s of an earlier run without a checkpoint is replaced", path)
         _keep_steps(path, last=run.start_step if run.start_step > 0 else -1)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 

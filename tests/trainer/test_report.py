@@ -119,17 +119,20 @@ def test_nothing_measured_draws_nothing(tmp_path):
 def test_a_finished_run_is_reported_from_its_directory(tmp_path):
     lines = [json.dumps({"step": 0, ACC: 0.25}), json.dumps({"step": 5, ACC: 0.75}), '{"step": 6, ']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    (tmp_path / "global_step_5").mkdir()
-    assert report_run(tmp_path).splitlines() == [
-        f"last checkpoint: {tmp_path / 'global_step_5'}",
+    assert report_run(tmp_path, checkpoint="/runs/global_step_5", written={"rollouts": "/r", "validation samples": None}).splitlines() == [
+        "last checkpoint: /runs/global_step_5",
         f"metrics: {tmp_path / 'metrics.jsonl'}",
         f"learning curve: {tmp_path / 'learning_curve.png'}",
+        "rollouts: /r",
         "validation arithmetic acc mean@1: 0.250 -> 0.750 (step 0 -> 5)",
     ]
 
 
 def test_a_run_that_kept_no_metrics_says_how_to_keep_them(tmp_path):
-    assert report_run(tmp_path) == "metrics: not kept: put jsonl into trainer.logger to have them, and learning curves\n"
+    assert report_run(tmp_path, checkpoint=None).splitlines() == [
+        "last checkpoint: none: trainer.save_freq=N commits every N steps and at the end",
+        "metrics: not kept: put jsonl into trainer.logger to have them, and learning curves",
+    ]
 
 
 def example(step, source, response, score):
@@ -141,7 +144,7 @@ def test_the_report_ends_with_the_first_and_the_last_answer_to_the_same_problem(
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     for step, response, score in ((0, "1", 0.0), (5, "3", 0.0), (10, "2\n", 1.0)):
         keep_examples(str(tmp_path), [example(step, "sums", response, score), example(step, "judged", "two", None)], step=step)
-    assert report_run(tmp_path).splitlines()[-6:] == [
+    assert report_run(tmp_path, checkpoint=None).splitlines()[-6:] == [
         "asked (sums): 1 + 1?  [2]",
         "  step 0 answered, score 0: 1",
         "  step 10 answered, score 1: 2",
@@ -157,7 +160,7 @@ def test_examples_of_a_killed_process_and_of_an_older_run_are_not_shown(tmp_path
     keep_examples(str(tmp_path), [example(5, "sums", "new", 1.0)], step=5)
     assert [(e["step"], e["response"]) for e in read_examples(tmp_path)] == [(0, "old"), (3, "old"), (5, "new")]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 5, ACC: 1.0}))
-    assert report_run(tmp_path).splitlines()[-2:] == ["asked (sums): 1 + 1?  [2]", "  step 5 answered, score 1: new"]
+    assert report_run(tmp_path, checkpoint=None).splitlines()[-2:] == ["asked (sums): 1 + 1?  [2]", "  step 5 answered, score 1: new"]
 
 
 def test_a_long_answer_is_shown_by_its_beginning_and_its_end():

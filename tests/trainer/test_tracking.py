@@ -49,11 +49,12 @@ def test_a_resumed_run_drops_what_a_killed_one_logged_behind_its_last_commit(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_new_run_replaces_the_record_of_an_older_one(tmp_path):
-    for _ in range(2):
+def test_a_new_run_replaces_the_record_of_an_older_one_and_says_so(tmp_path, caplog):
+    for said in ([], [f"{tmp_path}/metrics.jsonl of an earlier run without a checkpoint is replaced"]):
         with _open(tmp_path) as tracking:
             tracking.log({"x": 0}, 0)
             tracking.log({"x": 1}, 1)
+        assert caplog.messages == said
     assert _steps(tmp_path) == [0, 1]
 
 
