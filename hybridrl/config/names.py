@@ -76,7 +76,7 @@ NOT_HERE = {
     "actor_rollout_ref.model.use_fused_kernels": "there are no fused kernels in this release",
     "actor_rollout_ref.model.use_liger": "there are no fused kernels in this release",
     "actor_rollout_ref.model.use_shm": "the model is read from its path",
-    "actor_rollout_ref.nccl_timeout": "worker calls have their own deadlines",
+    "actor_rollout_ref.nccl_timeout": "a call on workers may take trainer.call_timeout_s",
     "actor_rollout_ref.ref.strategy": "the reference policy uses actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _ULYSSES,
     "actor_rollout_ref.rollout.agent": "multi-turn rollouts are not in this release",

@@ -26,6 +26,9 @@ class TrainerConfig:
         "ray", "Run workers on Ray, or in this process (local: one process, no Ray, pdb works).", choices=("ray", "local")
     )
     device: str = setting("auto", "Device of the workers; auto is cuda where there is one.", choices=("auto", "cpu", "cuda"))
+    call_timeout_s: float = setting(
+        3600.0, "Longest wait for one call of workers, in seconds: a step's generation, a validation, an update, a save.", gt=0
+    )
     colocate: str = setting("process", "Roles on one device share a process, or only the device.", choices=("process", "device"))
     num_threads: int | None = setting(None, "CPU threads per worker process; null means cores divided by workers.", ge=1)
     seed: int = setting(1, "Seed of everything but the order of prompts.", ge=0)

@@ -18,7 +18,7 @@ from hybridrl.single_controller.aliveness import AlivenessWatch
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.references import References
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.waiting import Fetch, gather
+from hybridrl.single_controller.waiting import LONGER, Fetch, gather
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
 from hybridrl.single_controller.worker_host import CONCURRENT
 from hybridrl.single_controller.worker_processes import START_TIMEOUT_S, WorkerProcesses, named_host
@@ -150,7 +150,7 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
         ranks = references.ranks if isinstance(references, References) else None
-        return gather(references, ranks, role=self.role, method=method, timeout_s=timeout_s)
+        return gather(references, ranks, role=self.role, method=method, timeout_s=timeout_s, way_out=LONGER)
 
     def put(self, value: Any) -> Any:
         import ray

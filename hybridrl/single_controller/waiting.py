@@ -21,6 +21,8 @@ ECHO_S = 0.5
 # A look waits so long for all answers, then takes those that are there: short calls end in one, and a death is told this late at most.
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.1
 
+LONGER = "; if it is slow and not stuck, raise trainer.call_timeout_s (or the timeout_s that the method is registered with)"
+
 
 # Who is who among the actors this process has heard of: actor id (hex) -> (name of the process's roles, rank).
 _ADDRESSES: dict[str, tuple[str, int]] = {}
@@ -44,7 +46,7 @@ class Fetch:
     def __call__(self, references: Sequence) -> list:
         introduce(self.addresses)
         ranks = [self.rank_of.get(reference.hex(), i) for i, reference in enumerate(references)]
-        return gather(references, ranks, role=self.role, method=self.method, timeout_s=self.timeout_s)
+        return gather(references, ranks, role=self.role, method=self.method, timeout_s=self.timeout_s, way_out=LONGER)
 
 
 def gather(
@@ -54,11 +56,12 @@ def gather(
     role: str,
     method: str,
     timeout_s: float | None,
+    way_out: str = "",
 ) -> list:
     """Return the values behind the references, in their order. ranks: whose they are; default 0, 1, 2, ...
 
     The first failure is raised at once, whoever else is still running: a dead process as `WorkerLost(role, rank, method)`, an
-    exception in a worker with its own type. Past `timeout_s` seconds: `CallTimeout` naming the silent ranks.
+    exception in a worker with its own type. Past `timeout_s` seconds: `CallTimeout` naming the silent ranks, and `way_out`.
     """
     import ray
 
@@ -76,7 +79,7 @@ def gather(
             values |= waiting.values(done, rank_of) if done else {}
             if pending and left is not None and left <= look_s:
                 silent = ", ".join(str(rank) for rank in sorted(rank_of[p] for p in pending))
-                raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}")
+                raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}{way_out}")
             look_s = min(2 * look_s, LONGEST_LOOK_S)
     return [values[reference] for reference in references]
 

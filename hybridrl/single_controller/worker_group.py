@@ -10,6 +10,7 @@ import functools
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from hybridrl.single_controller.dispatch import get_dispatch_mode
@@ -39,6 +40,13 @@ class WorkerGroup(ABC, Generic[W]):
         self.invocations = invocations_of(worker_cls)
         for name, invocation in self.invocations.items():
             setattr(self, name, self._bind(name, invocation))
+
+    def set_deadline(self, timeout_s: float) -> None:
+        """Let calls take so many seconds, except those whose method was registered with a `timeout_s` of its own."""
+        for name, invocation in self.invocations.items():
+            if invocation.timeout_s == DEFAULT_TIMEOUT_S:
+                self.invocations[name] = replace(invocation, timeout_s=timeout_s)
+                setattr(self, name, self._bind(name, self.invocations[name]))
 
     @property
     def calls(self) -> W:

@@ -141,6 +141,7 @@ class RayPPOTrainer:
         try:
             self.groups = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)
             for role, group in self.groups.items():
+                group.set_deadline(trainer.call_timeout_s)
                 group.init_model(self._total_optimizer_steps(role))
         except BaseException:
             self.shutdown()

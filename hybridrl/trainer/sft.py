@@ -62,6 +62,7 @@ class SFTTrainer:
         classes = {ROLE: RayClassWithInitArgs(self.worker_cls, self.config, ROLE)}
         try:
             self.group = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)[ROLE]
+            self.group.set_deadline(trainer.call_timeout_s)
             self.group.init_model(self.total_training_steps)
         except BaseException:
             self.shutdown()

@@ -139,6 +139,11 @@ def test_a_run_with_vllm_agrees_with_the_trainer(tmp_path, tiny_qwen2, ray_clust
     assert rows[2]["actor/grad_norm"] > 0
 
 
+def test_a_call_past_its_deadline_ends_the_run_and_names_the_setting(tmp_path, tiny_qwen2, ray_cluster, capsys):
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2, trainer__backend="ray", trainer__call_timeout_s=0.01)) == 1
+    assert "init_model() did not answer within 0.01 s" in (err := capsys.readouterr().err) and "trainer.call_timeout_s" in err
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [

@@ -60,6 +60,10 @@ class Adder(Worker):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(20)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def doze(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
     def sleep_on(self, rank: int) -> None:
         if self.rank == rank:

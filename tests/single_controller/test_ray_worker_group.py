@@ -113,6 +113,16 @@ def test_a_silent_worker_is_named_after_the_deadline(adders):
         adders.sleep_on(1)
 
 
+def test_calls_have_the_deadline_that_their_group_is_given_unless_their_method_has_its_own(doomed):
+    doomed.set_deadline(0.2)
+    with pytest.raises(CallTimeout, match=r"doze\(\) did not answer within 0.2 s; .*raise trainer.call_timeout_s"):
+        doomed.doze(2.0)
+    with pytest.raises(CallTimeout, match=r"add_later\(\) did not answer within 0.2 s; .*raise trainer.call_timeout_s"):
+        doomed.add_later(batch(2)).get()  # still dozing
+    with pytest.raises(CallTimeout, match=r"sleep_on\(\) did not answer within 0.5 s"):
+        doomed.sleep_on(1)
+
+
 def test_a_mistake_in_a_constructor_keeps_its_type(pool):
     with pytest.raises(ValueError, match="a mistake in the constructor") as caught:
         RayWorkerGroup(pool, RayClassWithInitArgs(Doubler, fail=True), role="doubler")
