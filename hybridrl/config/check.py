@@ -136,6 +136,15 @@ def token_budgets(config: PPOConfig) -> Problems:
             yield f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens; raise it"
 
 
+def mini_batches(config: PPOConfig) -> Problems:
+    """One optimizer step takes no more prompts than a step of training has."""
+    prompts = config.data.train_batch_size + config.trainer.replay.groups
+    sizes = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.ppo_mini_batch_size, "critic": config.critic.ppo_mini_batch_size}
+    for key, size in sizes.items():
+        if size is not None and size > prompts:
+            yield f"{key}.ppo_mini_batch_size={size}: a step has only {prompts} prompts (data.train_batch_size); set {prompts} or less"
+
+
 def sft_token_budget(config: SFTConfig) -> Problems:
     """The token budget holds the longest conversation."""
     budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
@@ -298,6 +307,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     engine,
     rollout,
     token_budgets,
+    mini_batches,
     reward,
     dataset_class,
     world,

@@ -49,7 +49,7 @@ from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.prompts import StepPrompts
 from hybridrl.trainer.replay import ReplayBuffer
 from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
-from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages
+from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages, tell_what_is_smaller
 from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.scoring import RewardFn, RewardWatch, score
 from hybridrl.trainer.seeds import Purpose, call_seed
@@ -118,6 +118,7 @@ class RayPPOTrainer:
         self.train_loader = PromptLoader(
             train, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed, collate=self.collate, sampler=sampler
         )
+        tell_what_is_smaller(self.config, num_rows=len(train))
         trainer = self.config.trainer
         self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * self.train_loader.steps_per_epoch
         self.replay_buffer = ReplayBuffer(

@@ -63,6 +63,17 @@ def tell_what_is_left_out(config: PPOConfig | SFTConfig) -> None:
         logger.warning("trainer.test_freq=-1: there will be no validation after training; trainer.test_freq=N validates every N steps")
 
 
+def tell_what_is_smaller(config: PPOConfig | SFTConfig, *, num_rows: int) -> None:
+    """Say where batches will be smaller than was asked for. num_rows: of the training data."""
+    batch, size = config.data.train_batch_size, min(config.data.train_batch_size, num_rows)
+    if size < batch:
+        logger.warning("data.train_batch_size=%d: the training data has %d rows, so every step has only those", batch, num_rows)
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size if isinstance(config, PPOConfig) else size
+    if size > mini and size % mini:
+        key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+        logger.warning("%s=%d: the last optimizer step of every batch has only %d prompts", key, mini, size % mini)
+
+
 def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps: int) -> Tracking:
     """Return the run's loggers, going on behind `start_step`."""
     trainer = config.trainer

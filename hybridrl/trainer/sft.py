@@ -20,7 +20,7 @@ from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, fin
 from hybridrl.trainer.metrics import mean_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager
-from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages
+from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages, tell_what_is_smaller
 from hybridrl.trainer.sft_data import SFTDataset
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class SFTTrainer:
         self.train_loader = PromptLoader(
             train, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed, collate=train.collate
         )
+        tell_what_is_smaller(self.config, num_rows=len(train))
         self.total_training_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.train_loader.steps_per_epoch
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
         self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"

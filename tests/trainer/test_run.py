@@ -2,10 +2,10 @@
 
 import pytest
 
-from hybridrl.config import PPOConfig, from_dict
+from hybridrl.config import PPOConfig, SFTConfig, from_dict
 from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import ConfigError
-from hybridrl.trainer.run import claim_directory, own_checkpoint, tell_what_is_left_out
+from hybridrl.trainer.run import claim_directory, own_checkpoint, tell_what_is_left_out, tell_what_is_smaller
 
 
 @pytest.fixture
@@ -47,3 +47,15 @@ def test_a_checkpoint_of_another_run_is_not_this_ones(used, tmp_path):
 def test_what_will_be_missed_at_the_end_is_said_at_the_start(caplog, trainer, val_files, keys):
     tell_what_is_left_out(from_dict(PPOConfig, {"trainer": trainer, "data": {"val_files": val_files}}))
     assert [record.message.partition(":")[0] for record in caplog.records] == keys
+
+
+def test_batches_that_will_be_smaller_than_asked_for_are_told(caplog):
+    config = from_dict(PPOConfig, {"data": {"train_batch_size": 16}, "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 7}}})
+    tell_what_is_smaller(config, num_rows=1000)
+    assert caplog.messages == ["actor_rollout_ref.actor.ppo_mini_batch_size=7: the last optimizer step of every batch has only 2 prompts"]
+    caplog.clear()
+    tell_what_is_smaller(from_dict(SFTConfig, {"data": {"train_batch_size": 16}}), num_rows=5)
+    assert caplog.messages == ["data.train_batch_size=16: the training data has 5 rows, so every step has only those"]
+    caplog.clear()
+    tell_what_is_smaller(config, num_rows=7)
+    assert caplog.messages == ["data.train_batch_size=16: the training data has 7 rows, so every step has only those"]
