@@ -39,6 +39,7 @@ class Context:
 
         Containers are copied (`copied`), everything else is shared. `join` brings together what the stages have done.
         """
+        self.keep()  # so that both share one set of kept names
         child = copy.copy(self)
         vars(child).update({key: self.copied(value) for key, value in vars(self).items()})
         vars(child)["_before"] = {key: self.copied(value) for key, value in vars(child).items()}
@@ -51,6 +52,8 @@ class Context:
             earlier = before.get(key, MISSING)
             if key not in HIDDEN and not self.take_changes(vars(self).get(key), earlier, value) and value is not earlier:
                 self[key] = value
+        for key in before.keys() - vars(child).keys():
+            vars(self).pop(key, None)
         child.__dict__ = self.__dict__
 
     def copied(self, value: Any) -> Any:
@@ -58,8 +61,10 @@ class Context:
         return copy.copy(value) if isinstance(value, dict) else value
 
     def take_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
-        """Set those entries of the container `mine` that differ between the copies `before` and `theirs`. False if they are no such
-        containers, so that `theirs` as a whole takes the place of `mine`."""
+        """Set or take out those entries of the container `mine` that differ between the copies `before` and `theirs`.
+
+        False if they are no such containers, so that `theirs` as a whole takes the place of `mine`.
+        """
         if not all(isinstance(value, dict) for value in (mine, before, theirs)):
             return False
         set_changed(mine, before, theirs)
@@ -108,10 +113,12 @@ class Context:
 
 
 def set_changed(mine: MutableMapping, before: Mapping, theirs: Mapping) -> None:
-    """Set in `mine` the entries that are new or another object in `theirs` than in `before`."""
+    """Set in `mine` the entries that are new or another object in `theirs` than in `before`, and take out those that are gone."""
     for key, value in theirs.items():
         if before.get(key, MISSING) is not value:
             mine[key] = value
+    for key in [key for key in before.keys() if key not in theirs.keys() and key in mine.keys()]:
+        del mine[key]
 
 
 @dataclass(repr=False, eq=False)

@@ -12,7 +12,7 @@ ListenerFn = Callable[..., Any]
 
 # What is kept for listeners that are late: bounds for the case that there never is one.
 MAX_KEPT_EVENTS = 1000
-MAX_KEPT_BYTES = 1024**3
+MAX_KEPT_BYTES = 256 * 1024**2
 
 
 class Listener:
@@ -145,7 +145,8 @@ class ReplayingLoop(EventLoop):
         while kept and (room < 0 or len(kept) >= MAX_KEPT_EVENTS):
             dropped = kept.pop(0)
             room += dropped.num_bytes
-            logger.warning("an event %r that nobody listens to yet was dropped, so many came after it", dropped.event)
+            if not self.listened(dropped.event):
+                logger.warning("an event %r that nobody listens to yet was dropped, so many came after it", dropped.event)
         self._kept = [*kept, new]
 
     def settle(self) -> None:

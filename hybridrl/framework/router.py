@@ -37,6 +37,7 @@ class Router:
         self.labels: frozenset[str] = frozenset()
         self.attached_to: tuple[str, ...] = ()
         self.retries = 0
+        self.message_bytes = 0  # size of the message that is being heard; for listeners, in the thread that hears
         self.failure: BaseException | None = None
         self.on_failure: list[Callable[[], None]] = []
         self._links: dict[str, Link] = {}
@@ -133,6 +134,7 @@ class Router:
         self._topics.settle()
 
     def _hear(self, message: Message, args: tuple, kwargs: dict) -> None:
+        self.message_bytes = message.parcel.num_bytes
         self._topics.replay(message.topic, args, kwargs, num_bytes=message.parcel.num_bytes, newest_only=message.newest_only)
 
     def fail(self, error: BaseException) -> None:

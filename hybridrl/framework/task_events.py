@@ -32,12 +32,15 @@ class Mailbox:
         self._unclaimed: dict[str, deque[tuple[int, Heard]]] = {}  # event -> (step in which it came, what)
         self._step = 0
 
-    def put(self, event: str, args: tuple, kwargs: dict) -> None:
-        """Give an event to all who wait for it, or keep it."""
+    def put(self, event: str, args: tuple, kwargs: dict, *, newest_only: bool = False) -> None:
+        """Give an event to all who wait for it, or keep it; with `newest_only` in place of the earlier ones of its name."""
         with self._changed:
             waiting = self._waiting.pop(event, None)
             if waiting is None:
-                self._unclaimed.setdefault(event, deque(maxlen=MAX_UNCLAIMED)).append((self._step, (args, kwargs)))
+                unclaimed = self._unclaimed.setdefault(event, deque(maxlen=MAX_UNCLAIMED))
+                if newest_only:
+                    unclaimed.clear()
+                unclaimed.append((self._step, (args, kwargs)))
                 return
             for slot in waiting:
                 slot.append((args, kwargs))
@@ -177,9 +180,11 @@ class TaskEvents:
     # -- from peers, in the router's thread
 
     def _hear_event(self, event: str, args: tuple, kwargs: dict) -> None:
-        self._mailbox.put(event, args, kwargs)
+        # What listeners hear may be large, weights for instance: only the newest is kept for somebody who may wait for it.
+        heard = event == SYNC_EVENT or (self._remote is not None and self._remote.listened(event))
+        self._mailbox.put(event, args, kwargs, newest_only=heard)
         if self._remote is not None:
-            self._remote.replay(event, args, kwargs, newest_only=event == SYNC_EVENT)
+            self._remote.replay(event, args, kwargs, num_bytes=self.router.message_bytes, newest_only=event == SYNC_EVENT)
 
     def _hear_context(self, ctx: Context) -> None:
         self.parallel_ctx = ctx

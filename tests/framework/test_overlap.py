@@ -182,6 +182,23 @@ def test_a_second_half_sees_what_all_stages_have_done_and_is_seen():
     assert task.ctx.metrics["both"] == ("a", "b", 3)
 
 
+def test_what_a_stage_beside_others_keeps_is_kept_and_what_it_takes_out_is_gone():
+    @stage("first")
+    def first(ctx):
+        ctx.batch, ctx.scratch = {"scratch": 1, "a": 0}, 1
+
+    @stage("keeper", writes="a")
+    def keeper(ctx):
+        ctx.keep("count")
+        ctx.count = ctx.get("count", 0) + 1
+        ctx.pop("scratch")
+        ctx.batch.pop("scratch")
+
+    with Task() as task:
+        task.use(first).use(keeper).use(_nap("b", writes="b")).run(max_step=3, overlap={})
+    assert task.ctx.count == 3 and "scratch" not in task.ctx and task.ctx.batch == {"a": 0, "b": "b"}
+
+
 def test_a_stage_beside_others_may_end_the_run():
     def end(ctx):
         ctx.finish = True
