@@ -151,9 +151,11 @@ class RayPPOTrainer:
         self.policy = PolicyGroups(self.groups, sleep=on_cuda and self.config.actor_rollout_ref.rollout.free_cache_engine)
 
     def _total_optimizer_steps(self, role: str) -> int:
-        groups = self.config.data.train_batch_size + self.config.trainer.replay.groups
-        per_batch = math.ceil(groups / self._prompts_per_update(role))
-        return self.total_training_steps * per_batch * self.config.actor_rollout_ref.actor.ppo_epochs
+        waits = 0 if role == str(Role.Critic) else self.config.trainer.critic_warmup
+        batches = self.train_loader.batch_sizes(self.total_training_steps)[waits:]
+        replayed = self.config.trainer.replay.groups
+        steps = sum(math.ceil((size + replayed) / self._prompts_per_update(role)) for size in batches)
+        return steps * self.config.actor_rollout_ref.actor.ppo_epochs
 
     def _prompts_per_update(self, role: str) -> int:
         actor = self.config.actor_rollout_ref.actor.ppo_mini_batch_size

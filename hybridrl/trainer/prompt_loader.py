@@ -1,7 +1,7 @@
 """The order of a dataset's rows, batch by batch and epoch by epoch, and the place where a stopped run goes on."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,6 +88,14 @@ class PromptLoader:
             name = type(self._sampler).__name__
             raise ConfigError(f"an epoch of the sampler {name} has no known end; give it __len__, or set trainer.total_training_steps")
         return -(-length // self.batch_size)
+
+    def batch_sizes(self, num_batches: int) -> list[int]:
+        """Return how many rows each of a run's first batches has, as far as the sampler tells its length."""
+        length = self._epoch_length()
+        if length is None:
+            return [self.batch_size] * num_batches
+        epoch = [min(self.batch_size, length - start) for start in range(0, length, self.batch_size)]
+        return list(islice(cycle(epoch), num_batches))
 
     def next_batch(self) -> DataProto:
         """Return the next batch.

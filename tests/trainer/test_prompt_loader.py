@@ -117,6 +117,12 @@ def test_batches_never_mix_epochs_and_the_last_of_an_epoch_may_be_smaller():
         assert batches == [order[:3], order[3:6], order[6:]]
 
 
+def test_the_sizes_of_a_runs_batches_are_known_before_it_starts():
+    loader = make_loader(7, batch_size=3)
+    assert loader.batch_sizes(5) == [3, 3, 1, 3, 3] == [len(rows) for rows in take(loader, 5)]
+    assert make_loader(2, batch_size=3).batch_sizes(2) == [2, 2]
+
+
 @pytest.mark.parametrize(("num_rows", "batch_size", "steps"), [(6, 3, 2), (7, 3, 3), (2, 5, 1), (1, 1, 1)])
 def test_an_epoch_ends_after_the_rounded_up_number_of_batches(num_rows, batch_size, steps):
     loader = make_loader(num_rows, batch_size=batch_size)
