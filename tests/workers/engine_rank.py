@@ -43,7 +43,7 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     batch = make_batch()
     found = {name: two_steps(rank, folder, case) for name, case in CASES.items()}
-    found["value head"] = whole_weights(make_engine(str(folder / "tied"), kind="value", optim=None))
+    found["value head"] = whole_weights(make_engine(str(folder / "tied"), kind="value", optim=None, dtype="bfloat16"))
     found |= checkpoints(rank, folder, share(batch, rank, 17), num_response_tokens(batch))
     found["too long"] = refusal(lambda: too_long(rank, folder))
     found["damaged"] = refusal(lambda: make_engine(str(folder / "damaged")))

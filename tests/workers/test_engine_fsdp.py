@@ -215,6 +215,18 @@ def test_bfloat16_computes_in_bfloat16_and_updates_float32(qwen2):
     assert {tensor.dtype for tensor in whole_weights(make_engine(qwen2, dtype="bfloat16", optim=None)).values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(("kind", "optim"), [("value", OPTIM), ("value", None), ("score", None)])
+def test_values_and_scores_of_a_bfloat16_model_have_float32s_digits(qwen2, tmp_path, kind, optim):
+    engine = make_engine(save_scorer(qwen2, tmp_path), kind=kind, optim=optim, dtype="bfloat16")
+    (name,) = ("values",) if kind == "value" else ("scores",)
+    found = engine.forward(make_batch(), WHOLE, outputs=(name,))[name]
+    found = found[found != 0]
+    rounded = found.bfloat16().float()
+    assert (found != rounded).float().mean() > 0.9
+    exact = make_engine(str(tmp_path), kind=kind, optim=None).forward(make_batch(), WHOLE, outputs=(name,))[name]
+    torch.testing.assert_close(found, exact[exact != 0], atol=0.05, rtol=0.05)
+
+
 def test_a_gradient_that_is_not_finite_is_reported_and_changes_nothing(qwen2, caplog):
     batch = make_batch()
     engine = make_engine(qwen2)

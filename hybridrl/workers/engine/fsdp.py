@@ -25,7 +25,15 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
 from hybridrl.workers.engine.fsdp_state import load_state, save_state
 from hybridrl.workers.engine.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
-from hybridrl.workers.engine.model import check_packable, decoder_blocks, empty_model, hf_config, load_model, recompute_activations
+from hybridrl.workers.engine.model import (
+    check_packable,
+    decoder_blocks,
+    empty_model,
+    hf_config,
+    load_model,
+    number_heads,
+    recompute_activations,
+)
 from hybridrl.workers.engine.outputs import Reader, check_outputs
 from hybridrl.workers.engine.packed_attention import use_packed_sdpa
 from hybridrl.workers.engine.schedule import learning_rate
@@ -235,6 +243,8 @@ def _shard(model: nn.Module, config: EngineConfig) -> nn.Module:
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=torch.float32),
         "reshard_after_forward": config.reshard_after_forward,
     }
+    for head in number_heads(model, kind=config.kind):
+        fully_shard(head, **settings | {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)})
     for block in blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)

@@ -89,7 +89,7 @@ def load_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Mo
         raise CheckpointError(what + (NO_SCORE_HEAD if config.kind == "score" else ""))
     if missing:
         logger.info("%s has no value head; %s is new, drawn with seed %d.", config.path, ", ".join(missing), config.seed)
-    return model.eval()
+    return _with_float32_heads(model, config).eval()
 
 
 @contextlib.contextmanager
@@ -112,7 +112,23 @@ def empty_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.M
     """Return the model on the meta device: structure without memory."""
     with torch.device("meta"):
         model = _auto_class(config).from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    return model.eval()
+    return _with_float32_heads(model, config).eval()
+
+
+def number_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
+    """Return the layers that turn states into values or scores. They compute in float32 whatever the model does: it costs nothing for
+    one output, and in bfloat16, with its 2 to 3 digits, the scores of close answers would be the same.
+    """
+    if kind == "causal_lm":
+        return []
+    parts = model.named_children()
+    return [part for name, part in parts if name != model.base_model_prefix and isinstance(part, nn.Linear)]
+
+
+def _with_float32_heads(model: nn.Module, config: EngineConfig) -> nn.Module:
+    for head in number_heads(model, kind=config.kind):
+        head.float()
+    return model
 
 
 def _auto_class(config: EngineConfig) -> Any:
