@@ -7,7 +7,7 @@ import re
 from decimal import Decimal
 from typing import Literal
 
-NUMBER = r"[-+]?\$?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+NUMBER = r"(?:[-+]\$?|\$[-+]?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # one sign, before or behind a dollar sign
 STRICT = re.compile(rf"####[ \t]*({NUMBER})")
 FLEXIBLE = re.compile(rf"(?<![\d.])({NUMBER})")
 

@@ -27,6 +27,8 @@ DATA = Path(os.environ.get("HYBRIDRL_DATA", Path(__file__).parents[3] / "shared"
         ("#### five", None),
         ("####\n7", None),
         ("the answer is 18", None),
+        ("#### --5", None),
+        ("#### +$-5", None),
         ("", None),
     ],
 )
@@ -54,6 +56,7 @@ def test_wrong_number_gets_format_score_and_no_number_gets_zero():
     assert gsm8k.compute_score("#### 4", "5", format_score=0.1, score=2.0) == 0.1
     assert gsm8k.compute_score("#### 5", "5", format_score=0.1, score=2.0) == 2.0
     assert gsm8k.compute_score("four", "5", format_score=0.1) == 0.0
+    assert gsm8k.compute_score("#### --5", "5") == 0.0  # wrong, and not an error that would mask the sample
 
 
 def test_a_prefix_of_the_right_number_is_wrong():

@@ -134,6 +134,7 @@ def test_each_reason_is_named_once(manager, caplog, scripted):
         (float("nan"), "it returned nan"),
         (float("-inf"), "it returned -inf"),
         ({"score": float("inf")}, "it returned inf"),
+        (-1e39, "it returned -1e+39, more than float32 can hold"),
         ({"acc": 1}, 'without "score", only acc'),
         ("1.0", "it returned a str"),
         (None, "it returned a NoneType"),

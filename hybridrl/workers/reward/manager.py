@@ -235,7 +235,8 @@ def decode(tokenizer: Any, responses_BR: torch.Tensor, lengths_B: torch.Tensor) 
 
 def at_last_token(values_B: torch.Tensor, lengths_B: torch.Tensor, *, width: int) -> torch.Tensor:
     """Return (B, width) float32 with each value at its row's last valid position; a row of length 0 has no place for it."""
-    return values_B.unsqueeze(-1) * (torch.arange(width) == lengths_B.cpu().unsqueeze(-1) - 1)
+    is_last_BR = torch.arange(width) == lengths_B.cpu().unsqueeze(-1) - 1
+    return torch.where(is_last_BR, values_B.unsqueeze(-1), 0.0)
 
 
 def model_output(rm_scores_BR: torch.Tensor) -> RewardOutput:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from hybridrl.workers.reward.score_process import CallResult
 
+FLOAT32_MAX = 3.4028234663852886e38
+
 
 @dataclass(frozen=True)
 class SampleScore:
@@ -40,8 +42,8 @@ def read_score(result: CallResult) -> SampleScore:
     number = as_number(value)
     if number is None:
         return error(f"it returned a {type(value).__name__}, not a number")
-    if not math.isfinite(number):
-        return error(f"it returned {number}")
+    if not abs(number) <= FLOAT32_MAX:
+        return error(f"it returned {number}" + (", more than float32 can hold" if math.isfinite(number) else ""))
     return SampleScore(value=number, extra=extra)
 
 
