@@ -51,10 +51,14 @@ class RolloutSetup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights: the configured one; "auto" is bfloat16 on CUDA and float32 on CPU."""
-        if self.config.dtype == "auto":
-            return torch.bfloat16 if torch.device(self.device).type == "cuda" else torch.float32
-        return getattr(torch, self.config.dtype)
+        return weights_dtype(self.config, self.device)
+
+
+def weights_dtype(config: RolloutConfig, device: str) -> torch.dtype:
+    """Return the dtype of a rollout's weights: the configured one; "auto" is bfloat16 on CUDA and float32 on CPU."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,13 @@ class Rollout(Protocol):
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Return the n samples of each prompt row in adjacent rows; StaleWeightsError if the weights are not the pushed ones."""
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Hold exactly these weights (all of them, under Hugging Face names), or raise StaleWeightsError and hold none."""
+    def load_weights(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None
+    ) -> None:
+        """Hold exactly these weights (all of them, under Hugging Face names), or raise StaleWeightsError and hold none.
+
+        sent: asked when all have arrived for the fingerprint of what their sender sent; None where there is no way between.
+        """
 
     def sleep(self) -> None:
         """Give device memory to training. Nothing on CPU."""
@@ -142,7 +151,9 @@ class VersionedRollout(ABC):
     def _reclaim_memory(self) -> None:
         """Be as before `_release_memory`."""
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None
+    ) -> None:
         self._require_awake("load_weights")
         before, self._version = self._version, None
         stream = WeightStream(weights, self._names, dtype=self.setup.dtype)
@@ -150,11 +161,11 @@ class VersionedRollout(ABC):
             self._copy_weights(stream)
         finally:
             stream.drain()
-        held = self._held_fingerprint()
-        if stream.missing or held != stream.fingerprint:
+        held, pushed = self._held_fingerprint(), stream.fingerprint if sent is None else sent()
+        if stream.missing or held != pushed:
             lacks = f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})" if stream.missing else ""
             raise StaleWeightsError(
-                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint {stream.fingerprint:016x}; the engine "
+                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint {pushed:016x}; the engine "
                 f"holds {held:016x} (version {before} before the push). Push all weights again; it generates nothing until then."
             )
         self._version, self._fingerprint = version, held

@@ -34,7 +34,7 @@ def fingerprint(named_tensors: Iterable[Named], dtype: torch.dtype) -> int:
         place = (tensor.device, tensor.data_ptr(), tensor.numel())
         if place not in seen:
             seen.add(place)
-            total += _tensor_hash(tensor, dtype)
+            total += tensor_hash(tensor, dtype)
     return total % (1 << 64)
 
 
@@ -73,7 +73,7 @@ class WeightStream:
             if name not in self._names.own:
                 raise KeyError(f"weight {name!r} was pushed, but the model has none of this name")
             self.missing.discard(name)
-            self._total += _tensor_hash(tensor, self._dtype)
+            self._total += tensor_hash(tensor, self._dtype)
             yield name, tensor
 
     def drain(self) -> None:
@@ -91,8 +91,8 @@ class WeightStream:
 
 
 @torch.no_grad()
-def _tensor_hash(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the sum of the element hashes, as an unbounded integer."""
+def tensor_hash(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return the sum of the element hashes in this dtype, as an unbounded integer: a part of the fingerprint."""
     if tensor.numel() == 0:
         return 0
     flat = tensor.detach().to(dtype).reshape(-1)
