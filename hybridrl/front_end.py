@@ -2,17 +2,21 @@
 
 import logging
 import os
+import re
+import socket
 import sys
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 from hybridrl.trainer.checkpoint import CheckpointStore
 
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster: workers that share a core are slow, not wrong, but each takes memory
 OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text is megabytes
+KNOCK_TIMEOUT_S = 5.0
+PLAIN_ADDRESS = re.compile(r"[^/]+:\d+")  # not ray://HOST:PORT
 
 
 def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str | None]) -> int:
@@ -24,7 +28,7 @@ def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str |
     try:
         work()
         return 0
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, PlacementError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except KeyboardInterrupt:
@@ -74,8 +78,12 @@ def set_up_logging() -> None:
     logging.getLogger("hybridrl").setLevel(logging.INFO)
 
 
-def start_ray() -> None:
-    """Connect to the Ray cluster that RAY_ADDRESS names, or start one on this machine."""
+def start_ray(*, num_nodes: int = 1) -> None:
+    """Connect to a Ray cluster, or start one on this machine. num_nodes: how many machines the job wants.
+
+    The cluster that RAY_ADDRESS names is joined; without it, for a job of several machines, the one that `ray start` made here.
+    Raises ConfigError where Ray is not installed, or where that cluster does not answer.
+    """
     if find_spec("ray") is None:
         raise ConfigError(
             "trainer.backend=ray: Ray is not installed; pip install ray, or set trainer.backend=local for one process without it"
@@ -84,9 +92,12 @@ def start_ray() -> None:
 
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    address = os.environ.get("RAY_ADDRESS") or ("auto" if num_nodes > 1 and _cluster_started_here() else "local")
+    if address != "local":
+        _join(address)
         return
+    if num_nodes > 1:
+        logger.warning("no `ray start` was run here and RAY_ADDRESS names no cluster: all %d machines of this job are this one", num_nodes)
     ray.init(
         address="local",
         num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
@@ -95,6 +106,42 @@ def start_ray() -> None:
         logging_level=logging.ERROR,
         object_store_memory=None if cuda_machine() else OBJECT_STORE_BYTES,
     )
+
+
+def _join(address: str) -> None:
+    """Connect to the cluster at `address`: HOST:PORT, `auto`, or what else Ray takes."""
+    import ray
+
+    try:
+        if PLAIN_ADDRESS.fullmatch(address):  # ray.init would try for half a minute, and write twenty lines
+            _knock(address)
+        context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({' '.join(str(error).split())}); start one with `ray start --head`, "
+            "set RAY_AUTH_MODE=token if it wants a token, or unset RAY_ADDRESS and this run starts a cluster on this machine"
+        ) from error
+    logger.info("joined the Ray cluster at %s, machines: %d", context.address_info["address"], sum(node["Alive"] for node in ray.nodes()))
+
+
+def _cluster_started_here() -> bool:
+    """Return whether `ray start` made this machine part of a cluster, and it answers.
+
+    Ray's own `auto` would also take the private cluster of another run on this machine.
+    """
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
+    try:
+        with open(os.path.join(folder, "ray", "ray_current_cluster"), encoding="utf-8") as f:
+            _knock(f.read().strip())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _knock(address: str) -> None:
+    """Raise OSError unless something listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
 
 
 def cuda_machine() -> bool:

@@ -76,7 +76,7 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
-        start_ray()
+        start_ray(num_nodes=max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes))
     trainer = trainer_cls(
         config=config,
         tokenizer=tokenizer,

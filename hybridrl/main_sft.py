@@ -40,7 +40,7 @@ def run(config: SFTConfig) -> None:
     """Train as configured, then write the report."""
     tokenizer = load_tokenizer(config.model.path, key="model.path", trust_remote_code=config.model.trust_remote_code)
     if config.trainer.backend == "ray":
-        start_ray()
+        start_ray(num_nodes=config.trainer.nnodes)
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]
     spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     manager = ResourcePoolManager(spec, {}, use_gpu=use_gpu, backend=config.trainer.backend)

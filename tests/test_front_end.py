@@ -1,8 +1,18 @@
-"""What a front end says when a run is interrupted or fails: one line, and what it says is so."""
+"""What a front end says when a run is interrupted or fails: one line, and what it says is so. And which Ray cluster it takes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, PlacementError
 from hybridrl.front_end import run_front_end
 from hybridrl.trainer.checkpoint import CheckpointStore
 
@@ -54,7 +64,87 @@ def test_an_error_of_ours_is_one_line_and_a_bug_shows_where_it_is(capsys):
     assert shown.startswith("error: ZeroDivisionError: our own bug\nTraceback") and "in break_down" in shown
 
 
+def test_a_job_that_no_machine_can_hold_is_a_mistake_in_the_command(tmp_path, capsys):
+    def ask_too_much():
+        raise PlacementError("no node can hold 99 worker processes")
+
+    assert run_front_end(ask_too_much, log_directory=lambda: str(tmp_path)) == 2
+    assert capsys.readouterr().err == "no node can hold 99 worker processes\n"
+
+
 def test_the_traceback_of_a_run_is_kept_in_its_directory(tmp_path, capsys):
     assert run_front_end(fail, log_directory=lambda: str(tmp_path)) == 1
     assert capsys.readouterr().err.splitlines()[1] == f"the whole traceback is in {tmp_path}/error.log"
     assert "CheckpointError: global_step_4 is damaged" in (tmp_path / "error.log").read_text()
+
+
+def start_ray_elsewhere(num_nodes, **environment):
+    """Call `start_ray` in a process of its own, which prints the node's resources; return what it wrote and how long that took."""
+    code = (
+        "from hybridrl.front_end import run_front_end, set_up_logging, start_ray\n"
+        "def work():\n"
+        f"    start_ray(num_nodes={num_nodes})\n"
+        "    import ray\n"
+        "    print(ray.cluster_resources())\n"
+        "set_up_logging()\n"
+        "raise SystemExit(run_front_end(work, log_directory=lambda: None))\n"
+    )
+    base = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=base | environment, timeout=100, capture_output=True, text=True)
+    return done, time.monotonic() - started
+
+
+def own(folder):
+    """The environment of a Ray that shares neither its files nor its token with another on this machine."""
+    return {"RAY_TMPDIR": folder, "HOME": folder}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_a_ray_address_that_answers_nothing_is_one_line_at_once():
+    address = f"127.0.0.1:{free_port()}"
+    done, seconds = start_ray_elsewhere(1, RAY_ADDRESS=address)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"RAY_ADDRESS={address}: no Ray cluster answers there") and "unset RAY_ADDRESS" in done.stderr
+    assert seconds < 20  # most of it the import of Ray, whose own attempts take 25 s
+
+
+@pytest.fixture
+def started_cluster():
+    """A cluster made by `ray start`, in a directory of its own; yields that directory and the cluster's address."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:  # short: sockets in it have long names
+        address = f"127.0.0.1:{free_port()}"
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}"]
+        command += ["--node-ip-address=127.0.0.1", "--num-cpus=3", '--resources={"mark": 7}', "--include-dashboard=false"]
+        command += ["--object-store-memory=100000000", "--disable-usage-stats"]
+        process = subprocess.Popen(command, env=os.environ | own(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 60
+            while not (Path(folder) / "ray" / "ray_current_cluster").exists() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            yield folder, address
+        finally:
+            process.send_signal(signal.SIGTERM)  # it ends the processes that it started
+            process.wait(timeout=30)
+
+
+def test_a_job_of_several_machines_joins_the_cluster_that_was_started_here_and_one_of_one_machine_does_not(started_cluster):
+    folder, address = started_cluster
+    for num_nodes, named in ((2, {}), (1, {"RAY_ADDRESS": address})):
+        done, _ = start_ray_elsewhere(num_nodes, **own(folder), **named)
+        assert "'mark': 7.0" in done.stdout, done.stderr
+        assert re.fullmatch(rf"joined the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr)
+    done, _ = start_ray_elsewhere(1, **own(folder))
+    assert done.returncode == 0 and "'mark'" not in done.stdout
+
+
+def test_several_machines_without_a_cluster_are_this_one_and_that_is_said():
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        done, _ = start_ray_elsewhere(2, **own(folder))
+    assert done.returncode == 0 and "CPU" in done.stdout
+    assert done.stderr.startswith("no `ray start` was run here and RAY_ADDRESS names no cluster: all 2 machines of this job are this one\n")

@@ -205,7 +205,7 @@ def _shortage(size: int, need: dict[str, float], nodes: Sequence[dict[str, float
     present = "; ".join(", ".join(f"{node.get(name, 0):g} {name}" for name in need) for node in nodes) or "none"
     return (
         f"no node can hold {size} worker processes ({wanted} together) beside the rest of the job; nodes have: {present}. "
-        "Lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes to the Ray cluster"
+        "Lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes to the Ray cluster and name it with RAY_ADDRESS"
     )
 
 
