@@ -34,6 +34,7 @@ from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, fin
 from hybridrl.trainer.credit import add_advantages, add_token_rewards, make_kl_controller
 from hybridrl.trainer.data import collate_fn, load_dataset
 from hybridrl.trainer.evaluation import Evaluation
+from hybridrl.trainer.identity import IDENTITY, compare_run, identity
 from hybridrl.trainer.metrics import (
     compute_data_metrics,
     compute_throughput_metrics,
@@ -403,6 +404,7 @@ class RayPPOTrainer:
             "global_steps": self.global_steps,
             "data": self.train_loader.state_dict(),
             "kl_ctrl": self.kl_ctrl.state_dict(),
+            IDENTITY: self.identity,
             "ahead": self.pipeline.save(os.path.join(directory, "ahead")),
             "replay": self.replay_buffer.save(os.path.join(directory, "replay")),
         }
@@ -410,9 +412,11 @@ class RayPPOTrainer:
 
     def _resume(self) -> None:
         trainer = self.config.trainer
+        self.identity = identity(self.config)
         path = find_resume(self.store, trainer)
         if path is None:
             return
+        compare_run(path, self.config)
         state = read_trainer_state(path)
         for role, group in self._trained_groups().items():
             group.load_checkpoint(os.path.join(path, role))

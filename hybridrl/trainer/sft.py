@@ -17,6 +17,7 @@ from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.spans import stop_recording
 from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, find_resume, read_trainer_state, write_run_state
+from hybridrl.trainer.identity import IDENTITY, compare_run, identity
 from hybridrl.trainer.metrics import mean_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager
@@ -140,14 +141,15 @@ class SFTTrainer:
         self.group.save_checkpoint(os.path.join(directory, "model"))
         check_engine_state(os.path.join(directory, "model"), num_ranks=self.group.world_size)
         self.group.export_hf(os.path.join(directory, EXPORT))
-        write_run_state(
-            directory, {"global_steps": self.global_steps, "data": self.train_loader.state_dict()}, config_yaml=to_yaml(self.config)
-        )
+        state = {"global_steps": self.global_steps, "data": self.train_loader.state_dict(), IDENTITY: self.identity}
+        write_run_state(directory, state, config_yaml=to_yaml(self.config))
 
     def _resume(self) -> None:
+        self.identity = identity(self.config)
         path = find_resume(self.store, self.config.trainer)
         if path is None:
             return
+        compare_run(path, self.config)
         state = read_trainer_state(path)
         self.group.load_checkpoint(os.path.join(path, "model"))
         self.global_steps = state["global_steps"]

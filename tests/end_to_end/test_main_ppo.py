@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl import main_ppo
-from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights, write_prompts
 
 VERL_NAMES = {
     "actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "actor/lr",
@@ -165,6 +165,17 @@ def test_bad_input_is_one_readable_line_with_the_way_out(tmp_path, tiny_qwen2, c
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err and len(err.strip().splitlines()) <= 2
     assert not list((tmp_path / "run").glob("*"))
+
+
+def test_a_run_does_not_go_on_with_other_data_and_tells_what_else_is_new(tmp_path, tiny_qwen2, capsys, caplog):
+    train(tmp_path, tiny_qwen2, trainer__total_training_steps=1)
+    more = {"trainer__total_training_steps": 2, "algorithm__gamma": 0.9}
+    with caplog.at_level("INFO"):
+        train(tmp_path, tiny_qwen2, **more)
+    assert "algorithm.gamma 1 -> 0.9" in caplog.text
+    others = write_prompts(tmp_path / "others.parquet", 11)
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2, **more | {"trainer__total_training_steps": 3, "data__train_files": others})) == 1
+    assert "another data.train_files" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_qwen2, capsys):
