@@ -17,13 +17,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig, to_yaml
-from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, Task
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
@@ -45,19 +42,21 @@ from hybridrl.trainer.metrics import (
 )
 from hybridrl.trainer.middleware import load_middleware
 from hybridrl.trainer.pipeline import join_responses, make_pipeline
-from hybridrl.trainer.policy import PolicyGroups, check_health
+from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.prompts import StepPrompts
 from hybridrl.trainer.replay import ReplayBuffer
 from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
+from hybridrl.trainer.rows import columns_of, on_ranks
 from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages, tell_what_is_smaller
 from hybridrl.trainer.samples import sample_rows, write_samples
 from hybridrl.trainer.scoring import RewardFn, RewardWatch, score
 from hybridrl.trainer.seeds import Purpose, call_seed
-from hybridrl.trainer.stages import MODEL_INPUT, PROMPT_INPUT, corrects_rollout, ppo_stages, uses_critic, uses_reference
+from hybridrl.trainer.stages import MODEL_INPUT, PROMPT_INPUT, check_roles, corrects_rollout, ppo_stages, uses_critic
 from hybridrl.trainer.staleness import correct, fresh_mask, staleness_metrics
 from hybridrl.trainer.tokenizer import pad_token_id
 from hybridrl.trainer.validation import validate
+from hybridrl.trainer.weight_sync import check_health
 
 logger = logging.getLogger(__name__)
 
@@ -92,22 +91,13 @@ class RayPPOTrainer:
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
         self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
         self.middleware = load_middleware(config.trainer.middleware)
-        self._check_roles()
+        check_roles(config, set(role_worker_mapping), has_reward=reward_fn is not None)
         self._make_loaders(train_dataset, val_dataset, collate_fn, train_sampler)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
         self.groups: dict[str, Any] = {}
         self.reward_watch = RewardWatch()
         self.global_steps = 0  # the step in progress, or the last one done; also the version of the weights it leaves
-
-    def _check_roles(self) -> None:
-        roles = set(self.role_worker_mapping)
-        if uses_critic(self.config) and Role.Critic not in roles:
-            raise ConfigError(f"algorithm.adv_estimator={self.estimator.name} needs a critic; map Role.Critic to a worker class")
-        if uses_reference(self.config) and not roles & {Role.RefPolicy, Role.ActorRolloutRef}:
-            raise ConfigError("KL to the reference policy is on, but no role holds one; map Role.RefPolicy to a worker class")
-        if self.reward_fn is None and Role.RewardModel not in roles:
-            raise ConfigError("there is no reward: give reward_fn, or map Role.RewardModel to a worker class")
 
     def _make_loaders(self, train_dataset: Any, val_dataset: Any, collate: Callable, sampler: Any) -> None:
         data = self.config.data
@@ -149,7 +139,9 @@ class RayPPOTrainer:
             self.shutdown()
             raise
         on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
-        self.policy = PolicyGroups(self.groups, sleep=on_cuda and self.config.actor_rollout_ref.rollout.free_cache_engine)
+        rollout = self.config.actor_rollout_ref.rollout
+        sleep = on_cuda and rollout.free_cache_engine
+        self.policy = PolicyGroups(self.groups, sleep=sleep, weight_sync=rollout.weight_sync, ahead=trainer.lag > 0)
 
     def _total_optimizer_steps(self, role: str) -> int:
         waits = 0 if role == str(Role.Critic) else self.config.trainer.critic_warmup
@@ -186,7 +178,7 @@ class RayPPOTrainer:
         remaining = 0 if trainer.val_only else self.total_training_steps - self.global_steps
         with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0 and self.val_dataset is not None):
-                self.tracking.log(self._validate(), self.global_steps)
+                self.tracking.log(validate(self, step=self.global_steps), self.global_steps)
             if remaining > 0:
                 self._fill_pipeline()
                 self._run(remaining)
@@ -195,15 +187,10 @@ class RayPPOTrainer:
 
     def _run(self, num_steps: int) -> None:
         self.evaluation = Evaluation(self._evaluate) if str(Role.Evaluator) in self.groups else None
-        first, places = self.global_steps + 1, self._places() if self.config.trainer.overlap else None
+        first, places = self.global_steps + 1, self.resource_pool_manager.places() if self.config.trainer.overlap else None
         run_stages(self.stages(), max_step=num_steps, first_step=first, change=self._apply_middleware, places=places)
         for metrics in self.evaluation.finish() if self.evaluation is not None else ():
             self.tracking.log(metrics, self.global_steps)
-
-    def _places(self) -> dict[str, set[str]] | None:
-        """Which pool every role works on: no two pools share a device. None in one process, where stages have only that."""
-        manager = self.resource_pool_manager
-        return None if manager.backend == "local" else {str(role): {pool} for role, pool in manager.mapping.items()}
 
     def _apply_middleware(self, task: Task) -> None:
         for change in self.middleware:
@@ -266,10 +253,7 @@ class RayPPOTrainer:
         """Add groups of earlier steps to the batch, behind its own, which are kept for later ones."""
         ctx.num_new, version = len(ctx.batch), self.global_steps - 1
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.REPLAY, step=self.global_steps)
-        replayed = self.replay_buffer.draw(version=version, seed=seed)
-        self.replay_buffer.add(ctx.batch)
-        if replayed is not None:
-            ctx.batch = self.replay_buffer.joined([ctx.batch.select(meta_info_keys=[]), replayed])
+        ctx.batch = self.replay_buffer.filled_up(ctx.batch, version=version, seed=seed)
         ctx.metrics |= {"replay/kept": len(self.replay_buffer), "replay/rows": len(ctx.batch) - ctx.num_new}
         ctx.metrics |= staleness_metrics(ctx.batch, version=version)
 
@@ -295,17 +279,7 @@ class RayPPOTrainer:
         ctx.batch.union(self._on_ranks(ctx, critic.compute_values, critic.world_size))
 
     def _on_ranks(self, ctx: OnlineRLContext, method: Callable, num_ranks: int) -> DataProto:
-        """Call a pure method with rows dealt so that every rank computes about the same tokens; rows come back in their order.
-
-        The batch itself is not reordered: which rows form a mini-batch must not depend on the number of ranks.
-        """
-        data = self._columns(ctx, MODEL_INPUT)
-        if num_ranks == 1 or not self.config.trainer.balance_batch:
-            return method(data)
-        parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)
-        result = method([data.select_idxs(part) for part in parts])
-        result.reorder(torch.tensor([row for part in parts for row in part]).argsort())
-        return result
+        return on_ranks(method, columns_of(ctx.batch, MODEL_INPUT), num_ranks=num_ranks, balance=self.config.trainer.balance_batch)
 
     def advantage(self, ctx: OnlineRLContext) -> None:
         """Token rewards (with the KL penalty, if configured), advantages and returns."""
@@ -335,7 +309,7 @@ class RayPPOTrainer:
 
     def _training_rows(self, ctx: OnlineRLContext, columns: tuple[str, ...], *, role: str) -> DataProto:
         """The rows whose reward is valid, with what the update needs to cut them into optimizer steps."""
-        data, trainer = self._columns(ctx, columns), self.config.trainer
+        data, trainer = columns_of(ctx.batch, columns), self.config.trainer
         if trainer.stale_tokens == "drop" and trainer.staleness is not None:
             data.batch["response_mask"] = fresh_mask(ctx.batch, version=self.global_steps - 1, staleness=trainer.staleness)
         data = data.select_idxs(ctx.batch.batch["reward_valid"])
@@ -355,15 +329,12 @@ class RayPPOTrainer:
         """Validate every `trainer.test_freq` steps and after the last one."""
         due = self.val_dataset is not None and self._due(self.config.trainer.test_freq)
         if self.evaluation is None:
-            ctx.metrics |= self._validate() if due else {}
+            ctx.metrics |= validate(self, step=self.global_steps) if due else {}
             return
         for metrics in self.evaluation.finished():
             ctx.metrics |= metrics
         if due:
             self.evaluation.request(self.global_steps, self.policy.gather_later())
-
-    def _validate(self) -> dict[str, float]:
-        return validate(self, step=self.global_steps)
 
     def _evaluate(self, version: int, weights: Any) -> dict[str, float]:
         """Validate these weights in the evaluator's processes."""
@@ -430,6 +401,3 @@ class RayPPOTrainer:
     def _trained_groups(self) -> dict[str, Any]:
         critic = self.groups.get(str(Role.Critic))
         return {"actor": self.policy.actor} | ({"critic": critic} if critic is not None else {})
-
-    def _columns(self, ctx: OnlineRLContext, names: tuple[str, ...]) -> DataProto:
-        return ctx.batch.select(batch_keys=list(names), non_tensor_batch_keys=[], meta_info_keys=[])

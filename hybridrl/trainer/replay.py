@@ -43,6 +43,12 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def filled_up(self, batch: DataProto, *, version: int, seed: int) -> DataProto:
+        """Return a batch of new samples with `draw`n ones behind them, and keep the new ones for later."""
+        replayed = self.draw(version=version, seed=seed)
+        self.add(batch)
+        return batch if replayed is None else self.joined([batch.select(meta_info_keys=[]), replayed])
+
     def add(self, batch: DataProto) -> None:
         """Keep the groups that have a token and a reward; the oldest make room for them."""
         made_by = -token_ages(batch, version=0)  # (S, R); meaningful where a token is

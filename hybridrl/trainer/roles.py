@@ -71,6 +71,10 @@ class ResourcePoolManager:
         """Return the number of worker slots over all pools, whatever their device."""
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
 
+    def places(self) -> dict[str, set[str]] | None:
+        """Return which pool every role works on: no two pools share a device. None in one process, where all share what it has."""
+        return None if self.backend == "local" else {str(role): {pool} for role, pool in self.mapping.items()}
+
     def release(self) -> None:
         """Give all reserved devices back."""
         for pool in self.resource_pool_dict.values():

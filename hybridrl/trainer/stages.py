@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.config import PPOConfig
+from hybridrl.errors import ConfigError
 from hybridrl.framework import StageSpec
 from hybridrl.trainer.roles import Role
 
@@ -30,6 +31,17 @@ def uses_reference(config: PPOConfig) -> bool:
 def corrects_rollout(config: PPOConfig) -> bool:
     """Whether samples are weighed by how likely the trainer finds them."""
     return config.algorithm.rollout_correction.rollout_is is not None
+
+
+def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool) -> None:
+    """Raise ConfigError if a stage would have nobody to do its work. has_reward: a reward function is given."""
+    estimator = config.algorithm.adv_estimator
+    if uses_critic(config) and Role.Critic not in roles:
+        raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")
+    if uses_reference(config) and not {Role.RefPolicy, Role.ActorRolloutRef} & set(roles):
+        raise ConfigError("KL to the reference policy is on, but no role holds one; map Role.RefPolicy to a worker class")
+    if not has_reward and Role.RewardModel not in roles:
+        raise ConfigError("there is no reward: give reward_fn, or map Role.RewardModel to a worker class")
 
 
 def ppo_stages(config: PPOConfig, roles: Collection[Role]) -> list[tuple[str, StageSpec]]:
