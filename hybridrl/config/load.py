@@ -36,9 +36,10 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
     """
     flags, words = _read_flags(argv)
     if flags.help is not None:
-        sys.stdout.write(help_text(schema, program=program, presets=preset_titles(), base=config_name, wanted=flags.help))
+        sys.stdout.write(help_text(schema, program=program, presets=preset_titles(config_name), base=config_name, wanted=flags.help))
         return None
     folder = _folder(flags.config_path)
+    _check_preset(flags.config_name or config_name, folder=folder, base=config_name, program=program)
     overrides, problems = _read_overrides(schema, words, folder=folder)
     nested = _compose(schema, overrides, name=flags.config_name or config_name, folder=folder)
     config, more = build(schema, nested)
@@ -49,9 +50,18 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
     return config
 
 
-def preset_titles() -> dict[str, str]:
-    """Return the presets of this package, each with the first line of its file, which says what it is for."""
-    return {path.stem: path.read_text().splitlines()[0].lstrip("# ") for path in sorted(PRESETS.glob("*.yaml"))}
+def preset_titles(base: str) -> dict[str, str]:
+    """Return the presets of the program that starts from `base`, each with the first line of its file, which says what it is for."""
+    titles = {path.stem: path.read_text().splitlines()[0].lstrip("# ") for path in sorted(PRESETS.glob("*.yaml"))}
+    program = titles[base].partition(":")[0]
+    return {name: title for name, title in titles.items() if title.partition(":")[0] == program}
+
+
+def _check_preset(name: str, *, folder: Path, base: str, program: str) -> None:
+    """Refuse another program's preset: it has no setting that this one would notice."""
+    name, mine = name.removesuffix(".yaml"), preset_titles(base)
+    if (PRESETS / f"{name}.yaml").is_file() and name not in mine and (folder == PRESETS or not (folder / f"{name}.yaml").is_file()):
+        raise ConfigError(f"--config-name {name}: is a preset of another program; {program} has {', '.join(mine)}")
 
 
 def _read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridrl.config import PPOConfig, SFTConfig, load_config
 from hybridrl.config.help import PROGRAMS
-from hybridrl.config.load import preset_titles
+from hybridrl.config.load import PRESETS, preset_titles
 from hybridrl.config.reference import markdown
 from hybridrl.config.schema import keys
 
@@ -21,7 +21,7 @@ def printed(capsys, *argv, schema=PPOConfig) -> str:
 def test_help_shows_usage_presets_and_every_key(capsys):
     text = printed(capsys, "--help")
     assert text.startswith("usage: python -m hybridrl.main_ppo [key=value ...]")
-    assert all(name in text for name in preset_titles())
+    assert all(name in text for name in preset_titles("ppo_trainer")) and "sft_trainer" not in text
     assert [name for name in keys(PPOConfig) if f"\n  {name}=" not in text] == []
 
 
@@ -41,8 +41,11 @@ def test_help_for_a_word_shows_only_keys_with_it(capsys):
     assert "data.train_files" not in text and "usage" not in text
 
 
-def test_every_preset_says_what_it_is_for():
-    assert all(title.startswith(("main_ppo: ", "main_sft: ")) and title.endswith(".") for title in preset_titles().values())
+def test_every_preset_says_what_it_is_for_and_belongs_to_one_program():
+    ppo, sft = preset_titles("ppo_trainer"), preset_titles("sft_trainer")
+    assert {*ppo, *sft} == {path.stem for path in PRESETS.glob("*.yaml")} and not ppo.keys() & sft.keys()
+    for program, titles in (("main_ppo: ", ppo), ("main_sft: ", sft)):
+        assert all(title.startswith(program) and title.endswith(".") for title in titles.values())
 
 
 def test_docs_config_md_is_what_the_command_prints():

@@ -134,6 +134,12 @@ def test_a_preset_changes_the_defaults_and_the_command_line_changes_the_preset()
     assert changed.actor_rollout_ref.actor.use_kl_loss is PPOConfig().actor_rollout_ref.actor.use_kl_loss is False
 
 
+def test_a_preset_of_another_program_is_refused_unless_it_is_the_users_own_file(tmp_path):
+    assert refusal("--config-name", "sft_trainer").startswith("--config-name sft_trainer: is a preset of another program; ")
+    (tmp_path / "sft_trainer.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seed: 3}\n")
+    assert load("--config-path", str(tmp_path), "--config-name", "sft_trainer").trainer.seed == 3
+
+
 def test_a_users_yaml_stands_on_a_preset(conf):
     config = load("--config-path", conf, "--config-name", "my_run", "trainer.seed=5")
     assert (config.data.train_files, config.trainer.total_epochs, config.trainer.seed) == (["x.parquet"], 7, 5)
