@@ -7,13 +7,13 @@ REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
 
-train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO
+train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO; about five minutes
 	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
 
-test: lint ## set up, lint, and run the tests
+test: .venv/test.stamp lint ## set up (vLLM, too), lint, and run the tests
 	$(PYTHON) -m pytest -q
 
-lint: .venv/test.stamp ## ruff, the import arrows, and types where other people's code meets ours
+lint: .venv/lint.stamp ## ruff, the import arrows, and types where other people's code meets ours
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
@@ -24,7 +24,7 @@ fuzz: .venv/test.stamp ## random batches through random operations, for half an 
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 	$(PYTHON) -m pytest -q -m chaos
 
-learn: .venv/test.stamp ## the quick start for three seeds: does accuracy rise?
+learn: .venv/lint.stamp ## the quick start for three seeds: does accuracy rise?
 	$(PYTHON) -m pytest -q -s -m slow tests/test_learning.py
 
 bench: .venv/test.stamp ## every published figure
@@ -36,4 +36,4 @@ clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
 
 .venv/%.stamp: $(REQUIRED)
 	@requirements/install.sh $*
-	@touch $@
+	@touch $@ $(if $(filter test,$*),.venv/lint.stamp)

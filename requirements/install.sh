@@ -2,7 +2,8 @@
 # Makes the virtual environment that the Makefile uses, and says what it does. It can be run again at any time.
 #
 #   requirements/install.sh train [directory]   what training needs (default directory: .venv)
-#   requirements/install.sh test [directory]    and vLLM, pytest and the linters
+#   requirements/install.sh lint [directory]    and pytest and the linters
+#   requirements/install.sh test [directory]    and vLLM
 #
 # A machine without an NVIDIA driver gets PyTorch's CPU build and no CUDA package; that is checked at the end.
 set -euo pipefail
@@ -18,7 +19,7 @@ die() {
   say "$*" >&2
   exit 1
 }
-quiet_pip() { PYTHONWARNINGS=ignore "$PY" -m pip install --quiet --disable-pip-version-check "$@"; }
+quiet_pip() { PYTHONWARNINGS=ignore "$PY" -m pip install -qq --disable-pip-version-check "$@"; }
 has_nvidia() { nvidia-smi >/dev/null 2>&1; }
 wants_cpu_build() { [ "$(uname -s)" = Linux ] && ! has_nvidia; } # elsewhere the plain package is the CPU build
 
@@ -40,7 +41,7 @@ make_venv() {
   "$python" -m venv "$VENV" 2>/dev/null && return
   # Some distributions leave ensurepip out: the outer pip puts one inside.
   "$python" -m venv --without-pip "$VENV"
-  "$python" -m pip --python "$PY" install --quiet pip
+  "$python" -m pip --python "$PY" install -qq pip
 }
 
 install_torch() {
@@ -66,6 +67,11 @@ install_train() {
   quiet_pip --constraint "$VENV/constraints.txt" --editable .
 }
 
+install_lint() {
+  say "hybridrl[dev] and what it needs: Ray, transformers, pytest, linters and others, a minute or two"
+  quiet_pip --constraint "$VENV/constraints.txt" --editable ".[dev]"
+}
+
 install_test() {
   local extras=dev
   if has_nvidia; then
@@ -87,11 +93,11 @@ refuse_cuda_packages() {
   [ -z "$found" ] || die "CUDA packages came along on a machine without CUDA: $found"
 }
 
-case $WHAT in train | test) ;; *) die "what is '$WHAT'? say train or test" ;; esac
+case $WHAT in train | lint | test) ;; *) die "what is '$WHAT'? say train, lint or test" ;; esac
 "$PY" -m pip --version >/dev/null 2>&1 || make_venv
 quiet_pip --upgrade pip
 torch_version >/dev/null 2>&1 || install_torch
 pin_torch
 "install_$WHAT"
 refuse_cuda_packages
-say "done"
+say "done in $((SECONDS / 60)):$(printf '%02d' $((SECONDS % 60))) minutes; to have its commands in your shell: source $VENV/bin/activate"

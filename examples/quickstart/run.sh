@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quick start: word problems, a tiny model made on the spot, SFT on imperfect demonstrations, then GRPO.
-# What it prints last is the held-out accuracy before and after reinforcement learning.
+# It ends with the held-out accuracy before and after reinforcement learning, and the minutes that both took.
 #
 #   bash examples/quickstart/run.sh [directory]      SEED=2 bash examples/quickstart/run.sh    another seed
 set -euo pipefail
@@ -25,6 +25,8 @@ rm -rf "$OUT"/{data,model,sft,grpo}
 $PYTHON -m data_preprocess.arithmetic --local_dir "$OUT/data" --seed "$SEED"
 $PYTHON -m examples.quickstart.build_model --data "$OUT/data" --out "$OUT/model" --seed "$SEED"
 
+minutes() { printf '%d:%02d minutes' $(($1 / 60)) $(($1 % 60)); }
+SECONDS=0
 echo "== supervised fine-tuning on imperfect demonstrations: 500 steps, about two minutes"
 $PYTHON -m hybridrl.main_sft \
   data.train_files="$OUT/data/sft_train.parquet" \
@@ -45,7 +47,9 @@ $PYTHON -m hybridrl.main_sft \
   trainer.num_threads=1 \
   trainer.default_local_dir="$OUT/sft"
 
-echo "== reinforcement learning from the exact-match reward alone"
+SFT_SECONDS=$SECONDS
+echo "== supervised fine-tuning took $(minutes "$SFT_SECONDS")"
+echo "== reinforcement learning from the exact-match reward alone: 100 steps, two to three minutes"
 $PYTHON -m hybridrl.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$OUT/data/train.parquet" \
@@ -72,3 +76,4 @@ $PYTHON -m hybridrl.main_ppo \
   trainer.seed="$SEED" \
   trainer.num_threads=1 \
   trainer.default_local_dir="$OUT/grpo"
+echo "== supervised fine-tuning took $(minutes "$SFT_SECONDS"), reinforcement learning $(minutes $((SECONDS - SFT_SECONDS)))"
