@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
-from hybridrl.algos.policy_losses import POLICY_LOSSES
+from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.config.plugs import load_plugs
 from hybridrl.front_end import run_front_end, set_up_logging, start_ray
@@ -65,6 +65,7 @@ def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
         group_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_group],
         critic_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_critic],
         known_losses=POLICY_LOSSES,
+        own_agg_modes=OWN_AGG_MODES,
         with_inputs=with_inputs,
     )
 

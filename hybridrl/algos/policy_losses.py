@@ -34,6 +34,8 @@ class PolicyLoss(NamedTuple):
 
 
 PolicyLossFn = Callable[..., PolicyLoss]
+OWN_AGG_MODES = {"gspo": "seq-mean-token-mean"}
+"""Losses that are what their paper says under one way of aggregating tokens only, and have it whatever is configured, as in verl."""
 POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 
 
@@ -96,8 +98,8 @@ def gspo(
         s_i = exp(mean_t (logp_t - old_t))        s_it = sg[s_i] exp(logp_t - sg[logp_t])        sg: no gradient
         L = max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))
 
-    All tokens of a sequence have the same ratio, and together, under loss_agg_mode=seq-mean-token-mean, the gradient of
-    s_i: that is the paper's objective, other modes weigh sequences by length. Clip ranges are those of a whole sequence
+    All tokens of a sequence have the same ratio, and together, under seq-mean-token-mean, the gradient of s_i: that is the
+    paper's objective, and what `OWN_AGG_MODES` says; other modes weigh sequences by length. Clip ranges are those of a whole sequence
     (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is not used and `clipped_lower_BT` is False.
     """
     log_ratio_BT = _log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)

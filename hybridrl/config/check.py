@@ -4,7 +4,7 @@ A rule is a generator of messages; each names key, value and the way out, and a 
 lists PPO_RULES and SFT_RULES are the tables. Names of registered plugs come in as arguments, because this package knows no plug.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ from hybridrl.config.names import unknown_name
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.config.sft import SFTConfig
 from hybridrl.config.trainer import TrainerConfig
-from hybridrl.config.workers import MegatronConfig
+from hybridrl.config.workers import ActorConfig, MegatronConfig
 
 Problems = Iterator[str]
 ENGINE_OF = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
@@ -28,17 +28,18 @@ def check_config(
     group_estimators: Collection[str],
     critic_estimators: Collection[str],
     known_losses: Collection[str],
+    own_agg_modes: Mapping[str, str],
     with_inputs: bool = True,
 ) -> None:
     """Raise one ConfigError with everything in `config` that cannot be right; return nothing when all is well.
 
     `known_estimators` and `known_losses` are the registered names; `group_estimators` compare the samples of one prompt,
-    `critic_estimators` need values. with_inputs=False: data and models need not be given, the job is looked at and not run.
+    `critic_estimators` need values, `own_agg_modes` are those of losses that have their own. with_inputs=False: data and models need not be given, the job is looked at and not run.
     """
     rules = PPO_RULES if with_inputs else [rule for rule in PPO_RULES if rule not in (data_files, model_paths)]
     problems = [message for rule in rules for message in rule(config)]
     problems += _estimator(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
-    problems += _policy_loss(config, known=known_losses)
+    problems += _policy_loss(config, known=known_losses, own_agg_modes=own_agg_modes)
     problems += _critic_engine(config, needed=config.algorithm.adv_estimator in critic_estimators)
     raise_for(problems)
 
@@ -278,8 +279,10 @@ def _estimator(config: PPOConfig, *, known: Collection[str], group: Collection[s
         yield f"critic.enable=false: algorithm.adv_estimator={name} needs values; leave critic.enable out, or take another estimator"
 
 
-def _policy_loss(config: PPOConfig, *, known: Collection[str]) -> Problems:
-    name = config.actor_rollout_ref.actor.policy_loss.loss_mode
+def _policy_loss(config: PPOConfig, *, known: Collection[str], own_agg_modes: Mapping[str, str]) -> Problems:
+    name, mode = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.actor.loss_agg_mode
+    if name in own_agg_modes and mode not in (own_agg_modes[name], ActorConfig().loss_agg_mode):
+        yield f"actor_rollout_ref.actor.loss_agg_mode={mode}: {name} is always {own_agg_modes[name]}; leave it out"
     if name not in known:
         yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {unknown_name(name, known)}"
 

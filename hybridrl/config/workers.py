@@ -93,7 +93,7 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
     loss_agg_mode: str = setting(
         "token-mean",
-        "How token losses become one number.",
+        "How token losses become one number; gspo is always seq-mean-token-mean.",
         choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")

@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.algos.aggregate import agg_loss, loss_counts
 from hybridrl.algos.kl import kl_penalty
-from hybridrl.algos.policy_losses import get_policy_loss
+from hybridrl.algos.policy_losses import OWN_AGG_MODES, get_policy_loss
 from hybridrl.algos.value_losses import clipped_value_loss
 from hybridrl.config.workers import ActorConfig
 from hybridrl.protocol import DataProto
@@ -52,7 +52,7 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
             clip_high=high,
             clip_c=config.clip_ratio_c,
         )
-        loss = pg_loss = reduce(parts.losses_BT, config.loss_agg_mode)
+        loss = pg_loss = reduce(parts.losses_BT, OWN_AGG_MODES.get(config.policy_loss.loss_mode, config.loss_agg_mode))
         stats = {
             "actor/pg_loss": pg_loss,
             "actor/pg_clipfrac": reduce(parts.clipped_BT.float()),

@@ -10,6 +10,7 @@ NAMES = {
     "group_estimators": ("grpo", "rloo"),
     "critic_estimators": ("gae",),
     "known_losses": ("vanilla", "gspo"),
+    "own_agg_modes": {"gspo": "seq-mean-token-mean"},
 }
 
 
@@ -50,6 +51,10 @@ def check(tmp_path):
             "algorithm.adv_estimator=gea: there is no such estimator; did you mean gae? known are gae, grpo, rloo",
         ),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gsbo", "did you mean gspo? known are gspo, vanilla"),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=token-sum",
+            "actor_rollout_ref.actor.loss_agg_mode=token-sum: gspo is always seq-mean-token-mean; leave it out",
+        ),
         ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
         ("critic.strategy=megatron", "critic.strategy=megatron: must be the engine of actor_rollout_ref.actor.strategy=fsdp"),
         ("actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron", "the Megatron engine is not in this release; use fsdp"),
