@@ -34,7 +34,8 @@ def check_config(
     """Raise one ConfigError with everything in `config` that cannot be right; return nothing when all is well.
 
     `known_estimators` and `known_losses` are the registered names; `group_estimators` compare the samples of one prompt,
-    `critic_estimators` need values, `own_agg_modes` are those of losses that have their own. with_inputs=False: data and models need not be given, the job is looked at and not run.
+    `critic_estimators` need values, `own_agg_modes` are those of losses that have their own. with_inputs=False: data and models
+    need not be given, the job is looked at and not run.
     """
     rules = PPO_RULES if with_inputs else [rule for rule in PPO_RULES if rule not in (data_files, model_paths)]
     problems = [message for rule in rules for message in rule(config)]
