@@ -186,7 +186,7 @@ class OverlongBufferConfig:
 class RewardModelConfig:
     enable: bool = setting(False, "Score with a reward model (a sequence classifier with one output).")
     reward_manager: str = setting("naive", "How rule scores are computed.", choices=("naive", "batch", "dapo"))
-    num_processes: int = setting(1, "Killable processes that run reward functions.", ge=1)
+    num_processes: int | None = setting(None, "Killable processes that run reward functions; null means cores, at most 4.", ge=1)
     timeout_s: float = setting(10.0, "Wall-clock limit of one reward call, in seconds.", gt=0)
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Soft length penalty.")

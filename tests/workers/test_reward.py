@@ -1,8 +1,10 @@
 """Reward managers: numbers by hand, failures that are masked and counted, and the way from a config to a manager."""
 
 import logging
+import os
 import pickle
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -322,6 +324,13 @@ def loaded(tokenizer):
 
 def test_config_without_function_uses_the_built_in_ones(loaded):
     assert loaded(make_config())(make_batch(["#### 5", "5"])).reward_tensor.sum(-1).tolist() == [1, 0]
+
+
+def test_config_decides_how_many_calls_run_side_by_side(loaded):
+    assert loaded(make_config()).processes.num_processes == min(4, os.cpu_count())
+    config = make_config()
+    given = replace(config, reward_model=replace(config.reward_model, num_processes=3))
+    assert loaded(given).processes.num_processes == 3
 
 
 def test_config_with_a_file_uses_its_function_and_kwargs(loaded, tmp_path):

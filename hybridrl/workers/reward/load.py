@@ -1,5 +1,6 @@
 """The reward manager that a config asks for, its reward function tried before anything else starts."""
 
+import os
 from typing import Any
 
 from hybridrl.config.ppo import CustomRewardConfig, PPOConfig
@@ -8,6 +9,7 @@ from hybridrl.workers.reward.manager import DEFAULT_FUNCTION, REWARD_MANAGERS, R
 from hybridrl.workers.reward.score_function import BATCH_ARGUMENTS, ScoreFunction
 from hybridrl.workers.reward.score_process import LoadFailure
 
+MAX_PROCESSES = 4  # unless told otherwise: calls that hang are waited for side by side, and no machine is filled with children
 WAY_OUT = {
     "path": "give an existing .py file or an importable module",
     "name": "set custom_reward_function.name to the function's name in that file",
@@ -27,7 +29,7 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int =
         tokenizer,
         num_examine,
         score_function(config),
-        num_processes=model.num_processes,
+        num_processes=model.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1),
         timeout_s=model.timeout_s,
         max_response_length=config.data.max_response_length,
         overlong_buffer=model.overlong_buffer,
