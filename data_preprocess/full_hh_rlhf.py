@@ -4,7 +4,7 @@
 
 writes to a directory named after the split, out of all rows of the source:
 
-    sft   train.parquet                 `prompt`, `response`: each answer of each pair
+    sft   train.parquet                 `messages` for main_sft, and `prompt`, `response`: each answer of each pair
     rm    train.parquet, test.parquet   `prompt`, `chosen`, `rejected`: the first three quarters, the rest
     rl    train.parquet                 prompts for reinforcement learning, to be scored by a reward model
 
@@ -46,7 +46,13 @@ def to_pair(raw: RawRow) -> Pair | None:
 
 
 def sft_rows(pairs: list[Pair]) -> list[dict]:
-    return [{"prompt": pair.prompt, "response": answer} for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    return [sft_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+
+
+def sft_row(prompt: str, answer: str) -> dict:
+    """Return a row whose conversation begins as the prompts of the rl split do, so that one model can go through both."""
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
+    return {"messages": messages, "prompt": prompt, "response": answer}
 
 
 def rm_rows(pairs: list[Pair]) -> list[dict]:

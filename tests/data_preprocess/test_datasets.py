@@ -84,7 +84,8 @@ def test_hh_rlhf_makes_rows_for_fine_tuning_for_a_reward_model_and_for_rl(tmp_pa
     assert "4 of 5 pairs have a common prompt" in capsys.readouterr().out
     sft, rl = rows(tmp_path / "sft" / "train.parquet"), rows(tmp_path / "rl" / "train.parquet")
     dialogue = "\n\nHuman: Hello\n\nAssistant: Hi.\n\nHuman: Which way is north?\n\nAssistant:"
-    assert sft[:2] == [{"prompt": dialogue, "response": " Look for the pole star."}, {"prompt": dialogue, "response": " No idea."}]
+    assert [(row["prompt"], row["response"]) for row in sft[:2]] == [(dialogue, " Look for the pole star."), (dialogue, " No idea.")]
+    assert sft[0]["messages"] == [*rl[0]["prompt"], {"role": "assistant", "content": "Look for the pole star."}]
     assert len(sft) == 8 and len(rl) == 4
     assert rl[0]["prompt"] == [{"role": "user", "content": dialogue}]
     assert rl[0]["reward_model"] == {"style": "model", "ground_truth": " Look for the pole star."}
@@ -96,7 +97,8 @@ def test_hh_rlhf_makes_rows_for_fine_tuning_for_a_reward_model_and_for_rl(tmp_pa
 def test_hh_rlhf_reads_pairs_that_have_a_prompt_column(tmp_path):
     source = write_lines(tmp_path / "pairs.jsonl", {"prompt": "Q", "response": "A", "chosen": "A", "rejected": "B"})
     assert full_hh_rlhf.main(["--split", "sft", "--local_dir", str(tmp_path), "--data_source", str(source)]) == 0
-    assert rows(tmp_path / "sft" / "train.parquet") == [{"prompt": "Q", "response": "A"}, {"prompt": "Q", "response": "B"}]
+    found = [(row["prompt"], row["response"], row["messages"][-1]["content"]) for row in rows(tmp_path / "sft" / "train.parquet")]
+    assert found == [("Q", "A", "A"), ("Q", "B", "B")]
 
 
 def test_a_compressed_file_and_its_split_are_read(tmp_path):

@@ -1,8 +1,11 @@
 """Supervised fine-tuning through its front end: loss on the assistant's tokens falls, resume is exact, two ranks equal one."""
 
+from pathlib import Path
+
 import pytest
 from safetensors.torch import load_file
 
+from data_preprocess import full_hh_rlhf
 from hybridrl import main_sft
 from tests.end_to_end.runs import largest_difference, metrics
 
@@ -54,6 +57,14 @@ def test_the_loss_falls_and_a_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
     run(tmp_path / "parts", tiny_qwen2, trainer__total_training_steps=3)
     assert [row["step"] for row in run(tmp_path / "parts", tiny_qwen2)] == [1, 2, 3, 4, 5, 6]
     assert largest_difference(exported(tmp_path / "whole", 6), exported(tmp_path / "parts", 6)) == 0
+
+
+def test_the_sft_split_of_hh_rlhf_can_be_trained_on(tmp_path, tiny_qwen2):
+    raw = Path(__file__).parents[1] / "data" / "raw"
+    assert full_hh_rlhf.main(["--split", "sft", "--local_dir", str(tmp_path), "--data_source", str(raw)]) == 0
+    files = dict.fromkeys(("data__train_files", "data__val_files"), tmp_path / "sft" / "train.parquet")
+    rows = run(tmp_path / "run", tiny_qwen2, **files, data__max_length=512, trainer__total_training_steps=2)
+    assert rows[-1]["train/loss"] > 0 and rows[-1]["val/loss"] > 0
 
 
 @pytest.mark.timeout(300)
