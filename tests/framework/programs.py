@@ -48,7 +48,13 @@ def count_events(steps):
         loop.once("count", heard["off"].append)
         loop.off("count", heard["off"].append)
         node = loop.router.node_id
-        loop.use(lambda ctx: loop.emit("count", (node, ctx.total_step), only_remote=True)).run(max_step=steps)
+
+        def count(ctx):
+            loop.emit("count", (node, ctx.total_step), only_remote=True)
+            if node == 0 and ctx.total_step == steps - 1:  # whoever finishes ends the other's run, which has to emit them all first
+                wait_until(lambda: len(heard["a"]) >= steps)
+
+        loop.use(count).run(max_step=steps)
         wait_until(lambda: len(heard["a"]) >= steps or node == 1)
         if node == 0:
             loop.emit("enough", only_remote=True)
