@@ -7,6 +7,8 @@ push) and inside the reward function is taken off: submission, transfer, waiting
 """
 
 import argparse
+import contextlib
+import io
 import statistics
 import subprocess
 import sys
@@ -62,7 +64,9 @@ def measure(folder: Path, *, ranks: int, arguments: argparse.Namespace) -> list[
         "trainer.default_local_dir": out,
         "trainer.resume_mode": "disable",
     }
-    if main_ppo.main([f"{k}={v}" for k, v in settings.items()], trainer_cls=MeasuredTrainer):
+    with contextlib.redirect_stdout(io.StringIO()):  # the run's own report would stand in the table
+        code = main_ppo.main([f"{k}={v}" for k, v in settings.items()], trainer_cls=MeasuredTrainer)
+    if code:
         sys.exit("the run failed")
     return merge_steps(read_metrics(out / "metrics.jsonl"))[SKIPPED_STEPS:]
 

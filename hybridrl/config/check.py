@@ -107,7 +107,7 @@ def rollout(config: PPOConfig) -> Problems:
     if chosen.mode == "async":
         yield f"{prefix}.mode=async: routing of single requests is not in this release; use sync"
     if chosen.name == "vllm" and find_spec("vllm") is None:
-        yield f"{prefix}.name=vllm: vLLM is not installed; pip install hybridrl[vllm], or use hf"
+        yield f"{prefix}.name=vllm: vLLM is not installed; in the checkout: pip install -e '.[vllm]' (CUDA), or use hf"
     for key, sampling in ((prefix, chosen), (f"{prefix}.val_kwargs", chosen.val_kwargs)):
         if sampling.top_k == 0:
             yield f"{key}.top_k=0: would keep no token; -1 keeps all"
@@ -254,7 +254,7 @@ def records(config: PPOConfig | SFTConfig) -> Problems:
     for logger in trainer.logger:
         package = LOGGER_PACKAGES.get(logger)
         if package and find_spec(package) is None:
-            yield f"trainer.logger={logger}: {package} is not installed; pip install hybridrl[{package}]"
+            yield f"trainer.logger={logger}: {package} is not installed; in the checkout: pip install -e '.[{package}]'"
 
 
 def only_in_ppo(config: SFTConfig) -> Problems:

@@ -46,7 +46,8 @@ class RLHFDataset:
         self._tokens = self._tokenize(num_rows)
         self._kept = self._fitting_rows()
         if not self._kept:
-            raise DataError(f"no prompts are left of {num_rows} rows in {', '.join(self._rows.files)}")
+            way_out = f"raise data.max_prompt_length={config.max_prompt_length}" if num_rows else "give files with rows"
+            raise DataError(f"no prompts are left of {num_rows} rows in {', '.join(self._rows.files)}; {way_out}")
 
     def __len__(self) -> int:
         return len(self._kept)

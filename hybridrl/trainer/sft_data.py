@@ -46,7 +46,8 @@ class SFTDataset:
             self._tokenize(start, column)
         self._kept = self._fitting_rows()
         if not self._kept:
-            raise DataError(f"no conversations are left of {len(self._rows)} rows in {', '.join(self._rows.files)}")
+            way_out = f"raise data.max_length={config.max_length}" if len(self._rows) else "give files with rows"
+            raise DataError(f"no conversations are left of {len(self._rows)} rows in {', '.join(self._rows.files)}; {way_out}")
 
     def __len__(self) -> int:
         return len(self._kept)

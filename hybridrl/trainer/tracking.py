@@ -243,7 +243,7 @@ def _require(name: str, package: str) -> ModuleType:
     try:
         return import_module(package)
     except ImportError as error:
-        way_out = f"pip install 'hybridrl[{package}]', or take {name} out of trainer.logger"
+        way_out = f"in the checkout: pip install -e '.[{package}]', or take {name} out of trainer.logger"
         raise ConfigError(f"trainer.logger has {name!r}, but the package {package} cannot be imported ({error}): {way_out}") from error
 
 

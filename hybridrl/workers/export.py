@@ -60,6 +60,7 @@ def _save_shards(tensors: dict[str, torch.Tensor], directory: str) -> None:
     split = split_torch_state_dict_into_shards(tensors)
     for filename, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, os.path.join(directory, filename), metadata={"format": "pt"})
+        os.chmod(os.path.join(directory, filename), 0o644)  # like its neighbours; it was made for its owner only
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         with open(os.path.join(directory, "model.safetensors.index.json"), "w") as f:

