@@ -4,10 +4,12 @@ A rule is a generator of messages; each names key, value and the way out, and a 
 lists PPO_RULES and SFT_RULES are the tables. Names of registered plugs come in as arguments, because this package knows no plug.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.build import raise_for
 from hybridrl.config.names import unknown_name
@@ -41,7 +43,9 @@ def check_config(
     problems = [message for rule in rules for message in rule(config)]
     problems += _estimator(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
     problems += _policy_loss(config, known=known_losses, own_agg_modes=own_agg_modes)
-    problems += _critic_engine(config, needed=config.algorithm.adv_estimator in critic_estimators)
+    with_critic = config.algorithm.adv_estimator in critic_estimators if config.critic.enable is None else config.critic.enable
+    problems += _critic_engine(config, used=with_critic)
+    problems += _token_budgets(config, with_critic=with_critic)
     raise_for(problems)
 
 
@@ -115,26 +119,24 @@ def rollout(config: PPOConfig) -> Problems:
         yield f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are all alike; set {prefix}.val_kwargs.do_sample=true"
 
 
-def token_budgets(config: PPOConfig) -> Problems:
-    """A token budget, which is a hard cap, holds the longest sequence."""
+def _token_budgets(config: PPOConfig, *, with_critic: bool) -> Problems:
+    """A token budget, which is a hard cap, holds the longest sequence wherever micro-batches are cut by it."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    actor, ref, generation, critic = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.ref,
-        config.actor_rollout_ref.rollout,
-        config.critic,
-    )
-    budgets = {
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu),
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": (
-            generation.log_prob_use_dynamic_bsz,
-            generation.log_prob_max_token_len_per_gpu,
-        ),
-        "critic.ppo_max_token_len_per_gpu": (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
-    }
-    for key, (used, budget) in budgets.items():
-        if used and budget < longest:
+    policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
+    actor, ref, generation = policy.actor, policy.ref, policy.rollout
+    with_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    log_probs = "log_prob_max_token_len_per_gpu"
+    # (key, whether there is such a role, whether it cuts by tokens, rows of its micro-batches, its budget)
+    roles = [
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", True, actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),
+        (f"actor_rollout_ref.rollout.{log_probs}", True, generation.log_prob_use_dynamic_bsz, generation.log_prob_micro_batch_size_per_gpu),
+        (f"actor_rollout_ref.ref.{log_probs}", with_ref, ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu),
+        ("critic.ppo_max_token_len_per_gpu", with_critic, critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu),
+        ("reward_model.forward_max_token_len_per_gpu", judge.enable, False, judge.micro_batch_size_per_gpu),
+    ]
+    for key, there, dynamic, rows in roles:
+        budget = _value(config, key)
+        if (dynamic or (there and rows is None)) and budget < longest:
             yield f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens; raise it"
 
 
@@ -150,7 +152,8 @@ def mini_batches(config: PPOConfig) -> Problems:
 def sft_token_budget(config: SFTConfig) -> Problems:
     """The token budget holds the longest conversation."""
     budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
-    if config.data.use_dynamic_bsz and budget < longest:
+    by_tokens = config.data.use_dynamic_bsz or config.data.micro_batch_size_per_gpu is None
+    if by_tokens and budget < longest:
         yield f"data.max_token_len_per_gpu={budget}: one conversation may have data.max_length = {longest} tokens; raise it"
 
 
@@ -288,12 +291,15 @@ def _policy_loss(config: PPOConfig, *, known: Collection[str], own_agg_modes: Ma
         yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {unknown_name(name, known)}"
 
 
-def _critic_engine(config: PPOConfig, *, needed: bool) -> Problems:
+def _critic_engine(config: PPOConfig, *, used: bool) -> Problems:
     """A critic shares its processes with the actor, so both run on one engine (fsdp and fsdp2 are the same)."""
     actor, critic = config.actor_rollout_ref.actor.strategy, config.critic.strategy
-    used = needed if config.critic.enable is None else config.critic.enable
     if used and ENGINE_OF[actor] != ENGINE_OF[critic]:
         yield f"critic.strategy={critic}: must be the engine of actor_rollout_ref.actor.strategy={actor}"
+
+
+def _value(config: PPOConfig, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def _missing(path: str) -> bool:
@@ -310,7 +316,6 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     model_paths,
     engine,
     rollout,
-    token_budgets,
     mini_batches,
     reward,
     dataset_class,

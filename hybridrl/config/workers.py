@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from hybridrl.config.setting import section, setting
 
-MICRO = "Rows of one micro-batch per process; null means the whole mini-batch at once."
-DYNAMIC = "Cut micro-batches by token budget instead of by rows."
-BUDGET = "Token budget of one micro-batch per process, a hard cap, used with dynamic batches."
+MICRO = "Rows of one micro-batch per process; null means as many as its token budget holds."
+DYNAMIC = "Cut micro-batches by token budget, whatever the number of rows says."
+BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless rows are set."
 MCORE = "Takes effect with strategy=megatron only."
 PATH_OR_NULL = "Directory or Hugging Face name of the model"
 
@@ -189,5 +189,6 @@ class RewardModelConfig:
     num_processes: int | None = setting(None, "Killable processes that run reward functions; null means cores, at most 4.", ge=1)
     timeout_s: float = setting(10.0, "Wall-clock limit of one reward call, in seconds.", gt=0)
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
+    forward_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Soft length penalty.")
     model: RewardModelPath = section(RewardModelPath, "The reward model.")

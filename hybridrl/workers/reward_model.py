@@ -7,8 +7,7 @@ from hybridrl.config.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
-from hybridrl.workers.engine.base import MicroBatching
-from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine
+from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching
 from hybridrl.workers.process import enter_process
 
 
@@ -36,7 +35,8 @@ class RewardModelWorker(EngineWorker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores` (B, R) float32: the sequence's score at its last response token, zero elsewhere."""
-        micro = MicroBatching(max_rows=self.config.reward_model.micro_batch_size_per_gpu, max_tokens=None)
+        settings = self.config.reward_model
+        micro = micro_batching(False, settings.forward_max_token_len_per_gpu, settings.micro_batch_size_per_gpu)
         scores_B = self.model.forward(data, micro, outputs=("scores",))["scores"]
         mask_BT = data.batch["response_mask"]
         last_B = (mask_BT * torch.arange(mask_BT.size(-1))).argmax(-1, keepdim=True)

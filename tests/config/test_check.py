@@ -63,6 +63,10 @@ def check(tmp_path):
         ("actor_rollout_ref.rollout.mode=async", "use sync"),
         ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256: a step has only 16 prompts"),
         ("critic.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size=2048: a step has only 1024 prompts (data.train_batch_size); set"),
+        (
+            "reward_model.enable=true reward_model.model.path=m reward_model.forward_max_token_len_per_gpu=1023",
+            "reward_model.forward_max_token_len_per_gpu=1023: one sequence may have",
+        ),
         ("actor_rollout_ref.rollout.top_k=0", "actor_rollout_ref.rollout.top_k=0: would keep no token; -1 keeps all"),
         ("actor_rollout_ref.rollout.val_kwargs.top_k=0", "actor_rollout_ref.rollout.val_kwargs.top_k=0"),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", "val_kwargs.do_sample=true"),
@@ -108,8 +112,11 @@ def test_what_cannot_be_right_is_refused_on_one_line_with_the_way_out(check, wor
     ],
 )
 def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, prefix, switch, budget):
+    rows = budget.replace("max_token_len", "micro_batch_size")
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
     lengths = ["data.max_prompt_length=60", "data.max_response_length=40"]
-    assert check(*lengths, f"{prefix}.{budget}=99") == ""
+    assert check(*lengths, kl, f"{prefix}.{budget}=99", f"{prefix}.{rows}=4") == ""
+    assert f"{prefix}.{budget}=99: one sequence may have" in check(*lengths, kl, f"{prefix}.{budget}=99")  # no rows: cut by it
     assert check(*lengths, f"{prefix}.{budget}=100", f"{prefix}.{switch}=true") == ""
     message = check(*lengths, f"{prefix}.{budget}=99", f"{prefix}.{switch}=true")
     assert f"{prefix}.{budget}=99: one sequence may have data.max_prompt_length + data.max_response_length = 100 tokens" in message
@@ -157,7 +164,7 @@ def test_a_preset_runs_once_it_has_data_and_a_model(check, preset):
         ("trainer.test_freq=2", "set data.val_files"),
         ("trainer.backend=local trainer.n_gpus_per_node=2", "use trainer.backend=ray"),
         ("", ""),
-        ("data.max_length=2000 data.max_token_len_per_gpu=1999 data.use_dynamic_bsz=false", ""),
+        ("data.max_length=2000 data.max_token_len_per_gpu=1999 data.use_dynamic_bsz=false data.micro_batch_size_per_gpu=1", ""),
     ],
 )
 def test_supervised_fine_tuning_has_the_same_kind_of_rules(tmp_path, words, says):
