@@ -36,6 +36,7 @@ class EngineConfig:
     optim        None makes an engine that only runs forward (reference policy, reward model)
     total_steps  optimizer steps of the whole run, for learning-rate schedules
     seed         of a new value head, if the checkpoint has none; a score head has to be there
+    megatron     how the Megatron engine is parallel; others do not read it
     """
 
     kind: str
@@ -54,6 +55,7 @@ class EngineConfig:
     total_steps: int = 0
     grad_clip: float = 1.0
     seed: int = 0
+    megatron: MegatronConfig = MegatronConfig()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -61,6 +63,17 @@ class EngineConfig:
         if self.dtype == "auto":
             return torch.bfloat16 if self.device == "cuda" else torch.float32
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among the data-parallel ranks. Peers, which share a model's tensors or layers, have the same `dp_rank`, get the same rows
+    and return the same outputs; exactly one of them answers.
+    """
+
+    dp_rank: int
+    dp_size: int
+    answers: bool
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,12 @@ class MicroBatching:
 
 
 class Engine(Protocol):
-    """One model on all ranks of the process group. Every method but `to` is collective: all ranks call it, in the same order."""
+    """One model on all ranks of the process group. Every method but `to` is collective: all ranks call it, in the same order.
+
+    `place` is there after `setup`.
+    """
+
+    place: Place
 
     def setup(self) -> None:
         """Load the model, shard it, and make the optimizer; engines do nothing before."""

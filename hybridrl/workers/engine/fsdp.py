@@ -22,7 +22,7 @@ from hybridrl.algos.partition import micro_batches
 from hybridrl.config.workers import OptimConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching, Place
 from hybridrl.workers.engine.fsdp_state import load_state, save_state
 from hybridrl.workers.engine.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
 from hybridrl.workers.engine.model import (
@@ -54,6 +54,7 @@ class FSDPEngine:
         """Load, shard, make the optimizer; offload what the settings say."""
         config = self.config
         _join_process_group(config.device)
+        self.place = Place(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), answers=True)
         self._device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
         self._params_on = self._optimizer_on = self._device
         self.model = _sharded_model(config, self._device)

@@ -1,0 +1,77 @@
+"""Which Megatron layouts can work: pure rules over settings, a number of processes and a model's own config. Knows no torch.
+
+The driver asks before anything starts, as far as the model's config.json is at hand; the engine asks again before it makes a group.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridrl.config.workers import MegatronConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+
+
+def layout_problems(megatron: MegatronConfig, *, world_size: int, key: str) -> Iterator[str]:
+    """Yield what is wrong with a layout on this many processes, whatever the model. `key` is the section's name in messages."""
+    tp, pp, cp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size
+    ep, vpp = megatron.expert_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
+    if world_size % (tp * pp * cp):
+        yield (
+            f"{key}: tensor_model_parallel_size={tp} * pipeline_model_parallel_size={pp} * context_parallel_size={cp} = {tp * pp * cp} "
+            f"does not divide the {world_size} processes (trainer.nnodes * trainer.n_gpus_per_node); change one of them"
+        )
+    elif (world_size // pp) % ep:
+        yield (
+            f"{key}.expert_model_parallel_size={ep}: does not divide the {world_size // pp} processes of a pipeline stage; "
+            "use a divisor of it"
+        )
+    if megatron.sequence_parallel and tp == 1:
+        yield f"{key}.sequence_parallel=true: has no effect with {key}.tensor_model_parallel_size=1; leave it out"
+    if vpp is not None and pp == 1:
+        yield f"{key}.virtual_pipeline_model_parallel_size={vpp}: has no effect with {key}.pipeline_model_parallel_size=1; leave it out"
+    if (megatron.param_offload or megatron.optimizer_offload) and megatron.use_distributed_optimizer:
+        name = "param_offload" if megatron.param_offload else "optimizer_offload"
+        yield f"{key}.{name}=true: not with the distributed optimizer in this release; set {key}.use_distributed_optimizer=false"
+
+
+def model_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterator[str]:
+    """Yield what a layout cannot do with a model, given as the content of its config.json."""
+    family = model.get("model_type")
+    if family not in FAMILIES:
+        yield f"{key}: strategy=megatron knows the model types {', '.join(FAMILIES)}, not {family}; use strategy=fsdp"
+        return
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    heads = model["num_attention_heads"]
+    groups = model.get("num_key_value_heads") or heads
+    for name, number in (("num_attention_heads", heads), ("num_key_value_heads", groups)):
+        if number % tp:
+            yield f"{key}.tensor_model_parallel_size={tp}: does not divide the model's {name}={number}; use a divisor of it"
+    if model["intermediate_size"] % tp:
+        yield f"{key}.tensor_model_parallel_size={tp}: does not divide the model's intermediate_size={model['intermediate_size']}"
+    parts = pp * (megatron.virtual_pipeline_model_parallel_size or 1)
+    if model["num_hidden_layers"] % parts:
+        yield (
+            f"{key}.pipeline_model_parallel_size={pp}: the model's num_hidden_layers={model['num_hidden_layers']} cannot be cut into "
+            f"{parts} equal parts (stages * virtual_pipeline_model_parallel_size); use a divisor of it"
+        )
+    yield from _expert_problems(megatron, model, key=key)
+
+
+def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterator[str]:
+    ep, experts = megatron.expert_model_parallel_size, model.get("num_experts") if model["model_type"] == "qwen3_moe" else None
+    if ep > 1 and experts is None:
+        yield f"{key}.expert_model_parallel_size={ep}: the model ({model['model_type']}) has no experts; use 1"
+    if experts is None:
+        return
+    tp = megatron.tensor_model_parallel_size
+    if tp > 1 and not megatron.sequence_parallel:
+        yield f"{key}.tensor_model_parallel_size={tp}: a model with experts needs {key}.sequence_parallel=true with it"
+    if experts % ep:
+        yield f"{key}.expert_model_parallel_size={ep}: does not divide the model's num_experts={experts}; use a divisor of it"
+
+
+def local_model_config(path: str | None) -> dict | None:
+    """Return the content of a local model's config.json, None where there is none to read yet (a name on the hub)."""
+    file = Path(path).expanduser() / "config.json" if path else None
+    return json.loads(file.read_text()) if file is not None and file.is_file() else None

@@ -1,0 +1,290 @@
+"""The Megatron-core engine: a model over tensor-, pipeline-, context-, expert- and data-parallel processes, on gloo or nccl.
+
+As with FSDP2, gradients are *summed* over processes and micro-batches, since losses come divided by global counts. They are reduced
+once, before the optimizer steps. Peers of a data-parallel rank get the same rows and compute the same loss.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from hybridrl.algos.partition import micro_batches
+from hybridrl.errors import DataError
+from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.layout import lay_out, placeholder_grid, token_grid
+from hybridrl.workers.engine.megatron.architecture import transformer_config
+from hybridrl.workers.engine.megatron.hf_weights import HFTensors, read_weights, whole_tensors
+from hybridrl.workers.engine.megatron.layout import enter_layout, place
+from hybridrl.workers.engine.megatron.network import Network
+from hybridrl.workers.engine.megatron.pieces import Piece, Sharing, piece_of
+from hybridrl.workers.engine.megatron.state import load_state, save_state
+from hybridrl.workers.engine.megatron.vocabulary import sharded_log_probs_and_entropy
+from hybridrl.workers.engine.model import hf_config
+from hybridrl.workers.engine.outputs import check_outputs
+from hybridrl.workers.engine.schedule import learning_rate
+
+logger = logging.getLogger(__name__)
+
+Outputs = dict[str, torch.Tensor]
+
+
+class MegatronEngine:
+    """An `Engine` on megatron-core. `chunks` are this process's parts of the model, there after `setup`; several if interleaved."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+
+    def setup(self) -> None:
+        """Make the groups, build this process's part, read its weights, make the optimizer; offload what the settings say."""
+        config = self.config
+        sizes = enter_layout(config.megatron, device=config.device, seed=config.seed)
+        self.place = place()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+        self._params_on = self._optimizer_on = self._device
+        model = hf_config(config)
+        settings = transformer_config(config, model, sizes)
+        self._tied = config.kind == "causal_lm" and model.tie_word_embeddings
+        stages = [None] if sizes.virtual_pipeline is None else list(range(sizes.virtual_pipeline))
+        self.chunks = [Network(settings, model, kind=config.kind, vp_stage=stage).to(self._device) for stage in stages]
+        read_weights(self.chunks, HFTensors(config.path), kind=config.kind, tied=self._tied, seed=config.seed)
+        self._sharing = Sharing(
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=sizes.context,
+            sp_size=sizes.tensor if settings.sequence_parallel else 1,
+        )
+        self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
+        self._make_optimizer()
+        self.to("cpu", params=config.param_offload, optimizer=config.optimizer_offload)
+
+    def _make_optimizer(self) -> None:
+        config = self.config
+        self._optimizer: MegatronOptimizer | None = None
+        self._step = 0
+        if config.optim is None:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+            self._modules: list[Any] = list(self.chunks)
+            return
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=config.megatron.use_distributed_optimizer, check_for_nan_in_grad=False
+        )
+        self._modules = [
+            DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(self.chunks)
+        ]
+        settings = OptimizerConfig(
+            optimizer="adam",
+            bf16=config.compute_dtype == torch.bfloat16,
+            params_dtype=config.compute_dtype,
+            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
+            clip_grad=config.grad_clip,
+            **_hyperparameters(config),
+        )
+        # An empty dictionary of exceptions: weight decay applies to every parameter, norms and biases too, as in verl and with FSDP2.
+        self._optimizer = get_megatron_optimizer(settings, self._modules, config_overrides={}, use_gloo_process_groups=False)
+
+    def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> Outputs:
+        check_outputs(outputs, kind=self.config.kind)
+        self._bring_back(params=True)
+        pieces = self._pieces(batch, micro)
+        with torch.no_grad():
+            found = self._run(pieces, partial(self._read, outputs=outputs), forward_only=True)
+        return self._in_row_order(batch, pieces, found, outputs)
+
+    def forward_backward(
+        self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
+    ) -> list[dict[str, float]]:
+        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        check_outputs(outputs, kind=self.config.kind)
+        self._bring_back(params=True)
+
+        def loss_of(piece: Piece, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict | None]:
+            results = self._read(piece, head, outputs=outputs)
+            nothing = torch.zeros((), dtype=torch.int)
+            if not piece.rows:
+                return sum(result.sum() for result in results.values()) * 0.0, nothing, None
+            loss, stats = loss_fn(results, batch.select_idxs(piece.rows).to(self._device))
+            # Megatron's schedule may change the loss in place, and a stat may be the loss.
+            stats = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in stats.items()}
+            return loss, nothing, stats
+
+        found = self._run(self._pieces(batch, micro), loss_of, forward_only=False)
+        return [{name: float(value) for name, value in stats.items()} for stats in found if stats is not None and self.place.answers]
+
+    def optimizer_step(self) -> dict[str, float]:
+        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        self._bring_back(params=True, optimizer=True)
+        lr = learning_rate(self.config.optim, self._step, total_steps=self.config.total_steps)
+        finalize_model_grads(self._modules, None)
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        skipped = not math.isfinite(norm)
+        if skipped:
+            logger.warning("Optimizer step %d is skipped: the gradient norm is %s.", self._step, norm)
+        else:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self.config.grad_clip, norm)
+            self._optimizer.step_with_ready_grads()
+        self._drop_gradients()
+        self._step += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._bring_back(params=True)
+        return whole_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
+
+    def save(self, directory: str) -> None:
+        self._bring_back(params=True, optimizer=True)
+        save_state(directory, chunks=self.chunks, optimizer=self._optimizer, step=self._step)
+
+    def load(self, directory: str) -> None:
+        self._bring_back(params=True, optimizer=True)
+        self._step = load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
+        if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
+            for group in self._optimizer.param_groups:
+                group.update({"betas": tuple(self.config.optim.betas), "weight_decay": self.config.optim.weight_decay})
+
+    def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
+        target = self._device if device == self._device.type else torch.device(device)
+        if params and target != self._params_on:
+            for chunk in self.chunks:
+                for tensor in [*chunk.parameters(), *chunk.buffers()]:
+                    tensor.data = tensor.data.to(target)
+            self._params_on = target
+        if optimizer and self._optimizer is not None and target != self._optimizer_on:
+            for one in self._optimizer.chained_optimizers:
+                for state in one.optimizer.state.values():
+                    state.update({name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)})
+            self._optimizer_on = target
+
+    def _bring_back(self, *, params: bool = False, optimizer: bool = False) -> None:
+        self.to(self._device.type, params=params, optimizer=optimizer)
+
+    def _drop_gradients(self) -> None:
+        for module in self._modules:
+            module.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _run(self, pieces: list[Piece], finish: Callable[[Piece, torch.Tensor], Any], *, forward_only: bool) -> list[Any]:
+        """Send pieces through the pipeline; return what `finish(piece, output of the head)` gave, on the last stage."""
+
+        def step(data: Iterator[Piece], module: Any) -> tuple[torch.Tensor, Callable]:
+            piece = next(data)
+            network = module.module if isinstance(module, DistributedDataParallel) else module
+            network.wanted = piece.last if self.config.kind == "score" else piece.state
+            output = module(piece.input_ids, piece.position_ids, None, packed_seq_params=piece.pack)
+            return output, lambda head, non_loss_data=False: finish(piece, head)
+
+        iterators = [iter(pieces) for _ in self._modules]
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._modules if len(iterators) > 1 else self._modules[0],
+            num_microbatches=len(pieces),
+            seq_length=1,  # not used: sequences of a pipeline vary in length
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _read(self, piece: Piece, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
+        """Return the named outputs of all rows of a micro-batch from what the head computed here, (1,N,...). Equal on all peers."""
+        b, R = piece.shape
+        if self.config.kind == "causal_lm":
+            log_probs, entropy = sharded_log_probs_and_entropy(
+                head[0],
+                piece.labels,
+                temperature=self.config.temperature,
+                vocab_size=self.chunks[-1].vocab,
+                group=parallel_state.get_tensor_model_parallel_group(),
+            )
+            found, size, cell = {"log_probs": log_probs, "entropy": entropy}, (b, R), piece.cell
+        elif self.config.kind == "value":
+            found, size, cell = {"values": head.flatten()}, (b, R), piece.cell
+        else:
+            found, size, cell = {"scores": head.flatten()}, (b,), piece.last_row
+        return {name: self._cells(found[name], cell, size) for name in outputs}
+
+    def _cells(self, values: torch.Tensor, cell: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+        cells = values.new_zeros(math.prod(size), dtype=torch.float32).index_copy(0, cell, values.float()).view(size)
+        return _SumOfParts.apply(cells, parallel_state.get_context_parallel_group()) if self._sharing.cp_size > 1 else cells
+
+    def _pieces(self, batch: DataProto, micro: MicroBatching) -> list[Piece]:
+        """Return this process's pieces of the batch, equally many on all processes: placeholders without rows fill up. Collective.
+
+        Raises DataError on every rank if any rank's rows cannot be cut: a rank on its own would leave the others waiting.
+        """
+        grid, groups, problem = None, [], None
+        try:
+            grid = token_grid(batch)
+            groups = micro_batches(
+                grid.lengths.clamp(min=1), max_rows=micro.max_rows, max_tokens=micro.max_tokens, packed=self.config.packed
+            )
+        except DataError as error:
+            problem = error
+        most = torch.tensor([len(groups), int(problem is not None)], device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        if most[1]:
+            raise problem or DataError("another rank's rows cannot be cut into micro-batches; its own error says why")
+        multiple = self._num_micro_multiple
+        groups += [[]] * (-(-max(1, int(most[0])) // multiple) * multiple - len(groups))
+        packed = self.config.packed
+        return [
+            piece_of(lay_out(grid if rows else placeholder_grid(), rows or [0], packed=packed), rows, self._sharing, packed=packed).to(
+                self._device
+            )
+            for rows in groups
+        ]
+
+    def _in_row_order(self, batch: DataProto, pieces: list[Piece], found: list[Outputs], outputs: tuple[str, ...]) -> Outputs:
+        """Join micro-batches' results and undo the sorting of rows; the last stage sends them to the others. On the CPU."""
+        shape = (len(batch),) if self.config.kind == "score" else (len(batch), batch.batch["response_mask"].size(1))
+        joined = {name: torch.zeros(shape, device=self._device) for name in outputs}
+        for piece, results in zip(pieces, found, strict=False):  # stages before the last found nothing
+            for name in outputs:
+                if piece.rows:
+                    joined[name][piece.rows] = results[name]
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if stages.size() > 1:
+            for name in outputs:
+                dist.broadcast(joined[name], src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
+        return {name: tensor.cpu() for name, tensor in joined.items()}
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum over context-parallel peers, each of which has some of the cells and zeros elsewhere.
+
+    All peers compute the same loss from the sum, so a peer's part gets the loss's gradient as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, cells: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = cells.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _hyperparameters(config: EngineConfig) -> dict[str, float]:
+    optim = config.optim
+    return {
+        "lr": optim.lr,
+        "weight_decay": optim.weight_decay,
+        "adam_beta1": optim.betas[0],
+        "adam_beta2": optim.betas[1],
+        "adam_eps": 1e-8,
+    }
