@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.build import raise_for
+from hybridrl.config.megatron import layout_problems, local_model_config, model_problems
 from hybridrl.config.names import unknown_name
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.config.sft import SFTConfig
 from hybridrl.config.trainer import TrainerConfig
-from hybridrl.config.workers import ActorConfig, MegatronConfig
+from hybridrl.config.workers import ActorConfig, FSDPConfig, MegatronConfig
 
 Problems = Iterator[str]
 ENGINE_OF = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
@@ -88,10 +89,10 @@ def _model_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
 
 
 def engine(config: PPOConfig) -> Problems:
-    """Only what this release can run: the FSDP engine."""
+    """The Megatron engine has its library and a layout that its processes and its model allow; the other has no settings of it."""
     actor = config.actor_rollout_ref.actor
     if actor.strategy == "megatron":
-        yield "actor_rollout_ref.actor.strategy=megatron: the Megatron engine is not in this release; use fsdp"
+        yield from _megatron(config)
         return
     defaults = MegatronConfig()
     for field in fields(MegatronConfig):
@@ -99,6 +100,25 @@ def engine(config: PPOConfig) -> Problems:
         if value != getattr(defaults, field.name):
             key = f"actor_rollout_ref.actor.megatron.{field.name}"
             yield f"{key}={value}: has no effect with actor_rollout_ref.actor.strategy={actor.strategy}; leave it out"
+
+
+def _megatron(config: PPOConfig) -> Problems:
+    layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
+    if find_spec("megatron") is None:
+        yield "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed; pip install hybridrl[megatron], or use fsdp"
+    yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
+    for path in {config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path} - {None}:
+        if (model := local_model_config(path)) is not None:
+            yield from (f"{path}: {problem}" for problem in model_problems(layout, model, key=key))
+    offload = config.critic.fsdp_config
+    if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
+        yield f"critic.fsdp_config: offload is not with {key}.use_distributed_optimizer=true in this release; set that to false"
+    used = config.actor_rollout_ref.actor.fsdp_config
+    for field in fields(FSDPConfig):
+        value = getattr(used, field.name)
+        if value != getattr(FSDPConfig(), field.name):
+            name = f"actor_rollout_ref.actor.fsdp_config.{field.name}"
+            yield f"{name}={value}: has no effect with actor_rollout_ref.actor.strategy=megatron; leave it out"
 
 
 def rollout(config: PPOConfig) -> Problems:

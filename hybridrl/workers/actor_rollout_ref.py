@@ -19,7 +19,7 @@ from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import actor_loss
-from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
+from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process import enter_process
 from hybridrl.workers.rollout import partial
 from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_rollout
@@ -57,23 +57,20 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _init_actor(self, total_optimizer_steps: int) -> None:
         policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
-        self.actor = make_engine(
-            actor.strategy,
-            engine_config(
-                self.config,
-                kind="causal_lm",
-                path=policy.path,
-                device=self.device,
-                packed=policy.use_remove_padding,
-                gradient_checkpointing=policy.enable_gradient_checkpointing,
-                param_offload=actor.fsdp_config.param_offload,
-                optimizer_offload=actor.fsdp_config.optimizer_offload,
-                optim=actor.optim,
-                total_steps=total_optimizer_steps,
-                grad_clip=actor.grad_clip,
-            ),
+        spec = engine_config(
+            self.config,
+            kind="causal_lm",
+            path=policy.path,
+            device=self.device,
+            packed=policy.use_remove_padding,
+            gradient_checkpointing=policy.enable_gradient_checkpointing,
+            param_offload=self._offload.param_offload,
+            optimizer_offload=self._offload.optimizer_offload,
+            optim=actor.optim,
+            total_steps=total_optimizer_steps,
+            grad_clip=actor.grad_clip,
         )
-        self.actor.setup()
+        self.actor = self._set_up(make_engine(actor.strategy, spec))
 
     def _init_ref(self) -> None:
         policy = self.config.actor_rollout_ref.model
@@ -81,8 +78,7 @@ class ActorRolloutRefWorker(EngineWorker):
         spec = engine_config(
             self.config, kind="causal_lm", path=policy.path, device=self.device, packed=policy.use_remove_padding, param_offload=offload
         )
-        self.ref = make_engine(self.config.actor_rollout_ref.actor.strategy, spec)
-        self.ref.setup()
+        self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, spec))
 
     def _init_rollout(self) -> None:
         policy, data = self.config.actor_rollout_ref.model, self.config.data
@@ -138,14 +134,14 @@ class ActorRolloutRefWorker(EngineWorker):
             **common,
         )
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(ENGINE_COMPUTE)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return `old_log_probs` and `entropys` (B, R) float32 under the current policy."""
         with on_device(self.actor, self.device, params=self._offload.param_offload):
             out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy"))
         return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(ENGINE_COMPUTE)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` (B, R) float32 under the reference policy."""
         ref = self.config.actor_rollout_ref.ref
@@ -227,7 +223,8 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @property
     def _offload(self):
-        return self.config.actor_rollout_ref.actor.fsdp_config
+        actor = self.config.actor_rollout_ref.actor
+        return actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
 
     def _log_prob_micro(self) -> MicroBatching:
         rollout = self.config.actor_rollout_ref.rollout

@@ -7,7 +7,7 @@ from hybridrl.single_controller.decorator import Dispatch, register
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.losses import critic_loss
-from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
+from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process import enter_process
 
 
@@ -36,10 +36,9 @@ class CriticWorker(EngineWorker):
             total_steps=total_optimizer_steps,
             grad_clip=critic.grad_clip,
         )
-        self.critic = make_engine(critic.strategy, spec)
-        self.critic.setup()
+        self.critic = self._set_up(make_engine(critic.strategy, spec))
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(ENGINE_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values` (B, R) float32: the value of the state before each response token."""
         with on_device(self.critic, self.device, params=self.config.critic.fsdp_config.param_offload):

@@ -4,25 +4,27 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
+from hybridrl.config.import_path import load_object
 from hybridrl.config.ppo import PPOConfig
-from hybridrl.config.workers import CriticFSDPConfig, FSDPConfig, OptimConfig
+from hybridrl.config.workers import CriticFSDPConfig, MegatronConfig, OptimConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching
-from hybridrl.workers.engine.fsdp import FSDPEngine
 from hybridrl.workers.losses import GlobalCounts
-from hybridrl.workers.mini_batch import mini_batches
+from hybridrl.workers.mini_batch import ENGINE_MESH, mini_batches
 from hybridrl.workers.process import sum_dicts_over_ranks, sum_over_ranks
 
-ENGINES: dict[str, type[Engine]] = {"fsdp": FSDPEngine, "fsdp2": FSDPEngine}
+FSDP = ("hybridrl.workers.engine.fsdp", "FSDPEngine")
+ENGINES = {"fsdp": FSDP, "fsdp2": FSDP, "megatron": ("hybridrl.workers.engine.megatron.engine", "MegatronEngine")}
+"""By name, where the class is: an engine is imported, with the library it stands on, when it is chosen."""
 
 
 def make_engine(strategy: str, config: EngineConfig) -> Engine:
     """Return an engine by its name; it is not set up yet."""
     if strategy not in ENGINES:
         raise ConfigError(f"strategy={strategy!r} is not an engine of this release; there are {', '.join(ENGINES)}")
-    return ENGINES[strategy](config)
+    return load_object(*ENGINES[strategy])(config)
 
 
 def engine_config(
@@ -40,16 +42,15 @@ def engine_config(
     grad_clip: float = 1.0,
 ) -> EngineConfig:
     """Return the engine's settings for one model of a PPO job; what is not named here is as the actor's."""
-    fsdp: FSDPConfig = config.actor_rollout_ref.actor.fsdp_config
-    policy = config.actor_rollout_ref.model
+    actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     return EngineConfig(
         kind=kind,
         path=path,
         trust_remote_code=policy.trust_remote_code,
         override_config=dict(policy.override_config) if path == policy.path else {},
         device=device,
-        dtype=fsdp.dtype,
-        reshard_after_forward=fsdp.reshard_after_forward,
+        dtype=actor.megatron.dtype if actor.strategy == "megatron" else actor.fsdp_config.dtype,
+        reshard_after_forward=actor.fsdp_config.reshard_after_forward,
         param_offload=param_offload,
         optimizer_offload=optimizer_offload,
         gradient_checkpointing=gradient_checkpointing,
@@ -59,6 +60,7 @@ def engine_config(
         total_steps=total_steps,
         grad_clip=grad_clip,
         seed=config.trainer.seed,
+        megatron=actor.megatron,
     )
 
 
@@ -84,9 +86,15 @@ def on_device(engine: Engine, device: str, *, params: bool = False, optimizer: b
 
 
 class EngineWorker(Worker):
-    """A worker around one training engine. Subclasses set `self.device` and say what is computed."""
+    """A worker around one training engine, or several alike. Subclasses set `self.device` and say what is computed."""
 
     device: str
+
+    def _set_up(self, engine: Engine) -> Engine:
+        """Set the engine up, and announce where this worker stands: peers get the same rows, and one of them is asked for its answer."""
+        engine.setup()
+        self._register_dispatch_collect_info(ENGINE_MESH, engine.place.dp_rank, engine.place.answers)
+        return engine
 
     def _update(
         self,
@@ -101,7 +109,7 @@ class EngineWorker(Worker):
     ) -> dict[str, list[float]]:
         """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on every rank."""
         minis = list(mini_batches(data))
-        counts = self._global_counts(minis)
+        counts = self._global_counts(minis, counted=engine.place.answers)
         shares: list[dict[str, float]] = []
         steps: list[dict[str, float]] = []
         for _ in range(epochs):
@@ -111,17 +119,18 @@ class EngineWorker(Worker):
         totals = sum_dicts_over_ranks(shares)
         return {name: [row[name] for row in rows if name in row] for rows in (totals, steps) for name in _names(rows)}
 
-    def _global_counts(self, minis: list[DataProto]) -> list[GlobalCounts]:
-        local = [n for mini in minis for n in GlobalCounts.local(mini.batch["response_mask"])]
+    def _global_counts(self, minis: list[DataProto], *, counted: bool) -> list[GlobalCounts]:
+        """counted: this rank's rows; those of peers are the same ones."""
+        local = [n * counted for mini in minis for n in GlobalCounts.local(mini.batch["response_mask"])]
         total = [max(1.0, n) for n in sum_over_ranks(local, device=self.device)]
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
-    def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig) -> None:
+    def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> None:
         os.makedirs(directory, exist_ok=True)
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.save(directory)
 
-    def _load(self, engine: Engine, directory: str, offload: CriticFSDPConfig) -> None:
+    def _load(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> None:
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.load(directory)
 

@@ -8,6 +8,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching
+from hybridrl.workers.mini_batch import ENGINE_COMPUTE
 from hybridrl.workers.process import enter_process
 
 
@@ -29,10 +30,9 @@ class RewardModelWorker(EngineWorker):
         policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
         check_same_tokens(policy.path, path, trust_remote_code=policy.trust_remote_code)
         spec = engine_config(self.config, kind="score", path=path, device=self.device, packed=False)
-        self.model = make_engine(self.config.actor_rollout_ref.actor.strategy, spec)
-        self.model.setup()
+        self.model = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, spec))
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(ENGINE_COMPUTE)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores` (B, R) float32: the sequence's score at its last response token, zero elsewhere."""
         settings = self.config.reward_model

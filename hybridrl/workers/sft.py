@@ -41,8 +41,7 @@ class SFTWorker(EngineWorker):
             grad_clip=config.grad_clip,
             seed=config.trainer.seed,
         )
-        self.model = make_engine("fsdp", spec)
-        self.model.setup()
+        self.model = self._set_up(make_engine("fsdp", spec))
 
     @register(MINI_BATCH_COMPUTE)
     def update(self, data: DataProto) -> DataProto:

@@ -1,5 +1,7 @@
 """Rules about several settings at once: what is refused, with which words, and what is let through."""
 
+import json
+
 import pytest
 
 from hybridrl.config import PPOConfig, SFTConfig, check_config, check_sft_config, load_config
@@ -12,6 +14,9 @@ NAMES = {
     "known_losses": ("vanilla", "gspo"),
     "own_agg_modes": {"gspo": "seq-mean-token-mean"},
 }
+
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
+LAYOUT = "actor_rollout_ref.actor.megatron"
 
 
 @pytest.fixture
@@ -57,7 +62,17 @@ def check(tmp_path):
         ),
         ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
         ("critic.strategy=megatron", "critic.strategy=megatron: must be the engine of actor_rollout_ref.actor.strategy=fsdp"),
-        ("actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron", "the Megatron engine is not in this release; use fsdp"),
+        (
+            f"{MEGATRON} {LAYOUT}.tensor_model_parallel_size=3 trainer.n_gpus_per_node=4",
+            f"{LAYOUT}: tensor_model_parallel_size=3 * pipeline_model_parallel_size=1 * context_parallel_size=1 = 3 does not divide the 4 pro",
+        ),
+        (f"{MEGATRON} {LAYOUT}.sequence_parallel=true", "sequence_parallel=true: has no effect with"),
+        (f"{MEGATRON} {LAYOUT}.virtual_pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2: has no effect with"),
+        (f"{MEGATRON} {LAYOUT}.optimizer_offload=true", "not with the distributed optimizer in this release; set"),
+        (
+            f"{MEGATRON} actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
+            "no effect with actor_rollout_ref.actor.strategy=me",
+        ),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "has no effect with actor_rollout_ref.actor.strategy=fsdp"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "generation over several devices is not in this release; use 1"),
         ("actor_rollout_ref.rollout.mode=async", "use sync"),
@@ -177,3 +192,33 @@ def test_supervised_fine_tuning_has_the_same_kind_of_rules(tmp_path, words, says
     with pytest.raises(ConfigError) as caught:
         check_sft_config(config)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_model", "words"),
+    [
+        ("tensor_model_parallel_size=4", {}, "does not divide the model's num_key_value_heads=2; use a divisor of it"),
+        ("pipeline_model_parallel_size=4", {}, "num_hidden_layers=6 cannot be cut into 4 equal parts"),
+        (
+            "pipeline_model_parallel_size=2 {0}.virtual_pipeline_model_parallel_size=2",
+            {},
+            "num_hidden_layers=6 cannot be cut into 4 equal parts",
+        ),
+        ("expert_model_parallel_size=2", {}, "the model (qwen2) has no experts; use 1"),
+        ("expert_model_parallel_size=4", {"model_type": "qwen3_moe", "num_experts": 6}, "does not divide the model's num_experts=6"),
+        (
+            "tensor_model_parallel_size=2",
+            {"model_type": "qwen3_moe", "num_experts": 6},
+            "a model with experts needs actor_rollout_ref.actor.megatron.sequence_parallel=true",
+        ),
+        ("tensor_model_parallel_size=2", {"model_type": "gpt2"}, "knows the model types llama, mistral, qwen2, qwen3, qwen3_moe, not gpt2"),
+    ],
+)
+def test_a_megatron_layout_fits_the_local_model(check, tmp_path, layout, of_model, words):
+    known = {"model_type": "qwen2", "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(known | of_model))
+    settings = f"{MEGATRON} trainer.n_gpus_per_node=4 {{0}}.{layout}".format(LAYOUT).replace("{0}", LAYOUT)
+    assert words in check(f"actor_rollout_ref.model.path={tmp_path}", *settings.split())
+    fitting = f"{MEGATRON} trainer.n_gpus_per_node=4 {LAYOUT}.tensor_model_parallel_size=2 {LAYOUT}.pipeline_model_parallel_size=2"
+    (tmp_path / "config.json").write_text(json.dumps(known))
+    assert "megatron" not in check(f"actor_rollout_ref.model.path={tmp_path}", *fitting.split())

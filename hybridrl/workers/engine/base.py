@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from hybridrl.config.workers import OptimConfig
+from hybridrl.config.workers import MegatronConfig, OptimConfig
 from hybridrl.protocol import DataProto
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, torch.Tensor | float]]]
@@ -109,7 +109,7 @@ class Engine(Protocol):
     ) -> list[dict[str, float]]:
         """Add this batch's gradients, summed over micro-batches and ranks, to those already there.
 
-        Returns the loss function's stats, one dict per micro-batch of this rank (none on a rank without rows).
+        Returns the loss function's stats, one dict per micro-batch of this rank (none on a rank without rows, or that does not answer).
         """
         ...
 
