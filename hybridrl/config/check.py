@@ -139,6 +139,23 @@ def rollout(config: PPOConfig) -> Problems:
         yield f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are all alike; set {prefix}.val_kwargs.do_sample=true"
 
 
+def weight_sync(config: PPOConfig) -> Problems:
+    """The transport fits where actor and rollout are."""
+    chosen, separated = config.actor_rollout_ref.rollout.weight_sync, config.actor_rollout_ref.rollout.n_gpus_per_node > 0
+    key = "actor_rollout_ref.rollout.weight_sync"
+    if not separated and chosen.transport not in ("auto", "in_process"):
+        yield (
+            f"{key}.transport={chosen.transport}: actor and rollout share their processes, so nothing is transported; leave it out, or "
+            "give the rollout a pool of its own with actor_rollout_ref.rollout.n_gpus_per_node"
+        )
+    if separated and chosen.transport == "in_process":
+        yield f"{key}.transport=in_process: the rollout has processes of its own (actor_rollout_ref.rollout.n_gpus_per_node); use auto"
+    if chosen.transport == "disk" and chosen.directory is None:
+        yield f"{key}.transport=disk: where to? set {key}.directory"
+    if chosen.transport != "disk" and chosen.directory is not None:
+        yield f"{key}.directory={chosen.directory}: has no effect without {key}.transport=disk"
+
+
 def _token_budgets(config: PPOConfig, *, with_critic: bool) -> Problems:
     """A token budget, which is a hard cap, holds the longest sequence wherever micro-batches are cut by it."""
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -336,6 +353,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     model_paths,
     engine,
     rollout,
+    weight_sync,
     mini_batches,
     reward,
     dataset_class,

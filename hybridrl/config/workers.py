@@ -131,6 +131,19 @@ class ValKwargs:
 
 
 @dataclass(frozen=True)
+class WeightSyncConfig:
+    transport: str = setting(
+        "auto",
+        "How new weights get to rollout processes; auto: inside one process if it has both, through the object store if generation runs "
+        "ahead (training goes on), else shared memory on one machine and a broadcast between several.",
+        choices=("auto", "in_process", "object_store", "shared_memory", "broadcast", "disk"),
+    )
+    bucket_mb: int = setting(64, "Weights travel in pieces of this size in MB; a sender holds one or two of them.", ge=1)
+    timeout_s: float = setting(1800.0, "How long sender and receivers of weights wait for each other, in seconds.", gt=0)
+    directory: str | None = setting(None, "Where transport=disk writes weights: a directory or address that all machines see.")
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: str = setting("vllm", "Generation engine.", choices=("vllm", "hf"))
     mode: str = setting("sync", "One batched call per step; async request routing is not in this release.", choices=("sync", "async"))
@@ -157,6 +170,7 @@ class RolloutConfig:
     log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)
     log_prob_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling in validation.")
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig, "How the trainer's weights get to the rollout.")
 
 
 @dataclass(frozen=True)

@@ -1,51 +1,59 @@
 """`PolicyGroups`: the policy's worker groups behind one face, whether actor and rollout share processes or not.
 
 Hybrid (`Role.ActorRollout`, `Role.ActorRolloutRef`): weights go from engine to rollout inside each process. Separated (`Role.Actor`
-and `Role.Rollout` on their own pools): rank 0 of the actor gathers them, every rollout process fetches them from there. Either way a
-push ends with the version and fingerprint each rollout process reports, compared here before anything is generated.
+and `Role.Rollout` on their own pools): rank 0 of the actor sends them, every rollout process receives them; how is `weight_sync.py`'s
+business. Either way a push ends with the version and fingerprint each rollout process reports, compared with what was sent; and whoever
+is asked to generate is told which version that has to be.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.errors import ConfigError, StaleWeightsError
+from hybridrl.config.workers import WeightSyncConfig
+from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.roles import Role
+from hybridrl.trainer.weight_sync import Push, WeightSync
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
 
 
 class PolicyGroups:
-    """groups: role name -> worker group, as `launch` returns them. sleep: free the rollout's device memory while training."""
+    """groups: role name -> worker group, as `launch` returns them. sleep: free the rollout's device memory while training.
 
-    def __init__(self, groups: Mapping[str, Any], *, sleep: bool = False):
+    weight_sync: the settings of pushes between processes. ahead: generation runs ahead of training.
+    """
+
+    def __init__(self, groups: Mapping[str, Any], *, sleep: bool = False, weight_sync: WeightSyncConfig | None = None, ahead: bool = False):
         self.hybrid = next((groups[str(role)] for role in HYBRID if str(role) in groups), None)
         self.actor = self.hybrid or groups.get(str(Role.Actor))
         self.rollout = self.hybrid or groups.get(str(Role.Rollout))
         self.ref = groups.get(str(Role.RefPolicy)) or groups.get(str(Role.ActorRolloutRef))
         self.sleep = sleep and self.hybrid is not None
         self._asleep = False
+        self._version: int | None = None  # of the weights that were pushed last
         if self.actor is None or self.rollout is None:
             raise ConfigError("the policy needs Role.ActorRollout, or both Role.Actor and Role.Rollout, in role_worker_mapping")
+        if self.hybrid is None:
+            self._sync = WeightSync(self.actor, self.rollout, weight_sync or WeightSyncConfig(), ahead=ahead)
 
     def generate(self, prompts: DataProto) -> DataProto:
         """Return responses; see `ActorRolloutRefWorker.generate_sequences`."""
         self._wake_up()
-        return self.rollout.generate_sequences(prompts)
+        return self.rollout.generate_sequences(prompts, weights_version=self._version)
 
     def generate_later(self, prompts: DataProto) -> DataProtoFuture:
         """Have responses made, after whatever the rollout was told before."""
         self._wake_up()
-        return self.rollout.generate_sequences.later(prompts)
+        return self.rollout.generate_sequences.later(prompts, weights_version=self._version)
 
     def begin_later(self, prompts: DataProto, max_new_tokens: int) -> DataProtoFuture:
         """Have the first tokens of responses made; see `workers/rollout/partial.py`."""
-        return self.rollout.begin_sequences.later(prompts, max_new_tokens)
+        return self.rollout.begin_sequences.later(prompts, max_new_tokens, weights_version=self._version)
 
     def continue_later(self, begun: DataProtoFuture, max_new_tokens: int) -> DataProtoFuture:
         """Have more tokens made for responses that are open, by the weights the rollout has then."""
-        return self.rollout.continue_sequences.later(begun, max_new_tokens)
+        return self.rollout.continue_sequences.later(begun, max_new_tokens, weights_version=self._version)
 
     def rest(self) -> None:
         """Give the rollout's device memory to training until it generates or receives weights again."""
@@ -57,43 +65,19 @@ class PolicyGroups:
         """Make every rollout process hold the actor's weights as `version`. Raises StaleWeightsError naming who does not."""
         self.push_weights_later(version).check()
 
-    def push_weights_later(self, version: int) -> "Push":
+    def push_weights_later(self, version: int) -> Push:
         """Have every rollout process take the actor's weights as they are now. Between pools they go from process to process."""
         self._wake_up()
+        self._version = version
         if self.hybrid is not None:
             return Push(self.hybrid, self.hybrid.update_weights.later(version), version)
-        return Push(self.rollout, self.rollout.receive_weights.later(version, self.gather_later()), version)
+        return self._sync.push_later(version)
 
     def gather_later(self) -> Any:
-        """Return a reference to the actor's full weights as they are now, as `receive_weights` takes it."""
-        return self.actor.gather_weights.later()[0]
+        """Return a reference to the actor's full weights as they are now, as `receive_weights` takes it, whenever that is."""
+        return self.actor.store_weights.later()[0]
 
     def _wake_up(self) -> None:
         if self._asleep:
             self.rollout.rollout_wake_up()
             self._asleep = False
-
-
-@dataclass
-class Push:
-    """Weights on their way to the rollout as `version`."""
-
-    group: Any
-    health: list
-    version: int
-
-    def check(self) -> None:
-        """Wait until they are there. Raises StaleWeightsError naming the processes that do not hold them."""
-        check_health(self.group.fetch(self.health, method="load_weights"), self.version)
-
-
-def check_health(health: list, version: int) -> None:
-    """Raise StaleWeightsError unless every rollout process holds `version` with one and the same fingerprint."""
-    stale = [rank for rank, h in enumerate(health) if h.version != version]
-    if stale:
-        raise StaleWeightsError(
-            f"rollout ranks {stale} hold version {[health[r].version for r in stale]} after a push of version {version}"
-        )
-    if len({h.fingerprint for h in health}) > 1:
-        held = ", ".join(f"rank {rank}: {h.fingerprint:#x}" for rank, h in enumerate(health))
-        raise StaleWeightsError(f"rollout ranks hold different weights after a push of version {version} ({held})")

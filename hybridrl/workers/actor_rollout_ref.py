@@ -5,14 +5,14 @@
 * ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
 """
 
+import socket
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
+from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
 from hybridrl.workers.engine.base import MicroBatching
@@ -22,8 +22,9 @@ from hybridrl.workers.losses import actor_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process import enter_process
 from hybridrl.workers.rollout import partial
-from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_rollout
+from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_rollout, weights_dtype
 from hybridrl.workers.rollout.sampler import SamplingParams
+from hybridrl.workers.rollout.transport import Address, Outgoing, Receivers, Sender, Sent, make_sender
 from hybridrl.workers.tokens import load_special_tokens
 
 PARTS = ("actor", "rollout", "ref")
@@ -37,6 +38,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def __init__(self, config: PPOConfig, role: str):
         self.config, self.role = config, role
+        self._sender: Any = None
         self.parts = role.split("_")
         unknown = set(self.parts) - set(PARTS)
         if unknown:
@@ -97,25 +99,39 @@ class ActorRolloutRefWorker(EngineWorker):
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
+        timeout_s = self.config.actor_rollout_ref.rollout.weight_sync.timeout_s
+        self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=timeout_s)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:
         """Return responses to the prompts, `n` adjacent rows for each.
 
-        `meta_info["validate"]` chooses the validation settings, `meta_info["seed"]` seeds the samples of this call.
+        `meta_info["validate"]` chooses the validation settings, `meta_info["seed"]` seeds the samples of this call. weights_version: what
+        was pushed last; a rollout that holds another raises StaleWeightsError before the first token.
         """
         meta = prompts.meta_info
+        self._require(weights_version)
         return self.rollout.generate(prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0)))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def begin_sequences(self, prompts: DataProto, max_new_tokens: int) -> DataProto:
+    def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
         """Return the first tokens of responses to the prompts, for `continue_sequences`; see `rollout/partial.py`."""
+        self._require(weights_version)
         return partial.begin(self.rollout, prompts, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def continue_sequences(self, batch: DataProto, max_new_tokens: int) -> DataProto:
+    def continue_sequences(self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
         """Return the batch with more tokens for the responses that are still open, from the weights the rollout holds now."""
+        self._require(weights_version)
         return partial.go_on(self.rollout, batch, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
+
+    def _require(self, weights_version: int | None) -> None:
+        """Raise StaleWeightsError unless the rollout holds this version; None is any that was pushed whole."""
+        if weights_version is not None and (held := self.rollout.current_version()) != weights_version:
+            raise StaleWeightsError(
+                f"rollout rank {self.rank} holds weights of version {held}, and version {weights_version} was pushed: that push never "
+                "arrived here; push again"
+            )
 
     def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
@@ -178,16 +194,65 @@ class ActorRolloutRefWorker(EngineWorker):
         return self.rollout.health()
 
     @register(Dispatch.ONE_TO_ALL)
-    def gather_weights(self) -> dict[str, torch.Tensor] | None:
-        """Return the full weights under their Hugging Face names from rank 0, None elsewhere: for a rollout in other processes."""
-        with on_device(self.actor, self.device, params=self._offload.param_offload):
-            weights = {name: tensor.cpu().clone() for name, tensor in self.actor.weights() if self.rank == 0}
-        return weights if self.rank == 0 else None
+    def open_weight_channel(self, transport: str, num_receivers: int) -> Address | None:
+        """Prepare rank 0 for pushes to rollouts in other processes, and return where they connect, if they have to.
+
+        Called again after a push that failed, or when the rollout's processes have changed: what was open before is closed.
+        """
+        if self.rank != 0:
+            return None
+        if self._sender is not None:
+            self._sender.close()
+        settings, (host, _) = self.config.actor_rollout_ref.rollout.weight_sync, self.get_master_addr_port()
+        self._sender = make_sender(transport, settings, host=host, num_receivers=num_receivers, device=self.device)
+        return getattr(self._sender, "address", None)
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, weights: dict[str, torch.Tensor]) -> RolloutHealth:
-        """Load weights that came from an actor in other processes into this rollout."""
-        self.rollout.load_weights(version, iter(weights.items()))
+    def machine(self) -> str:
+        """Return the name of the machine this process is on."""
+        return socket.gethostname()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_weight_channel(self, address: Address) -> None:
+        """Connect this rollout to the sender there."""
+        self._receivers.join(address)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int) -> Sent | None:
+        """Push the actor's weights as `version` to rollouts in other processes, from rank 0; returns what they need to receive it there.
+
+        With a live transport it returns when all of them have taken the weights, and they have to be told to receive meanwhile.
+        """
+        return self._send(self._sender, version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def store_weights(self) -> Sent | None:
+        """Leave the actor's weights in the object store, for whoever wants them later; returns where (rank 0, None elsewhere)."""
+        sync = self.config.actor_rollout_ref.rollout.weight_sync
+        return self._send(make_sender("object_store", sync, host="", num_receivers=0, device=self.device) if self.rank == 0 else None, 0)
+
+    def _send(self, sender: Sender | None, version: int) -> Sent | None:
+        with on_device(self.actor, self.device, params=self._offload.param_offload):
+            weights = Outgoing(self.actor.weights(), weights_dtype(self.config.actor_rollout_ref.rollout, self.device))
+            try:
+                return None if sender is None else sender.send(version, weights)
+            finally:
+                weights.drain()  # all ranks gather them together, also those that send nothing
+
+    @register(Dispatch.ONE_TO_ALL)
+    def forget_weights(self, before: int) -> None:
+        """Delete what a push through a directory left there of versions before this one."""
+        if self.rank == 0:
+            self._sender.forget(before)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int, sent: Sent | None) -> RolloutHealth:
+        """Load weights of an actor in other processes: from where `sent` says, or (None) as they come over the channel.
+
+        Raises StaleWeightsError, and generates nothing until the next push, if they are not what the actor sent.
+        """
+        incoming = self._receivers.receive(version, sent)
+        self.rollout.load_weights(version, incoming, sent=incoming.fingerprint)
         return self.rollout.health()
 
     @register(Dispatch.ONE_TO_ALL)

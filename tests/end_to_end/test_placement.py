@@ -4,8 +4,9 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.errors import ConfigError, StaleWeightsError
-from hybridrl.trainer.policy import PolicyGroups, check_health
+from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.trainer.weight_sync import check_health
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth
 from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights

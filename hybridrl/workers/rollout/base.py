@@ -80,9 +80,7 @@ class Rollout(Protocol):
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Return the n samples of each prompt row in adjacent rows; StaleWeightsError if the weights are not the pushed ones."""
 
-    def load_weights(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None
-    ) -> None:
+    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None) -> None:
         """Hold exactly these weights (all of them, under Hugging Face names), or raise StaleWeightsError and hold none.
 
         sent: asked when all have arrived for the fingerprint of what their sender sent; None where there is no way between.
@@ -151,9 +149,7 @@ class VersionedRollout(ABC):
     def _reclaim_memory(self) -> None:
         """Be as before `_release_memory`."""
 
-    def load_weights(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None
-    ) -> None:
+    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None) -> None:
         self._require_awake("load_weights")
         before, self._version = self._version, None
         stream = WeightStream(weights, self._names, dtype=self.setup.dtype)

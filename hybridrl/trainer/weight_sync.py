@@ -1,0 +1,102 @@
+"""`WeightSync`: pushes of weights from the actor's processes to the rollout's, and the check that ends each of them.
+
+The driver moves nothing. It tells rank 0 of the actor to send and every rollout process to receive, and both do so when their turn
+comes: calls on a process are carried out in the order in which they were made. How the bytes travel is `workers/rollout/transport`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.workers import WeightSyncConfig
+from hybridrl.errors import StaleWeightsError
+from hybridrl.single_controller.references import References
+
+LIVE = ("shared_memory", "broadcast")  # sender and receivers are at work at the same time, over a channel
+
+
+class WeightSync:
+    """actor, rollout: groups in processes of their own. ahead: generation runs ahead of training, which should not wait for it."""
+
+    def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, ahead: bool):
+        self._actor, self._rollout, self._settings, self._ahead = actor, rollout, settings, ahead
+        self._transport: str | None = None  # chosen, and open
+
+    def push_later(self, version: int) -> "Push":
+        """Have the actor's weights taken as `version`. After a push that failed, a new channel is opened first."""
+        if self._transport is None:
+            self._transport = self._open()
+        sent = self._actor.send_weights.later(version)
+        health = self._rollout.receive_weights.later(version, None if self._transport in LIVE else sent[0])
+        return Push(self._rollout, health, version, sent=sent, after=self._after)
+
+    def _open(self) -> str:
+        transport = self._settings.transport
+        if transport in ("auto", "in_process"):
+            transport = self._choose()
+        address = self._actor.open_weight_channel(transport, self._rollout.world_size)[0]
+        if address is not None:
+            self._rollout.join_weight_channel(address)
+        return transport
+
+    def _choose(self) -> str:
+        """Weights in the object store wait for a rollout that is busy; else what is fastest where the processes are."""
+        if self._ahead:
+            return "object_store"
+        machines = {*self._actor.machine(), *self._rollout.machine()}
+        return "shared_memory" if len(machines) == 1 else "broadcast"
+
+    def _after(self, version: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._transport = None
+        elif self._transport == "disk":
+            self._actor.forget_weights.later(version)
+
+
+@dataclass
+class Push:
+    """Weights on their way to the rollout as `version`.
+
+    health: what each process will report. sent: what each of the actor's processes will say it sent, None inside one process.
+    after: told the version, and what went wrong with it.
+    """
+
+    group: Any
+    health: list
+    version: int
+    sent: list | None = None
+    after: Callable[[int, BaseException | None], None] | None = None
+
+    def check(self) -> None:
+        """Wait until they are there. Raises StaleWeightsError naming the processes that do not hold them."""
+        error: BaseException | None = None
+        try:
+            self._check()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if self.after is not None:
+                self.after(self.version, error)
+
+    def _check(self) -> None:
+        if self.sent is None:
+            check_health(self.group.fetch(self.health, method="load_weights"), self.version)
+            return
+        # Both ends at once: whichever fails first says why.
+        ends = References([*self.health, *self.sent], ranks=[*range(len(self.health)), *range(len(self.sent))], fetch=self.group.fetch)
+        answers = self.group.fetch(ends, method="receive_weights")
+        check_health(answers[: len(self.health)], self.version, fingerprint=answers[len(self.health)].fingerprint)
+
+
+def check_health(health: list, version: int, *, fingerprint: int | None = None) -> None:
+    """Raise StaleWeightsError unless every rollout process holds `version` with one and the same fingerprint, that of what was sent."""
+    stale = [rank for rank, h in enumerate(health) if h.version != version]
+    if stale:
+        raise StaleWeightsError(
+            f"rollout ranks {stale} hold version {[health[r].version for r in stale]} after a push of version {version}"
+        )
+    if len({h.fingerprint for h in health} | ({fingerprint} - {None})) > 1:
+        held = ", ".join(f"rank {rank}: {h.fingerprint:#x}" for rank, h in enumerate(health))
+        sent = "" if fingerprint is None else f"; {fingerprint:#x} was sent"
+        raise StaleWeightsError(f"rollout ranks hold different weights after a push of version {version} ({held}{sent})")

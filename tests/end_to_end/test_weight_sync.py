@@ -1,0 +1,148 @@
+"""Weights between processes in whole runs: the transport changes nothing but the way, and a replica that is behind is found at once."""
+
+import pytest
+
+from hybridrl import main_ppo
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.errors import CallTimeout, StaleWeightsError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.rollout.base import RolloutHealth
+from hybridrl.workers.rollout.transport import Sent
+from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+
+pytestmark = pytest.mark.timeout(300)
+TRANSPORTS = ("object_store", "shared_memory", "broadcast", "disk")
+STEPS = {"trainer__total_training_steps": 3, "trainer__save_freq": 3, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
+SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean", "async/age_mean")
+
+
+def sync(transport: str, folder) -> dict:
+    changes = {"actor_rollout_ref__rollout__weight_sync__transport": transport, "actor_rollout_ref__rollout__weight_sync__bucket_mb": 1}
+    return changes | ({"actor_rollout_ref__rollout__weight_sync__directory": folder / "weights"} if transport == "disk" else {})
+
+
+def numbers(rows: list[dict]) -> list[list]:
+    return [[row.get(name) for name in SAME] for row in rows if "actor/grad_norm" in row]
+
+
+@pytest.mark.parametrize(
+    ("transport", "more"),
+    [
+        ("object_store", {"trainer__lag": 1}),
+        ("shared_memory", {"trainer__n_gpus_per_node": 2}),
+        ("broadcast", {"trainer__lag": 2, "trainer__partial_rollout": "true"}),
+        ("disk", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}),
+        ("shared_memory", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}),
+    ],
+    ids=str,
+)
+def test_a_run_is_the_same_whichever_way_the_weights_take(tmp_path, tiny_qwen2, ray_cluster, transport, more):
+    kept = {key: value for key, value in more.items() if key in ("trainer__lag", "trainer__partial_rollout")}
+    train(tmp_path / "local", tiny_qwen2, **STEPS | kept)
+    pools = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2}
+    rows = train(tmp_path / "ray", tiny_qwen2, **STEPS | more | pools | sync(transport, tmp_path))
+    if "trainer__n_gpus_per_node" not in more:  # two training ranks add up in another order
+        assert numbers(rows) == numbers(metrics(tmp_path / "local/run"))
+    held = [weights(tmp_path / where / "run/global_step_3", tmp_path / f"{where}_hf") for where in ("local", "ray")]
+    assert largest_difference(*held) <= (1e-5 if "trainer__n_gpus_per_node" in more else 0)
+    if "trainer__eval_n_gpus" in more:
+        assert any("val/version" in row for row in rows)
+    if transport == "disk":
+        assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_3"]
+
+
+class OnceDeaf(ActorRolloutRefWorker):
+    """A rollout whose rank 1 lets a push of version 2 pass and goes on with what it has: the fault that must not go unnoticed."""
+
+    def receive_weights(self, version: int, sent: Sent | None) -> RolloutHealth:
+        if self.rank == 1 and version == 2:
+            if sent is None:  # takes all of it and loads nothing
+                for _ in self._receivers.receive(version, sent):
+                    pass
+            return RolloutHealth(version, None)
+        return super().receive_weights(version, sent)
+
+
+@pytest.fixture
+def policy(tmp_path, tiny_qwen2, ray_cluster):
+    """Start a policy of one actor and two rollout processes of class `rollout_cls`; ended with the test."""
+    pools = [RayResourcePool([1], use_gpu=False, name_prefix="actor"), RayResourcePool([2], use_gpu=False, name_prefix="rollout")]
+    groups = []
+
+    def start(transport, rollout_cls=ActorRolloutRefWorker, *, ahead=False, timeout_s=60):
+        words = settings(tmp_path, tiny_qwen2, actor_rollout_ref__rollout__weight_sync__timeout_s=timeout_s, **sync(transport, tmp_path))
+        config = load_config(PPOConfig, words, program="p", config_name="ppo_trainer")
+        for pool, cls, role in zip(pools, (ActorRolloutRefWorker, rollout_cls), ("actor", "rollout"), strict=True):
+            groups.append(RayWorkerGroup(pool, RayClassWithInitArgs(cls, config, role), role=role))
+            groups[-1].init_model(10)
+        actor, rollout = groups
+        return PolicyGroups({"actor": actor, "rollout": rollout}, weight_sync=config.actor_rollout_ref.rollout.weight_sync, ahead=ahead)
+
+    yield start
+    for group in groups:
+        group.shutdown()
+    for pool in pools:
+        pool.release()
+
+
+def prompts() -> DataProto:
+    import torch
+
+    ids = torch.arange(3, 3 + 4 * 6).reshape(4, 6)
+    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6).expand(4, 6).contiguous()}
+    return DataProto.from_dict(tensors=columns)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
+    group = policy(transport, OnceDeaf)
+    group.push_weights(1)
+    assert group.generate(prompts()).batch["weights_version"].eq(1).all()
+    with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
+        group.push_weights(2)
+    # Nobody looked at the push, as when generation runs ahead: the replica itself refuses.
+    with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
+        group.generate_later(prompts()).get()
+    group.push_weights(3)  # over a new channel
+    assert group.generate(prompts()).batch["weights_version"].eq(3).all()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+def test_a_dead_rollout_does_not_hold_the_actor_for_ever(policy, transport):
+    import ray
+
+    group = policy(transport, timeout_s=5)
+    group.push_weights(1)
+    ray.kill(group.rollout.workers[1])
+    sent = group.actor.send_weights.later(2)
+    with pytest.raises(CallTimeout, match=r"rollout rank 0, 1 did not take weights of version 2 within 5 s \(actor_rollout_ref"):
+        group.actor.fetch(sent)
+    assert group.actor.machine() == group.rollout.execute_rank(0, "machine").split("\n")
+
+
+def test_auto_takes_shared_memory_on_one_machine_and_the_object_store_when_generation_runs_ahead(policy):
+    group = policy("auto")
+    group.push_weights(1)
+    assert group._sync._transport == "shared_memory"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"transport": "broadcast"}, "weight_sync.transport=broadcast: actor and rollout share their processes"),
+        ({"transport": "in_process", "pool": 1}, "weight_sync.transport=in_process: the rollout has processes of its own"),
+        ({"transport": "disk", "pool": 1}, "weight_sync.transport=disk: where to?"),
+        ({"directory": "/somewhere", "pool": 1}, "weight_sync.directory=/somewhere: has no effect without"),
+    ],
+    ids=str,
+)
+def test_a_way_that_does_not_fit_is_refused(tmp_path, tiny_qwen2, capsys, changes, message):
+    pool = changes.pop("pool", 0)
+    words = [f"actor_rollout_ref.rollout.weight_sync.{key}={value}" for key, value in changes.items()]
+    placed = [f"actor_rollout_ref.rollout.n_gpus_per_node={pool}", f"trainer.backend={'ray' if pool else 'local'}"]
+    assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *words, *placed]) == 2
+    assert message in capsys.readouterr().err
