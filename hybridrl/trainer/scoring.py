@@ -22,8 +22,9 @@ def score(
     if judge is not None:
         batch.union(judge.compute_rm_score(batch.select(batch_keys=list(model_input), non_tensor_batch_keys=[])))
     if reward_fn is None:
-        batch.batch["token_level_scores"] = batch.batch["rm_scores"]
-        batch.batch["reward_valid"] = torch.ones(len(batch), dtype=torch.bool)
+        scores_BR = batch.batch["rm_scores"]
+        valid_B = scores_BR.isfinite().all(-1)
+        batch.batch["token_level_scores"], batch.batch["reward_valid"] = torch.where(valid_B[:, None], scores_BR, 0.0), valid_B
         return {}
     out = reward_fn(batch)
     batch.batch["token_level_scores"], batch.batch["reward_valid"] = out.reward_tensor, out.valid

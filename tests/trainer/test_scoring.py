@@ -4,9 +4,28 @@ import pytest
 import torch
 
 from hybridrl.errors import DataError
-from hybridrl.trainer.scoring import RewardWatch
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.scoring import RewardWatch, score
 
 SOME, NONE = torch.tensor([False, True]), torch.zeros(2, dtype=torch.bool)
+
+
+class Judge:
+    """A reward model's group that answers with these scores."""
+
+    def __init__(self, scores: list[list[float]]):
+        self.scores = scores
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"rm_scores": torch.tensor(self.scores)})
+
+
+def test_a_reward_model_alone_scores_what_it_can():
+    batch = DataProto.from_dict(tensors={"input_ids": torch.zeros(3, 2)})
+    judge = Judge([[0.0, 1.5], [0.0, float("nan")], [0.0, -2.0]])
+    assert score(batch, None, judge=judge, model_input=("input_ids",), metrics={}) == {}
+    assert batch.batch["token_level_scores"].tolist() == [[0.0, 1.5], [0.0, 0.0], [0.0, -2.0]]
+    assert batch.batch["reward_valid"].tolist() == [True, False, True]
 
 
 def test_a_first_batch_without_any_reward_stops_the_run():
