@@ -121,7 +121,7 @@ def find_resume(store: CheckpointStore, config: TrainerConfig) -> str | None:
     found = {"disable": None, "auto": store.latest(), "resume_path": config.resume_from_path}[config.resume_mode]
     step = 0 if found is None else verify(found)
     later = [other for other in store.steps() if other > step]
-    if later and config.save_freq > 0:
+    if later and config.save_freq > 0 and not config.val_only:
         here = "trainer.resume_mode=disable" if found is None else f"trainer.resume_from_path={found}"
         raise ConfigError(
             f"{here}: {store.root} holds checkpoints of another run's later steps, the newest of step {later[-1]}; "
@@ -142,7 +142,7 @@ def settings_for_export(path: str) -> PPOConfig:
     with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
         config = from_dict(PPOConfig, yaml.safe_load(f))
     policy = config.actor_rollout_ref
-    from_run = os.path.join(read_trainer_state(path)[WORKING_DIRECTORY], policy.model.path)
+    from_run = os.path.join(read_trainer_state(path).get(WORKING_DIRECTORY, os.curdir), policy.model.path)
     model = replace(policy.model, path=from_run) if os.path.exists(from_run) else policy.model
     return replace(config, trainer=replace(config.trainer, device="cpu"), actor_rollout_ref=replace(policy, model=model))
 

@@ -83,6 +83,7 @@ def test_a_run_does_not_mix_its_commits_with_later_ones_of_another(tmp_path, mod
     with pytest.raises(ConfigError, match="newest of step 4; set trainer.default_local_dir"):
         find_resume(store, TrainerConfig(save_freq=1, resume_mode=mode, resume_from_path=start))
     assert find_resume(store, TrainerConfig(save_freq=-1, resume_mode=mode, resume_from_path=start)) == start  # it commits nothing
+    assert find_resume(store, TrainerConfig(save_freq=1, val_only=True, resume_mode=mode, resume_from_path=start)) == start
     newest = store.path(4)
     assert find_resume(store, TrainerConfig(save_freq=1, resume_mode="resume_path", resume_from_path=newest)) == newest
 
