@@ -1,0 +1,47 @@
+"""README.md: its commands have settings that exist, its links lead somewhere, its reward function is one that cannot be hacked."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hybridrl import main_ppo
+from hybridrl.config.load import preset_titles
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BASH = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
+TRAININGS = [shlex.split(line) for line in BASH.splitlines() if line.startswith("python -m hybridrl.main_ppo")]
+
+
+@pytest.mark.parametrize("words", TRAININGS, ids=["on this machine", "on GPUs"])
+def test_a_training_command_resolves(words, capsys):
+    assert main_ppo.main([*words[3:], "--cfg", "job"]) == 0
+    assert "adv_estimator: grpo" in capsys.readouterr().out
+
+
+def test_every_setting_in_the_text_exists(capsys):
+    sections = "trainer|reward_model|custom_reward_function|actor_rollout_ref|critic|algorithm"
+    settings = set(re.findall(rf"`((?:{sections})(?:\.\w+)+)[`=]", TEXT))
+    main_ppo.main(["--help"])
+    known = capsys.readouterr().out
+    assert len(settings) > 10 and [name for name in settings if f"\n  {name}=" not in known] == []
+
+
+def test_every_preset_in_the_text_exists():
+    (row,) = re.findall(r"start from a preset \|(.*)\|", TEXT)
+    assert set(re.findall(r"`(?:--config-name )?(\w+)`", row)) <= preset_titles("ppo_trainer").keys()
+
+
+def test_every_link_and_file_in_the_text_is_there():
+    named = re.findall(r"\]\(([^)#]+)\)", TEXT) + re.findall(r"`((?:benchmarks|examples|docs|hybridrl|tests)/[\w/.]+)`", TEXT)
+    assert len(named) > 20 and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_sample_reward_compares_whole_answers():
+    (source,) = re.findall(r"```python\n# my_reward.py\n(.*?)```", TEXT, re.DOTALL)
+    space = {}
+    exec(source, space)  # the page's own code, as a reader would run it
+    score = {text: space["compute_score"]("sums", text, "4") for text in ("<<6-2=4>> #### 4", "<<4+2=6>> #### 6", "<<4+2=6>>", "#### 44")}
+    assert list(score.values()) == [1.0, 0.0, 0.0, 0.0]
