@@ -146,14 +146,14 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
 
     Raises CheckpointError where there is no whole PPO checkpoint, and ConfigError where `directory` is not a new place.
     """
-    _check_is_ppo_checkpoint(checkpoint)
-    verify(checkpoint)
     from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
     from hybridrl.single_controller.worker_group import ClassWithInitArgs
     from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
     from hybridrl.workers.export import check_new_directory
 
     check_new_directory(directory)
+    _check_is_ppo_checkpoint(checkpoint)
+    verify(checkpoint)
     group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, settings_for_export(checkpoint), "actor"), role="actor")
     group.init_model(1)
     group.load_checkpoint(os.path.join(checkpoint, "actor"))
