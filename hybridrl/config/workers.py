@@ -205,7 +205,11 @@ class OverlongBufferConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    enable: bool = setting(False, "Score with a reward model (a sequence classifier with one output).")
+    enable: bool = setting(
+        False,
+        "Score with a reward model (a sequence classifier with one output). A custom_reward_function finds its score in "
+        "extra_info['rm_score'] and decides; validation is by rule, except for rows whose reward_model.style is model.",
+    )
     reward_manager: str = setting("naive", "How rule scores are computed.", choices=("naive", "batch", "dapo"))
     num_processes: int | None = setting(None, "Killable processes that run reward functions; null means cores, at most 4.", ge=1)
     timeout_s: float = setting(10.0, "Wall-clock limit of one reward call, in seconds.", gt=0)
