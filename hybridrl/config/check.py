@@ -135,6 +135,17 @@ def rollout(config: PPOConfig) -> Problems:
     for key, sampling in ((prefix, chosen), (f"{prefix}.val_kwargs", chosen.val_kwargs)):
         if sampling.top_k == 0:
             yield f"{key}.top_k=0: would keep no token; -1 keeps all"
+    if chosen.stop and chosen.ignore_eos:
+        yield f"{prefix}.ignore_eos=true: stop strings end responses ({prefix}.stop={list(chosen.stop)}); leave one of them out"
+    if chosen.min_tokens > config.data.max_response_length:
+        limit = config.data.max_response_length
+        yield f"{prefix}.min_tokens={chosen.min_tokens}: responses have at most data.max_response_length={limit} tokens; lower it"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if chosen.name == "vllm" and not chosen.enable_chunked_prefill and chosen.max_num_batched_tokens < longest:
+        yield (
+            f"{prefix}.max_num_batched_tokens={chosen.max_num_batched_tokens}: without {prefix}.enable_chunked_prefill a step must hold "
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens; raise it"
+        )
     if chosen.val_kwargs.n > 1 and not chosen.val_kwargs.do_sample:
         yield f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are all alike; set {prefix}.val_kwargs.do_sample=true"
 

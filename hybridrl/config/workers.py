@@ -11,6 +11,7 @@ MICRO = "Rows of one micro-batch per process; null means as many as its token bu
 DYNAMIC = "Cut micro-batches by token budget, whatever the number of rows says."
 BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless rows are set."
 MCORE = "Takes effect with strategy=megatron only."
+SHAPES = "Log-probs are of the model without it."
 PATH_OR_NULL = "Directory or Hugging Face name of the model"
 
 
@@ -153,6 +154,13 @@ class RolloutConfig:
     temperature: float = setting(1.0, "Softmax temperature, also of the training log-probs.", gt=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1 is off.", ge=-1)
     top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability mass.", gt=0, le=1)
+    min_p: float = setting(0.0, "Keep tokens with at least this share of the likeliest one's probability; 0 is off.", ge=0, le=1)
+    repetition_penalty: float = setting(1.0, f"Divides logits of tokens in prompt and response; 1 is off. {SHAPES}", gt=0, le=2)
+    presence_penalty: float = setting(0.0, f"Subtracted from logits of tokens in the response. {SHAPES}", ge=-2, le=2)
+    frequency_penalty: float = setting(0.0, f"Subtracted from logits for each occurrence in the response. {SHAPES}", ge=-2, le=2)
+    min_tokens: int = setting(0, "Tokens that a response has before anything can end it.", ge=0)
+    stop: list[str] = setting([], "Texts that end a response, which keeps them (one or a list).")
+    stop_token_ids: list[int] = setting([], "Tokens that end a response besides the model's own ends, and also with ignore_eos.", ge=0)
     ignore_eos: bool = setting(False, "Go on generating after the end-of-sequence token.")
     dtype: str = setting(
         "auto", "Dtype of generation; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16", "float16")

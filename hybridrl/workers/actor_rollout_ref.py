@@ -135,7 +135,17 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
-        common: dict[str, Any] = {"max_new_tokens": length, "seed": seed, "ignore_eos": rollout.ignore_eos}
+        common: dict[str, Any] = {
+            "max_new_tokens": length,
+            "seed": seed,
+            "repetition_penalty": rollout.repetition_penalty,
+            "presence_penalty": rollout.presence_penalty,
+            "frequency_penalty": rollout.frequency_penalty,
+            "min_tokens": rollout.min_tokens,
+            "stop": tuple(rollout.stop),
+            "stop_token_ids": tuple(rollout.stop_token_ids),
+            "ignore_eos": rollout.ignore_eos,
+        }
         if validate:
             val = rollout.val_kwargs
             return SamplingParams(
@@ -146,6 +156,7 @@ class ActorRolloutRefWorker(EngineWorker):
             temperature=rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
+            min_p=rollout.min_p,
             logprobs=rollout.calculate_log_probs,
             **common,
         )

@@ -18,7 +18,9 @@ from hybridrl.config.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout.fingerprint import WeightNames, WeightStream
+from hybridrl.workers.rollout.history import Ends
 from hybridrl.workers.rollout.sampler import SamplingParams, row_seeds, sequence_keys
+from hybridrl.workers.rollout.stop_strings import StopStrings, load_stop_strings
 
 VERSION_ON_DISK = 0  # what a rollout holds that read its weights from the model's directory
 
@@ -128,6 +130,7 @@ class VersionedRollout(ABC):
         self._awake = True
         self._version: int | None = None
         self._fingerprint: int | None = None
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
     @abstractmethod
     def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -138,7 +141,7 @@ class VersionedRollout(ABC):
         """Return the fingerprint of the tensors that the engine computes with."""
 
     @abstractmethod
-    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams) -> Generated:
+    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
         """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU; keys (S,) as `uniforms` wants them."""
 
     @abstractmethod
@@ -200,13 +203,26 @@ class VersionedRollout(ABC):
             generated = self.generate_tokens(_token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
         return with_responses(prompts, generated, sampling=sampling, version=version)
 
-    def generate_tokens(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams) -> Generated:
-        """Return `sampling.n` samples of each of B >= 1 token lists; `keys` (B * n,) as `uniforms` wants them. For what builds on it."""
+    def generate_tokens(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
+        """Return `sampling.n` samples of each of B >= 1 token lists; `keys` (B * n,) as `uniforms` wants them. For what builds on it.
+
+        num_done: how many of each list's last tokens belong to the response, as penalties, `min_tokens` and `stop` count.
+        """
         self._require_awake("generate")
         self.current_version()
-        generated = self._generate(prompts, keys, sampling)
+        generated = self._generate(prompts, keys, sampling, num_done=num_done)
         # Engines compute in inference mode; what they return must be a tensor like any other, that may be written to.
         return Generated(generated.tokens.clone(), generated.mask.clone(), generated.log_probs.clone())
+
+    def ends(self, sampling: SamplingParams) -> Ends:
+        """Return what ends a response."""
+        strings = None
+        if sampling.stop:
+            if sampling.stop not in self._stop_strings:
+                path, trust = self.setup.model_path, self.setup.trust_remote_code
+                self._stop_strings[sampling.stop] = load_stop_strings(sampling.stop, model_path=path, trust_remote_code=trust)
+            strings = self._stop_strings[sampling.stop]
+        return Ends((() if sampling.ignore_eos else self.setup.eos_token_ids) + sampling.stop_token_ids, strings)
 
     @property
     def _frees_memory(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from hybridrl.workers.rollout.base import Generated, RolloutSetup, VersionedRollout, load_hf_config, register_rollout
 from hybridrl.workers.rollout.fingerprint import WeightNames, fingerprint
+from hybridrl.workers.rollout.history import History
 from hybridrl.workers.rollout.sampler import SamplingParams, draw_tokens, uniforms
 
 # Finished rows are dropped when they are this share of the batch: rarer, and they are computed for nothing; more often, and the
@@ -37,7 +38,6 @@ class HFRollout(VersionedRollout):
     def __init__(self, setup: RolloutSetup):
         self._model = _build_model(setup)
         self._device = torch.device(setup.device)
-        self._stop_ids = torch.tensor(setup.eos_token_ids, dtype=torch.int64, device=self._device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
         super().__init__(setup, names=WeightNames.of(self._model))
         self._adopt_weights_on_disk()
@@ -61,12 +61,13 @@ class HFRollout(VersionedRollout):
         self._model.to(self._device)
 
     @torch.inference_mode()
-    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams) -> Generated:
+    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
+        history = History.start(prompts, sampling, self.ends(sampling), num_done=num_done, device=self._device)
         keys = keys.to(self._device)
         out = Generated.empty(len(keys), sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id, device=self._device)
         for rows in torch.arange(len(keys), device=self._device).split(self.setup.config.max_num_seqs):
             batch, logits = self._prefill(prompts, rows, keys[rows], sampling)
-            self._decode(batch, logits, sampling, out)
+            self._decode(batch, logits, sampling, out, history)
         return out.to("cpu")
 
     def _prefill(
@@ -93,17 +94,22 @@ class HFRollout(VersionedRollout):
         )
         return batch, logits[owners]
 
-    def _decode(self, batch: "_Decoding", logits: torch.Tensor, sampling: SamplingParams, out: Generated) -> None:
+    def _decode(self, batch: "_Decoding", logits: torch.Tensor, sampling: SamplingParams, out: Generated, history: History | None) -> None:
         """Draw tokens into `out` until every sequence has stopped or has max_new_tokens."""
+        stop_ids = torch.tensor(self.ends(sampling).ids, dtype=torch.int64, device=self._device)
         for step in range(sampling.max_new_tokens):
-            tokens, log_probs = draw_tokens(logits, uniforms(batch.keys, step), sampling)
+            steps = torch.full_like(batch.rows, step)
+            shaped = None if history is None else history.shape(logits, batch.rows, steps)
+            tokens, log_probs = draw_tokens(logits, uniforms(batch.keys, step), sampling, shaped=shaped)
             alive = ~batch.finished
             rows = batch.rows[alive]
             out.tokens[rows, step] = tokens[alive]
             out.log_probs[rows, step] = log_probs[alive]
             out.mask[rows, step] = 1
-            if not sampling.ignore_eos:
-                batch.finished |= (tokens[:, None] == self._stop_ids).any(-1)
+            batch.finished |= (tokens[:, None] == stop_ids).any(-1)
+            if history is not None:
+                history.record(rows, steps[alive], tokens[alive])
+                batch.finished |= history.ended(batch.rows, steps + 1)
             num_finished = int(batch.finished.sum())
             if num_finished == len(tokens) or step + 1 == sampling.max_new_tokens:
                 return

@@ -12,6 +12,7 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout.base import Generated, VersionedRollout, with_responses
+from hybridrl.workers.rollout.history import Ends
 from hybridrl.workers.rollout.sampler import SamplingParams, advance, sequence_keys
 
 NO_VERSION = -1  # of a token that was not generated
@@ -35,12 +36,13 @@ def go_on(rollout: VersionedRollout, batch: DataProto, sampling: SamplingParams)
     """
     version = rollout.current_version()
     columns, width = batch.batch, sampling.max_new_tokens
-    open_S = still_open(batch, rollout.setup.eos_token_ids, ignore_eos=sampling.ignore_eos)
+    open_S = still_open(batch, rollout.ends(sampling), min_tokens=sampling.min_tokens)
     more = Generated.empty(len(batch), width, pad_token_id=rollout.setup.pad_token_id)
     if open_S.any():
         keys = advance(sequence_keys(columns["seeds"][:: sampling.n], sampling.n), columns["responses"].shape[1])
         rows = zip(columns["input_ids"][open_S], columns["attention_mask"][open_S].bool(), strict=True)
-        piece = rollout.generate_tokens([ids[mask].tolist() for ids, mask in rows], keys[open_S], replace(sampling, n=1))
+        tokens = [ids[mask].tolist() for ids, mask in rows]
+        piece = rollout.generate_tokens(tokens, keys[open_S], replace(sampling, n=1), num_done=columns["responses"].shape[1])
         more.tokens[open_S], more.mask[open_S], more.log_probs[open_S] = piece.tokens, piece.mask, piece.log_probs
     so_far = columns["rollout_log_probs"] if sampling.logprobs else torch.zeros_like(columns["responses"], dtype=torch.float32)
     whole = Generated(
@@ -55,11 +57,14 @@ def go_on(rollout: VersionedRollout, batch: DataProto, sampling: SamplingParams)
     return result
 
 
-def still_open(batch: DataProto, eos_token_ids: tuple[int, ...], *, ignore_eos: bool) -> torch.Tensor:
+def still_open(batch: DataProto, ends: Ends, *, min_tokens: int = 0) -> torch.Tensor:
     """Return which rows (S,) bool used every token they were given and did not end."""
-    full = batch.batch["response_mask"][:, -1] == 1
-    ended = torch.isin(batch.batch["responses"][:, -1], torch.tensor(eos_token_ids, dtype=torch.int64))
-    return full if ignore_eos else full & ~ended
+    responses = batch.batch["responses"]
+    is_open = (batch.batch["response_mask"][:, -1] == 1) & ~torch.isin(responses[:, -1], torch.tensor(ends.ids, dtype=torch.int64))
+    if ends.strings is not None and responses.shape[1] > min_tokens:
+        tails = responses[:, -ends.strings.window :].tolist()
+        is_open &= ~torch.tensor([ends.strings.completed_by_last(tail) for tail in tails])
+    return is_open
 
 
 def _prompts_of(batch: DataProto) -> DataProto:

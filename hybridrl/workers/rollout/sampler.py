@@ -18,13 +18,24 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate. temperature, top_k and top_p do nothing when do_sample is false (greedy)."""
+    """How to generate. temperature, top_k, top_p and min_p do nothing when do_sample is false (greedy).
+
+    The names are vLLM's, and so is what they do. stop, stop_token_ids: a response ends with what completes one of these texts, or with
+    one of these tokens, and keeps it. min_tokens: so many come before any end.
+    """
 
     max_new_tokens: int
     n: int = 1
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     do_sample: bool = True
     seed: int = 0
     ignore_eos: bool = False
@@ -37,10 +48,20 @@ class SamplingParams:
             "temperature": (self.temperature > 0, "above 0; for greedy decoding set do_sample=False"),
             "top_k": (self.top_k >= -1, "-1 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]; 0 is off"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 is off"),
+            "min_tokens": (self.min_tokens >= 0, "0 (off) or more"),
+            "stop": (isinstance(self.stop, tuple) and all(self.stop), "a tuple of texts that are not empty"),
+            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids), "token ids, 0 or more"),
+            "ignore_eos": (not (self.ignore_eos and self.stop), "false where `stop` ends responses"),
         }
         for name, (holds, rule) in limits.items():
             if not holds:
                 raise ValueError(f"sampling {name}={getattr(self, name)!r}: it must be {rule}")
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
@@ -68,19 +89,29 @@ def uniforms(keys: torch.Tensor, steps: int | torch.Tensor) -> torch.Tensor:
     return _logical_shift(_mix(keys + counter * _GAMMA), 11).double() * 2.0**-53
 
 
-def draw_tokens(logits: torch.Tensor, uniform: torch.Tensor | None, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_tokens(
+    logits: torch.Tensor, uniform: torch.Tensor | None, sampling: SamplingParams, *, shaped: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the next tokens (S,) int64 and their log-probs (S,) float32.
 
-    logits: (S, V) of any float dtype. uniform: (S,) float64, from `uniforms`; not used when greedy.
-    The log-prob is that of softmax(logits / temperature), before top-k and top-p; for greedy that of softmax(logits).
+    logits: (S, V) of any float dtype. uniform: (S,) float64, from `uniforms`; not used when greedy. shaped: the logits to draw from, where
+    they are not the model's (`History.shape`).
+    The log-prob is the model's, as training computes it: that of softmax(logits / temperature), before penalties, min-p, top-k and
+    top-p; for greedy that of softmax(logits).
     """
     if not sampling.do_sample:
         log_probs = logits.float().log_softmax(-1)
-        tokens = logits.argmax(-1)
+        tokens = (logits if shaped is None else shaped).argmax(-1)
     else:
         log_probs = (logits.float() / sampling.temperature).log_softmax(-1)
-        tokens = _invert_cdf(_truncate(log_probs.exp(), sampling.top_k, sampling.top_p), uniform)
+        probs = log_probs.exp() if shaped is None else (shaped / sampling.temperature).softmax(-1)
+        tokens = _invert_cdf(_truncate(_likely(probs, sampling.min_p), sampling.top_k, sampling.top_p), uniform)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _likely(probs: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Return probs (S, V) with zeros where a token has less than the share min_p of the likeliest one's probability."""
+    return probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0) if min_p > 0 else probs
 
 
 def _truncate(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

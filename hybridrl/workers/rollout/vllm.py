@@ -18,6 +18,7 @@ import torch
 from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.base import Generated, RolloutSetup, VersionedRollout, load_hf_config, register_rollout
 from hybridrl.workers.rollout.fingerprint import WeightNames
+from hybridrl.workers.rollout.history import Ends
 from hybridrl.workers.rollout.sampler import SamplingParams
 
 # The adapter leans on vLLM's logits-processor and worker-extension interfaces, which change between minor versions.
@@ -37,19 +38,20 @@ class VLLMRollout(VersionedRollout):
 
     def __init__(self, setup: RolloutSetup):
         super().__init__(setup, names=_weight_names(setup))
-        with _process_left_alone():
+        self._failure: Exception | None = None
+        with process_left_alone():
             self._llm = _start_engine(setup)
             self._try_out()
         self._adopt_weights_on_disk()
 
     def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with _process_left_alone():
-            self._call("load_rollout_weights", weights)
+        with process_left_alone():
+            self.call_worker("load_rollout_weights", weights)
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vllm rollout: the prefix cache still holds keys and values of the old weights and cannot be reset")
 
     def _held_fingerprint(self) -> int:
-        return self._call("rollout_fingerprint", self.setup.dtype)
+        return self.call_worker("rollout_fingerprint", self.setup.dtype)
 
     def _release_memory(self) -> None:
         self._llm.sleep(level=1)  # level 2 would drop the weights, and a second generation without a push could not follow
@@ -57,25 +59,34 @@ class VLLMRollout(VersionedRollout):
     def _reclaim_memory(self) -> None:
         self._llm.wake_up()
 
-    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams) -> Generated:
+    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
+        ends = self.ends(sampling)
         requests = [{"prompt_token_ids": tokens} for tokens in prompts for _ in range(sampling.n)]
-        params = [self._engine_params(row, sampling) for row in range(len(keys))]
-        with _process_left_alone():
-            self._call("start_run", keys, sampling)
+        params = [self.engine_params(row, sampling, ends) for row in range(len(keys))]
+        if self._failure is not None:
+            raise RuntimeError(f"vllm rollout: its engine failed before, start a new one: {self._failure}") from self._failure
+        with process_left_alone():
+            self.call_worker("start_run", prompts, keys, sampling, ends, num_done)
             try:
                 outputs = self._llm.generate(requests, params, use_tqdm=False)
+            except Exception as error:
+                self._failure = error  # its scheduler still has the requests, and would run them in the next call
+                raise
             finally:
-                tokens, log_probs = self._call("finish_run")
-        return self._collect([output.outputs[0].token_ids for output in outputs], tokens, log_probs)
+                tokens, log_probs, limits = self.call_worker("finish_run")
+        returned = [output.outputs[0].token_ids for output in outputs]
+        if limits is not None:
+            returned = [sequence[:limit] for sequence, limit in zip(returned, limits.tolist(), strict=True)]
+        return self._collect(returned, tokens, log_probs)
 
-    def _engine_params(self, row: int, sampling: SamplingParams) -> Any:
+    def engine_params(self, row: int, sampling: SamplingParams, ends: Ends) -> Any:
         """Return vLLM's parameters of one sequence: greedy, because `RowSampler` leaves one token possible."""
         from vllm import SamplingParams as EngineParams
 
         return EngineParams(
             temperature=0.0,
             max_tokens=sampling.max_new_tokens,
-            stop_token_ids=[] if sampling.ignore_eos else list(self.setup.eos_token_ids),
+            stop_token_ids=list(ends.ids),
             ignore_eos=True,  # only the ids above stop, not what the model's directory says
             detokenize=False,
             extra_args={"row": row},
@@ -105,7 +116,12 @@ class VLLMRollout(VersionedRollout):
                 "Use rollout.name=hf, or another model (on CPU, vLLM's attention needs a head size of 32, 64, 80, 96, 112, 128 ...)"
             ) from error
 
-    def _call(self, method: str, *args: Any) -> Any:
+    @property
+    def engine(self) -> Any:
+        """vLLM's own engine, which takes single requests."""
+        return self._llm.llm_engine
+
+    def call_worker(self, method: str, *args: Any) -> Any:
         """Return the answer of the (only) worker's extension method."""
         return self._llm.collective_rpc(method, args=args)[0]
 
@@ -191,7 +207,7 @@ def _weight_names(setup: RolloutSetup) -> WeightNames:
 
 
 @contextmanager
-def _process_left_alone() -> Iterator[None]:
+def process_left_alone() -> Iterator[None]:
     """Undo what vLLM changes around itself.
 
     It seeds and draws from the global generators, switches grad mode, replaces `torch.set_num_threads`, and sets variables that
