@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.algos.rollout_correction import correction_stats, log_ratio
 from hybridrl.algos.value_losses import explained_variance
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
@@ -71,6 +72,8 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     """Return how far the trainer's probabilities of the sampled tokens are from the rollout's, over response tokens.
 
     The batch has `rollout_log_probs`, `old_log_probs` and `response_mask`. The correlation is nan when either side is constant.
+    `rollout_corr/kl` and `k3_kl` estimate KL(rollout | trainer); `eff_sample_size` is the share of tokens that would be left if their
+    importance weights, not truncated, were applied: 1 where both agree.
     """
     mask = batch.batch["response_mask"].bool()
     rollout, actor = batch.batch["rollout_log_probs"][mask].double(), batch.batch["old_log_probs"][mask].double()
@@ -82,7 +85,19 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
         "training/rollout_probs_diff_std": _or_nan(differences, torch.Tensor.std, least=2),
         "training/rollout_actor_probs_pearson_corr": torch.corrcoef(both)[0, 1].item() if mask.sum() > 1 else math.nan,
         "training/rollout_log_probs_diff_max": _or_nan((rollout - actor).abs(), torch.Tensor.max),
+        "training/rollout_log_probs_diff_mean": _or_nan((rollout - actor).abs(), torch.Tensor.mean),
+        **_divergence(actor, rollout),
     }
+
+
+def _divergence(actor: torch.Tensor, rollout: torch.Tensor) -> Metrics:
+    """Of log-probs (N,) float64 of the same tokens."""
+    if not len(actor):
+        return {f"rollout_corr/{name}": math.nan for name in ("kl", "k3_kl", "eff_sample_size")}
+    everywhere = torch.ones_like(actor)
+    ratio = log_ratio(actor, rollout, everywhere)
+    stats = correction_stats(ratio.exp(), ratio, everywhere)
+    return {f"rollout_corr/{name}": stats[name] for name in ("kl", "k3_kl")} | {"rollout_corr/eff_sample_size": stats["is_eff_sample_size"]}
 
 
 # -- time

@@ -126,12 +126,17 @@ def test_rollout_mismatch_looks_at_response_tokens_only():
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.1)
     assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.2 / math.sqrt(2))
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(math.log(2))
+    assert metrics["training/rollout_log_probs_diff_mean"] == pytest.approx(math.log(2) / 2)
     assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
+    # d = log(actor / rollout) = 0, log 2: weights 1 and 2, 3^2 / (2 * 5) of the sample; k3 = mean(0, 2 - log 2 - 1)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(2) / 2)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx((1 - math.log(2)) / 2)
+    assert metrics["rollout_corr/eff_sample_size"] == pytest.approx(0.9)
 
 
 def test_rollout_mismatch_of_nothing_is_nan():
     metrics = _mismatch([[0.5]], [[0.5]], [[0]])
-    assert len(metrics) == 5 and all(math.isnan(value) for value in metrics.values())
+    assert len(metrics) == 9 and all(math.isnan(value) for value in metrics.values())
 
 
 # -- time
