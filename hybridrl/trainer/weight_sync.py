@@ -97,6 +97,10 @@ def check_health(health: list, version: int, *, fingerprint: int | None = None) 
             f"rollout ranks {stale} hold version {[health[r].version for r in stale]} after a push of version {version}"
         )
     if len({h.fingerprint for h in health} | ({fingerprint} - {None})) > 1:
-        held = ", ".join(f"rank {rank}: {h.fingerprint:#x}" for rank, h in enumerate(health))
-        sent = "" if fingerprint is None else f"; {fingerprint:#x} was sent"
+        held = ", ".join(f"rank {rank}: {_hex(h.fingerprint)}" for rank, h in enumerate(health))
+        sent = "" if fingerprint is None else f"; {_hex(fingerprint)} was sent"
         raise StaleWeightsError(f"rollout ranks hold different weights after a push of version {version} ({held}{sent})")
+
+
+def _hex(fingerprint: int | None) -> str:
+    return "none" if fingerprint is None else f"{fingerprint:#x}"
