@@ -98,6 +98,7 @@ def start_ray(*, num_nodes: int = 1) -> None:
         return
     if num_nodes > 1:
         logger.warning("no `ray start` was run here and RAY_ADDRESS names no cluster: all %d machines of this job are this one", num_nodes)
+    logger.info("starting Ray on this machine")
     ray.init(
         address="local",
         num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),

@@ -3,8 +3,13 @@
 Parse, check, map roles to worker classes and pools, run. This file is the map; what it points to does the work.
 """
 
+import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
 
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
@@ -24,6 +29,7 @@ from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reward.load import load_reward_manager
 from hybridrl.workers.reward_model import RewardModelWorker
 
+logger = logging.getLogger("hybridrl.main_ppo")  # __name__ is __main__ when this is the program
 PROGRAM = "python -m hybridrl.main_ppo"
 Workers = dict[Role, type]
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
@@ -87,6 +93,7 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
     )
+    logger.info("loading %s into the workers", model.path)
     try:
         trainer.init_workers()
         trainer.fit()
@@ -129,4 +136,6 @@ def resource_pools(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,7 +1,12 @@
 """`python -m hybridrl.main_sft key=value ...`: supervised fine-tuning on conversations. Parse, check, run."""
 
+import logging
+import signal
 import sys
 from collections.abc import Sequence
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
 
 from hybridrl.config import SFTConfig, check_sft_config, load_config
 from hybridrl.config.plugs import load_plugs
@@ -15,6 +20,7 @@ from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.sft import SFTWorker
 
+logger = logging.getLogger("hybridrl.main_sft")  # __name__ is __main__ when this is the program
 PROGRAM = "python -m hybridrl.main_sft"
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
 
@@ -45,6 +51,7 @@ def run(config: SFTConfig) -> None:
     spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     manager = ResourcePoolManager(spec, {}, use_gpu=use_gpu, backend=config.trainer.backend)
     trainer = SFTTrainer(config, tokenizer, SFTWorker, manager, WORKER_GROUPS[config.trainer.backend])
+    logger.info("loading %s into the workers", config.model.path)
     try:
         trainer.init_workers()
         trainer.fit()
@@ -54,4 +61,6 @@ def run(config: SFTConfig) -> None:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -78,6 +78,22 @@ def test_the_traceback_of_a_run_is_kept_in_its_directory(tmp_path, capsys):
     assert "CheckpointError: global_step_4 is damaged" in (tmp_path / "error.log").read_text()
 
 
+@pytest.mark.parametrize("program", ["hybridrl.main_ppo", "hybridrl.main_sft"])
+def test_ctrl_c_while_libraries_are_imported_is_no_traceback(program):
+    process = subprocess.Popen(
+        [sys.executable, "-m", program],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+    )
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in said
+
+
 def start_ray_elsewhere(num_nodes, **environment):
     """Call `start_ray` in a process of its own, which prints the node's resources; return what it wrote and how long that took."""
     code = (
