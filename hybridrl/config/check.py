@@ -17,7 +17,7 @@ from hybridrl.config.names import unknown_name
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.config.sft import SFTConfig
 from hybridrl.config.trainer import TrainerConfig
-from hybridrl.config.workers import ActorConfig, FSDPConfig, MegatronConfig
+from hybridrl.config.workers import ActorConfig, FSDPConfig, MegatronConfig, ModelConfig
 
 Problems = Iterator[str]
 ENGINE_OF = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
@@ -148,6 +148,19 @@ def rollout(config: PPOConfig) -> Problems:
         )
     if chosen.val_kwargs.n > 1 and not chosen.val_kwargs.do_sample:
         yield f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are all alike; set {prefix}.val_kwargs.do_sample=true"
+
+
+def adapters(config: PPOConfig | SFTConfig) -> Problems:
+    """Settings of adapters are used, and the engine has them."""
+    key, model = ("actor_rollout_ref.model", config.actor_rollout_ref.model) if isinstance(config, PPOConfig) else ("model", config.model)
+    if isinstance(config, PPOConfig) and model.lora_rank and config.actor_rollout_ref.actor.strategy == "megatron":
+        yield f"{key}.lora_rank={model.lora_rank}: adapters are with actor_rollout_ref.actor.strategy=fsdp; use that, or {key}.lora_rank=0"
+    if model.lora_rank and not model.target_modules:
+        yield f"{key}.target_modules=[]: no layer would learn; use all-linear, or names such as [q_proj,v_proj]"
+    for name in ("lora_alpha", "target_modules"):
+        value = getattr(model, name)
+        if not model.lora_rank and value != getattr(ModelConfig(), name):
+            yield f"{key}.{name}={value}: has no effect without {key}.lora_rank"
 
 
 def weight_sync(config: PPOConfig) -> Problems:
@@ -363,6 +376,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     data_files,
     model_paths,
     engine,
+    adapters,
     rollout,
     weight_sync,
     mini_batches,
@@ -376,6 +390,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
 SFT_RULES: tuple[Callable[[SFTConfig], Problems], ...] = (
     data_files,
     sft_model_path,
+    adapters,
     sft_token_budget,
     world,
     validation,

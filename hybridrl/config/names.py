@@ -57,7 +57,6 @@ RENAMED = {
 
 _SHARDING = "parameters are sharded over all worker processes"
 _WHOLE = "a checkpoint always holds everything that resuming needs"
-_LORA = "adapters are not in this release, all parameters are trained"
 _ULYSSES = "sequence parallelism is not in this release"
 _PROFILER = "use py-spy or torch.profiler on a worker; timings of every stage are in the metrics"
 _FORWARD = "the critic's forward pass uses the same micro-batches as its update"
@@ -73,9 +72,6 @@ NOT_HERE = {
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _ULYSSES,
     "actor_rollout_ref.actor.use_torch_compile": "models run uncompiled",
     "actor_rollout_ref.hybrid_engine": "actor and rollout always share their workers",
-    "actor_rollout_ref.model.lora_alpha": _LORA,
-    "actor_rollout_ref.model.lora_rank": _LORA,
-    "actor_rollout_ref.model.target_modules": _LORA,
     "actor_rollout_ref.model.use_fused_kernels": "there are no fused kernels in this release",
     "actor_rollout_ref.model.use_liger": "there are no fused kernels in this release",
     "actor_rollout_ref.model.use_shm": "the model is read from its path",

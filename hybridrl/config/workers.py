@@ -23,6 +23,9 @@ class ModelConfig:
     override_config: dict = setting({}, "Values that replace entries of the model's own config.", free=True)
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     use_remove_padding: bool = setting(False, "Pack sequences end to end instead of sorting and padding them.")
+    lora_rank: int = setting(0, "Train adapters of this rank (LoRA), and nothing else; 0: none. Rollouts get merged weights.", ge=0)
+    lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
+    target_modules: list[str] = setting(["all-linear"], "Last names of the linear layers that get adapters, or all-linear.")
 
 
 @dataclass(frozen=True)

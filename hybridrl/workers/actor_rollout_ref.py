@@ -16,7 +16,7 @@ from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
 from hybridrl.workers.engine.base import MicroBatching
-from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
+from hybridrl.workers.engine_worker import EngineWorker, adapters_of, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import actor_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
@@ -71,6 +71,7 @@ class ActorRolloutRefWorker(EngineWorker):
             optim=actor.optim,
             total_steps=total_optimizer_steps,
             grad_clip=actor.grad_clip,
+            lora=adapters_of(policy),
         )
         self.actor = self._set_up(make_engine(actor.strategy, spec))
 

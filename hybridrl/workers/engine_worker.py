@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 
 from hybridrl.config.import_path import load_object
 from hybridrl.config.ppo import PPOConfig
-from hybridrl.config.workers import CriticFSDPConfig, MegatronConfig, OptimConfig
+from hybridrl.config.workers import CriticFSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, mini_batches
 from hybridrl.workers.process import sum_dicts_over_ranks, sum_over_ranks
@@ -40,6 +41,7 @@ def engine_config(
     optim: OptimConfig | None = None,
     total_steps: int = 0,
     grad_clip: float = 1.0,
+    lora: LoRA | None = None,
 ) -> EngineConfig:
     """Return the engine's settings for one model of a PPO job; what is not named here is as the actor's."""
     actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
@@ -61,7 +63,13 @@ def engine_config(
         grad_clip=grad_clip,
         seed=config.trainer.seed,
         megatron=actor.megatron,
+        lora=lora,
     )
+
+
+def adapters_of(model: ModelConfig) -> LoRA | None:
+    """Return the adapters that a model's settings ask for."""
+    return LoRA(model.lora_rank, model.lora_alpha, tuple(model.target_modules)) if model.lora_rank else None
 
 
 def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None) -> MicroBatching:

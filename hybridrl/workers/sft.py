@@ -5,7 +5,7 @@ from hybridrl.config.sft import SFTConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
 from hybridrl.workers.engine.base import EngineConfig, MicroBatching
-from hybridrl.workers.engine_worker import EngineWorker, make_engine, micro_batching, on_device
+from hybridrl.workers.engine_worker import EngineWorker, adapters_of, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
@@ -40,6 +40,7 @@ class SFTWorker(EngineWorker):
             total_steps=total_optimizer_steps,
             grad_clip=config.grad_clip,
             seed=config.trainer.seed,
+            lora=adapters_of(config.model),
         )
         self.model = self._set_up(make_engine("fsdp", spec))
 

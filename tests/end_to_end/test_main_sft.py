@@ -51,6 +51,13 @@ def exported(folder, step):
     return load_file(folder / f"run/global_step_{step}/huggingface/model.safetensors")
 
 
+def test_adapters_lower_the_loss_and_are_exported_merged(tmp_path, tiny_qwen2):
+    rows = run(tmp_path / "lora", tiny_qwen2, model__lora_rank=8, optim__lr=1e-2)
+    assert rows[-1]["train/loss"] < 0.95 * rows[0]["train/loss"]
+    started, ended = load_file(tiny_qwen2 / "model.safetensors"), exported(tmp_path / "lora", 6)
+    assert {name for name in started if not ended[name].equal(started[name])} == {n for n in started if n.endswith("proj.weight")}
+
+
 def test_the_loss_falls_and_a_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
     rows = run(tmp_path / "whole", tiny_qwen2)
     assert rows[-1]["train/loss"] < 0.9 * rows[0]["train/loss"] and rows[-1]["val/loss"] < rows[0]["train/loss"]

@@ -51,8 +51,9 @@ def test_a_run_is_the_same_whichever_way_the_weights_take(tmp_path, tiny_qwen2, 
     assert largest_difference(*held) <= (1e-5 if "trainer__n_gpus_per_node" in more else 0)
     if "trainer__eval_n_gpus" in more:
         assert any("val/version" in row for row in rows)
-    if transport == "disk":
-        assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_3"]
+    if transport == "disk":  # what was received and looked at is deleted; the last pushes of a run are not looked at
+        kept = {path.name for path in (tmp_path / "weights").iterdir()}
+        assert "version_3" in kept and "version_0" not in kept
 
 
 class OnceDeaf(ActorRolloutRefWorker):

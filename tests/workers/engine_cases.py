@@ -92,7 +92,7 @@ def train(engine: FSDPEngine, batch: DataProto, micro: MicroBatching, *, num_tok
 
 def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Whole gradients by name. Collective."""
-    return {name: p.grad.full_tensor().clone() for name, p in engine.model.named_parameters()}
+    return {name: p.grad.full_tensor().clone() for name, p in engine.model.named_parameters() if p.requires_grad}
 
 
 def whole_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:

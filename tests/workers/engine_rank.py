@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine.lora import LoRA
 from tests.workers.engine_cases import (
     WHOLE,
     gradients,
@@ -33,6 +34,12 @@ CASES = {
     "untied embeddings, packed, token budget": ("untied", {"packed": True}, MicroBatching(max_tokens=40), 10),
     "an empty rank": ("tied", {"reshard_after_forward": False}, MicroBatching(max_tokens=40), 24),
     "an empty rank, packed, recomputed": ("tied", {"packed": True, "gradient_checkpointing": True}, MicroBatching(max_rows=7), 24),
+    "adapters, packed, recomputed": (
+        "tied",
+        {"lora": LoRA(4, 8), "packed": True, "gradient_checkpointing": True},
+        MicroBatching(max_rows=5),
+        15,
+    ),
     "bfloat16": ("tied", {"dtype": "bfloat16"}, MicroBatching(max_rows=3), 17),
 }
 

@@ -14,6 +14,7 @@ import torch
 
 from hybridrl.config.workers import MegatronConfig, OptimConfig
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.lora import LoRA
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, torch.Tensor | float]]]
 """`loss_fn(outputs, rows) -> (loss, stats)`: outputs (b,R) with gradient and rows of one micro-batch, both on the engine's device.
@@ -35,7 +36,8 @@ class EngineConfig:
     temperature  log-probs and entropy are those of softmax(logits / temperature)
     optim        None makes an engine that only runs forward (reference policy, reward model)
     total_steps  optimizer steps of the whole run, for learning-rate schedules
-    seed         of a new value head, if the checkpoint has none; a score head has to be there
+    seed         of a new value head, if the checkpoint has none (a score head has to be there), and of new adapters
+    lora         train low-rank adapters and leave the model's own parameters as they are; None trains all of them
     megatron     how the Megatron engine is parallel; others do not read it
     """
 
@@ -55,6 +57,7 @@ class EngineConfig:
     total_steps: int = 0
     grad_clip: float = 1.0
     seed: int = 0
+    lora: LoRA | None = None
     megatron: MegatronConfig = MegatronConfig()
 
     @property

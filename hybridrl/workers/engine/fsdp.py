@@ -25,6 +25,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching, Place
 from hybridrl.workers.engine.fsdp_state import load_state, save_state
 from hybridrl.workers.engine.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
+from hybridrl.workers.engine.lora import add_adapters, merged_weights
 from hybridrl.workers.engine.model import (
     check_packable,
     decoder_blocks,
@@ -116,10 +117,7 @@ class FSDPEngine:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._bring_back(params=True)
-        saved = self.model.state_dict().keys()
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if name in saved:
-                yield name, _whole(tensor.detach())
+        yield from merged_weights(self.model, _whole)
 
     def save(self, directory: str) -> None:
         self._bring_back(params=True, optimizer=True)
@@ -200,9 +198,9 @@ def _sharded_model(config: EngineConfig, device: torch.device) -> nn.Module:
     settings = hf_config(config)
     dtype = config.compute_dtype if config.optim is None else torch.float32
     if dist.get_world_size() == 1:
-        return _shard(load_model(config, settings, dtype=dtype), config)
+        return _shard(_adapted(load_model(config, settings, dtype=dtype), config), config)
     whole = _load_on_rank_zero(config, settings, dtype=dtype)
-    model = _shard(empty_model(config, settings, dtype=dtype), config).to_empty(device=device)
+    model = _shard(_adapted(empty_model(config, settings, dtype=dtype), config), config).to_empty(device=device)
     state = {} if whole is None else whole.state_dict()
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     # Buffers that no checkpoint holds (rotary frequencies) are computed at construction, which the meta device skipped.
@@ -214,12 +212,18 @@ def _sharded_model(config: EngineConfig, device: torch.device) -> nn.Module:
     return model
 
 
+def _adapted(model: nn.Module, config: EngineConfig) -> nn.Module:
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed=config.seed)
+    return model
+
+
 def _load_on_rank_zero(config: EngineConfig, settings: Any, *, dtype: torch.dtype) -> nn.Module | None:
     """Return the whole model on rank 0 and None elsewhere. If rank 0 fails, every rank raises instead of waiting for it."""
     model, problem = None, None
     if dist.get_rank() == 0:
         try:
-            model = load_model(config, settings, dtype=dtype)
+            model = _adapted(load_model(config, settings, dtype=dtype), config)
         except Exception as error:  # whatever it is, it is raised below
             problem = error
     said = [problem and f"{type(problem).__name__}: {problem}"]
@@ -261,10 +265,11 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def _adamw(config: EngineConfig, model: nn.Module) -> torch.optim.AdamW | None:
-    """Return AdamW over all parameters; weight decay applies to every one, norms and biases too, as in verl."""
+    """Return AdamW over all parameters that are trained; weight decay applies to every one, norms and biases too, as in verl."""
     if config.optim is None:
         return None
-    return torch.optim.AdamW(model.parameters(), lr=config.optim.lr, **_hyperparameters(config.optim), fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=config.optim.lr, **_hyperparameters(config.optim), fused=True)
 
 
 def _hyperparameters(optim: OptimConfig) -> dict[str, Any]:

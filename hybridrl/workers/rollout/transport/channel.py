@@ -16,7 +16,6 @@ import torch.distributed as dist
 from hybridrl.errors import CallTimeout, StaleWeightsError
 from hybridrl.workers.rollout.transport.base import KEY
 
-
 # The sender knows who is missing: it gives up first, so that the receivers hear why instead of finding only that it is silent.
 GRACE_S = 3.0
 

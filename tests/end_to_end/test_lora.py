@@ -1,0 +1,61 @@
+"""Adapters in whole runs: they learn, rollouts and exports get them merged, and a resumed run goes on with them."""
+
+import pytest
+from safetensors.torch import load_file
+
+from hybridrl import main_ppo, main_sft
+from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+
+pytestmark = pytest.mark.timeout(300)
+LORA = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__lora_alpha": 8, "trainer__test_freq": -1}
+
+
+def test_a_run_with_adapters_learns_resumes_and_exports_a_plain_model(tmp_path, tiny_qwen2):
+    rows = train(tmp_path / "run", tiny_qwen2, trainer__total_training_steps=3, **LORA)
+    assert all(row["actor/grad_norm"] > 0 for row in rows if "actor/grad_norm" in row)
+    # What the rollout generates with is what the trainer computes with: the pushed weights have the adapters in them.
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows if "training/rollout_probs_diff_max" in row)
+
+    folder = tmp_path / "run/run"
+    again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / 'global_step_2'}"]
+    other = tmp_path / "again"
+    other.mkdir()
+    assert main_ppo.main([*settings(other, tiny_qwen2, trainer__total_training_steps=3, **LORA), *again]) == 0
+    held = [weights(where / "global_step_3", tmp_path / name) for where, name in ((folder, "a"), (other / "run", "b"))]
+    assert largest_difference(*held) == 0
+
+    started = load_file(tiny_qwen2 / "model.safetensors")
+    assert held[0].keys() == started.keys()
+    changed = {name for name in started if not held[0][name].equal(started[name])}
+    assert changed == {name for name in started if name.endswith("proj.weight")}
+
+
+def test_pushes_between_processes_carry_the_adapters(tmp_path, tiny_qwen2, ray_cluster):
+    steps = LORA | {"trainer__total_training_steps": 2, "trainer__save_freq": -1}
+    train(tmp_path / "local", tiny_qwen2, **steps)
+    pools = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 1}
+    train(tmp_path / "ray", tiny_qwen2, **steps | pools)
+    found, expected = ([row.get("actor/grad_norm") for row in metrics(tmp_path / where / "run")] for where in ("ray", "local"))
+    assert found == expected and any(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["actor_rollout_ref.model.lora_alpha=32"], "lora_alpha=32.0: has no effect without actor_rollout_ref.model.lora_rank"),
+        (["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[]"], "no layer would learn"),
+        (
+            ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[query]"],
+            "the model's linear layers are down_proj",
+        ),
+    ],
+    ids=str,
+)
+def test_adapters_that_cannot_be_are_refused(tmp_path, tiny_qwen2, capsys, words, message):
+    assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_supervised_fine_tuning_takes_them_and_knows_when_they_have_no_effect(tmp_path, tiny_qwen2, capsys):
+    assert main_sft.main([f"model.path={tiny_qwen2}", "model.lora_alpha=3"]) == 2
+    assert "model.lora_alpha=3.0: has no effect without model.lora_rank" in capsys.readouterr().err
