@@ -5,9 +5,10 @@ The driver asks before anything starts, as far as the model's config.json is at 
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.config.workers import MegatronConfig
+from hybridrl.config.workers import ActorConfig, ActorRolloutRefConfig, MegatronConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -59,7 +60,7 @@ def model_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterat
 
 
 def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterator[str]:
-    ep, experts = megatron.expert_model_parallel_size, model.get("num_experts") if model["model_type"] == "qwen3_moe" else None
+    ep, experts = megatron.expert_model_parallel_size, model.get("num_experts") or model.get("num_local_experts")
     if ep > 1 and experts is None:
         yield f"{key}.expert_model_parallel_size={ep}: the model ({model['model_type']}) has no experts; use 1"
     if experts is None:
@@ -69,6 +70,28 @@ def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iter
         yield f"{key}.tensor_model_parallel_size={tp}: a model with experts needs {key}.sequence_parallel=true with it"
     if experts % ep:
         yield f"{key}.expert_model_parallel_size={ep}: does not divide the model's num_experts={experts}; use a divisor of it"
+
+
+def data_parallel_size(actor: ActorConfig, *, world_size: int) -> int:
+    """Return how many parts a batch is cut into for engines of this many processes: one per process, or per model."""
+    if actor.strategy != "megatron":
+        return world_size
+    layout = actor.megatron
+    return world_size // (layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size)
+
+
+def in_one_process(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
+    """Return the settings with a layout of one process, which loads what any layout saved."""
+    one = replace(
+        policy.actor.megatron,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        sequence_parallel=False,
+    )
+    return replace(policy, actor=replace(policy.actor, megatron=one))
 
 
 def local_model_config(path: str | None) -> dict | None:

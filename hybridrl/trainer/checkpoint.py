@@ -23,13 +23,15 @@ from dataclasses import replace
 import yaml
 
 from hybridrl.config import PPOConfig, from_dict
+from hybridrl.config.megatron import in_one_process
 from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
 WORKING_DIRECTORY = "working_directory"
-ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")  # as torch.distributed.checkpoint names them
+ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pt)")
+"""What torch.distributed.checkpoint calls them; a Megatron rank may have nothing to add to the state, and has a file of its own besides."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
 
 
@@ -144,7 +146,7 @@ def settings_for_export(path: str) -> PPOConfig:
     policy = config.actor_rollout_ref
     from_run = os.path.join(read_trainer_state(path).get(WORKING_DIRECTORY, os.curdir), policy.model.path)
     model = replace(policy.model, path=from_run) if os.path.exists(from_run) else policy.model
-    return replace(config, trainer=replace(config.trainer, device="cpu"), actor_rollout_ref=replace(policy, model=model))
+    return replace(config, trainer=replace(config.trainer, device="cpu"), actor_rollout_ref=in_one_process(replace(policy, model=model)))
 
 
 def read_trainer_state(path: str) -> dict:

@@ -21,6 +21,8 @@ from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig, to_yaml
+from hybridrl.config.megatron import data_parallel_size
+from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, Task
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
@@ -220,7 +222,7 @@ class RayPPOTrainer:
         self.policy.rest()
         if self.config.trainer.balance_batch:
             lengths = ctx.batch.batch["attention_mask"].sum(-1).tolist()
-            ctx.metrics |= global_seqlen_metrics(lengths, balanced_partition(lengths, self.policy.actor.world_size))
+            ctx.metrics |= global_seqlen_metrics(lengths, balanced_partition(lengths, self._num_dp(self.policy.actor.world_size)))
 
     def _begin(self, batch: DataProto) -> None:
         step, epoch = batch.meta_info.pop("step"), batch.meta_info.pop("epoch")
@@ -279,7 +281,13 @@ class RayPPOTrainer:
         ctx.batch.union(self._on_ranks(ctx, critic.compute_values, critic.world_size))
 
     def _on_ranks(self, ctx: OnlineRLContext, method: Callable, num_ranks: int) -> DataProto:
-        return on_ranks(method, columns_of(ctx.batch, MODEL_INPUT), num_ranks=num_ranks, balance=self.config.trainer.balance_batch)
+        return on_ranks(
+            method, columns_of(ctx.batch, MODEL_INPUT), num_ranks=self._num_dp(num_ranks), balance=self.config.trainer.balance_batch
+        )
+
+    def _num_dp(self, num_ranks: int) -> int:
+        """How many parts a batch has for the engines of this many processes."""
+        return data_parallel_size(self.config.actor_rollout_ref.actor, world_size=num_ranks)
 
     def advantage(self, ctx: OnlineRLContext) -> None:
         """Token rewards (with the KL penalty, if configured), advantages and returns."""

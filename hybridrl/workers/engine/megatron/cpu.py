@@ -42,11 +42,17 @@ def let_cuda_mean_cpu() -> None:
     random = importlib.import_module(f"{PACKAGE}.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = _get_rng_state, _set_rng_state
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU's state changed: here that is the state
+    importlib.import_module(f"{PACKAGE}.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _as_counts
     real_type = torch.Tensor.type
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     torch.Tensor.type = lambda tensor, *args, **kwargs: (
         real_type(tensor, *args, **kwargs) if args or kwargs else real_type(tensor).replace("torch.", "torch.cuda.", 1)
     )
+
+
+def _as_counts(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Numbers of tokens for each expert, as a collective takes them: megatron-core leaves a CPU's tensor a tensor, which none takes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _View:

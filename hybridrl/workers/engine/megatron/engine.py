@@ -134,7 +134,8 @@ class MegatronEngine:
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self.config.grad_clip, norm)
+            for one in self._optimizer.chained_optimizers:  # experts have one of their own; the norm is everybody's
+                clip_grad_by_total_norm_fp32(one.get_parameters(), self.config.grad_clip, norm)
             self._optimizer.step_with_ready_grads()
         self._drop_gradients()
         self._step += 1

@@ -17,9 +17,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from hybridrl.workers.engine.packed_attention import Run
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # megatron-core 0.16 asks whether it is None, and binds it only with Transformer Engine
 
 
 @dataclass

@@ -1,0 +1,123 @@
+"""One training step of the Megatron engine under several layouts against FSDP's, on two processes: `python benchmarks/engine_megatron.py`.
+
+A step is forward_backward over the batch in micro-batches and an optimizer step. Shown are the median step, CPU-seconds of a step per
+process, and the largest memory that a process ever had (resident, Python and its libraries included); and the log-prob that the model
+gives to the responses after the last step, the same for everybody if all train alike. The contenders run one after the other.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.config.workers import MegatronConfig, OptimConfig
+from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import EngineConfig, MicroBatching
+from hybridrl.workers.engine_worker import make_engine
+
+RANKS = 2
+SIZES = {
+    "4M": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
+    "50M": {"vocab_size": 8192, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 10, "num_attention_heads": 10},
+}
+TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+LAYOUTS = {
+    "fsdp": None,
+    "megatron DP2": {},
+    "megatron TP2": TP,
+    "megatron TP2+SP": TP | {"sequence_parallel": True},
+    "megatron PP2": PP,
+    "megatron CP2": {"context_parallel_size": 2},
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    for name, default in {"rows": 32, "length": 64, "micro_rows": 8, "steps": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--child", nargs=4, metavar=("RANK", "FOLDER", "SIZE", "LAYOUT"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_batch(options: argparse.Namespace, vocab_size: int) -> DataProto:
+    draw, half = torch.Generator().manual_seed(0), options.length // 2
+    ids = torch.randint(3, vocab_size, (options.rows, options.length), generator=draw)
+    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": torch.ones_like(ids[:, half:])}
+    return DataProto.from_dict(tensors=columns)
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    rank, folder, size, layout = int(options.child[0]), Path(options.child[1]), *options.child[2:]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"{size} {layout}"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+    settings = EngineConfig(
+        kind="causal_lm", path=str(folder / size), optim=OptimConfig(lr=1e-4), megatron=MegatronConfig(**(LAYOUTS[layout] or {}))
+    )
+    engine = make_engine("fsdp" if LAYOUTS[layout] is None else "megatron", settings)
+    engine.setup()
+    batch, micro = make_batch(options, SIZES[size]["vocab_size"]), MicroBatching(max_rows=options.micro_rows)
+    mine = batch.select_idxs(list(range(engine.place.dp_rank, len(batch), engine.place.dp_size)))
+    num_tokens = float(batch.batch["response_mask"].sum())
+    seconds, cpu = [], []
+    for _ in range(options.steps + 1):  # the first makes buffers and optimizer state
+        wall, own = time.perf_counter(), time.process_time()
+        engine.forward_backward(mine, micro, lambda out, rows: (-out["log_probs"].sum() / num_tokens, {}), outputs=("log_probs",))
+        engine.optimizer_step()
+        seconds.append(time.perf_counter() - wall)
+        cpu.append(time.process_time() - own)
+    log_probs = engine.forward(mine, micro, outputs=("log_probs",))["log_probs"].sum() * engine.place.answers
+    numbers = torch.tensor([sum(cpu[1:]) / options.steps / RANKS, float(log_probs) / num_tokens])
+    dist.all_reduce(numbers)
+    peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024])
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        step = sorted(seconds[1:])[options.steps // 2]
+        print(f"{size:<6}{layout:<18}{step:>8.2f}{numbers[0]:>10.2f}{peak[0]:>9.0f}{numbers[1]:>12.5f}", flush=True)
+    dist.barrier()
+
+
+def save_model(folder: Path, size: str) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    settings = Qwen2Config(**SIZES[size], num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=512)
+    Qwen2ForCausalLM(settings).save_pretrained(folder / size)
+
+
+def main() -> None:
+    options = parse()
+    if options.child:
+        run_rank(options)
+        return
+    print(f"{RANKS} processes, a thread each; {options.rows} rows of {options.length} tokens in micro-batches of {options.micro_rows} rows")
+    print(f"{'model':<6}{'engine':<18}{'s/step':>8}{'CPU s':>10}{'peak MB':>9}{'log-prob':>12}", flush=True)
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("rows", "length", "micro_rows", "steps")]
+    with tempfile.TemporaryDirectory() as folder:
+        for size in options.sizes:
+            save_model(Path(folder), size)
+            for layout in options.layouts:
+                command = [sys.executable, "-W", "ignore", __file__, *arguments, "--child"]
+                children = [subprocess.Popen([*command, str(rank), folder, size, layout], env=quiet()) for rank in range(RANKS)]
+                if any([child.wait() for child in children]):
+                    sys.exit(f"{size} {layout} failed")
+
+
+def quiet() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+
+
+if __name__ == "__main__":
+    main()
