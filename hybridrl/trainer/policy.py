@@ -19,7 +19,8 @@ HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
 
 
 class PolicyGroups:
-    """groups: role name -> worker group, as `launch` returns them. sleep: free the rollout's device memory while training.
+    """groups: role name -> worker group, as `launch` returns them. sleep: free the rollout's device memory while training,
+    which is on the same device.
 
     weight_sync: the settings of pushes between processes. ahead: generation runs ahead of training.
     """
@@ -29,7 +30,7 @@ class PolicyGroups:
         self.actor = self.hybrid or groups.get(str(Role.Actor))
         self.rollout = self.hybrid or groups.get(str(Role.Rollout))
         self.ref = groups.get(str(Role.RefPolicy)) or groups.get(str(Role.ActorRolloutRef))
-        self.sleep = sleep and self.hybrid is not None
+        self.sleep = sleep
         self._asleep = False
         self._version: int | None = None  # of the weights that were pushed last
         if self.actor is None or self.rollout is None:

@@ -131,6 +131,7 @@ class RayPPOTrainer:
         classes = {str(role): RayClassWithInitArgs(cls, self.config, worker_role(role)) for role, cls in self.role_worker_mapping.items()}
         pool_of_role = {str(role): manager.mapping[role] for role in self.role_worker_mapping}
         trainer = self.config.trainer
+        manager.check_colocation(trainer.colocate)
         plan = plan_processes(self.job, pool_of_role, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
         try:
             self.groups = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)
@@ -142,7 +143,7 @@ class RayPPOTrainer:
             raise
         on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
         rollout = self.config.actor_rollout_ref.rollout
-        sleep = on_cuda and rollout.free_cache_engine
+        sleep = on_cuda and rollout.free_cache_engine and manager.on_one_pool(Role.Actor, Role.Rollout)
         self.policy = PolicyGroups(self.groups, sleep=sleep, weight_sync=rollout.weight_sync, ahead=trainer.lag > 0)
 
     def _total_optimizer_steps(self, role: str) -> int:

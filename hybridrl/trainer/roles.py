@@ -67,6 +67,19 @@ class ResourcePoolManager:
     def get_resource_pool(self, role: Role) -> ResourcePool:
         return self.resource_pool_dict[self.mapping[role]]
 
+    def on_one_pool(self, *roles: Role) -> bool:
+        """Return whether those of the roles that there are work on the same pool."""
+        return len({self.mapping[role] for role in roles if role in self.mapping}) <= 1
+
+    def check_colocation(self, colocate: str) -> None:
+        """Raise ConfigError for an actor and a rollout that would be two roles of one process, where a push would wait for itself."""
+        both = Role.Actor in self.mapping and Role.Rollout in self.mapping
+        if both and colocate == "process" and self.on_one_pool(Role.Actor, Role.Rollout):
+            raise ConfigError(
+                f"trainer.colocate={colocate}: Role.Actor and Role.Rollout are on the pool {self.mapping[Role.Actor]!r} and would share "
+                "a process; map Role.ActorRollout there, or give each a process of its own with trainer.colocate=device"
+            )
+
     def get_n_gpus(self) -> int:
         """Return the number of worker slots over all pools, whatever their device."""
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
