@@ -4,13 +4,12 @@ A rule is a generator of messages; each names key, value and the way out, and a 
 lists PPO_RULES and SFT_RULES are the tables. Names of registered plugs come in as arguments, because this package knows no plug.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from hybridrl.config.budgets import sft_token_budget, token_budgets
 from hybridrl.config.build import raise_for
 from hybridrl.config.megatron import layout_problems, local_model_config, model_problems
 from hybridrl.config.names import unknown_name
@@ -46,7 +45,7 @@ def check_config(
     problems += _policy_loss(config, known=known_losses, own_agg_modes=own_agg_modes)
     with_critic = config.algorithm.adv_estimator in critic_estimators if config.critic.enable is None else config.critic.enable
     problems += _critic_engine(config, used=with_critic)
-    problems += _token_budgets(config, with_critic=with_critic)
+    problems += token_budgets(config, with_critic=with_critic)
     raise_for(problems)
 
 
@@ -180,27 +179,6 @@ def weight_sync(config: PPOConfig) -> Problems:
         yield f"{key}.directory={chosen.directory}: has no effect without {key}.transport=disk"
 
 
-def _token_budgets(config: PPOConfig, *, with_critic: bool) -> Problems:
-    """A token budget, which is a hard cap, holds the longest sequence wherever micro-batches are cut by it."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref, generation = policy.actor, policy.ref, policy.rollout
-    with_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    log_probs = "log_prob_max_token_len_per_gpu"
-    # (key, whether there is such a role, whether it cuts by tokens, rows of its micro-batches, its budget)
-    roles = [
-        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", True, actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),
-        (f"actor_rollout_ref.rollout.{log_probs}", True, generation.log_prob_use_dynamic_bsz, generation.log_prob_micro_batch_size_per_gpu),
-        (f"actor_rollout_ref.ref.{log_probs}", with_ref, ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu),
-        ("critic.ppo_max_token_len_per_gpu", with_critic, critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu),
-        ("reward_model.forward_max_token_len_per_gpu", judge.enable, False, judge.micro_batch_size_per_gpu),
-    ]
-    for key, there, dynamic, rows in roles:
-        budget = _value(config, key)
-        if (dynamic or (there and rows is None)) and budget < longest:
-            yield f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens; raise it"
-
-
 def mini_batches(config: PPOConfig) -> Problems:
     """One optimizer step takes no more prompts than a step of training has."""
     prompts = config.data.train_batch_size + config.trainer.replay.groups
@@ -208,14 +186,6 @@ def mini_batches(config: PPOConfig) -> Problems:
     for key, size in sizes.items():
         if size is not None and size > prompts:
             yield f"{key}.ppo_mini_batch_size={size}: a step has only {prompts} prompts (data.train_batch_size); set {prompts} or less"
-
-
-def sft_token_budget(config: SFTConfig) -> Problems:
-    """The token budget holds the longest conversation."""
-    budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
-    by_tokens = config.data.use_dynamic_bsz or config.data.micro_batch_size_per_gpu is None
-    if by_tokens and budget < longest:
-        yield f"data.max_token_len_per_gpu={budget}: one conversation may have data.max_length = {longest} tokens; raise it"
 
 
 def reward(config: PPOConfig) -> Problems:
@@ -357,10 +327,6 @@ def _critic_engine(config: PPOConfig, *, used: bool) -> Problems:
     actor, critic = config.actor_rollout_ref.actor.strategy, config.critic.strategy
     if used and ENGINE_OF[actor] != ENGINE_OF[critic]:
         yield f"critic.strategy={critic}: must be the engine of actor_rollout_ref.actor.strategy={actor}"
-
-
-def _value(config: PPOConfig, key: str) -> Any:
-    return functools.reduce(getattr, key.split("."), config)
 
 
 def _missing(path: str) -> bool:
