@@ -35,7 +35,12 @@ def save_models(folder: Path, names: Sequence[str]) -> None:
     """Write the named models into directories of their names."""
     from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
-    qwen2 = {"qwen2": {}, "untied": {"tied": False}, "odd": {"vocab_size": VOCAB + 1}, "four layers": {"num_hidden_layers": 4}}
+    qwen2 = {
+        "qwen2": {},
+        "untied": {"tied": False, "pad_token_id": 3},
+        "odd": {"vocab_size": VOCAB + 1},
+        "four layers": {"num_hidden_layers": 4},
+    }
     others = {
         "llama": lambda: LlamaConfig(**SIZES),
         "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),

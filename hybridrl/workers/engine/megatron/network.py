@@ -40,6 +40,9 @@ class Network(GPTModel):
         )
         self.vocab, self.init_std = model.vocab_size, model.initializer_range
         self.wanted: torch.Tensor | None = None
+        self._padding_id = model.pad_token_id
+        if self.pre_process and self._padding_id is not None:
+            self.embedding.register_forward_hook(self._leave_padding_untrained, with_kwargs=True)
         if last and kind != "causal_lm":
             self.output_layer = NumberHead(config.hidden_size, bias=kind == "value")
         if last:
@@ -47,6 +50,13 @@ class Network(GPTModel):
             self._gather = config.sequence_parallel
             self.output_layer.sequence_parallel = False  # states are gathered here, before they are chosen
             self.output_layer.allreduce_dgrad = peers > 1
+
+    def _leave_padding_untrained(self, embedding: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+        """Give the padding token's input embedding no gradient, also where a text has that token: transformers' models do not."""
+        ids = kwargs["input_ids"].t()
+        if self.config.sequence_parallel:
+            ids = ids.chunk(self.config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+        return torch.where((ids == self._padding_id)[:, :, None], output.detach(), output)
 
     def _show_wanted(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         states = args[0]

@@ -26,6 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.megatron.network import Network
 
+# Given to megatron-core in copies: it puts process groups into them.
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # the only one that loads under another layout
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -37,7 +38,7 @@ METADATA = (".metadata", "metadata.json")
 def save_state(directory: str, *, chunks: list[Network], optimizer: MegatronOptimizer | None, step: int) -> None:
     """Write model, optimizer, step count and this rank's random state, fsynced. Collective."""
     state = _state(chunks, optimizer, is_loading=False) | {"step": step}
-    dist_checkpointing.save(state, directory, sharded_strategy=_InThisProcess("torch_dist", 1), content_metadata=FORMAT)
+    dist_checkpointing.save(state, directory, sharded_strategy=_InThisProcess("torch_dist", 1), content_metadata=dict(FORMAT))
     own = os.path.join(directory, _random_file())
     torch.save(_random_state(), own)
     shared = [os.path.join(directory, name) for name in ("common.pt", "metadata.json")] if dist.get_rank() == 0 else []
@@ -74,11 +75,11 @@ def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
 
 def _state(chunks: list[Network], optimizer: MegatronOptimizer | None, *, is_loading: bool) -> dict[str, Any]:
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-    model = {name: chunk.sharded_state_dict(metadata=FORMAT) for name, chunk in zip(names, chunks, strict=True)}
+    model = {name: chunk.sharded_state_dict(metadata=dict(FORMAT)) for name, chunk in zip(names, chunks, strict=True)}
     if optimizer is None:
         return model
     _prepare_torch_adam(optimizer)
-    return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=FORMAT)}
+    return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=dict(FORMAT))}
 
 
 class _InThisProcess(TorchDistSaveShardedStrategy):
