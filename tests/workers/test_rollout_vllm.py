@@ -25,6 +25,8 @@ from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, make_rollout
 from hybridrl.workers.rollout.partial import begin, go_on
+from hybridrl.workers.rollout.transport.base import Reused
+from hybridrl.workers.rollout.transport.buckets import Outgoing, fill_buckets, unpack
 
 pytestmark = [
     pytest.mark.vllm,
@@ -247,6 +249,17 @@ def test_health_reports_the_fingerprint_of_what_was_sent(started, rollout, hf):
     assert rollout.health().version == 8
     assert rollout.health().fingerprint == fingerprint(model.named_parameters(), torch.float32)
     hf.load_weights(1, plain_model(started.path).named_parameters())
+
+
+def test_weights_that_come_in_buckets_of_one_memory_are_held_as_they_were_sent(started, rollout):
+    """An engine that kept views of a bucket, or waited with copying (q, k and v become one matrix), would hold what came next."""
+    model, memory = changed(started.path, seed=8), Reused()
+    sent = Outgoing(model.named_parameters(), torch.float32)
+    named = (pair for bucket in fill_buckets(sent, num_bytes=20_000, buffer=memory) for pair in unpack(bucket))
+    rollout.load_weights(9, named, sent=lambda: sent.fingerprint)
+    batch = rollout.generate(prompts_of([20, 33]), SamplingParams(RESPONSE, n=2))
+    difference = (batch.batch["rollout_log_probs"] - forward_log_probs(model, batch, 1.0))[batch.batch["response_mask"].bool()]
+    assert difference.abs().max() < 1e-4 and rollout.health().version == 9
 
 
 def test_a_push_that_lacks_a_weight_is_stale_and_a_whole_one_cures_it(started, rollout):
