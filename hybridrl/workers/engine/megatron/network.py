@@ -56,7 +56,8 @@ class Network(GPTModel):
         ids = kwargs["input_ids"].t()
         if self.config.sequence_parallel:
             ids = ids.chunk(self.config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
-        return torch.where((ids == self._padding_id)[:, :, None], output.detach(), output)
+        # Contiguous, as it came: pipelines send nothing else, and the mask is the transpose of what lies in memory.
+        return torch.where((ids == self._padding_id)[:, :, None], output.detach(), output).contiguous()
 
     def _show_wanted(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         states = args[0]
