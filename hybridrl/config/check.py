@@ -124,9 +124,7 @@ def rollout(config: PPOConfig) -> Problems:
     """The generation engine can run as asked."""
     chosen = config.actor_rollout_ref.rollout
     prefix = "actor_rollout_ref.rollout"
-    if chosen.tensor_model_parallel_size > 1:
-        size = chosen.tensor_model_parallel_size
-        yield f"{prefix}.tensor_model_parallel_size={size}: generation over several devices is not in this release; use 1"
+    yield from _rollout_ranks(config)
     if chosen.mode == "async":
         yield f"{prefix}.mode=async: routing of single requests is not in this release; use sync"
     if chosen.name == "vllm" and find_spec("vllm") is None:
@@ -160,6 +158,29 @@ def adapters(config: PPOConfig | SFTConfig) -> Problems:
         value = getattr(model, name)
         if not model.lora_rank and value != getattr(ModelConfig(), name):
             yield f"{key}.{name}={value}: has no effect without {key}.lora_rank"
+
+
+def _rollout_ranks(config: PPOConfig) -> Problems:
+    """The ranks of a generating engine are on one machine, and there are whole engines."""
+    chosen, trainer = config.actor_rollout_ref.rollout, config.trainer
+    size, key = chosen.tensor_model_parallel_size, "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    if size == 1:
+        return
+    if chosen.name != "vllm":
+        yield f"{key}={size}: {chosen.name} generates on one device; use actor_rollout_ref.rollout.name=vllm, or 1"
+        return
+    if chosen.mode == "async":
+        yield f"{key}={size}: single requests go to one process each; use actor_rollout_ref.rollout.mode=sync, or 1"
+    pools = {"actor_rollout_ref.rollout.n_gpus_per_node" if chosen.n_gpus_per_node else "trainer.n_gpus_per_node"}
+    pools |= {"trainer.eval_n_gpus"} if trainer.eval_n_gpus else set()
+    sizes = {
+        "actor_rollout_ref.rollout.n_gpus_per_node": chosen.n_gpus_per_node,
+        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
+        "trainer.eval_n_gpus": trainer.eval_n_gpus,
+    }
+    for pool in sorted(pools):
+        if sizes[pool] % size:
+            yield f"{key}={size}: does not divide {pool}={sizes[pool]}, and an engine's ranks are on one machine; change either"
 
 
 def weight_sync(config: PPOConfig) -> Problems:

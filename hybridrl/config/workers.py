@@ -173,7 +173,7 @@ class RolloutConfig:
     max_num_batched_tokens: int = setting(8192, "Tokens of one vLLM engine step.", ge=1)
     gpu_memory_utilization: float = setting(0.5, "Share of device memory for vLLM (CUDA).", gt=0, le=1)
     kv_cache_memory_mb: int = setting(128, "Memory of vLLM's KV cache in MB (CPU).", gt=0)
-    tensor_model_parallel_size: int = setting(1, "Tensor-parallel ranks of the generation engine.", ge=1)
+    tensor_model_parallel_size: int = setting(1, "Worker processes that share one generation engine (vLLM, on one machine).", ge=1)
     enforce_eager: bool = setting(True, "Do not capture CUDA graphs.")
     free_cache_engine: bool = setting(True, "Free the KV cache and weights between generation phases (CUDA).")
     enable_chunked_prefill: bool = setting(True, "Mix prefill and decode in one vLLM step.")

@@ -14,7 +14,7 @@ from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, adapters_of, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
@@ -28,6 +28,8 @@ from hybridrl.workers.rollout.transport import Address, Outgoing, Receivers, Sen
 from hybridrl.workers.tokens import load_special_tokens
 
 PARTS = ("actor", "rollout", "ref")
+ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same prompts, and the first one's answer counts
+ROLLOUT_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH)
 
 
 class ActorRolloutRefWorker(EngineWorker):
@@ -84,6 +86,8 @@ class ActorRolloutRefWorker(EngineWorker):
         self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, spec))
 
     def _init_rollout(self) -> None:
+        num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self._register_dispatch_collect_info(ROLLOUT_MESH, self.rank // num_peers, self.rank % num_peers == 0)
         policy, data = self.config.actor_rollout_ref.model, self.config.data
         tokens = load_special_tokens(policy.path, trust_remote_code=policy.trust_remote_code)
         setup = RolloutSetup(
@@ -103,7 +107,7 @@ class ActorRolloutRefWorker(EngineWorker):
         timeout_s = self.config.actor_rollout_ref.rollout.weight_sync.timeout_s
         self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=timeout_s)
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(ROLLOUT_COMPUTE)
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:
         """Return responses to the prompts, `n` adjacent rows for each.
 
@@ -114,13 +118,13 @@ class ActorRolloutRefWorker(EngineWorker):
         self._require(weights_version)
         return self.rollout.generate(prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0)))
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(ROLLOUT_COMPUTE)
     def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
         """Return the first tokens of responses to the prompts, for `continue_sequences`; see `rollout/partial.py`."""
         self._require(weights_version)
         return partial.begin(self.rollout, prompts, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(ROLLOUT_COMPUTE)
     def continue_sequences(self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
         """Return the batch with more tokens for the responses that are still open, from the weights the rollout holds now."""
         self._require(weights_version)

@@ -17,6 +17,7 @@ NAMES = {
 
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
 LAYOUT = "actor_rollout_ref.actor.megatron"
+ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def check(tmp_path):
             "no effect with actor_rollout_ref.actor.strategy=me",
         ),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "has no effect with actor_rollout_ref.actor.strategy=fsdp"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "generation over several devices is not in this release; use 1"),
+        (f"{ROLLOUT_TP}=2", f"{ROLLOUT_TP}=2: hf generates on one device; use actor_rollout_ref.rollout.name=vllm"),
         ("actor_rollout_ref.rollout.mode=async", "use sync"),
         ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256: a step has only 16 prompts"),
         ("critic.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size=2048: a step has only 1024 prompts (data.train_batch_size); set"),
@@ -115,6 +116,15 @@ def test_what_cannot_be_right_is_refused_on_one_line_with_the_way_out(check, wor
     message = check(*words.split())
     assert says in message
     assert "\n" not in message
+
+
+def test_a_generating_engine_has_whole_groups_of_ranks_on_each_machine(check):
+    pool, tensor_parallel = "actor_rollout_ref.rollout.n_gpus_per_node", f"actor_rollout_ref.rollout.name=vllm {ROLLOUT_TP}=2"
+    assert f"{ROLLOUT_TP}=2: does not divide trainer.n_gpus_per_node=3" in check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3")
+    message = check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", f"{pool}=1", "trainer.eval_n_gpus=5")
+    assert f"does not divide {pool}=1" in message and "does not divide trainer.eval_n_gpus=5" in message
+    assert "does not divide trainer.n_gpus_per_node" not in message
+    assert ROLLOUT_TP not in check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", f"{pool}=4")
 
 
 @pytest.mark.parametrize(

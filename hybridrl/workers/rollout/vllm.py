@@ -157,10 +157,21 @@ def _start_engine(setup: RolloutSetup) -> Any:
         async_scheduling=False,  # RowSampler counts a request's tokens; they must be there before the next are drawn
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        distributed_executor_backend=_executor(config.tensor_model_parallel_size),
         worker_extension_cls="hybridrl.workers.rollout.vllm_extension.RolloutExtension",
         logits_processors=["hybridrl.workers.rollout.vllm_extension:RowSampler"],
         **_memory_options(setup, device),
     )
+
+
+def _executor(tensor_parallel_size: int) -> Any:
+    """Return what vLLM starts its worker with; None is its own choice, a worker in this process."""
+    if tensor_parallel_size == 1:
+        return None
+    from hybridrl.workers.rollout.vllm_parallel import InWorkerExecutor
+
+    return InWorkerExecutor
 
 
 def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:

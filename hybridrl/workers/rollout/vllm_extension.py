@@ -20,6 +20,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 from hybridrl.workers.rollout.fingerprint import fingerprint
 from hybridrl.workers.rollout.history import Ends, History
 from hybridrl.workers.rollout.sampler import SamplingParams, draw_tokens, uniforms
+from hybridrl.workers.rollout.vllm_parallel import own_shards, sum_over_group
 
 if current_platform.is_cpu():
     # On CPU vLLM packs every Linear into a closure and drops `layer.weight`: weights could then be neither replaced nor read back.
@@ -107,8 +108,11 @@ class RolloutExtension:
             self.model_runner.get_model().load_weights(weights)
 
     def rollout_fingerprint(self, dtype: torch.dtype) -> int:
-        """Return the fingerprint of the parameters that the model computes with."""
-        return fingerprint(self.model_runner.get_model().named_parameters(), dtype)
+        """Return the fingerprint of the parameters that the model computes with, over all ranks of its tensor-parallel group."""
+        model = self.model_runner.get_model()
+        if self.parallel_config.tensor_parallel_size == 1:
+            return fingerprint(model.named_parameters(), dtype)
+        return sum_over_group(fingerprint(own_shards(model), dtype))
 
     def start_run(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, ends: Ends, num_done: int) -> None:
         """Draw the tokens of the requests to come with these keys (S,) int64."""
