@@ -91,7 +91,9 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def save_model(folder: Path, size: str) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     settings = Qwen2Config(**SIZES[size], num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=512)
     Qwen2ForCausalLM(settings).save_pretrained(folder / size)

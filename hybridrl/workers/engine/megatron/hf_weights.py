@@ -111,15 +111,14 @@ def whole_tensors(
     for stage, entries in enumerate(tables):
         for name, shape, dtype in entries:
             tensor = of(mine[name]) if stage == parallel_state.get_pipeline_model_parallel_rank() else None
-            for full_name, recipe, whole in _gathered(name, tensor, shape, dtype, kind=kind, peers=peers, stage=stage, chunk=chunks[0]):
+            for recipe, whole in _gathered(name, tensor, shape, dtype, kind=kind, peers=peers, stage=stage, chunk=chunks[0]):
                 yield from zip(recipe.parts, _split(whole, recipe.kind, config, peers, chunks[0].vocab), strict=True)
-                del full_name
 
 
 def _gathered(
     name: str, tensor: torch.Tensor | None, shape: tuple, dtype: torch.dtype, *, kind: str, peers: int, stage: int, chunk: Network
-) -> Iterator[tuple[str, Recipe, torch.Tensor]]:
-    """Yield the whole Megatron tensor, or for an expert the tensor of every expert-parallel peer."""
+) -> Iterator[tuple[Recipe, torch.Tensor]]:
+    """Yield a whole Megatron tensor and its recipe; of an expert, those of all expert-parallel peers, which have others in its place."""
     device = next(chunk.parameters()).device
     recipe = recipe_of(name, kind)
     if recipe.cut is not None and peers > 1:
@@ -130,7 +129,7 @@ def _gathered(
     whole = _from_stage(whole, size, dtype, stage, device)
     experts = parallel_state.get_expert_model_parallel_group()
     if "local_experts" not in name or experts.size() == 1:
-        yield name, recipe, whole
+        yield recipe, whole
         return
     number = int(_EXPERT.search(name)[2])
     per_rank = chunk.config.num_moe_experts // experts.size()
@@ -138,7 +137,7 @@ def _gathered(
     dist.all_gather(everyone, whole.contiguous(), group=experts)
     for rank, other in enumerate(everyone):
         theirs = _EXPERT.sub(lambda found, n=rank * per_rank + number % per_rank: f"{found[1]}{n}", name)
-        yield theirs, recipe_of(theirs, kind), other
+        yield recipe_of(theirs, kind), other
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
