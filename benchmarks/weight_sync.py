@@ -1,0 +1,156 @@
+"""What a push of weights costs, each way: seconds, bytes, GB/s, and its share of a GRPO step.
+
+A push is all of it: cast, transport, loading into the rollout's engine (`hf`, float32), the fingerprints at both ends and their
+comparison. One actor process, one or more rollout processes on this machine. The ways take turns, so that a busy machine is busy for
+all of them; each turn opens its channel with one push and measures the next. A step is that of a short GRPO run of the smaller model
+(32 prompts, 8 samples each), its own push taken off and this one's median put on.
+
+    python benchmarks/weight_sync.py [--receivers 1] [--rounds 5] [--steps 3] [--bucket_mb 64]
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+import torch
+from step_time import prepare
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from hybridrl import main_ppo
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.trainer.report import merge_steps
+from hybridrl.trainer.tracking import read_metrics
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.engine.lora import LoRA, add_adapters
+
+TRANSPORTS = ("in_process", "object_store", "shared_memory", "broadcast", "disk")
+# Parameters in millions -> width, feed-forward width, layers. The vocabulary is the quick start's.
+SIZES = {"4M": (256, 688, 5), "50M": (640, 1720, 10)}
+SKIPPED_STEPS = 1
+RANK = 16
+
+
+def build_model(name: str, quickstart: Path, out: Path) -> Path:
+    """Write a Qwen2 of this size with random weights and the quick start's tokenizer."""
+    width, inner, layers = SIZES[name]
+    shutil.copytree(quickstart, out)
+    config = Qwen2Config.from_pretrained(quickstart)
+    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    for key, value in (shape | {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}).items():
+        setattr(config, key, value)
+    Qwen2ForCausalLM(config).save_pretrained(out)
+    return out
+
+
+def words(model: Path, folder: Path, **more: object) -> list[str]:
+    values = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": folder / "data/train.parquet",
+        "data.train_batch_size": 32,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 26,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.n": 8,
+        "trainer.num_threads": 1,
+        "trainer.resume_mode": "disable",
+    }
+    return [f"{key}={value}" for key, value in (values | more).items()]
+
+
+@contextlib.contextmanager
+def worker_groups(config: PPOConfig, *, receivers: int):
+    """Start a hybrid policy, an actor, and rollouts, by role, for the length of a block."""
+    groups, pools = {}, []
+    try:
+        for role, size in {"actor_rollout": 1, "actor": 1, "rollout": receivers}.items():
+            pools.append(RayResourcePool([size], use_gpu=False, name_prefix=f"bench-{role}"))
+            groups[role] = RayWorkerGroup(pools[-1], RayClassWithInitArgs(ActorRolloutRefWorker, config, role), role=role)
+            groups[role].init_model(1)
+        yield groups
+    finally:
+        for group in groups.values():
+            group.shutdown()
+        for pool in pools:
+            pool.release()
+
+
+def seconds_of_pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of one push per round, for each transport."""
+    took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+    settings = config.actor_rollout_ref.rollout.weight_sync
+    with worker_groups(config, receivers=receivers) as groups:
+        for number in range(rounds):
+            for transport in TRANSPORTS:
+                roles = ["actor_rollout"] if transport == "in_process" else ["actor", "rollout"]
+                policy = PolicyGroups({role: groups[role] for role in roles}, weight_sync=replace(settings, transport=transport))
+                policy.push_weights(2 * number)
+                began = time.perf_counter()
+                policy.push_weights(2 * number + 1)
+                took[transport].append(time.perf_counter() - began)
+    return took
+
+
+def step_without_push(model: Path, folder: Path, *, steps: int) -> float:
+    """Return the seconds of a GRPO step of this model, the push left out."""
+    out = folder / "run"
+    run = {"trainer.total_training_steps": steps + SKIPPED_STEPS, "trainer.logger": "[jsonl]", "trainer.default_local_dir": out}
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        if main_ppo.main(words(model, folder, **run)):
+            sys.exit("the run failed")
+    rows = merge_steps(read_metrics(out / "metrics.jsonl"))[SKIPPED_STEPS:]
+    return statistics.median(row["timing_s/step"] - row["timing_s/update_weights"] for row in rows)
+
+
+def megabytes(model: Path) -> tuple[float, float]:
+    """Return the size of the model's weights, and of adapters of rank RANK on all its linear layers, in MB of float32."""
+    with torch.device("meta"):
+        module = Qwen2ForCausalLM(Qwen2Config.from_pretrained(model))
+    whole = sum(p.numel() for p in module.parameters())
+    add_adapters(module, LoRA(RANK, RANK), seed=0)
+    return whole * 4e-6, sum(p.numel() for p in module.parameters() if p.requires_grad) * 4e-6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--receivers", type=int, default=1, help="rollout processes")
+    parser.add_argument("--rounds", type=int, default=5, help="measured pushes of each kind")
+    parser.add_argument("--steps", type=int, default=3, help="measured GRPO steps of the smaller model")
+    parser.add_argument("--bucket_mb", type=int, default=64, help="actor_rollout_ref.rollout.weight_sync.bucket_mb")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        ray.init(num_cpus=3 + arguments.receivers, include_dashboard=False, log_to_driver=False)
+        print(f"{arguments.receivers} receiver(s), buckets of {arguments.bucket_mb} MB, {arguments.rounds} pushes each")
+        print(f"{'model':>5} {'transport':>14} {'MB':>7} {'median s':>9} {'best s':>7} {'GB/s':>6} {'of a step':>10}", flush=True)
+        for number, size in enumerate(SIZES):
+            model = build_model(size, folder / "model", folder / size)
+            sync = {"transport": "disk", "directory": folder / "weights", "bucket_mb": arguments.bucket_mb}
+            given = {f"actor_rollout_ref.rollout.weight_sync.{key}": value for key, value in sync.items()}
+            config = load_config(PPOConfig, words(model, folder, **given), program="weight_sync", config_name="ppo_trainer")
+            rest = step_without_push(model, folder, steps=arguments.steps) if number == 0 else None
+            whole, adapters = megabytes(model)
+            for transport, took in seconds_of_pushes(config, receivers=arguments.receivers, rounds=arguments.rounds).items():
+                median = statistics.median(took)
+                share = "" if rest is None else f"{median / (rest + median):.1%}"
+                rate = whole / 1e3 / median
+                print(f"{size:>5} {transport:>14} {whole:7.1f} {median:9.3f} {min(took):7.3f} {rate:6.2f} {share:>10}", flush=True)
+            print(f"{size:>5} adapters of rank {RANK} on all linear layers are {adapters:.1f} MB; merged weights are pushed", flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
