@@ -25,6 +25,7 @@ from hybridrl.trainer.run import claim_directory, own_checkpoint, run_directory,
 from hybridrl.trainer.stages import uses_critic, uses_reference
 from hybridrl.trainer.tokenizer import load_tokenizer
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.agent_loop.generate import AgentLoopManager
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reward.load import load_reward_manager
 from hybridrl.workers.reward_model import RewardModelWorker
@@ -92,6 +93,7 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
         ray_worker_group_cls=WORKER_GROUPS[config.trainer.backend],
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
+        **({"agent_loops": AgentLoopManager(config, tokenizer)} if config.actor_rollout_ref.rollout.mode == "async" else {}),
     )
     logger.info("loading %s into the workers", model.path)
     try:

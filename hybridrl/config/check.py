@@ -16,7 +16,7 @@ from hybridrl.config.names import unknown_name
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.config.sft import SFTConfig
 from hybridrl.config.trainer import TrainerConfig
-from hybridrl.config.workers import ActorConfig, FSDPConfig, MegatronConfig, ModelConfig
+from hybridrl.config.workers import ActorConfig, FSDPConfig, MegatronConfig, ModelConfig, RolloutConfig
 
 Problems = Iterator[str]
 ENGINE_OF = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
@@ -125,8 +125,6 @@ def rollout(config: PPOConfig) -> Problems:
     chosen = config.actor_rollout_ref.rollout
     prefix = "actor_rollout_ref.rollout"
     yield from _rollout_ranks(config)
-    if chosen.mode == "async":
-        yield f"{prefix}.mode=async: routing of single requests is not in this release; use sync"
     if chosen.name == "vllm" and find_spec("vllm") is None:
         yield f"{prefix}.name=vllm: vLLM is not installed; in the checkout: pip install -e '.[vllm]' (CUDA), or use hf"
     for key, sampling in ((prefix, chosen), (f"{prefix}.val_kwargs", chosen.val_kwargs)):
@@ -158,6 +156,23 @@ def adapters(config: PPOConfig | SFTConfig) -> Problems:
         value = getattr(model, name)
         if not model.lora_rank and value != getattr(ModelConfig(), name):
             yield f"{key}.{name}={value}: has no effect without {key}.lora_rank"
+
+
+def agents(config: PPOConfig) -> Problems:
+    """Agent loops and tools are asked for where there are any, and their files are there."""
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    defaults, lag = RolloutConfig(), config.trainer.lag
+    given = {f"{key}.agent.{name}": value for name, value in vars(rollout.agent).items() if value != getattr(defaults.agent, name)}
+    given |= {f"{key}.multi_turn.{n}": value for n, value in vars(rollout.multi_turn).items() if value != getattr(defaults.multi_turn, n)}
+    if rollout.progress_timeout_s != defaults.progress_timeout_s:
+        given[f"{key}.progress_timeout_s"] = rollout.progress_timeout_s
+    if rollout.mode == "sync":
+        yield from (f"{name}={value}: has no effect without {key}.mode=async" for name, value in given.items())
+        return
+    if lag:
+        yield f"trainer.lag={lag}: single requests are not made ahead of training; use {key}.mode=sync, or trainer.lag=0"
+    if config.trainer.eval_n_gpus:
+        yield f"trainer.eval_n_gpus={config.trainer.eval_n_gpus}: an evaluator makes batched calls only; use 0, or {key}.mode=sync"
 
 
 def _rollout_ranks(config: PPOConfig) -> Problems:
@@ -365,6 +380,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     engine,
     adapters,
     rollout,
+    agents,
     weight_sync,
     mini_batches,
     reward,

@@ -148,9 +148,21 @@ class WeightSyncConfig:
 
 
 @dataclass(frozen=True)
+class AgentConfig:
+    default_agent_loop: str = setting("single_turn_agent", "How a response comes about (mode=async) unless a row's agent_name says.")
+    path: str | None = setting(None, "Python file or module that registers agent loops of your own (mode=async).")
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    function_tool_path: str | None = setting(None, "Python file; agents may call its functions marked @function_tool (mode=async).")
+    max_assistant_turns: int | None = setting(None, "Turns of the policy in one response; null: as many as fit (mode=async).", ge=1)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: str = setting("vllm", "Generation engine.", choices=("vllm", "hf"))
-    mode: str = setting("sync", "One batched call per step; async request routing is not in this release.", choices=("sync", "async"))
+    mode: str = setting("sync", "One batched call per step; async: requests through agent loops and a router.", choices=("sync", "async"))
     nnodes: int = setting(1, "Machines of the rollout's own pool, if it has one.", ge=1)
     n_gpus_per_node: int = setting(0, "Rollout processes per machine in a pool of their own; 0: in the trainer's processes.", ge=0)
     n: int = setting(1, "Samples per prompt.", ge=1)
@@ -180,6 +192,9 @@ class RolloutConfig:
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)
     log_prob_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    progress_timeout_s: float = setting(300.0, "Without an answer for so long a process counts as stuck (mode=async), in seconds.", gt=0)
+    agent: AgentConfig = section(AgentConfig, "Agent loops.")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Responses of several turns.")
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling in validation.")
     weight_sync: WeightSyncConfig = section(WeightSyncConfig, "How the trainer's weights get to the rollout.")
 

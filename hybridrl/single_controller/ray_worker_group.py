@@ -218,6 +218,13 @@ class RayWorkerGroup(WorkerGroup[W]):
         if self._watch is None:
             self._watch = AlivenessWatch(self.workers, self.processes.label, every_s=every_n_seconds, on_lost=on_lost)
 
+    def respawn(self, rank: int) -> None:
+        """Start a new process in place of one that died or hangs, on its slot; its workers are constructed and have done nothing yet.
+
+        For workers that do not talk to each other: the others know nothing of it.
+        """
+        self.processes.respawn(rank)
+
     def shutdown(self) -> None:
         """End the group's processes, whatever they are doing, and with them every role they hold."""
         if self._watch is not None:

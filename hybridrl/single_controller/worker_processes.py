@@ -4,8 +4,11 @@ Starting: one process per slot of the pool, rank 0 tells an address, then all ar
 Whatever goes wrong on the way, no process is left. Which roles they play is in the recipes; how roles are called, `ray_worker_group.py`.
 """
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
@@ -35,6 +38,8 @@ class WorkerProcesses:
     process_ids: list[int] = field(default_factory=list)
     master: tuple[str, int] = ("", 0)
     pool: RayResourcePool | None = None
+    places: list[WorkerPlace] = field(default_factory=list)
+    start_again: "StartAgain | None" = None
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -65,7 +70,9 @@ class WorkerProcesses:
             for name, slot in zip(names, pool.slots(), strict=True):
                 hosts.append(_start_host(name, slot, options))
             started = cls(label, hosts, names, {role: recipe.cls for role, recipe in recipes.items()}, pool=pool)
-            started._set_up(pool, recipes, {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **environment}, timeout_s=timeout_s)
+            environment = {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **environment}
+            started._set_up(pool, recipes, environment, timeout_s=timeout_s)
+            started.start_again = StartAgain(dict(recipes), options, environment)
             return started
         except BaseException:
             _kill(hosts)
@@ -80,9 +87,29 @@ class WorkerProcesses:
         [self.master] = gather([self.hosts[0].rendezvous.remote()], role=self.label, method="rendezvous", timeout_s=timeout_s)
         parcel = ray.put(cloudpickle.dumps(dict(recipes)))
         local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
-        places = [WorkerPlace(rank, len(self.hosts), *here, *self.master) for rank, here in enumerate(local)]
-        calls = [host.setup.remote(parcel, place, environment) for host, place in zip(self.hosts, places, strict=True)]
+        self.places = [WorkerPlace(rank, len(self.hosts), *here, *self.master) for rank, here in enumerate(local)]
+        calls = [host.setup.remote(parcel, place, environment) for host, place in zip(self.hosts, self.places, strict=True)]
         self.process_ids = gather(calls, role=self.label, method="setup", timeout_s=timeout_s)
+
+    def respawn(self, rank: int, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """End one process, whatever it is doing, and start a new one in its place, on the same slot and with the same workers.
+
+        It is called what the old one was called, with the number of its life behind a dot. Its peers are not told: this is for groups
+        whose processes do not talk to each other. Raises PlacementError for processes that another driver started.
+        """
+        if self.start_again is None or self.pool is None:
+            raise PlacementError(f"{self.names[rank]} was started by another driver, which alone can start it again")
+        again = self.start_again
+        _end_for_certain(self.hosts[rank], self.process_ids[rank], self.pool.slots()[rank], timeout_s=timeout_s)
+        again.lives[rank] = again.lives.get(rank, 1) + 1
+        stem = self.names[rank].split(f"/{self.label}-")[0]
+        self.names[rank] = f"{stem}/{self.label}-{rank}.{again.lives[rank]}"
+        host = self.hosts[rank] = _start_host(self.names[rank], self.pool.slots()[rank], again.options)
+        self.addresses[host._actor_id.hex()] = (self.label, rank)
+        introduce(self.addresses)
+        parcel = cloudpickle.dumps(again.recipes)
+        call = host.setup.remote(parcel, self.places[rank], again.environment)
+        [self.process_ids[rank]] = gather([call], [rank], role=self.label, method="setup", timeout_s=timeout_s)
 
     @classmethod
     def attach(cls, hosts: Sequence, names: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> Self:
@@ -104,6 +131,16 @@ class WorkerProcesses:
         self.hosts.clear()
         if self.pool is not None:
             self.pool.give_back(self.names[0].rpartition("-")[0])
+
+
+@dataclass
+class StartAgain:
+    """How the processes were started, and how often each was."""
+
+    recipes: dict[str, ClassWithInitArgs]
+    options: dict[str, Any]
+    environment: dict[str, str]
+    lives: dict[int, int] = field(default_factory=dict)
 
 
 def named_host(name: str):
@@ -150,6 +187,32 @@ def _start_host(name: str, slot: Slot, options: Mapping[str, Any]):
             f"a worker process called {name!r} is running on this cluster already; attach to it with RayWorkerGroup.from_detached, "
             "end it, or choose another name_prefix"
         ) from None
+
+
+def _end_for_certain(host, process_id: int, slot: Slot, *, timeout_s: float) -> None:
+    """End a process also if it is frozen: Ray asks a process to end itself, and a frozen one does not hear."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    _kill([host])
+    node = placement_group_table(slot.group)["bundles_to_node_id"][slot.bundle]
+    if node == ray.get_runtime_context().get_node_id():
+        _kill_process(process_id)
+        return
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    kill = ray.remote(num_cpus=0)(_kill_process).options(scheduling_strategy=there)
+    gather([kill.remote(process_id)], role="worker", method="kill", timeout_s=timeout_s)
+
+
+def _kill_process(process_id: int) -> None:
+    """Kill a process of a worker host on this node; one that is gone, or another program's by now, is left alone."""
+    command = Path(f"/proc/{process_id}/cmdline")
+    try:
+        if b"WorkerHost" in command.read_bytes():
+            os.kill(process_id, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
 
 
 def _kill(hosts: Sequence) -> None:

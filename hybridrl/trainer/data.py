@@ -68,6 +68,7 @@ class RLHFDataset:
             "extra_info": extra_info,
             "index": row if extra_info.get("index") is None else extra_info["index"],
             "uid": str(row),
+            **({"agent_name": columns["agent_name"]} if "agent_name" in columns else {}),
         }
 
     def _refuse_images(self) -> None:

@@ -23,14 +23,24 @@ class PolicyGroups:
     which is on the same device.
 
     weight_sync: the settings of pushes between processes. ahead: generation runs ahead of training.
+    agent_loops: who makes responses, where they are not made by one batched call (`AgentLoopManager`).
     """
 
-    def __init__(self, groups: Mapping[str, Any], *, sleep: bool = False, weight_sync: WeightSyncConfig | None = None, ahead: bool = False):
+    def __init__(
+        self,
+        groups: Mapping[str, Any],
+        *,
+        sleep: bool = False,
+        weight_sync: WeightSyncConfig | None = None,
+        ahead: bool = False,
+        agent_loops: Any = None,
+    ):
         self.hybrid = next((groups[str(role)] for role in HYBRID if str(role) in groups), None)
         self.actor = self.hybrid or groups.get(str(Role.Actor))
         self.rollout = self.hybrid or groups.get(str(Role.Rollout))
         self.ref = groups.get(str(Role.RefPolicy)) or groups.get(str(Role.ActorRolloutRef))
         self.sleep = sleep
+        self.agent_loops = agent_loops
         self._asleep = False
         self._version: int | None = None  # of the weights that were pushed last
         if self.actor is None or self.rollout is None:
@@ -41,11 +51,15 @@ class PolicyGroups:
     def generate(self, prompts: DataProto) -> DataProto:
         """Return responses; see `ActorRolloutRefWorker.generate_sequences`."""
         self._wake_up()
+        if self.agent_loops is not None:
+            return self._by_agents(prompts)
         return self.rollout.generate_sequences(prompts, weights_version=self._version)
 
     def generate_later(self, prompts: DataProto) -> DataProtoFuture:
         """Have responses made, after whatever the rollout was told before."""
         self._wake_up()
+        if self.agent_loops is not None:
+            return DataProtoFuture.concat([self._by_agents(prompts)])
         return self.rollout.generate_sequences.later(prompts, weights_version=self._version)
 
     def begin_later(self, prompts: DataProto, max_new_tokens: int) -> DataProtoFuture:
@@ -55,6 +69,15 @@ class PolicyGroups:
     def continue_later(self, begun: DataProtoFuture, max_new_tokens: int) -> DataProtoFuture:
         """Have more tokens made for responses that are open, by the weights the rollout has then."""
         return self.rollout.continue_sequences.later(begun, max_new_tokens, weights_version=self._version)
+
+    def _by_agents(self, prompts: DataProto) -> DataProto:
+        """Have agent loops make responses with single requests to the rollout's processes, each of which may be lost meanwhile."""
+        return self.agent_loops.generate(prompts, self.rollout, version=self._version, refill=None if self.hybrid else self._refill)
+
+    def _refill(self, rank: int) -> None:
+        """Give a rollout process that was started anew the weights that the others have; the actor still has them, too."""
+        self.rollout.execute_rank(rank, "receive_weights", self._version, self.actor.store_weights.later()[0])
+        self._sync.reopen()
 
     def rest(self) -> None:
         """Give the rollout's device memory to training until it generates or receives weights again."""

@@ -68,7 +68,8 @@ class RayPPOTrainer:
 
     config: the job's settings. role_worker_mapping: `Role` -> worker class. resource_pool_manager: which role works where.
     ray_worker_group_cls: `RayWorkerGroup`, or `LocalWorkerGroup` for one process without Ray. reward_fn, val_reward_fn: called with
-    a batch, return a `RewardOutput` (see `workers/reward`). Datasets and sampler default to what `config.data` names.
+    a batch, return a `RewardOutput` (see `workers/reward`). agent_loops: an `AgentLoopManager`, with
+    rollout.mode=async. Datasets and sampler default to what `config.data` names.
     """
 
     def __init__(
@@ -85,11 +86,16 @@ class RayPPOTrainer:
         val_dataset: Any = None,
         collate_fn: Callable = collate_fn,
         train_sampler: Any = None,
+        agent_loops: Any = None,
     ):
         self.config, self.tokenizer = config, tokenizer
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
+        self.agent_loops = agent_loops
+        if (agent_loops is None) != (config.actor_rollout_ref.rollout.mode == "sync"):
+            mode = config.actor_rollout_ref.rollout.mode
+            raise ConfigError(f"actor_rollout_ref.rollout.mode={mode}: agent_loops=AgentLoopManager(...) belongs to async, and only to it")
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
         self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
         self.middleware = load_middleware(config.trainer.middleware)
@@ -144,7 +150,9 @@ class RayPPOTrainer:
         on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
         rollout = self.config.actor_rollout_ref.rollout
         sleep = on_cuda and rollout.free_cache_engine and manager.on_one_pool(Role.Actor, Role.Rollout)
-        self.policy = PolicyGroups(self.groups, sleep=sleep, weight_sync=rollout.weight_sync, ahead=trainer.lag > 0)
+        self.policy = PolicyGroups(
+            self.groups, sleep=sleep, weight_sync=rollout.weight_sync, ahead=trainer.lag > 0, agent_loops=self.agent_loops
+        )
 
     def _total_optimizer_steps(self, role: str) -> int:
         waits = 0 if role == str(Role.Critic) else self.config.trainer.critic_warmup
@@ -220,6 +228,8 @@ class RayPPOTrainer:
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": taken.epoch}
         if self.pipeline.lag:
             ctx.metrics |= staleness_metrics(ctx.batch, version=self.global_steps - 1)
+        if self.agent_loops is not None:
+            ctx.metrics |= self.agent_loops.metrics
         self.policy.rest()
         if self.config.trainer.balance_batch:
             lengths = ctx.batch.batch["attention_mask"].sum(-1).tolist()
@@ -227,16 +237,23 @@ class RayPPOTrainer:
 
     def _begin(self, batch: DataProto) -> None:
         step, epoch = batch.meta_info.pop("step"), batch.meta_info.pop("epoch")
-        prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
+        prompts = self._pop_prompts(batch)
         prompts.meta_info = {"seed": call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step), "validate": False}
         self.pipeline.begin(prompts, batch, step=step, epoch=epoch)
+
+    def _pop_prompts(self, batch: DataProto) -> DataProto:
+        """Take what generation needs out of the batch: tokens, and for agent loops also a look at the rows' other columns."""
+        prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
+        if self.agent_loops is not None:
+            prompts.non_tensor_batch = dict(batch.non_tensor_batch)
+        return prompts
 
     def respond(self, batch: DataProto, *, n: int, seed: int, generate: Callable[[DataProto], DataProto] | None = None) -> DataProto:
         """Return the batch with every prompt repeated `n` times and responses added, sampled as validation does.
 
         generate: who responds; by default the rollout, with the newest weights.
         """
-        prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
+        prompts = self._pop_prompts(batch)
         prompts.meta_info = {"seed": seed, "validate": True}
         return join_responses(batch, (generate or self.policy.generate)(prompts), n=n)
 

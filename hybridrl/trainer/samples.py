@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hybridrl.protocol import DataProto
 
@@ -21,10 +22,11 @@ Example = Mapping[str, Any]  # step, data_source, question, response, ground_tru
 
 def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list]) -> Iterator[dict[str, Any]]:
     """Yield one record per row of a scored batch."""
-    prompts = tokenizer.batch_decode(
-        _ids(batch, "prompts", "attention_mask", width=batch.batch["prompts"].size(1)), skip_special_tokens=True
-    )
-    responses = tokenizer.batch_decode(_ids(batch, "responses", "response_mask"), skip_special_tokens=True)
+    width = batch.batch["prompts"].size(1)
+    is_there = batch.batch["attention_mask"].bool()
+    prompts = tokenizer.batch_decode(_ids(batch.batch["prompts"], is_there[:, :width]), skip_special_tokens=True)
+    # Also what a tool said in the middle of a response, where response_mask is 0.
+    responses = tokenizer.batch_decode(_ids(batch.batch["responses"], is_there[:, width:]), skip_special_tokens=True)
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     truths = [
         r.get("ground_truth") if isinstance(r, dict) else None for r in batch.non_tensor_batch.get("reward_model", [None] * len(batch))
@@ -35,9 +37,8 @@ def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list
         }
 
 
-def _ids(batch: DataProto, column: str, mask: str, width: int | None = None) -> list[list[int]]:
-    ids, keep = batch.batch[column], batch.batch[mask][:, :width].bool()
-    return [row[k].tolist() for row, k in zip(ids, keep, strict=True)]
+def _ids(tokens: torch.Tensor, is_there: torch.Tensor) -> list[list[int]]:
+    return [row[keep].tolist() for row, keep in zip(tokens, is_there, strict=True)]
 
 
 def write_samples(path: str, rows: Iterable[dict[str, Any]]) -> None:

@@ -30,6 +30,10 @@ class WeightSync:
         health = self._rollout.receive_weights.later(version, None if self._transport in LIVE else sent[0])
         return Push(self._rollout, health, version, sent=sent, after=self._after)
 
+    def reopen(self) -> None:
+        """Open a new channel before the next push: a process at its other end was replaced."""
+        self._transport = None
+
     def _open(self) -> str:
         transport = self._settings.transport
         if transport in ("auto", "in_process"):

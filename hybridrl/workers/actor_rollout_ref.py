@@ -24,6 +24,8 @@ from hybridrl.workers.process import enter_process
 from hybridrl.workers.rollout import partial
 from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_rollout, weights_dtype
 from hybridrl.workers.rollout.sampler import SamplingParams
+from hybridrl.workers.rollout.sampling import sampling_of
+from hybridrl.workers.rollout.serving import Request, TokenOutput, make_server
 from hybridrl.workers.rollout.transport import Address, Outgoing, Receivers, Sender, Sent, make_sender
 from hybridrl.workers.tokens import load_special_tokens
 
@@ -51,7 +53,9 @@ class ActorRolloutRefWorker(EngineWorker):
         """Load the parts of this role onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
         load_plugs(self.config)
         get_policy_loss(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)  # refused here, not after the first generation
-        self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
+        trainer, num_peers = self.config.trainer, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        alone = self.parts == ["rollout"] and num_peers == 1
+        self.device = enter_process(device=trainer.device, num_threads=trainer.num_threads, alone=alone)
         if "actor" in self.parts:
             self._init_actor(total_optimizer_steps)
         if "ref" in self.parts:
@@ -105,6 +109,7 @@ class ActorRolloutRefWorker(EngineWorker):
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
         timeout_s = self.config.actor_rollout_ref.rollout.weight_sync.timeout_s
+        self._server = make_server(self.rollout)
         self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=timeout_s)
 
     @register(ROLLOUT_COMPUTE)
@@ -130,6 +135,15 @@ class ActorRolloutRefWorker(EngineWorker):
         self._require(weights_version)
         return partial.go_on(self.rollout, batch, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
 
+    @register(Dispatch.ALL_TO_ALL)
+    def serve(self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None) -> list[TokenOutput]:
+        """Take up requests, end those named in `aborted`, work for about `slice_s` seconds, and return what ended; see `serving.Server`.
+
+        Called by `Router` for one replica at a time, again and again while anything is open there.
+        """
+        self._require(weights_version)
+        return self._server.serve(requests, aborted, slice_s=slice_s)
+
     def _require(self, weights_version: int | None) -> None:
         """Raise StaleWeightsError unless the rollout holds this version; None is any that was pushed whole."""
         if weights_version is not None and (held := self.rollout.current_version()) != weights_version:
@@ -139,32 +153,7 @@ class ActorRolloutRefWorker(EngineWorker):
             )
 
     def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
-        rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
-        common: dict[str, Any] = {
-            "max_new_tokens": length,
-            "seed": seed,
-            "repetition_penalty": rollout.repetition_penalty,
-            "presence_penalty": rollout.presence_penalty,
-            "frequency_penalty": rollout.frequency_penalty,
-            "min_tokens": rollout.min_tokens,
-            "stop": tuple(rollout.stop),
-            "stop_token_ids": tuple(rollout.stop_token_ids),
-            "ignore_eos": rollout.ignore_eos,
-        }
-        if validate:
-            val = rollout.val_kwargs
-            return SamplingParams(
-                n=val.n, do_sample=val.do_sample, temperature=val.temperature, top_k=val.top_k, top_p=val.top_p, logprobs=False, **common
-            )
-        return SamplingParams(
-            n=rollout.n,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            logprobs=rollout.calculate_log_probs,
-            **common,
-        )
+        return sampling_of(self.config, validate=validate, seed=seed)
 
     @register(ENGINE_COMPUTE)
     def compute_log_prob(self, data: DataProto) -> DataProto:

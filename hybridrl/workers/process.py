@@ -13,18 +13,19 @@ from hybridrl.errors import ConfigError
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def enter_process(*, device: str, num_threads: int | None) -> str:
+def enter_process(*, device: str, num_threads: int | None, alone: bool = False) -> str:
     """Prepare this process and return its device, "cpu" or "cuda".
 
     device: "auto" takes CUDA where this process sees one. num_threads: CPU threads for torch; None shares the machine's cores
-    among its workers. Calling it again (a second role in the same process) changes nothing.
+    among its workers. alone: it talks to no other rank of its group, so that it may end and start again without them. Calling it again
+    (a second role in the same process) changes nothing.
     """
     device = resolve_device(device)
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
-        join_process_group(device)
+        join_process_group(device, alone=alone)
     return device
 
 
@@ -36,9 +37,9 @@ def resolve_device(device: str) -> str:
     return "cuda" if available and device != "cpu" else "cpu"
 
 
-def join_process_group(device: str) -> None:
-    """Join the process group that the environment describes; a world of one needs no network."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def join_process_group(device: str, *, alone: bool = False) -> None:
+    """Join the process group that the environment describes, or be one of its own; a world of one needs no network."""
+    rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else None
     init_method = "env://" if store is None else None

@@ -1,0 +1,88 @@
+"""`rollout.mode=async`: the same training as `sync` where a response is one turn, and responses of several turns with tools."""
+
+import json
+
+import pytest
+import torch
+
+from tests.end_to_end.runs import largest_difference, metrics, train, weights
+
+pytestmark = pytest.mark.timeout(300)
+
+AGENTS = '''
+from hybridrl.workers.agent_loop import AgentLoop, register_agent_loop
+
+
+@register_agent_loop("echo")
+class Echo(AgentLoop):
+    """Says what it was told in the middle of its response."""
+
+    async def run(self, sampling_params, **row):
+        response = self.respond(row)
+        first = await response.sample(type(sampling_params)(**{**vars(sampling_params), "max_new_tokens": 3}))
+        assert row["raw_prompt"][0]["role"] == "user"
+        if response.observe(self.tokenizer.encode("1 + 1")):
+            await response.sample(sampling_params)
+        return response.output()
+'''
+
+
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen2, ray_cluster, backend):
+    runs = {}
+    for mode in ("sync", "async"):
+        folder = tmp_path / mode
+        pool = {"actor_rollout_ref__rollout__n_gpus_per_node": 2, "trainer__n_gpus_per_node": 1} if backend == "ray" else {}
+        changes = {"trainer__backend": backend, "actor_rollout_ref__rollout__mode": mode, "trainer__rollout_data_dir": folder / "r"}
+        train(folder, tiny_qwen2, **changes, **pool)
+        runs[mode] = folder
+    for step in (1, 2):
+        rows = [[json.loads(line) for line in (runs[mode] / "r" / f"{step}.jsonl").read_text().splitlines()] for mode in ("sync", "async")]
+        assert [row["output"] for row in rows[0]] == [row["output"] for row in rows[1]] and len(rows[0]) == 12
+    left, right = (weights(runs[mode] / "run/global_step_2", tmp_path / f"{mode}.hf") for mode in ("sync", "async"))
+    assert largest_difference(left, right) < 1e-5
+    last = metrics(runs["async"] / "run")[-1]
+    assert last["rollout/num_turns/mean"] == 2 and last["rollout/replicas_lost"] == 0
+
+
+def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path, tiny_qwen2):
+    import pyarrow.parquet as pq
+
+    from tests.end_to_end.runs import settings
+
+    (tmp_path / "agents.py").write_text(AGENTS)
+    arguments = settings(
+        tmp_path,
+        tiny_qwen2,
+        actor_rollout_ref__rollout__mode="async",
+        actor_rollout_ref__rollout__agent__path=tmp_path / "agents.py",
+        actor_rollout_ref__rollout__ignore_eos=True,
+        trainer__total_training_steps=1,
+    )
+    table = pq.read_table(tmp_path / "train.parquet")
+    pq.write_table(table.append_column("agent_name", [["echo", None] * 5]), tmp_path / "train.parquet")
+
+    from hybridrl import main_ppo
+    from hybridrl.trainer.ppo import RayPPOTrainer
+
+    seen = []
+
+    class Watching(RayPPOTrainer):
+        def generate(self, ctx):
+            super().generate(ctx)
+            seen.append(ctx.batch)
+
+    assert main_ppo.main(arguments, trainer_cls=Watching) == 0
+    [batch] = seen
+    told = [name is not None for name in batch.non_tensor_batch["agent_name"]]
+    assert 0 < sum(told) < len(told)
+    mask, there = batch.batch["response_mask"], batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :]
+    assert torch.equal(there, torch.ones_like(there))
+    for row, is_echo in enumerate(told):
+        zeros = (mask[row] == 0).nonzero().squeeze(-1).tolist()
+        assert zeros == ([3, 4, 5, 6, 7] if is_echo else [])
+        assert (batch.batch["rollout_log_probs"][row][mask[row] == 0] == 0).all()
+        assert (batch.batch["rollout_log_probs"][row][mask[row] == 1] < 0).all()
+        assert int(batch.batch["num_turns"][row]) == (4 if is_echo else 2)
+    last = next(row for row in metrics(tmp_path / "run") if "training/rollout_probs_diff_max" in row)
+    assert last["training/rollout_probs_diff_max"] < 1e-4
