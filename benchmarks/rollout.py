@@ -1,15 +1,17 @@
 """Tokens per second of the `hf` and `vllm` rollouts and of plain vLLM on the same prompts: `python benchmarks/rollout.py`.
 
-Each engine runs in a process of its own, one after the other, on one thread (`--threads`): a first call that does not count, then
-`--repeats` calls, of which the median is shown, by the clock and by the CPU time of the process (which other work on the machine
-distorts less). "full" generates `--response` tokens for every sequence; "ending" stops at any of 5 %
-of the vocabulary, so that lengths differ and the longest is several times the mean. All return log-probs. Plain vLLM is `LLM.generate`
-with `n` samples per prompt, set up as one would by hand for a small model in process; its log-probs are vLLM's own.
+Each engine has a process of its own, on one thread (`--threads`). They are called in turn, one at a time, so that what else happens on
+the machine happens to all of them: a first call that does not count, then `--repeats` rounds. Shown are medians over rounds, of the
+speeds and of the ratios within a round, by the clock and by the CPU time of the process (which other work on the machine distorts
+less). "full" generates `--response` tokens for every sequence; "ending" stops at any of 5 % of the vocabulary, so that lengths differ
+and the longest is several times the mean. All return log-probs. Plain vLLM is `LLM.generate` with `n` samples per prompt, set up as one
+would by hand for a small model in process; its log-probs are vLLM's own. The first lines say how long the engines took to start.
 
 The default model has the size of the quick start's, with heads of 32 in place of 24, which vLLM's CPU attention does not have.
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -31,6 +33,7 @@ ENGINES = ("hf", "vllm", "plain vllm")
 SAMPLES = 8
 PROMPT_WIDTH = 30
 ENDING_SHARE = 0.05
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 Generate = Callable[[DataProto, list[int]], int]  # prompts, stop ids -> number of generated tokens
 
@@ -91,9 +94,6 @@ def start_ours(options: argparse.Namespace, stop_ids: list[int]) -> Generate:
 
 
 def start_plain_vllm(options: argparse.Namespace) -> Generate:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    if options.device == "cpu":
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or it compiles for half a minute to rank log-probs
     import vllm
 
     memory: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20} if options.device == "cpu" else {"gpu_memory_utilization": 0.5}
@@ -122,58 +122,97 @@ def start_plain_vllm(options: argparse.Namespace) -> Generate:
     return generate
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return tokens per second and per CPU-second under "<sequences> <lengths>" for the engine of this process."""
+def serve(options: argparse.Namespace) -> None:
+    """Be one engine: say how it started, then for each case read from standard input say [tokens, seconds, CPU seconds]."""
     from transformers import AutoConfig
 
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what engines print is not an answer
     torch.set_num_threads(options.threads)
     vocab_size = AutoConfig.from_pretrained(options.model).vocab_size
     ending = list(range(2, 2 + int(vocab_size * ENDING_SHARE)))
-    generate = start_plain_vllm(options) if options.engine == "plain vllm" else start_ours(options, ending)
-    speeds = {}
-    for num_sequences in options.sequences:
-        prompts = prompts_of(num_sequences // SAMPLES, vocab_size)
-        for lengths, stop_ids in (("full", []), ("ending", ending)):
-            generate(prompts, stop_ids)
-            calls = [timed(generate, prompts, stop_ids) for _ in range(options.repeats)]
-            speeds[f"{num_sequences} {lengths}"] = [statistics.median(speed) for speed in zip(*calls, strict=True)]
-    return speeds
+    parts = {}
+    if options.engine != "hf":
+        parts["import vllm"] = seconds(lambda: importlib.import_module("vllm"))[1]
+    generate, parts["engine"] = seconds(lambda: start_plain_vllm(options) if "plain" in options.engine else start_ours(options, ending))
+    parts["first call"] = seconds(lambda: generate(prompts_of(1, vocab_size), []))[1]
+    answers.write(json.dumps(parts) + "\n")
+    for line in sys.stdin:
+        num_sequences, lengths = line.split()
+        prompts, cpu_start = prompts_of(int(num_sequences) // SAMPLES, vocab_size), time.process_time()
+        num_tokens, wall = seconds(lambda prompts=prompts, lengths=lengths: generate(prompts, ending if lengths == "ending" else []))
+        answers.write(json.dumps([num_tokens, wall, time.process_time() - cpu_start]) + "\n")
 
 
-def timed(generate: Generate, prompts: DataProto, stop_ids: list[int]) -> tuple[float, float]:
-    """Return the tokens per second and per CPU-second of one call."""
-    start, cpu_start = time.perf_counter(), time.process_time()
-    num_tokens = generate(prompts, stop_ids)
-    return num_tokens / (time.perf_counter() - start), num_tokens / (time.process_time() - cpu_start)
+def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return call(), time.perf_counter() - start
 
 
-def run_engine(engine: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return what `measure` returns in a process of its own."""
-    sizes = [str(count) for count in options.sequences]
-    command = [sys.executable, __file__, "--engine", engine, "--model", options.model, "--sequences", *sizes]
-    for name in ("response", "repeats", "threads", "device"):
-        command += [f"--{name}", str(getattr(options, name))]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=1800).stdout
-    return json.loads(output.splitlines()[-1])
+class Contender:
+    """An engine in a process of its own."""
+
+    def __init__(self, engine: str, options: argparse.Namespace):
+        command = [sys.executable, __file__, "--engine", engine, "--model", options.model]
+        command += ["--sequences", *map(str, options.sequences)]
+        for name in ("response", "threads", "device"):
+            command += [f"--{name}", str(getattr(options, name))]
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
+        if "plain" in engine and options.device == "cpu":
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # or it compiles for half a minute to rank log-probs
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.start_s: dict[str, float] = self._answer()
+
+    def run(self, case: str) -> list[float]:
+        """Return tokens, seconds and CPU seconds of one call."""
+        self._process.stdin.write(case + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an engine ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
 
 
-def report(speeds: dict[str, dict[str, list[float]]]) -> None:
-    for place, unit in enumerate(("tokens/s", "tokens/CPU-s")):
+def compare(contenders: dict[str, Contender], cases: list[str], *, repeats: int) -> None:
+    rounds = {}
+    for case in cases:
+        for contender in contenders.values():
+            contender.run(case)
+        rounds[case] = [[contender.run(case) for contender in contenders.values()] for _ in range(repeats)]
+    for place, unit in ((1, "tokens/s"), (2, "tokens/CPU-s")):
         print(f"{unit:<14}" + "".join(f"{engine:>12}" for engine in ENGINES) + f"{'hf/plain':>12}{'vllm/plain':>12}")
-        for case in speeds["hf"]:
-            row = [speeds[engine][case][place] for engine in ENGINES]
-            print(f"{case:<14}" + "".join(f"{speed:>12.0f}" for speed in row) + f"{row[0] / row[2]:>12.2f}{row[1] / row[2]:>12.2f}")
+        for case in cases:
+            speeds = [[call[0] / call[place] for call in calls] for calls in rounds[case]]
+            medians = [statistics.median(column) for column in zip(*speeds, strict=True)]
+            ratios = [statistics.median(row[engine] / row[2] for row in speeds) for engine in (0, 1)]
+            print(f"{case:<14}" + "".join(f"{speed:>12.0f}" for speed in medians) + "".join(f"{ratio:>12.2f}" for ratio in ratios))
 
 
 def main() -> None:
     options = parse()
     if options.engine:
-        print(json.dumps(measure(options)))
+        serve(options)
         return
+    cases = [f"{count} {lengths}" for count in options.sequences for lengths in ("full", "ending")]
+    contenders = {}
     with tempfile.TemporaryDirectory() as directory:
         options.model = options.model or save_quick_start_size(directory)
-        report({engine: run_engine(engine, options) for engine in ENGINES})
+        try:
+            for engine in ENGINES:
+                contenders[engine] = Contender(engine, options)
+                parts = contenders[engine].start_s
+                print(f"{engine} starts in {sum(parts.values()):.1f} s: " + ", ".join(f"{name} {s:.1f}" for name, s in parts.items()))
+            compare(contenders, cases, repeats=options.repeats)
+        finally:
+            for contender in contenders.values():
+                contender.close()
 
 
 if __name__ == "__main__":

@@ -257,3 +257,13 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, tiny_qw
         "rollout.max_num_batched_tokens=59",
     ):
         assert key in told
+
+
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.timeout(240)
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_keys(model_path):
+    config = RolloutConfig(dtype="float32", kv_cache_memory_mb=1)  # of 512 bytes a token and layer: room for about 1000
+    setup = RolloutSetup(model_path, config, (2,), 0, 3000, 1000, override_config={"max_position_embeddings": 4096})
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_mb=1: vLLM's cache cannot hold.*max_prompt_length=3000 \+ .*=1000"):
+        make_rollout("vllm", setup)

