@@ -2,10 +2,10 @@
 
 A push is all of it: cast, transport, loading into the rollout's engine (`hf`, float32), the fingerprints at both ends and their
 comparison. One actor process, one or more rollout processes on this machine. The ways take turns, so that a busy machine is busy for
-all of them; each turn opens its channel with one push and measures the next. A step is that of a short GRPO run of the smaller model
+all of them; each turn opens its channel with one push and measures the next. A step is that of a short GRPO run of the first model
 (32 prompts, 8 samples each), its own push taken off and this one's median put on.
 
-    python benchmarks/weight_sync.py [--receivers 1] [--rounds 5] [--steps 3] [--bucket_mb 64]
+    python benchmarks/weight_sync.py [--models 4M 50M] [--receivers 1] [--rounds 5] [--steps 3] [--bucket_mb 64]
 """
 
 import argparse
@@ -125,9 +125,10 @@ def megabytes(model: Path) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="by size")
     parser.add_argument("--receivers", type=int, default=1, help="rollout processes")
     parser.add_argument("--rounds", type=int, default=5, help="measured pushes of each kind")
-    parser.add_argument("--steps", type=int, default=3, help="measured GRPO steps of the smaller model")
+    parser.add_argument("--steps", type=int, default=3, help="measured GRPO steps of the first model; 0 leaves the share out")
     parser.add_argument("--bucket_mb", type=int, default=64, help="actor_rollout_ref.rollout.weight_sync.bucket_mb")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -136,12 +137,12 @@ def main() -> None:
         ray.init(num_cpus=3 + arguments.receivers, include_dashboard=False, log_to_driver=False)
         print(f"{arguments.receivers} receiver(s), buckets of {arguments.bucket_mb} MB, {arguments.rounds} pushes each")
         print(f"{'model':>5} {'transport':>14} {'MB':>7} {'median s':>9} {'best s':>7} {'GB/s':>6} {'of a step':>10}", flush=True)
-        for number, size in enumerate(SIZES):
+        for number, size in enumerate(arguments.models):
             model = build_model(size, folder / "model", folder / size)
             sync = {"transport": "disk", "directory": folder / "weights", "bucket_mb": arguments.bucket_mb}
             given = {f"actor_rollout_ref.rollout.weight_sync.{key}": value for key, value in sync.items()}
             config = load_config(PPOConfig, words(model, folder, **given), program="weight_sync", config_name="ppo_trainer")
-            rest = step_without_push(model, folder, steps=arguments.steps) if number == 0 else None
+            rest = step_without_push(model, folder, steps=arguments.steps) if number == 0 and arguments.steps else None
             whole, adapters = megabytes(model)
             for transport, took in seconds_of_pushes(config, receivers=arguments.receivers, rounds=arguments.rounds).items():
                 median = statistics.median(took)
