@@ -130,3 +130,17 @@ def test_a_received_batch_may_be_written_to(pool):
         out = group.pass_on(data)
         out.batch["x"].add_(1)
         assert out.batch["x"].tolist() == [1, 2, 3, 4, 5, 6] and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.timeout(300)  # four processes start, one after the other
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0])
+def test_a_process_that_died_froze_or_is_well_is_replaced_on_its_slot_and_its_peer_is_not_touched(pool, number):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="doubler") as group:
+        before, names = list(group.process_ids), list(group.worker_names)
+        os.kill(before[1], number)
+        group.respawn(1)
+        assert group.process_ids[0] == before[0] and group.process_ids[1] != before[1]
+        assert group.worker_names == [names[0], f"{names[1]}.2"]
+        assert group.pid() == group.process_ids
+        stat = Path(f"/proc/{before[1]}/stat")
+        assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
