@@ -70,3 +70,13 @@ def test_a_checkpoint_of_two_tensor_parallel_processes_goes_on_in_two_stages(by_
     for name in SAME:
         assert resumed[-1][name] == pytest.approx(expected[-1][name], abs=1e-4, rel=1e-3), name
     assert largest_difference(weights(tmp_path / "run" / "global_step_2", tmp_path / "hf"), expected_weights) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_data_parallel_ranks_of_two_processes_take_the_same_steps(by_fsdp, model, tmp_path, ray_cluster):
+    expected, expected_weights = by_fsdp
+    four = MEGATRON | {"trainer__n_gpus_per_node": 4}
+    found = train(tmp_path, model, **PPO, **four, **TP2, **{f"{LAYOUT}sequence_parallel": True})
+    for name in SAME:
+        assert found[-1][name] == pytest.approx(expected[-1][name], abs=1e-4, rel=1e-3), name
+    assert largest_difference(weights(tmp_path / "run" / "global_step_2", tmp_path / "hf"), expected_weights) < 1e-5
