@@ -86,3 +86,41 @@ def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path,
         assert int(batch.batch["num_turns"][row]) == (4 if is_echo else 2)
     last = next(row for row in metrics(tmp_path / "run") if "training/rollout_probs_diff_max" in row)
     assert last["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_rollout_process_that_is_killed_while_it_generates_changes_nothing_but_the_time(tmp_path, tiny_qwen2, ray_cluster):
+    import os
+    import signal
+    import threading
+
+    from hybridrl import main_ppo
+    from hybridrl.trainer.ppo import RayPPOTrainer
+    from tests.end_to_end.runs import settings
+
+    class Killing(RayPPOTrainer):
+        def generate(self, ctx):
+            if self.global_steps == 1 and "killed" in self.config.trainer.default_local_dir:
+                threading.Timer(0.05, os.kill, [self.groups["rollout"].process_ids[1], signal.SIGKILL]).start()
+            super().generate(ctx)
+
+    exported = {}
+    for name in ("well", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        arguments = settings(
+            folder,
+            tiny_qwen2,
+            data__max_response_length=48,
+            actor_rollout_ref__rollout__ignore_eos=True,
+            actor_rollout_ref__rollout__mode="async",
+            actor_rollout_ref__rollout__n_gpus_per_node=2,
+            trainer__backend="ray",
+            trainer__n_gpus_per_node=1,
+        )
+        assert main_ppo.main(arguments, trainer_cls=Killing) == 0
+        exported[name] = weights(folder / "run/global_step_2", tmp_path / f"{name}.hf")
+        lost = max(row.get("rollout/replicas_lost", 0) for row in metrics(folder / "run"))
+        assert lost == (1 if name == "killed" else 0)
+    assert largest_difference(exported["well"], exported["killed"]) < 1e-5
