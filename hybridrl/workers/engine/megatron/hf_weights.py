@@ -79,7 +79,7 @@ def read_weights(chunks: list[Network], tensors: HFTensors, *, kind: str, tied: 
             if kind == "value" and names[0] in NEW_HEAD and names[0] not in tensors:
                 _draw_head(names[0], parameter, deviation=chunk.init_std, seed=seed)
                 continue
-            whole = _join([tensors[part] for part in names], recipe.kind, chunk.config, peers)
+            whole = _join([tensors[part] for part in names], recipe, chunk.config, peers)
             parameter.copy_(whole if recipe.cut is None else whole.chunk(peers, recipe.cut)[rank])
 
 
@@ -112,7 +112,7 @@ def whole_tensors(
         for name, shape, dtype in entries:
             tensor = of(mine[name]) if stage == parallel_state.get_pipeline_model_parallel_rank() else None
             for recipe, whole in _gathered(name, tensor, shape, dtype, kind=kind, peers=peers, stage=stage, chunk=chunks[0]):
-                yield from zip(recipe.parts, _split(whole, recipe.kind, config, peers, chunks[0].vocab), strict=True)
+                yield from zip(recipe.parts, _split(whole, recipe, config, peers, chunks[0].vocab), strict=True)
 
 
 def _gathered(
@@ -168,24 +168,26 @@ def named(chunk: Network) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + expert}", name), parameter
 
 
-def _join(parts: list[torch.Tensor], kind: str, config: TransformerConfig, peers: int) -> torch.Tensor:
-    """Hugging Face tensors -> the whole Megatron tensor, ordered so that `chunk(peers)` gives each rank's part."""
+def _join(parts: list[torch.Tensor], recipe: Recipe, config: TransformerConfig, peers: int) -> torch.Tensor:
+    """Hugging Face tensors -> the whole Megatron tensor, ordered so that `chunk(peers)` gives each rank's part, if it is cut."""
+    kind = recipe.kind
     if kind == "qkv":  # of each group of heads: its queries, its key, its value
         return torch.cat([part.unflatten(0, (config.num_query_groups, -1)) for part in parts], 1).flatten(0, 1)
-    if kind == "glu":  # of each rank: gate, then up
+    if kind == "glu" and recipe.cut is not None:  # of each rank: gate, then up
         return torch.cat([piece for pair in zip(*(part.chunk(peers) for part in parts), strict=True) for piece in pair])
     if kind == "vocabulary":
         return torch.nn.functional.pad(parts[0], (0, 0, 0, -parts[0].size(0) % peers))
-    return parts[0]
+    return torch.cat(parts)
 
 
-def _split(whole: torch.Tensor, kind: str, config: TransformerConfig, peers: int, vocab: int) -> list[torch.Tensor]:
+def _split(whole: torch.Tensor, recipe: Recipe, config: TransformerConfig, peers: int, vocab: int) -> list[torch.Tensor]:
     """What `_join` joined."""
+    kind = recipe.kind
     if kind == "qkv":
         d, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
         groups = whole.unflatten(0, (config.num_query_groups, -1))
         return [part.flatten(0, 1) for part in groups.split([queries * d, d, d], 1)]
     if kind == "glu":
-        halves = [part.chunk(2) for part in whole.chunk(peers)]
+        halves = [part.chunk(2) for part in whole.chunk(1 if recipe.cut is None else peers)]
         return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
     return [whole[:vocab] if kind == "vocabulary" else whole]
