@@ -65,7 +65,7 @@ def check(tmp_path):
         ("critic.strategy=megatron", "critic.strategy=megatron: must be the engine of actor_rollout_ref.actor.strategy=fsdp"),
         (
             f"{MEGATRON} {LAYOUT}.tensor_model_parallel_size=3 trainer.n_gpus_per_node=4",
-            f"{LAYOUT}: tensor_model_parallel_size=3 * pipeline_model_parallel_size=1 * context_parallel_size=1 = 3 does not divide the 4 pro",
+            f"{LAYOUT}: tensor_model_parallel_size=3 * pipeline_model_parallel_size=1 * context_parallel_size=1 = 3 does not",
         ),
         (f"{MEGATRON} {LAYOUT}.sequence_parallel=true", "sequence_parallel=true: has no effect with"),
         (f"{MEGATRON} {LAYOUT}.virtual_pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2: has no effect with"),
@@ -76,7 +76,10 @@ def check(tmp_path):
         ),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "has no effect with actor_rollout_ref.actor.strategy=fsdp"),
         (f"{ROLLOUT_TP}=2", f"{ROLLOUT_TP}=2: hf generates on one device; use actor_rollout_ref.rollout.name=vllm"),
-        ("actor_rollout_ref.rollout.mode=async trainer.lag=1", "single requests are not made ahead of training"),
+        (
+            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1",
+            "single requests are not made ahead of training",
+        ),
         ("actor_rollout_ref.rollout.mode=async trainer.eval_n_gpus=1", "an evaluator makes batched calls only"),
         ("actor_rollout_ref.rollout.agent.path=x.py", "has no effect without actor_rollout_ref.rollout.mode=async"),
         ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256: a step has only 16 prompts"),
