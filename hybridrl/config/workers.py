@@ -71,15 +71,15 @@ class FSDPConfig(CriticFSDPConfig):
 class MegatronConfig:
     tensor_model_parallel_size: int = setting(1, f"Tensor-parallel ranks. {MCORE}", ge=1)
     pipeline_model_parallel_size: int = setting(1, f"Pipeline stages. {MCORE}", ge=1)
-    expert_model_parallel_size: int = setting(1, f"Expert-parallel ranks. {MCORE}", ge=1)
     virtual_pipeline_model_parallel_size: int | None = setting(None, f"Parts of the model per pipeline stage; null: one. {MCORE}", ge=2)
     context_parallel_size: int = setting(1, f"Ranks that share one sequence. {MCORE}", ge=1)
-    param_offload: bool = setting(False, f"Keep parameters in host memory between calls. {MCORE}")
+    expert_model_parallel_size: int = setting(1, f"Expert-parallel ranks. {MCORE}", ge=1)
     sequence_parallel: bool = setting(False, f"Share norms' activations among tensor-parallel ranks, too. {MCORE}")
     use_distributed_optimizer: bool = setting(True, f"Share optimizer state among data-parallel ranks. {MCORE}")
     dtype: str = setting(
         "auto", f"Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. {MCORE}", choices=("auto", "float32", "bfloat16")
     )
+    param_offload: bool = setting(False, f"Keep parameters in host memory between calls. {MCORE}")
     optimizer_offload: bool = setting(False, f"Keep optimizer state in host memory between calls. {MCORE}")
 
 
