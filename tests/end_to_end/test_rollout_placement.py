@@ -118,12 +118,13 @@ PLACEMENTS = {
     "hybrid, tensor-parallel": {"pools": {"pool": [2]}, "mapping": {Role.ActorRollout: "pool"}, TENSOR_PARALLEL: 2},
     "separated, tensor-parallel": {"pools": {"train_pool": [1], "rollout_pool": [2]}, "mapping": APART, TENSOR_PARALLEL: 2},
 }
+QUICK = ("hybrid", "separated", "hybrid, tensor-parallel")
 
 
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PLACEMENTS])
 def test_vllm_makes_what_hf_makes(placement, model_path, through_hf, tmp_path, ray_cluster):
     batch = generated(tmp_path / placement.split(",")[0], model_path, actor_rollout_ref__rollout__name="vllm", **PLACEMENTS[placement])
     compare(batch, through_hf[1])

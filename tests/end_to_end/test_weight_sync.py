@@ -16,6 +16,7 @@ from tests.end_to_end.runs import largest_difference, metrics, settings, train, 
 
 pytestmark = pytest.mark.timeout(300)
 TRANSPORTS = ("object_store", "shared_memory", "broadcast", "disk")
+QUICK = ("object_store", "shared_memory")
 STEPS = {"trainer__total_training_steps": 3, "trainer__save_freq": 3, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
 SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean", "async/age_mean")
 
@@ -32,11 +33,11 @@ def numbers(rows: list[dict]) -> list[list]:
 @pytest.mark.parametrize(
     ("transport", "more"),
     [
-        ("object_store", {"trainer__lag": 1}),
+        pytest.param("object_store", {"trainer__lag": 1}, marks=pytest.mark.slow),
         ("shared_memory", {"trainer__n_gpus_per_node": 2}),
         ("broadcast", {"trainer__lag": 2, "trainer__partial_rollout": "true"}),
-        ("disk", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}),
-        ("shared_memory", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}),
+        pytest.param("disk", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow),
+        pytest.param("shared_memory", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -98,7 +99,7 @@ def prompts() -> DataProto:
     return DataProto.from_dict(tensors=columns)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRANSPORTS])
 def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
     group = policy(transport, OnceDeaf)
     group.push_weights(1)
@@ -112,7 +113,7 @@ def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
     assert group.generate(prompts()).batch["weights_version"].eq(3).all()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_a_dead_rollout_does_not_hold_the_actor_for_ever(policy, transport):
     import ray
 
