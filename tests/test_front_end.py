@@ -127,6 +127,16 @@ def test_a_ray_address_that_answers_nothing_is_one_line_without_rays_own_attempt
     assert done.stderr.startswith(f"RAY_ADDRESS={address}: no Ray cluster answers there") and "unset RAY_ADDRESS" in done.stderr
 
 
+def is_up(note):
+    """Whether `ray start` has written its note, and listens where the note says: it does one after the other."""
+    try:
+        host, _, port = note.read_text().strip().rpartition(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 @pytest.fixture
 def started_cluster():
     """A cluster made by `ray start`, in a directory of its own; yields that directory and the cluster's address."""
@@ -138,7 +148,8 @@ def started_cluster():
         process = subprocess.Popen(command, env=os.environ | own(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 60
-            while not (Path(folder) / "ray" / "ray_current_cluster").exists() and time.monotonic() < deadline:
+            while not is_up(Path(folder) / "ray" / "ray_current_cluster"):
+                assert time.monotonic() < deadline and process.poll() is None, "ray start did not come up"
                 time.sleep(0.2)
             yield folder, address
         finally:
