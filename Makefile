@@ -10,8 +10,9 @@ help: ## show this
 train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO; about five minutes
 	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
 
+# Most of their time tests wait for processes to start: two files at a time, each with a Ray cluster of its own, take half as long.
 test: .venv/test.stamp lint ## set up (vLLM, too), lint, and run the tests
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/lint.stamp ## ruff, the import arrows, and types where other people's code meets ours
 	$(PYTHON) -m ruff check .

@@ -63,6 +63,9 @@ setup(
         "megatron": ["megatron-core>=0.16,<0.17"],
         "wandb": ["wandb>=0.20"],
         "mlflow": ["mlflow>=3"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.12", "import-linter>=2.3", "mypy>=1.18"],
+        "dev": [
+            *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
+            *("ruff>=0.12", "import-linter>=2.3", "mypy>=1.18"),
+        ],
     },
 )
