@@ -18,13 +18,22 @@ def make_columns(rows: int, tokens: int) -> dict[str, torch.Tensor]:
     return columns | {name: torch.randn(rows, tokens // 2) for name in NUMBERS}
 
 
-def median_ms(contenders: list[Callable[[], object]], *, repeats: int) -> list[float]:
-    """Return each one's median over rounds in which all have a turn, now in one order and now in the other; round 0 does not count."""
+def clock(work: Callable[[], object]) -> Callable[[], float]:
+    """Return what does the work once and returns the milliseconds it took."""
+
+    def run() -> float:
+        begin = time.perf_counter()
+        work()
+        return (time.perf_counter() - begin) * 1e3
+
+    return run
+
+
+def median_ms(contenders: list[Callable[[], float]], *, repeats: int) -> list[float]:
+    """Return the median of what each reports over rounds in which all have a turn, in one order and the other; round 0 does not count."""
     times = np.zeros((repeats + 1, len(contenders)))
     for number in range(repeats + 1):
         order = range(len(contenders)) if number % 2 else reversed(range(len(contenders)))
         for place in order:
-            begin = time.perf_counter()
-            contenders[place]()
-            times[number, place] = (time.perf_counter() - begin) * 1e3
+            times[number, place] = contenders[place]()
     return np.median(times[1:], axis=0).tolist()

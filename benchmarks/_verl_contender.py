@@ -1,20 +1,20 @@
-"""verl doing what `benchmarks/data_plane.py` times, run by an interpreter that has verl: prints {case: milliseconds} as JSON.
+"""verl doing what `benchmarks/data_plane.py` times, run by an interpreter that has verl.
 
-python benchmarks/_verl_contender.py ROWS TOKENS REPEATS
+    python benchmarks/_verl_contender.py ROWS TOKENS
+
+Reads names of cases from its input, does each once, and answers with the milliseconds on a line `ms 12.3`; `ms ready` comes first.
 """
 
-import json
 import sys
+from collections.abc import Callable, Iterator
 
 import ray
 import torch
-from _contest import NUMBERS, WIDE, make_columns, median_ms
+from _contest import NUMBERS, WIDE, clock, make_columns
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-
-GROUPS = (2, 4, 8)
 
 
 @ray.remote
@@ -28,7 +28,7 @@ class Scorer(Worker):
         return None
 
 
-def batch_cases(batch: DataProto) -> dict:
+def batch_cases(batch: DataProto) -> dict[str, Callable]:
     order = torch.randperm(len(batch))
     pieces, numbers, stored = batch.chunk(8), batch.select(NUMBERS), ray.put(batch)
     return {
@@ -44,19 +44,33 @@ def batch_cases(batch: DataProto) -> dict:
     }
 
 
-def main(rows: int, tokens: int, repeats: int) -> None:
+def group_cases(batch: DataProto) -> Iterator[dict[str, Callable]]:
+    """The cases of one group after the other; asking for the next one ends the last one's processes."""
+    for size in (2, 4, 8):
+        pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer), device_name="cpu", use_gpu=False)
+        yield {f"dispatch and collect, {size}": lambda group=group: group.score(batch), f"empty call, {size}": group.nothing}
+        for worker in group.workers:
+            ray.kill(worker)
+
+
+def answer(words: object) -> None:
+    print("ms", words, flush=True)
+
+
+def main(rows: int, tokens: int) -> None:
     torch.set_num_threads(1)
     columns = make_columns(rows, tokens)
     store = 8 * sum(column.nbytes for column in columns.values()) + 500_000_000
-    ray.init(address="local", num_cpus=80, include_dashboard=False, log_to_driver=False, object_store_memory=store)
+    # verl has no way to give a pool back, so there is a place for the workers of all three groups.
+    ray.init(address="local", num_cpus=14, include_dashboard=False, log_to_driver=False, object_store_memory=store)
     batch = DataProto.from_dict(tensors=columns)
-    found = {name: median_ms([case], repeats=repeats)[0] for name, case in batch_cases(batch).items()}
-    for size in GROUPS:
-        pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
-        group = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer), device_name="cpu", use_gpu=False)
-        found[f"dispatch and collect, {size}"] = median_ms([lambda group=group: group.score(batch)], repeats=repeats)[0]
-        found[f"empty call, {size}"] = median_ms([group.nothing], repeats=repeats * 10)[0]
-    print(json.dumps(found))
+    cases, more = batch_cases(batch), group_cases(batch)
+    answer("ready")
+    for line in sys.stdin:
+        if line.strip() not in cases:
+            cases |= next(more)
+        answer(clock(cases[line.strip()])())
 
 
 if __name__ == "__main__":

@@ -3,24 +3,27 @@
 1. `DataProto` through Ray's object store against a plain dict of numpy arrays with the same bytes. "used" means that columns may be
    written to: a received batch copies itself when it is first touched, and the arrays, which Ray leaves read-only, are copied by hand.
 2. What is done to rows and columns, against the same by hand on a dict of tensors.
-3. With `--verl-python PATH`, an interpreter that has verl: the same cases by verl, one after the other in a process of its own. To make
-   one: a virtual environment with the torch and Ray of this project, `pip install "tensordict<0.11" "transformers<5.11" omegaconf
-   packaging`, then `pip install --no-deps verl`.
+3. With `--verl-python PATH`, an interpreter that has verl: the same cases and two calls on a group of workers, by verl in a process of
+   its own, which stands still while the others have their turn. To make one: a virtual environment with the torch and Ray of this
+   project, `pip install "tensordict<0.11" "transformers<5.11" omegaconf packaging`, then `pip install --no-deps verl`.
 
-Contenders 1 and 2 take turns; shown are median milliseconds and our ratio to each. A batch has 12 columns, half of its tokens are
-responses: 48 bytes per token, 0.2 GB by default. One torch thread. Calls on groups are in `worker_group.py`.
+Contenders take turns; shown are median milliseconds and our ratio to each. A batch has 12 columns, half of its tokens are responses:
+48 bytes per token, 0.2 GB by default. One torch thread. Calls on groups against Ray by hand are in `worker_group.py`.
 """
 
 import argparse
-import json
 import os
 import subprocess
+import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Self
 
 import ray
 import torch
-from _contest import NUMBERS, WIDE, make_columns, median_ms
+from _contest import NUMBERS, WIDE, clock, make_columns, median_ms
 
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
@@ -66,28 +69,56 @@ def rows_and_columns(columns: dict[str, torch.Tensor]) -> dict[str, Case]:
     }
 
 
-def on_groups(columns: dict[str, torch.Tensor], repeats: int) -> dict[str, float]:
-    """The calls that verl is asked to make too."""
-    batch, found = DataProto.from_dict(tensors=columns), {}
+class Verl:
+    """verl in a process of its own, which does one case when asked to and else nothing."""
+
+    def __init__(self, python: str, rows: int, tokens: int):
+        self.said: deque[str] = deque(maxlen=40)
+        command = [python, str(Path(__file__).with_name("_verl_contender.py")), str(rows), str(tokens)]
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        # In a session of its own: Ray ends what it started by signals to its whole group.
+        how = {"stdin": pipe, "stdout": pipe, "stderr": both, "text": True, "start_new_session": True}
+        self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
+        self.answer()
+
+    def milliseconds(self, case: str) -> float:
+        self.process.stdin.write(f"{case}\n")
+        self.process.stdin.flush()
+        return float(self.answer())
+
+    def answer(self) -> str:
+        """The next answer, among whatever else it prints; it has five minutes."""
+        watchdog = threading.Timer(300, self.process.kill)
+        watchdog.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("ms "):
+                    return line.removeprefix("ms ")
+                self.said.append(line)
+        finally:
+            watchdog.cancel()
+        raise SystemExit(f"verl could not be timed:\n{''.join(self.said)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def compare(name: str, ours: Callable, by_hand: Callable | None, verl: Verl | None, *, repeats: int) -> None:
+    contenders = [clock(ours), *([clock(by_hand)] if by_hand else []), *([lambda: verl.milliseconds(name)] if verl else [])]
+    first, *others = median_ms(contenders, repeats=repeats)
+    cells = "".join(f"{other:>12.3f}{first / other:>8.2f}" for other in others)
+    print(f"  {name:<28}{first:>10.3f}{'' if by_hand else ' ' * 20}{cells}", flush=True)
+
+
+def on_groups(batch: DataProto, verl: Verl, repeats: int) -> None:
     for size in (2, 4, 8):
         with RayResourcePool([size], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Scorer)) as group:
-            found[f"dispatch and collect, {size}"] = median_ms([lambda group=group: group.score(batch)], repeats=repeats)[0]
-            found[f"empty call, {size}"] = median_ms([group.nothing], repeats=repeats * 10)[0]
-    return found
-
-
-def ask_verl(python: str, rows: int, tokens: int, repeats: int) -> dict[str, float]:
-    script = Path(__file__).with_name("_verl_contender.py")
-    command = [python, str(script), str(rows), str(tokens), str(repeats)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"verl could not be timed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def show(name: str, ours: float, by_hand: float | None, verl: float | None) -> None:
-    cells = [f"{other:>12.3f}{ours / other:>8.2f}" if other else " " * 20 for other in (by_hand, verl)]
-    print(f"  {name:<28}{ours:>10.3f}{''.join(cells)}", flush=True)
+            compare(f"dispatch and collect, {size}", lambda group=group: group.score(batch), None, verl, repeats=repeats)
+            compare(f"empty call, {size}", group.nothing, None, verl, repeats=repeats * 10)
 
 
 def main() -> None:
@@ -99,15 +130,14 @@ def main() -> None:
     torch.set_num_threads(1)
     columns = make_columns(options.rows, options.tokens)
     num_bytes = sum(column.nbytes for column in columns.values())
-    verl = ask_verl(options.verl_python, options.rows, options.tokens, options.repeats) if options.verl_python else {}
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=8 * num_bytes + 500_000_000)
-    title = f"milliseconds, {num_bytes / 1e9:.3f} GB"
-    print(f"{title:<30}{'DataProto':>10}{'by hand':>12}{'ratio':>8}" + (f"{'verl':>12}{'ratio':>8}" if verl else ""))
-    for name, case in {**object_store(columns), **rows_and_columns(columns)}.items():
-        ours, by_hand = median_ms(list(case), repeats=options.repeats)
-        show(name, ours, by_hand, verl.get(name))
-    for name, ours in (on_groups(columns, options.repeats) if verl else {}).items():
-        show(name, ours, None, verl[name])
+    with Verl(options.verl_python, options.rows, options.tokens) if options.verl_python else nullcontext() as verl:
+        title = f"milliseconds, {num_bytes / 1e9:.3f} GB"
+        print(f"{title:<30}{'DataProto':>10}{'by hand':>12}{'ratio':>8}" + (f"{'verl':>12}{'ratio':>8}" if verl else ""))
+        for name, (ours, by_hand) in {**object_store(columns), **rows_and_columns(columns)}.items():
+            compare(name, ours, by_hand, verl, repeats=options.repeats)
+        if verl:
+            on_groups(DataProto.from_dict(tensors=columns), verl, options.repeats)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from _contest import make_columns, median_ms
+from _contest import clock, make_columns, median_ms
 
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto
@@ -81,7 +81,7 @@ def end(groups: list[RayWorkerGroup]) -> None:
 
 
 def compare(what: str, ours: Callable[[], object], theirs: Callable[[], object], *, repeats: int) -> None:
-    left, right = median_ms([ours, theirs], repeats=repeats)
+    left, right = median_ms([clock(ours), clock(theirs)], repeats=repeats)
     print(f"  {what:<30}{left:>14.3f}{right:>16.3f}{left / right:>8.2f}", flush=True)
 
 
