@@ -141,20 +141,32 @@ def is_up(note):
 def started_cluster():
     """A cluster made by `ray start`, in a directory of its own; yields that directory and the cluster's address."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:  # short: sockets in it have long names
-        address = f"127.0.0.1:{free_port()}"
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}"]
-        command += ["--node-ip-address=127.0.0.1", "--num-cpus=3", '--resources={"mark": 7}', "--include-dashboard=false"]
-        command += ["--object-store-memory=100000000", "--disable-usage-stats"]
-        process = subprocess.Popen(command, env=os.environ | own(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process, address = start_cluster(Path(folder))
         try:
-            deadline = time.monotonic() + 60
-            while not is_up(Path(folder) / "ray" / "ray_current_cluster"):
-                assert time.monotonic() < deadline and process.poll() is None, "ray start did not come up"
-                time.sleep(0.2)
             yield folder, address
         finally:
             process.send_signal(signal.SIGTERM)  # it ends the processes that it started
             process.wait(timeout=30)
+
+
+def start_cluster(folder, attempts=3):
+    """`ray start` takes some seconds to listen on its ports; a cluster that starts beside it can be faster, and then it ends."""
+    printed = folder / "printed.txt"
+    for _ in range(attempts):
+        address = f"127.0.0.1:{free_port()}"
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}"]
+        command += ["--node-ip-address=127.0.0.1", "--num-cpus=3", '--resources={"mark": 7}', "--include-dashboard=false"]
+        command += ["--object-store-memory=100000000", "--disable-usage-stats"]
+        with printed.open("w") as output:
+            process = subprocess.Popen(command, env=os.environ | own(str(folder)), stdout=output, stderr=output)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if is_up(folder / "ray" / "ray_current_cluster"):
+                return process, address
+            time.sleep(0.2)
+        process.kill()
+        process.wait()
+    pytest.fail(f"ray start did not come up in {attempts} attempts; the last one printed: {printed.read_text()[-2000:]}")
 
 
 def test_a_job_of_several_machines_joins_the_cluster_that_was_started_here_and_one_of_one_machine_does_not(started_cluster):
