@@ -225,6 +225,13 @@ class RayWorkerGroup(WorkerGroup[W]):
         """
         self.processes.respawn(rank)
 
+    def rebuild(self) -> None:
+        """Start new processes in place of all of the group's, on their slots; every role they hold is constructed and has done nothing yet.
+
+        For workers that talk to each other, when one of them died or hangs. Answers that were given before stay.
+        """
+        self.processes.rebuild()
+
     def shutdown(self) -> None:
         """End the group's processes, whatever they are doing, and with them every role they hold."""
         if self._watch is not None:

@@ -97,19 +97,37 @@ class WorkerProcesses:
         It is called what the old one was called, with the number of its life behind a dot. Its peers are not told: this is for groups
         whose processes do not talk to each other. Raises PlacementError for processes that another driver started.
         """
+        again, pool = self._require_own(rank)
+        _end_for_certain(self.hosts[rank], self.process_ids[rank], pool.slots()[rank], timeout_s=timeout_s)
+        self._start_next_life(rank, again, pool)
+        parcel = cloudpickle.dumps(again.recipes)
+        call = self.hosts[rank].setup.remote(parcel, self.places[rank], again.environment)
+        [self.process_ids[rank]] = gather([call], [rank], role=self.label, method="setup", timeout_s=timeout_s)
+
+    def rebuild(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """End all processes, whatever they are doing, and start new ones in their places, which meet at an address of their own.
+
+        For groups whose processes talk to each other: those that are well cannot go on with a new peer. Names as in `respawn`.
+        """
+        again, pool = self._require_own(0)
+        for rank, slot in enumerate(pool.slots()):
+            _end_for_certain(self.hosts[rank], self.process_ids[rank], slot, timeout_s=timeout_s)
+        for rank in range(len(self.hosts)):
+            self._start_next_life(rank, again, pool)
+        self._set_up(pool, again.recipes, again.environment, timeout_s=timeout_s)
+
+    def _require_own(self, rank: int) -> "tuple[StartAgain, RayResourcePool]":
         if self.start_again is None or self.pool is None:
             raise PlacementError(f"{self.names[rank]} was started by another driver, which alone can start it again")
-        again = self.start_again
-        _end_for_certain(self.hosts[rank], self.process_ids[rank], self.pool.slots()[rank], timeout_s=timeout_s)
+        return self.start_again, self.pool
+
+    def _start_next_life(self, rank: int, again: "StartAgain", pool: RayResourcePool) -> None:
         again.lives[rank] = again.lives.get(rank, 1) + 1
         stem = self.names[rank].split(f"/{self.label}-")[0]
         self.names[rank] = f"{stem}/{self.label}-{rank}.{again.lives[rank]}"
-        host = self.hosts[rank] = _start_host(self.names[rank], self.pool.slots()[rank], again.options)
-        self.addresses[host._actor_id.hex()] = (self.label, rank)
+        self.hosts[rank] = _start_host(self.names[rank], pool.slots()[rank], again.options)
+        self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         introduce(self.addresses)
-        parcel = cloudpickle.dumps(again.recipes)
-        call = host.setup.remote(parcel, self.places[rank], again.environment)
-        [self.process_ids[rank]] = gather([call], [rank], role=self.label, method="setup", timeout_s=timeout_s)
 
     @classmethod
     def attach(cls, hosts: Sequence, names: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> Self:

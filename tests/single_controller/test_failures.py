@@ -17,7 +17,7 @@ from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from tests.single_controller.sample_workers import Doubler, Waiter
+from tests.single_controller.sample_workers import Adder, Doubler, Waiter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 DRIVER = Path(__file__).with_name("interrupted_driver.py")
@@ -144,3 +144,18 @@ def test_a_process_that_died_froze_or_is_well_is_replaced_on_its_slot_and_its_pe
         assert group.pid() == group.process_ids
         stat = Path(f"/proc/{before[1]}/stat")
         assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+@pytest.mark.timeout(300)  # four processes start
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_rebuilt_group_meets_again_and_what_it_answered_before_stays(pool, number):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group:
+        answers = group.add_later(DataProto.from_dict({"x": torch.arange(200_000)}))
+        assert group.sum_ranks() == [1.0, 1.0]
+        answers.get()
+        before = list(group.process_ids)
+        os.kill(before[1], number)
+        group.rebuild()
+        assert not set(group.process_ids) & set(before) and [pid for _, _, pid in group.place()] == group.process_ids
+        assert group.sum_ranks() == [1.0, 1.0]
+        assert answers.get().batch["x"].tolist() == list(range(1, 200_001))
