@@ -1,6 +1,7 @@
 """The `hybridrl` command: what is done with a job from outside it.
 
 hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing is started
+hybridrl job states                       the states of a job, its roles and its workers, and what may follow what
 hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and chrome://tracing
 hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
 
@@ -20,6 +21,7 @@ from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_
 from hybridrl.framework.graph_drawing import draw_graph
 from hybridrl.framework.trace import newest_trace, read_spans, summarize, trace_events
 from hybridrl.front_end import run_front_end, set_up_logging
+from hybridrl.master.states import to_text as states_text
 from hybridrl.trainer.checkpoint import MANIFEST, CheckpointStore, settings_for_export, verify
 
 TEXTS = {"text": to_text, "dot": to_dot}
@@ -31,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (the command line's by default) and return its exit code."""
     parser = argparse.ArgumentParser(prog="hybridrl", description="Tools around hybridrl jobs.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_graph(commands)
+    job = commands.add_parser("job", help="look at a job, or stop it").add_subparsers(dest="what", required=True)
+    _add_graph(job)
+    _add_states(job)
     _add_trace(commands)
     _add_export(commands)
     arguments, settings = parser.parse_known_args(argv)
@@ -45,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # -- hybridrl job graph
 
 
-def _add_graph(commands: argparse._SubParsersAction) -> None:
-    job = commands.add_parser("job", help="look at a job").add_subparsers(dest="what", required=True)
+def _add_graph(job: argparse._SubParsersAction) -> None:
     what = "show a PPO job's stages, the columns between them, and where they work; nothing is started"
     graph = job.add_parser("graph", help=what, description=what, usage="hybridrl job graph [-h] [--format F] [--output FILE] key=value ...")
     graph.epilog = "key=value: as for python -m hybridrl.main_ppo, --config-name too; neither data nor a model is needed"
@@ -107,6 +110,15 @@ def job_graph(config: PPOConfig) -> StageGraph:
         for role in process.roles
     }
     return stage_graph(changed_stages([spec for _, spec in ppo_stages(config, workers)], config), places)
+
+
+# -- hybridrl job states
+
+
+def _add_states(job: argparse._SubParsersAction) -> None:
+    what = "print the tables of the master: which state of a job, a role or a worker may follow which, and on what"
+    states = job.add_parser("states", help=what, description=what)
+    states.set_defaults(run_command=lambda arguments: sys.stdout.write(states_text()))
 
 
 # -- hybridrl trace

@@ -4,6 +4,9 @@
     ├── ConfigError              a setting is unknown, of the wrong type, out of range, or contradicts another (also a ValueError)
     ├── DataError                a dataset or a batch is not what its reader needs (also a ValueError)
     ├── CheckpointError          a checkpoint is missing, incomplete or damaged
+    │   └── StorageError         storage does not take a checkpoint: it is full, not writable, or too slow
+    ├── NonFiniteError           a loss, a gradient or a model is not finite
+    ├── JournalError             the journal of a job is damaged
     ├── PlacementError           the cluster cannot hold what was asked for
     ├── StaleWeightsError        a rollout's weights are not the ones that were pushed
     ├── WorkerLost               a worker process is gone: role, rank, method
@@ -27,6 +30,18 @@ class DataError(HybridRLError, ValueError):
 
 class CheckpointError(HybridRLError):
     """A checkpoint cannot be written or read; the message names the path and the part."""
+
+
+class StorageError(CheckpointError):
+    """A checkpoint cannot be written to where it belongs, now; what was committed before is as it was."""
+
+
+class NonFiniteError(HybridRLError):
+    """A loss, a gradient or a model has a NaN or an infinity; the message says whose, in which step, and what to look at."""
+
+
+class JournalError(HybridRLError):
+    """The journal of a job cannot be read; the message names the file and the line."""
 
 
 class PlacementError(HybridRLError):
