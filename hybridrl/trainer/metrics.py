@@ -131,12 +131,12 @@ def compute_throughput_metrics(batch: DataProto, timing: Mapping[str, float], nu
 
 
 def mean_metrics(updates: Mapping[str, Sequence]) -> Metrics:
-    """Return the mean over the optimizer steps of an update; of the learning rate, the last one.
+    """Return the mean over the optimizer steps of an update; of the learning rate and of counts, the last one.
 
     updates: metric name -> values, possibly nested by rank, as worker groups collect them.
     """
     columns = {name: np.asarray(values, dtype=np.float64).ravel() for name, values in updates.items()}
-    return {name: float(values[-1] if name.endswith("/lr") else values.mean()) for name, values in columns.items()}
+    return {name: float(values[-1] if name.endswith(("/lr", "/num_updates")) else values.mean()) for name, values in columns.items()}
 
 
 # -- validation

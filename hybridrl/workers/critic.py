@@ -62,14 +62,17 @@ class CriticWorker(EngineWorker):
         return DataProto(meta_info={"metrics": metrics})
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, directory: str) -> None:
-        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename."""
-        self._save(self.critic, directory, self.config.critic.fsdp_config)
+    def save_checkpoint(self, directory: str) -> int:
+        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename.
+
+        Returns the number of optimizer steps taken so far.
+        """
+        return self._save(self.critic, directory, self.config.critic.fsdp_config)
 
     @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, directory: str) -> None:
-        """Continue from what `save_checkpoint` wrote, also under another world size."""
-        self._load(self.critic, directory, self.config.critic.fsdp_config)
+    def load_checkpoint(self, directory: str) -> int:
+        """Continue from what `save_checkpoint` wrote, also under another world size. Returns the number of optimizer steps taken so far."""
+        return self._load(self.critic, directory, self.config.critic.fsdp_config)
 
     def _micro(self) -> MicroBatching:
         critic = self.config.critic

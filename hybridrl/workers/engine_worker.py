@@ -1,6 +1,7 @@
 """What workers with a training engine share: building the engine, moving it to and from its device, updates, durable state."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching
 from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.storage import raise_together
 from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, mini_batches
 from hybridrl.workers.process import sum_dicts_over_ranks, sum_over_ranks
@@ -115,7 +117,11 @@ class EngineWorker(Worker):
         epochs: int,
         prefix: str,
     ) -> dict[str, list[float]]:
-        """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on every rank."""
+        """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on every rank.
+
+        A step whose loss, on any rank, or whose gradient is not finite is left out on all ranks: `{prefix}/skipped` is 1, and
+        `{prefix}/nonfinite_loss` tells whether it was the loss. `{prefix}/num_updates` counts what was not left out, in the whole run.
+        """
         minis = list(mini_batches(data))
         counts = self._global_counts(minis, counted=engine.place.answers)
         shares: list[dict[str, float]] = []
@@ -123,7 +129,9 @@ class EngineWorker(Worker):
         for _ in range(epochs):
             for mini, count in zip(minis, counts, strict=True):
                 shares.append(_summed(engine.forward_backward(mini, micro, make_loss(count), outputs=outputs)))
-                steps.append({f"{prefix}/{name}": value for name, value in engine.optimizer_step().items()})
+                [bad] = sum_over_ranks([float(has_bad_loss(shares[-1]))], device=self.device)
+                said = engine.optimizer_step(skip=bad > 0) | {"nonfinite_loss": float(bad > 0), "num_updates": float(engine.num_updates)}
+                steps.append({f"{prefix}/{name}": value for name, value in said.items()})
         totals = sum_dicts_over_ranks(shares)
         return {name: [row[name] for row in rows if name in row] for rows in (totals, steps) for name in _names(rows)}
 
@@ -133,14 +141,28 @@ class EngineWorker(Worker):
         total = [max(1.0, n) for n in sum_over_ranks(local, device=self.device)]
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
-    def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> None:
-        os.makedirs(directory, exist_ok=True)
+    def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> int:
+        """Write the engine's durable state; return how many optimizer steps it has seen. A failure is one on every rank."""
+        problem = None
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            problem = error
+        raise_together(problem, directory)
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.save(directory)
+        return engine.num_updates
 
-    def _load(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> None:
+    def _load(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> int:
+        """Read what `_save` wrote; return how many optimizer steps it has seen."""
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.load(directory)
+        return engine.num_updates
+
+
+def has_bad_loss(stats: dict[str, float]) -> bool:
+    """Return whether a loss among a rank's figures of one mini-batch is not finite."""
+    return not all(math.isfinite(value) for name, value in stats.items() if name.endswith("loss"))
 
 
 def _names(rows: list[dict[str, float]]) -> list[str]:

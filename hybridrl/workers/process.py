@@ -3,6 +3,7 @@
 import datetime
 import math
 import os
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -59,4 +60,10 @@ def sum_dicts_over_ranks(rows: list[dict[str, float]]) -> list[dict[str, float]]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, rows)
     names = sorted(set().union(*(row for ranks_rows in everyone for row in ranks_rows)))
-    return [{name: math.fsum(ranks_rows[i].get(name, 0.0) for ranks_rows in everyone) for name in names} for i in range(len(rows))]
+    return [{name: exact_sum(ranks_rows[i].get(name, 0.0) for ranks_rows in everyone) for name in names} for i in range(len(rows))]
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum in any order of the values; infinities are summed as floats are, to an infinity or to nan."""
+    found = list(values)
+    return math.fsum(found) if all(map(math.isfinite, found)) else sum(found)

@@ -90,10 +90,11 @@ class MicroBatching:
 class Engine(Protocol):
     """One model on all ranks of the process group. Every method but `to` is collective: all ranks call it, in the same order.
 
-    `place` is there after `setup`.
+    `place` and `num_updates` (optimizer steps that were taken, not skipped; part of the durable state) are there after `setup`.
     """
 
     place: Place
+    num_updates: int
 
     def setup(self) -> None:
         """Load the model, shard it, and make the optimizer; engines do nothing before."""
@@ -116,10 +117,11 @@ class Engine(Protocol):
         """
         ...
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         """Clip, update, advance the schedule, drop gradients. Returns "grad_norm" (before clipping), "lr", "skipped".
 
-        "skipped" is 1.0, and parameters and optimizer state stay as they were, if the gradient norm is not finite. Equal on all ranks.
+        "skipped" is 1.0, and parameters, optimizer state and schedule stay as they were, if the gradient norm is not finite, or if the
+        caller says so (the same on all ranks). Equal on all ranks.
         """
         ...
 
@@ -131,7 +133,11 @@ class Engine(Protocol):
         ...
 
     def save(self, directory: str) -> None:
-        """Write model, optimizer, schedule and every rank's random state into `directory`; the caller makes it durable by a rename."""
+        """Write model, optimizer, schedule and every rank's random state into `directory`; the caller makes it durable by a rename.
+
+        Raises NonFiniteError on all ranks, before anything is written, if a parameter or the optimizer's state is not finite anywhere,
+        and StorageError on all ranks if any of them cannot write.
+        """
         ...
 
     def load(self, directory: str) -> None:

@@ -5,7 +5,6 @@ global counts, and reduced with every micro-batch: holding them back until the l
 and cost every rank a whole model's float32 gradients. A world of one runs the same code in a process group of its own.
 """
 
-import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from hybridrl.config.workers import OptimConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching, Place
+from hybridrl.workers.engine.finite import check_finite, log_skipped, tensors_of
 from hybridrl.workers.engine.fsdp_state import load_state, save_state
 from hybridrl.workers.engine.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
 from hybridrl.workers.engine.lora import add_adapters, merged_weights
@@ -38,8 +38,6 @@ from hybridrl.workers.engine.model import (
 from hybridrl.workers.engine.outputs import Reader, check_outputs
 from hybridrl.workers.engine.packed_attention import use_packed_sdpa
 from hybridrl.workers.engine.schedule import learning_rate
-
-logger = logging.getLogger(__name__)
 
 
 class FSDPEngine:
@@ -62,7 +60,7 @@ class FSDPEngine:
         self._read = Reader(
             self.model, kind=config.kind, temperature=config.temperature, pass_runs=config.packed and use_packed_sdpa(self.model)
         )
-        self._optimizer, self._step = _adamw(config, self.model), 0
+        self._optimizer, self.num_updates = _adamw(config, self.model), 0
         self.to("cpu", params=config.param_offload, optimizer=config.optimizer_offload)
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -99,20 +97,20 @@ class FSDPEngine:
         # Numbers are read only here, so that a GPU is never waited for between micro-batches.
         return [{name: float(value) for name, value in values.items()} for values in stats]
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
         self._bring_back(params=True, optimizer=True)
-        lr = learning_rate(self.config.optim, self._step, total_steps=self.config.total_steps)
+        lr = learning_rate(self.config.optim, self.num_updates, total_steps=self.config.total_steps)
         norm = _clip(self.model, max_norm=self.config.grad_clip)
-        skipped = not math.isfinite(norm)
+        skipped = skip or not math.isfinite(norm)
         if skipped:
-            logger.warning("Optimizer step %d is skipped: the gradient norm is %s.", self._step, norm)
+            log_skipped(self.num_updates, norm)
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+            self.num_updates += 1
         self._optimizer.zero_grad()
-        self._step += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,11 +119,12 @@ class FSDPEngine:
 
     def save(self, directory: str) -> None:
         self._bring_back(params=True, optimizer=True)
-        save_state(directory, model=self.model, optimizer=self._optimizer, step=self._step)
+        check_finite([*self.model.parameters(), *tensors_of(self._optimizer)], self._device)
+        save_state(directory, model=self.model, optimizer=self._optimizer, step=self.num_updates)
 
     def load(self, directory: str) -> None:
         self._bring_back(params=True, optimizer=True)
-        self._step = load_state(directory, model=self.model, optimizer=self._optimizer)
+        self.num_updates = load_state(directory, model=self.model, optimizer=self._optimizer)
         if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
             for group in self._optimizer.param_groups:
                 group.update(_hyperparameters(self.config.optim))

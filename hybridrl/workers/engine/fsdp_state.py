@@ -19,12 +19,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hybridrl.errors import CheckpointError
+from hybridrl.workers.engine.storage import writing
 
 
 def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Write model, optimizer, step count and this rank's random state, fsynced. Collective."""
+    """Write model, optimizer, step count and this rank's random state, fsynced. Collective. Raises StorageError on every rank."""
     state = _state(model, optimizer) | {"step": torch.tensor(step), "random": _random_state()}
-    dcp.save(state, checkpoint_id=directory)
+    with writing(directory):
+        dcp.save(state, checkpoint_id=directory)
 
 
 def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -4,7 +4,6 @@ As with FSDP2, gradients are *summed* over processes and micro-batches, since lo
 once, before the optimizer steps. Peers of a data-parallel rank get the same rows and compute the same loss.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +21,7 @@ from hybridrl.algos.partition import micro_batches
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.finite import check_finite, log_skipped, tensors_of
 from hybridrl.workers.engine.layout import lay_out, placeholder_grid, token_grid
 from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.hf_weights import HFTensors, read_weights, whole_tensors
@@ -33,8 +33,6 @@ from hybridrl.workers.engine.megatron.vocabulary import sharded_log_probs_and_en
 from hybridrl.workers.engine.model import hf_config
 from hybridrl.workers.engine.outputs import check_outputs
 from hybridrl.workers.engine.schedule import learning_rate
-
-logger = logging.getLogger(__name__)
 
 Outputs = dict[str, torch.Tensor]
 
@@ -70,7 +68,7 @@ class MegatronEngine:
     def _make_optimizer(self) -> None:
         config = self.config
         self._optimizer: MegatronOptimizer | None = None
-        self._step = 0
+        self.num_updates = 0
         if config.optim is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -121,24 +119,24 @@ class MegatronEngine:
         found = self._run(self._pieces(batch, micro), loss_of, forward_only=False)
         return [{name: float(value) for name, value in stats.items()} for stats in found if stats is not None and self.place.answers]
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
         self._bring_back(params=True, optimizer=True)
-        lr = learning_rate(self.config.optim, self._step, total_steps=self.config.total_steps)
+        lr = learning_rate(self.config.optim, self.num_updates, total_steps=self.config.total_steps)
         finalize_model_grads(self._modules, None)
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        skipped = not math.isfinite(norm)
+        skipped = skip or not math.isfinite(norm)
         if skipped:
-            logger.warning("Optimizer step %d is skipped: the gradient norm is %s.", self._step, norm)
+            log_skipped(self.num_updates, norm)
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             for one in self._optimizer.chained_optimizers:  # experts have one of their own; the norm is everybody's
                 clip_grad_by_total_norm_fp32(one.get_parameters(), self.config.grad_clip, norm)
             self._optimizer.step_with_ready_grads()
+            self.num_updates += 1
         self._drop_gradients()
-        self._step += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,11 +145,13 @@ class MegatronEngine:
 
     def save(self, directory: str) -> None:
         self._bring_back(params=True, optimizer=True)
-        save_state(directory, chunks=self.chunks, optimizer=self._optimizer, step=self._step)
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        check_finite([*parameters, *(t for one in self._inner_optimizers() for t in tensors_of(one))], self._device)
+        save_state(directory, chunks=self.chunks, optimizer=self._optimizer, step=self.num_updates)
 
     def load(self, directory: str) -> None:
         self._bring_back(params=True, optimizer=True)
-        self._step = load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
+        self.num_updates = load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
         if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
             for group in self._optimizer.param_groups:
                 group.update({"betas": tuple(self.config.optim.betas), "weight_decay": self.config.optim.weight_decay})
@@ -164,13 +164,16 @@ class MegatronEngine:
                     tensor.data = tensor.data.to(target)
             self._params_on = target
         if optimizer and self._optimizer is not None and target != self._optimizer_on:
-            for one in self._optimizer.chained_optimizers:
-                for state in one.optimizer.state.values():
+            for one in self._inner_optimizers():
+                for state in one.state.values():
                     state.update({name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)})
             self._optimizer_on = target
 
     def _bring_back(self, *, params: bool = False, optimizer: bool = False) -> None:
         self.to(self._device.type, params=params, optimizer=optimizer)
+
+    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self._optimizer is None else [one.optimizer for one in self._optimizer.chained_optimizers]
 
     def _drop_gradients(self) -> None:
         for module in self._modules:

@@ -25,6 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.megatron.network import Network
+from hybridrl.workers.engine.storage import raise_together, writing
 
 # Given to megatron-core in copies: it puts process groups into them.
 FORMAT = {
@@ -36,15 +37,24 @@ METADATA = (".metadata", "metadata.json")
 
 
 def save_state(directory: str, *, chunks: list[Network], optimizer: MegatronOptimizer | None, step: int) -> None:
-    """Write model, optimizer, step count and this rank's random state, fsynced. Collective."""
+    """Write model, optimizer, step count and this rank's random state, fsynced. Collective. Raises StorageError on every rank."""
     state = _state(chunks, optimizer, is_loading=False) | {"step": step}
-    dist_checkpointing.save(state, directory, sharded_strategy=_InThisProcess("torch_dist", 1), content_metadata=dict(FORMAT))
+    with writing(directory):
+        dist_checkpointing.save(state, directory, sharded_strategy=_InThisProcess("torch_dist", 1), content_metadata=dict(FORMAT))
+    problem = None
+    try:
+        _write_own(directory)
+    except (OSError, RuntimeError) as error:  # torch's file format has RuntimeErrors of its own
+        problem = error
+    raise_together(problem, directory)
+
+
+def _write_own(directory: str) -> None:
     own = os.path.join(directory, _random_file())
     torch.save(_random_state(), own)
     shared = [os.path.join(directory, name) for name in ("common.pt", "metadata.json")] if dist.get_rank() == 0 else []
     for path in [own, *shared]:
         _flush(path)
-    dist.barrier()
 
 
 def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOptimizer | None) -> int:

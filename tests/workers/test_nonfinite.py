@@ -1,0 +1,125 @@
+"""A loss or gradient that is not finite, on any rank, changes nothing on any rank; a model that is not finite is never saved."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+
+from hybridrl.config import SFTConfig, load_config
+from hybridrl.errors import NonFiniteError, StorageError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.workers.losses import sft_loss
+from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
+from hybridrl.workers.process import exact_sum
+from hybridrl.workers.sft import SFTWorker
+
+
+class SpoiltWorker(SFTWorker):
+    """Its last rank has a loss or a gradient that is not finite when it is told to."""
+
+    @register(MINI_BATCH_COMPUTE)
+    def update_with(self, data: DataProto, how: str) -> DataProto:
+        def make_loss(counts):
+            own = sft_loss(counts)
+
+            def spoilt(outputs, rows):
+                loss, stats = own(outputs, rows)
+                if how == "loss":  # the gradient is finite
+                    return loss, stats | {"loss": loss + math.inf}
+                return loss + (outputs["log_probs"].sum() * 0).sqrt(), stats  # worth 0, with a slope of infinity * 0
+
+            return spoilt if how != "none" and self.rank == self.world_size - 1 else own
+
+        metrics = self._update(self.model, data, self._micro(), make_loss=make_loss, outputs=("log_probs",), epochs=1, prefix="train")
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def state(self) -> tuple[int, str, str]:
+        """Optimizer steps taken, digest of the whole weights, digest of this rank's optimizer state."""
+        weights, own = hashlib.sha256(), hashlib.sha256()
+        for _, tensor in self.model.weights():
+            weights.update(tensor.detach().numpy().tobytes())
+        for state in self.model._optimizer.state.values():
+            for tensor in state.values():
+                own.update((tensor.to_local() if hasattr(tensor, "to_local") else tensor).numpy().tobytes())
+        return self.model.num_updates, weights.hexdigest(), own.hexdigest()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def poison(self) -> None:
+        """Put an infinity into one parameter of the last rank, as an overflow would."""
+        if self.rank == self.world_size - 1:
+            parameter = next(p for p in self.model.model.parameters() if p.to_local().numel())
+            parameter.detach().to_local().view(-1)[0] = math.inf
+
+
+def batch() -> DataProto:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 300, (8, 12), generator=draw)
+    mask = torch.ones_like(ids)
+    position_ids = mask.cumsum(-1) - 1
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids, "attention_mask": mask, "position_ids": position_ids,
+            "responses": ids[:, 4:], "response_mask": mask[:, 4:],
+        }
+    )  # fmt: skip
+
+
+def start(model, size: int) -> RayWorkerGroup | LocalWorkerGroup:
+    changes = {
+        "model.path": model,
+        "data.train_files": "none.parquet",
+        "optim.lr": 1e-3,
+        "optim.lr_scheduler_type": "cosine",
+        "trainer.device": "cpu",
+        "trainer.num_threads": 1,
+    }
+    config = load_config(SFTConfig, [f"{key}={value}" for key, value in changes.items()], program="test", config_name="sft_trainer")
+    recipe = RayClassWithInitArgs(SpoiltWorker, config, "sft")
+    group = LocalWorkerGroup(None, recipe) if size == 1 else RayWorkerGroup(RayResourcePool([size], use_gpu=False), recipe, role="sft")
+    group.init_model(4)
+    return group
+
+
+def told(group, how: str) -> dict[str, list[float]]:
+    metrics = group.update_with(batch(), how=how).meta_info["metrics"]
+    return {name: torch.tensor(values).flatten().tolist() for name, values in metrics.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all_as_if_it_had_never_been(tiny_qwen2, ray_cluster, tmp_path, size):
+    group, twin = start(tiny_qwen2, size), start(tiny_qwen2, size)
+    for _ in range(2):
+        assert set(told(group, "none")["train/skipped"]) == set(told(twin, "none")["train/skipped"]) == {0.0}
+    before = group.state()
+    assert before == twin.state()
+    for how in ("loss", "gradient"):
+        said = told(group, how)
+        assert set(said["train/skipped"]) == {1.0} and set(said["train/nonfinite_loss"]) == {float(how == "loss")}
+        assert math.isfinite(said["loss"][0]) == (how == "gradient") and math.isfinite(said["train/grad_norm"][0]) == (how == "loss")
+        assert group.state() == before
+    assert told(group, "none") == told(twin, "none")  # the learning rate and the norm, too
+    after = group.state()
+    assert after == twin.state() and {state[:2] for state in after} == {(3, after[0][1])} and after != before
+    assert group.save_checkpoint(str(tmp_path / "whole")) == [3] * size
+    group.poison()
+    with pytest.raises(NonFiniteError, match="parameters or its optimizer's state are not finite"):
+        group.save_checkpoint(str(tmp_path / "poisoned"))
+    assert list((tmp_path / "poisoned").iterdir()) == []
+    assert group.load_checkpoint(str(tmp_path / "whole")) == [3] * size
+    assert group.state() == after
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="rank 0 cannot write .*file"):
+        group.save_checkpoint(str(tmp_path / "file"))
+    assert told(group, "none") == told(twin, "none")  # and all ranks go on
+    group.shutdown()
+    twin.shutdown()
+
+
+def test_opposite_infinities_of_two_ranks_are_a_nan_and_no_exception():
+    assert math.isnan(exact_sum([math.inf, -math.inf])) and exact_sum([0.1] * 10) == 1.0
