@@ -4,6 +4,7 @@
 
 reads `sft_train.parquet` (from `data_preprocess.arithmetic`) and writes a directory that `AutoTokenizer` and `AutoModelForCausalLM`
 load: about 500 tokens, 0.38 million parameters. It can say nothing yet; `hybridrl.main_sft` teaches it the form of an answer.
+`--heads 4` makes it wider, 0.56 million: a model that tensor-parallel processes can share, two heads each.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 VOCABULARY = 512
+HEADS, HEAD_SIZE = 3, 32
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 # ChatML. What stands between the generation markers is what the assistant says: the loss of supervised fine-tuning is on those tokens.
@@ -66,15 +68,15 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, heads: int = HEADS) -> Qwen2ForCausalLM:
     """Return the model in float32. Heads are 32 wide, the narrowest that vLLM's CPU attention takes."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=96,
+        hidden_size=heads * HEAD_SIZE,
         intermediate_size=256,
         num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=3,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         initializer_range=0.06,  # the usual 0.02 is for models many times as wide, and learns the arithmetic much later
@@ -88,10 +90,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCaus
     return Qwen2ForCausalLM(config)
 
 
-def build(data: Path, out: Path, *, seed: int) -> int:
+def build(data: Path, out: Path, *, seed: int, heads: int = HEADS) -> int:
     """Write tokenizer and model to `out` and return the number of parameters."""
     tokenizer = train_tokenizer(read_texts(data / "sft_train.parquet"))
-    model = make_model(tokenizer, seed=seed)
+    model = make_model(tokenizer, seed=seed, heads=heads)
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)
     return model.num_parameters()
@@ -102,12 +104,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="directory with sft_train.parquet")
     parser.add_argument("--out", type=Path, required=True, help="directory of the model")
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights (default: 1)")
+    parser.add_argument("--heads", type=int, default=HEADS, help=f"attention heads of {HEAD_SIZE} each (default: {HEADS})")
     args = parser.parse_args(argv)
     source = args.data / "sft_train.parquet"
     if not source.is_file():
         print(f"error: no {source}; make it with: python -m data_preprocess.arithmetic --local_dir {args.data}", file=sys.stderr)
         return 2
-    count = build(args.data, args.out, seed=args.seed)
+    count = build(args.data, args.out, seed=args.seed, heads=args.heads)
     print(f"{args.out}: a Qwen2 with {count / 1e6:.2f} million random parameters and its tokenizer")
     return 0
 
