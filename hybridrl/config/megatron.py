@@ -11,6 +11,10 @@ from pathlib import Path
 from hybridrl.config.workers import ActorConfig, ActorRolloutRefConfig, MegatronConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core has built in; only the factor can be chosen."""
+USUAL = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1, "hidden_act": "silu"}
+"""What the engine has; another value in a model's config.json would be computed wrongly."""
 
 
 def layout_problems(megatron: MegatronConfig, *, world_size: int, key: str) -> Iterator[str]:
@@ -37,7 +41,7 @@ def layout_problems(megatron: MegatronConfig, *, world_size: int, key: str) -> I
 
 
 def model_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterator[str]:
-    """Yield what a layout cannot do with a model, given as the content of its config.json."""
+    """Yield what a layout, or the engine, cannot do with a model, given as the content of its config.json."""
     family = model.get("model_type")
     if family not in FAMILIES:
         yield f"{key}: strategy=megatron knows the model types {', '.join(FAMILIES)}, not {family}; use strategy=fsdp"
@@ -57,6 +61,7 @@ def model_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterat
             f"{parts} equal parts (stages * virtual_pipeline_model_parallel_size); use a divisor of it"
         )
     yield from _expert_problems(megatron, model, key=key)
+    yield from _unusual(model)
 
 
 def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterator[str]:
@@ -70,6 +75,31 @@ def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iter
         yield f"{key}.tensor_model_parallel_size={tp}: a model with experts needs {key}.sequence_parallel=true with it"
     if experts % ep:
         yield f"{key}.expert_model_parallel_size={ep}: does not divide the model's num_experts={experts}; use a divisor of it"
+
+
+def _unusual(model: dict) -> Iterator[str]:
+    """What a model of a known family may have that the engine would compute wrongly."""
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}  # the latter until transformers 5
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    own_llama3 = kind == "llama3" and all(rope.get(name, value) == value for name, value in LLAMA3_ROPE.items())
+    if kind != "default" and not own_llama3:
+        yield f"rope_parameters={rope}: the Megatron engine has only the default and Llama 3's own; use strategy=fsdp"
+    if _slides(model):
+        yield "attention over a sliding window is not in the Megatron engine; use strategy=fsdp"
+    for name, usual in USUAL.items():
+        if (value := model.get(name) or usual) != usual:
+            yield f"{name}={value} is not in the Megatron engine, which has {usual}; use strategy=fsdp"
+
+
+def _slides(model: dict) -> bool:
+    """Whether a layer attends over a window. Old files of Qwen name a window that they do not use, and no kinds of layers."""
+    if kinds := model.get("layer_types"):
+        return "sliding_attention" in kinds
+    if not model.get("sliding_window"):
+        return False
+    if model["model_type"].startswith("qwen"):
+        return bool(model.get("use_sliding_window")) and model.get("max_window_layers", 28) < model["num_hidden_layers"]
+    return True
 
 
 def data_parallel_size(actor: ActorConfig, *, world_size: int) -> int:

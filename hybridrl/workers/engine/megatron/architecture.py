@@ -15,9 +15,6 @@ from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import EngineConfig
 from hybridrl.workers.engine.megatron.layout import KEY, Sizes
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core has built in; only the factor can be chosen."""
-
 
 @dataclass(frozen=True)
 class Family:
@@ -92,8 +89,7 @@ def recipe_of(name: str, kind: str) -> Recipe:
 
 def transformer_config(config: EngineConfig, model: Any, sizes: Sizes) -> TransformerConfig:
     """Return Megatron's settings for a Hugging Face config. Raises ConfigError for what this engine cannot run as it is."""
-    problems = [*model_problems(config.megatron, model.to_dict(), key=KEY), *_refusals(model)]
-    if problems:
+    if problems := list(model_problems(config.megatron, model.to_dict(), key=KEY)):
         raise ConfigError("\n".join(f"{config.path}: {problem}" for problem in problems))
     family, dtype = FAMILIES[model.model_type], config.compute_dtype
     heads = model.num_attention_heads
@@ -165,24 +161,3 @@ def rotary(model: Any) -> dict[str, Any]:
 
 def _rope(model: Any) -> dict[str, Any]:
     return getattr(model, "rope_parameters", None) or {"rope_theta": model.rope_theta}
-
-
-def _refusals(model: Any) -> list[str]:
-    """What a model of a known family may have that this engine would compute wrongly."""
-    problems = []
-    rope = _rope(model)
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3") or any(rope.get(name, value) != value for name, value in LLAMA3_ROPE.items() if kind == "llama3"):
-        problems.append(f"rope_parameters={rope}: the Megatron engine has only the default and Llama 3's own; use strategy=fsdp")
-    kinds = set(getattr(model, "layer_types", None) or ())
-    if "sliding_attention" in kinds or (not kinds and getattr(model, "sliding_window", None)):
-        problems.append("attention over a sliding window is not in the Megatron engine; use strategy=fsdp")
-    for name, unusual in (("attention_bias", True), ("mlp_bias", True), ("mlp_only_layers", [])):
-        value = getattr(model, name, None)
-        if (unusual is True and value) or (unusual == [] and value):
-            problems.append(f"{name}={value} is not in the Megatron engine; use strategy=fsdp")
-    if getattr(model, "decoder_sparse_step", 1) != 1 and model.model_type == "qwen3_moe":
-        problems.append(f"decoder_sparse_step={model.decoder_sparse_step} is not in the Megatron engine; use strategy=fsdp")
-    if model.hidden_act != "silu":
-        problems.append(f"hidden_act={model.hidden_act}: the Megatron engine has silu; use strategy=fsdp")
-    return problems
