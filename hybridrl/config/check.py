@@ -209,6 +209,8 @@ def weight_sync(config: PPOConfig) -> Problems:
         )
     if separated and chosen.transport == "in_process":
         yield f"{key}.transport=in_process: the rollout has processes of its own (actor_rollout_ref.rollout.n_gpus_per_node); use auto"
+    if chosen.lora == "adapter" and not config.actor_rollout_ref.model.lora_rank:
+        yield f"{key}.lora=adapter: there are no adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
     if chosen.transport == "disk" and chosen.directory is None:
         yield f"{key}.transport=disk: where to? set {key}.directory"
     if chosen.transport != "disk" and chosen.directory is not None:

@@ -142,6 +142,12 @@ class WeightSyncConfig:
         "ahead (training goes on), else shared memory on one machine and a broadcast between several.",
         choices=("auto", "in_process", "object_store", "shared_memory", "broadcast", "disk"),
     )
+    lora: str = setting(
+        "merged",
+        "What a push brings of LoRA adapters: weights with them merged in, or, after a first push of everything, the adapters alone; the "
+        "rollout then keeps the weights below them in host memory and merges them itself.",
+        choices=("merged", "adapter"),
+    )
     bucket_mb: int = setting(64, "Weights travel in pieces of this size in MB; a sender holds one or two of them.", ge=1)
     timeout_s: float = setting(1800.0, "How long sender and receivers of weights wait for each other, in seconds.", gt=0)
     directory: str | None = setting(None, "Where transport=disk writes weights: a directory or address that all machines see.")

@@ -13,7 +13,7 @@ from hybridrl.config.workers import WeightSyncConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.roles import Role
-from hybridrl.trainer.weight_sync import Push, WeightSync
+from hybridrl.trainer.weight_sync import InProcessSync, Push, WeightSync
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
 
@@ -45,8 +45,11 @@ class PolicyGroups:
         self._version: int | None = None  # of the weights that were pushed last
         if self.actor is None or self.rollout is None:
             raise ConfigError("the policy needs Role.ActorRollout, or both Role.Actor and Role.Rollout, in role_worker_mapping")
-        if self.hybrid is None:
-            self._sync = WeightSync(self.actor, self.rollout, weight_sync or WeightSyncConfig(), ahead=ahead)
+        settings = weight_sync or WeightSyncConfig()
+        if self.hybrid is not None:
+            self._sync: Any = InProcessSync(self.hybrid, settings)
+        else:
+            self._sync = WeightSync(self.actor, self.rollout, settings, ahead=ahead)
 
     def generate(self, prompts: DataProto) -> DataProto:
         """Return responses; see `ActorRolloutRefWorker.generate_sequences`."""
@@ -93,8 +96,6 @@ class PolicyGroups:
         """Have every rollout process take the actor's weights as they are now. Between pools they go from process to process."""
         self._wake_up()
         self._version = version
-        if self.hybrid is not None:
-            return Push(self.hybrid, self.hybrid.update_weights.later(version), version)
         return self._sync.push_later(version)
 
     def gather_later(self) -> Any:

@@ -23,11 +23,15 @@ class WeightSync:
         self._transport: str | None = None  # chosen, and open
 
     def push_later(self, version: int) -> "Push":
-        """Have the actor's weights taken as `version`. After a push that failed, a new channel is opened first."""
+        """Have the actor's weights taken as `version`. After a push that failed, a new channel is opened first.
+
+        With weight_sync.lora=adapter only the adapters go over a channel that everything has gone over before.
+        """
+        adapters = self._settings.lora == "adapter" and self._transport is not None
         if self._transport is None:
             self._transport = self._open()
-        sent = self._actor.send_weights.later(version)
-        health = self._rollout.receive_weights.later(version, None if self._transport in LIVE else sent[0])
+        sent = self._actor.send_weights.later(version, adapters)
+        health = self._rollout.receive_weights.later(version, None if self._transport in LIVE else sent[0], adapters)
         return Push(self._rollout, health, version, sent=sent, after=self._after)
 
     def reopen(self) -> None:
@@ -55,6 +59,28 @@ class WeightSync:
             self._transport = None
         elif self._transport == "disk":
             self._actor.forget_weights.later(version)
+
+
+class InProcessSync:
+    """Pushes inside of processes that have actor and rollout both."""
+
+    def __init__(self, group: Any, settings: WeightSyncConfig):
+        self._group, self._settings = group, settings
+        self._complete = False  # the rollouts hold everything that adapters alone could not bring
+
+    def push_later(self, version: int) -> "Push":
+        """Have the actor's weights taken as `version`: all of them, or the adapters alone, see `WeightSync.push_later`."""
+        adapters = self._settings.lora == "adapter" and self._complete
+        self._complete = True
+        return Push(self._group, self._group.update_weights.later(version, adapters), version, after=self._after)
+
+    def reopen(self) -> None:
+        """Push everything next: a process was replaced."""
+        self._complete = False
+
+    def _after(self, version: int, error: BaseException | None) -> None:
+        if error is not None:
+            self.reopen()
 
 
 @dataclass
@@ -90,20 +116,22 @@ class Push:
         # Both ends at once: whichever fails first says why.
         ends = References([*self.health, *self.sent], ranks=[*range(len(self.health)), *range(len(self.sent))], fetch=self.group.fetch)
         answers = self.group.fetch(ends, method="receive_weights")
-        check_health(answers[: len(self.health)], self.version, fingerprint=answers[len(self.health)].fingerprint)
+        check_health(answers[: len(self.health)], self.version, sent=answers[len(self.health)].fingerprint)
 
 
-def check_health(health: list, version: int, *, fingerprint: int | None = None) -> None:
-    """Raise StaleWeightsError unless every rollout process holds `version` with one and the same fingerprint, that of what was sent."""
+def check_health(health: list, version: int, *, sent: int | None = None) -> None:
+    """Raise StaleWeightsError unless every rollout process holds `version` with one and the same fingerprint, and has received what was
+    `sent`: the weights that it holds, or adapters that it merged itself.
+    """
     stale = [rank for rank, h in enumerate(health) if h.version != version]
     if stale:
         raise StaleWeightsError(
             f"rollout ranks {stale} hold version {[health[r].version for r in stale]} after a push of version {version}"
         )
-    if len({h.fingerprint for h in health} | ({fingerprint} - {None})) > 1:
-        held = ", ".join(f"rank {rank}: {_hex(h.fingerprint)}" for rank, h in enumerate(health))
-        sent = "" if fingerprint is None else f"; {_hex(fingerprint)} was sent"
-        raise StaleWeightsError(f"rollout ranks hold different weights after a push of version {version} ({held}{sent})")
+    if len({h.fingerprint for h in health}) > 1 or len({h.received for h in health} | ({sent} - {None})) > 1:
+        held = ", ".join(f"rank {rank}: {_hex(h.fingerprint)}, received {_hex(h.received)}" for rank, h in enumerate(health))
+        said = "" if sent is None else f"; {_hex(sent)} was sent"
+        raise StaleWeightsError(f"rollout ranks hold different weights after a push of version {version} ({held}{said})")
 
 
 def _hex(fingerprint: int | None) -> str:

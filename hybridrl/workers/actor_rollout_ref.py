@@ -6,8 +6,11 @@
 """
 
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.plugs import load_plugs
@@ -192,11 +195,20 @@ class ActorRolloutRefWorker(EngineWorker):
         return DataProto(meta_info={"metrics": metrics})
 
     @register(Dispatch.ONE_TO_ALL)
-    def update_weights(self, version: int) -> RolloutHealth:
-        """Push the actor's weights into this process's rollout as `version`; a mismatch raises StaleWeightsError."""
+    def update_weights(self, version: int, adapters: bool = False) -> RolloutHealth:
+        """Push the actor's weights into this process's rollout as `version`; a mismatch raises StaleWeightsError.
+
+        adapters: only those; an earlier push has brought everything.
+        """
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            self.rollout.load_weights(version, self.actor.weights())
+            self.rollout.load_weights(version, self._pushed(adapters), adapters=adapters)
         return self.rollout.health()
+
+    def _pushed(self, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return what a push brings: everything, or (adapters) the adapters alone."""
+        if self.config.actor_rollout_ref.rollout.weight_sync.lora == "merged":
+            return self.actor.weights()
+        return self.actor.weights(lora="adapters" if adapters else "apart")
 
     @register(Dispatch.ONE_TO_ALL)
     def open_weight_channel(self, transport: str, num_receivers: int) -> Address | None:
@@ -223,12 +235,13 @@ class ActorRolloutRefWorker(EngineWorker):
         self._receivers.join(address)
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> Sent | None:
+    def send_weights(self, version: int, adapters: bool = False) -> Sent | None:
         """Push the actor's weights as `version` to rollouts in other processes, from rank 0; returns what they need to receive it there.
 
         With a live transport it returns when all of them have taken the weights, and they have to be told to receive meanwhile.
+        adapters: only those; an earlier push has brought everything.
         """
-        return self._send(self._sender, version)
+        return self._send(self._sender, version, adapters=adapters)
 
     @register(Dispatch.ONE_TO_ALL)
     def store_weights(self) -> Sent | None:
@@ -236,9 +249,9 @@ class ActorRolloutRefWorker(EngineWorker):
         sync = self.config.actor_rollout_ref.rollout.weight_sync
         return self._send(make_sender("object_store", sync, host="", num_receivers=0, device=self.device) if self.rank == 0 else None, 0)
 
-    def _send(self, sender: Sender | None, version: int) -> Sent | None:
+    def _send(self, sender: Sender | None, version: int, *, adapters: bool = False) -> Sent | None:
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            weights = Outgoing(self.actor.weights(), weights_dtype(self.config.actor_rollout_ref.rollout, self.device))
+            weights = Outgoing(self._pushed(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device))
             try:
                 return None if sender is None else sender.send(version, weights)
             finally:
@@ -251,13 +264,14 @@ class ActorRolloutRefWorker(EngineWorker):
             self._sender.forget(before)
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, sent: Sent | None) -> RolloutHealth:
+    def receive_weights(self, version: int, sent: Sent | None, adapters: bool = False) -> RolloutHealth:
         """Load weights of an actor in other processes: from where `sent` says, or (None) as they come over the channel.
 
+        adapters: only those come. The answer's `received` is the fingerprint of what arrived.
         Raises StaleWeightsError, and generates nothing until the next push, if they are not what the actor sent.
         """
         incoming = self._receivers.receive(version, sent)
-        self.rollout.load_weights(version, incoming, sent=incoming.fingerprint)
+        self.rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=adapters)
         return self.rollout.health()
 
     @register(Dispatch.ONE_TO_ALL)

@@ -31,12 +31,16 @@ def test_a_run_with_adapters_learns_resumes_and_exports_a_plain_model(tmp_path, 
 
 
 def test_pushes_between_processes_carry_the_adapters(tmp_path, tiny_qwen2, ray_cluster):
-    steps = LORA | {"trainer__total_training_steps": 2, "trainer__save_freq": -1}
-    train(tmp_path / "local", tiny_qwen2, **steps)
+    """Merged, or alone: to another process, and inside the one process of trainer.backend=local."""
+    steps = LORA | {"trainer__total_training_steps": 3, "trainer__save_freq": -1}
     pools = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 1}
-    train(tmp_path / "ray", tiny_qwen2, **steps | pools)
-    found, expected = ([row.get("actor/grad_norm") for row in metrics(tmp_path / where / "run")] for where in ("ray", "local"))
-    assert found == expected and any(found)
+    alone = {"actor_rollout_ref__rollout__weight_sync__lora": "adapter"}
+    ways = {"local": {}, "ray": pools, "local_alone": alone, "ray_alone": pools | alone}
+    for name, more in ways.items():
+        train(tmp_path / name, tiny_qwen2, **steps | more)
+    expected, *others = ([row.get("actor/grad_norm") for row in metrics(tmp_path / name / "run")] for name in ways)
+    assert any(expected)
+    assert others == [expected] * 3  # alpha / rank is 2, so that scaling B rounds nothing
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,7 @@ def test_pushes_between_processes_carry_the_adapters(tmp_path, tiny_qwen2, ray_c
     [
         (["actor_rollout_ref.model.lora_alpha=32"], "lora_alpha=32.0: has no effect without actor_rollout_ref.model.lora_rank"),
         (["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[]"], "no layer would learn"),
+        (["actor_rollout_ref.rollout.weight_sync.lora=adapter"], "weight_sync.lora=adapter: there are no adapters; set actor_rollout_ref"),
         (
             ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[query]"],
             "the model's linear layers are down_proj",

@@ -60,13 +60,13 @@ def test_a_run_is_the_same_whichever_way_the_weights_take(tmp_path, tiny_qwen2, 
 class OnceDeaf(ActorRolloutRefWorker):
     """A rollout whose rank 1 lets a push of version 2 pass and goes on with what it has: the fault that must not go unnoticed."""
 
-    def receive_weights(self, version: int, sent: Sent | None) -> RolloutHealth:
+    def receive_weights(self, version: int, sent: Sent | None, adapters: bool = False) -> RolloutHealth:
         if self.rank == 1 and version == 2:
             if sent is None:  # takes all of it and loads nothing
                 for _ in self._receivers.receive(version, sent):
                     pass
             return RolloutHealth(version, None)
-        return super().receive_weights(version, sent)
+        return super().receive_weights(version, sent, adapters)
 
 
 @pytest.fixture
@@ -75,8 +75,9 @@ def policy(tmp_path, tiny_qwen2, ray_cluster):
     pools = [RayResourcePool([1], use_gpu=False, name_prefix="actor"), RayResourcePool([2], use_gpu=False, name_prefix="rollout")]
     groups = []
 
-    def start(transport, rollout_cls=ActorRolloutRefWorker, *, ahead=False, timeout_s=60):
-        words = settings(tmp_path, tiny_qwen2, actor_rollout_ref__rollout__weight_sync__timeout_s=timeout_s, **sync(transport, tmp_path))
+    def start(transport, rollout_cls=ActorRolloutRefWorker, *, ahead=False, timeout_s=60, **more):
+        changes = {"actor_rollout_ref__rollout__weight_sync__timeout_s": timeout_s, **sync(transport, tmp_path), **more}
+        words = settings(tmp_path, tiny_qwen2, **changes)
         config = load_config(PPOConfig, words, program="p", config_name="ppo_trainer")
         for pool, cls, role in zip(pools, (ActorRolloutRefWorker, rollout_cls), ("actor", "rollout"), strict=True):
             groups.append(RayWorkerGroup(pool, RayClassWithInitArgs(cls, config, role), role=role))
@@ -111,6 +112,30 @@ def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
         group.generate_later(prompts()).get()
     group.push_weights(3)  # over a new channel
     assert group.generate(prompts()).batch["weights_version"].eq(3).all()
+
+
+ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__rollout__weight_sync__lora": "adapter"}
+
+
+@pytest.mark.parametrize("transport", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRANSPORTS])
+def test_a_replica_that_adapters_did_not_reach_makes_no_token(policy, transport):
+    group = policy(transport, OnceDeaf, **ADAPTERS)
+    group.push_weights(1)
+    whole = group.rollout.rollout_health()
+    with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
+        group.push_weights(2)
+    with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
+        group.generate_later(prompts()).get()
+    group.push_weights(3)  # everything again, over a new channel
+    assert [health.received for health in group.rollout.rollout_health()] == [health.received for health in whole]
+    pushes = [group.push_weights_later(version) for version in (4, 5)]
+    for push in pushes:
+        push.check()
+    sent, health = group.actor.fetch(pushes[1].sent)[0], group.rollout.rollout_health()
+    assert {h.received for h in health} == {sent.fingerprint} != {h.received for h in whole}
+    assert {h.fingerprint for h in health} == {h.fingerprint for h in whole}, "nothing was trained in between"
+    assert 10 * sent.num_bytes < group.actor.fetch(group.actor.store_weights.later())[0].num_bytes
+    assert group.generate(prompts()).batch["weights_version"].eq(5).all()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", pytest.param("broadcast", marks=pytest.mark.slow)])

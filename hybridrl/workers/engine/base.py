@@ -125,9 +125,11 @@ class Engine(Protocol):
         """
         ...
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter whole under its Hugging Face name, tied ones once; all ranks must exhaust it together.
 
+        lora: what becomes of adapters, where there are any: "merged" into the weights, "apart" (they come first, and the weights are
+        those below them), or "adapters" alone; see `lora.py` for their names.
         A tensor may share memory with the model and is valid until the next one is asked for: copy what is kept.
         """
         ...

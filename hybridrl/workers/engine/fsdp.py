@@ -25,7 +25,7 @@ from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching, Pl
 from hybridrl.workers.engine.finite import check_finite, log_skipped, tensors_of
 from hybridrl.workers.engine.fsdp_state import load_state, save_state
 from hybridrl.workers.engine.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
-from hybridrl.workers.engine.lora import add_adapters, merged_weights
+from hybridrl.workers.engine.lora import WEIGHTS, add_adapters
 from hybridrl.workers.engine.model import (
     check_packable,
     decoder_blocks,
@@ -113,9 +113,9 @@ class FSDPEngine:
         self._optimizer.zero_grad()
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         self._bring_back(params=True)
-        yield from merged_weights(self.model, _whole)
+        yield from WEIGHTS[lora](self.model, _whole)
 
     def save(self, directory: str) -> None:
         self._bring_back(params=True, optimizer=True)

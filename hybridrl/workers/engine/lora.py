@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): W stays as it is, B A is learned, the layer computes with W + (alpha / rank) B A.
 
-An adapted layer is the layer that was there, with two more parameters: names, checkpoints and sharding stay what they are. Adapters are
-never seen outside the engine: `merged_weights` are what rollouts and exports get. Nothing here is specific to a model family or to FSDP.
+An adapted layer is the layer that was there, with two more parameters: names, checkpoints and sharding stay what they are. Exports get
+`merged_weights`; rollouts get them, too, or the frozen base once (`base_weights`) and then only `adapter_weights`, which are a few
+percent of the bytes. Nothing here is specific to a model family or to FSDP.
 """
 
 import math
@@ -16,6 +17,9 @@ from hybridrl.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 PARTS = ("lora_A", "lora_B")
+
+Whole = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a parameter whole; it may be a collective of all ranks, who make the same calls in the same order."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,41 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
             nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5), generator=generator)
 
 
-def merged_weights(model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the model saves, under the names it had before `add_adapters`, with the adapters' changes in the weights.
-
-    whole: returns a parameter whole; it may be a collective of all ranks, who make the same calls in the same order.
-    """
-    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
-    saved = model.state_dict().keys()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in saved or name.rpartition(".")[2] in PARTS:
-            continue
-        value = whole(tensor.detach())
+def merged_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the model saves, under the names it had before `add_adapters`, with the adapters' changes in the weights."""
+    adapted = {f"{name}.weight": layer for name, layer in _adapted(model).items()}
+    for name, value in base_weights(model, whole):
         if layer := adapted.get(name):
             value = torch.addmm(value, whole(layer.lora_B.detach()), whole(layer.lora_A.detach()), alpha=layer.scale)
         yield name, value
+
+
+def base_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the model saves, under the names it had before `add_adapters`, without the adapters' changes."""
+    saved = model.state_dict().keys()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in saved and name.rpartition(".")[2] not in PARTS:
+            yield name, whole(tensor.detach())
+
+
+def adapter_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield {layer}.lora_A (r, in) and {layer}.lora_B (out, r) of every adapted layer; the scale is in B, so W + B A is the new weight."""
+    for name, layer in _adapted(model).items():
+        yield f"{name}.lora_A", whole(layer.lora_A.detach())
+        yield f"{name}.lora_B", whole(layer.lora_B.detach()) * layer.scale
+
+
+def apart_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the adapters, then the weights that they change and all others."""
+    yield from adapter_weights(model, whole)
+    yield from base_weights(model, whole)
+
+
+WEIGHTS = {"merged": merged_weights, "apart": apart_weights, "adapters": adapter_weights}
+
+
+def _adapted(model: nn.Module) -> dict[str, LoRALinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Linear]:

@@ -17,7 +17,8 @@ import torch
 from hybridrl.config.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.rollout.fingerprint import WeightNames, WeightStream
+from hybridrl.workers.rollout.adapters import Merging
+from hybridrl.workers.rollout.fingerprint import Named, WeightNames
 from hybridrl.workers.rollout.history import Ends
 from hybridrl.workers.rollout.sampler import SamplingParams, row_seeds, sequence_keys
 from hybridrl.workers.rollout.stop_strings import StopStrings, load_stop_strings
@@ -68,12 +69,14 @@ class RolloutHealth:
     """What a rollout holds now, read from the engine's own tensors.
 
     version: of the weights it would generate with; None if it would refuse.
-    fingerprint: of the tensors it holds; None while they are put away (asleep on CUDA).
+    fingerprint: of the tensors it holds; None while they are put away (asleep).
+    received: of what the push of that version brought. The same, unless that were adapters, which the rollout merges itself.
     """
 
     version: int | None
     fingerprint: int | None
     awake: bool = True
+    received: int | None = None
 
 
 class Rollout(Protocol):
@@ -82,10 +85,13 @@ class Rollout(Protocol):
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Return the n samples of each prompt row in adjacent rows; StaleWeightsError if the weights are not the pushed ones."""
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None) -> None:
+    def load_weights(
+        self, version: int, weights: Iterable[Named], *, sent: Callable[[], int] | None = None, adapters: bool = False
+    ) -> None:
         """Hold exactly these weights (all of them, under Hugging Face names), or raise StaleWeightsError and hold none.
 
         sent: asked when all have arrived for the fingerprint of what their sender sent; None where there is no way between.
+        adapters: only low-rank adapters come, for weights that an earlier push brought together with their first adapters.
         """
 
     def sleep(self) -> None:
@@ -126,10 +132,11 @@ class VersionedRollout(ABC):
 
     def __init__(self, setup: RolloutSetup, *, names: WeightNames):
         self.setup = setup
-        self._names = names
         self._awake = True
         self._version: int | None = None
         self._fingerprint: int | None = None
+        self._received: int | None = None
+        self._merging = Merging(names, dtype=setup.dtype)
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
     @abstractmethod
@@ -152,27 +159,34 @@ class VersionedRollout(ABC):
     def _reclaim_memory(self) -> None:
         """Be as before `_release_memory`."""
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, sent: Callable[[], int] | None = None) -> None:
+    def load_weights(
+        self, version: int, weights: Iterable[Named], *, sent: Callable[[], int] | None = None, adapters: bool = False
+    ) -> None:
         self._require_awake("load_weights")
         before, self._version = self._version, None
-        stream = WeightStream(weights, self._names, dtype=self.setup.dtype)
+        weights = iter(weights)
         try:
-            self._copy_weights(stream)
+            stream = self._merging.adapters(weights) if adapters else self._merging.everything(weights)
+            self._copy_weights(self._merging.merged(stream))
         finally:
-            stream.drain()
-        held, pushed = self._held_fingerprint(), stream.fingerprint if sent is None else sent()
-        if stream.missing or held != pushed:
+            for _ in weights:  # iterating may be a collective call of all training ranks: one that stops early leaves the others waiting
+                pass
+        pushed, arrived = stream.fingerprint if sent is None else sent(), stream.fingerprint
+        held, expected = self._held_fingerprint(), self._merging.expected(stream)
+        if stream.missing or arrived != pushed or held != expected:
             lacks = f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})" if stream.missing else ""
             raise StaleWeightsError(
-                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint {pushed:016x}; the engine "
-                f"holds {held:016x} (version {before} before the push). Push all weights again; it generates nothing until then."
+                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint {pushed:016x}, and {arrived:016x} "
+                f"arrived; the engine holds {held:016x} instead of {expected:016x} (version {before} before the push). Push all weights "
+                "again; it generates nothing until then."
             )
-        self._version, self._fingerprint = version, held
+        self._version, self._fingerprint, self._received = version, held, pushed
 
     def _adopt_weights_on_disk(self) -> None:
         """Take the weights that the engine read at its start as version 0, unless they are dummies."""
         if self.setup.load_format == "auto":
             self._version, self._fingerprint = VERSION_ON_DISK, self._held_fingerprint()
+            self._received = self._fingerprint
 
     def health(self) -> RolloutHealth:
         if not self._awake:
@@ -180,7 +194,7 @@ class VersionedRollout(ABC):
         held = self._held_fingerprint()
         if held != self._fingerprint:
             self._version = None
-        return RolloutHealth(version=self._version, fingerprint=held)
+        return RolloutHealth(version=self._version, fingerprint=held, received=self._received)
 
     def sleep(self) -> None:
         if self._awake and self._frees_memory:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.rollout.fingerprint import Named, tensor_hash
+from hybridrl.workers.rollout.fingerprint import Named, pushed_dtype, tensor_hash
 
 ALIGNMENT = 64  # bytes: a tensor of any dtype may start there, and copies are as fast as they get
 
@@ -34,7 +34,7 @@ class Bucket:
 
 
 class Outgoing:
-    """Weights as they leave the trainer: floating-point ones in the rollout's dtype. Iterate once, then ask for `fingerprint`."""
+    """Weights as they leave the trainer: floating-point ones in `pushed_dtype`. Iterate once, then ask for `fingerprint`."""
 
     def __init__(self, weights: Iterable[Named], dtype: torch.dtype):
         self._weights, self._dtype = iter(weights), dtype
@@ -43,10 +43,10 @@ class Outgoing:
 
     def __iter__(self) -> Iterator[Named]:
         for name, tensor in self._weights:
-            sent = tensor.detach()
+            sent, dtype = tensor.detach(), pushed_dtype(name, self._dtype)
             if sent.is_floating_point():
-                sent = sent.to(self._dtype)
-            self._total += tensor_hash(sent, self._dtype)
+                sent = sent.to(dtype)
+            self._total += tensor_hash(sent, dtype)
             self.num_bytes += sent.nbytes
             yield name, sent
 
