@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 from hybridrl.trainer.checkpoint import CheckpointStore
+from hybridrl.trainer.leaving import EXIT_CODE, NOTICE, Terminated
 
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster: workers that share a core are slow, not wrong, but each takes memory
@@ -20,33 +21,38 @@ PLAIN_ADDRESS = re.compile(r"[^/]+:\d+")  # not ray://HOST:PORT
 
 
 def run_front_end(work: Callable[[], None], *, log_directory: Callable[[], str | None]) -> int:
-    """Run `work` and return the exit code: 0, 2 for a mistake in the command, 1 for a failure, 130 for Ctrl-C.
+    """Run `work` and return the exit code: 0, 2 for a mistake in the command, 1 for a failure, 130 for Ctrl-C, 143 for SIGTERM.
 
-    An error is one readable line, with the way out in it. The whole traceback, a remote worker's included, goes into `error.log`
-    in the directory that `log_directory()` returns, if there is one; without one, only what is not our own error shows its traceback.
+    A run that SIGTERM finds in training commits first, see `trainer/leaving.py`. An error is one readable line, with the way out in it. The
+    whole traceback, a remote worker's included, goes into `error.log` in the directory that `log_directory()` returns, if there is one;
+    without one, only what is not our own error shows its traceback.
     """
     try:
-        work()
+        with NOTICE.heard():
+            work()
         return 0
     except (ConfigError, DataError, PlacementError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{_interrupted(log_directory())}\n")
-        return 130
+    except (KeyboardInterrupt, Terminated) as error:
+        sys.stderr.write(f"{_interrupted(log_directory(), 'terminated' if isinstance(error, Terminated) else 'interrupted')}\n")
+        return EXIT_CODE if isinstance(error, Terminated) else 130
     except Exception as error:
         directory = log_directory()
+        if NOTICE.received:  # whoever sent it may have sent it to the workers, too
+            sys.stderr.write(f"{_interrupted(directory, 'terminated')} ({describe(error)})\n")
+            return EXIT_CODE
         expected = isinstance(error, HybridRLError) and directory is None
         sys.stderr.write(f"{describe(error)}\n" + ("" if expected else f"{_keep_traceback(error, directory)}\n"))
         return 1
 
 
-def _interrupted(directory: str | None) -> str:
+def _interrupted(directory: str | None, how: str) -> str:
     """Say where the next run begins."""
     newest = None if directory is None else CheckpointStore(directory).latest()
     if newest is not None:
-        return f"interrupted; {newest} is committed, and the next run goes on from it unless trainer.resume_mode says otherwise"
-    return "interrupted; nothing was committed, the next run starts anew" + (
+        return f"{how}; {newest} is committed, and the next run goes on from it unless trainer.resume_mode says otherwise"
+    return f"{how}; nothing was committed, the next run starts anew" + (
         "" if directory is None else " (trainer.save_freq=N commits every N steps)"
     )
 
@@ -107,6 +113,7 @@ def start_ray(*, num_nodes: int = 1) -> None:
         logging_level=logging.ERROR,
         object_store_memory=None if cuda_machine() else OBJECT_STORE_BYTES,
     )
+    NOTICE.listen_again()  # Ray's own handler would end the process at once
 
 
 def _join(address: str) -> None:
@@ -122,6 +129,7 @@ def _join(address: str) -> None:
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({' '.join(str(error).split())}); start one with `ray start --head`, "
             "set RAY_AUTH_MODE=token if it wants a token, or unset RAY_ADDRESS and this run starts a cluster on this machine"
         ) from error
+    NOTICE.listen_again()
     logger.info("joined the Ray cluster at %s, machines: %d", context.address_info["address"], sum(node["Alive"] for node in ray.nodes()))
 
 

@@ -316,6 +316,8 @@ def records(config: PPOConfig | SFTConfig) -> Problems:
     for key in ("test_freq", "save_freq"):
         if getattr(trainer, key) == 0:
             yield f"trainer.{key}=0: is no frequency; -1 means never"
+    if trainer.nonfinite == "rollback" and trainer.save_freq < 0:
+        yield "trainer.nonfinite=rollback: there would be no commit to go back to; set trainer.save_freq"
     path, mode = trainer.resume_from_path, trainer.resume_mode
     if mode == "resume_path" and path is None:
         yield "trainer.resume_mode=resume_path: continue from where? set trainer.resume_from_path to a global_step_N directory"

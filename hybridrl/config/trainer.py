@@ -47,6 +47,19 @@ class TrainerConfig:
     eval_n_gpus: int = setting(0, "Processes of their own that validate beside training; 0: the rollout validates, training waits.", ge=0)
     save_freq: int = setting(-1, "Commit a checkpoint every so many steps and at the end; -1 means never.", ge=-1)
     max_ckpt_to_keep: int | None = setting(None, "Checkpoints kept; null means all.", ge=1)
+    save_failure: str = setting(
+        "continue",
+        "When storage does not take a checkpoint (full, not writable, slow): train on and try again at the next one, or stop.",
+        choices=("continue", "stop"),
+    )
+    nonfinite: str = setting(
+        "skip",
+        "An update whose loss or gradient is NaN or infinite is never applied: go on without it, go back to the last commit, or stop.",
+        choices=("skip", "rollback", "stop"),
+    )
+    grace_s: float = setting(
+        120.0, "SIGTERM: finish the step, commit and leave within so many seconds; leave without it where that takes longer.", gt=0
+    )
     default_local_dir: str | None = setting(None, "Where the run writes; null means checkpoints/{project}/{experiment}.")
     resume_mode: str = setting(
         "auto",

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,14 +26,14 @@ import yaml
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.config.megatron import in_one_process
 from hybridrl.config.trainer import TrainerConfig
-from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.errors import CheckpointError, ConfigError, StorageError
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
 WORKING_DIRECTORY = "working_directory"
 ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pt)")
 """What torch.distributed.checkpoint calls them; a Megatron rank may have nothing to add to the state, and has a file of its own besides."""
-STEP_NAME = re.compile(r"global_step_(\d+)")
+STEP_NAME, PARTIAL = re.compile(r"global_step_(\d+)"), ".partial"
 
 
 class CheckpointStore:
@@ -55,27 +56,34 @@ class CheckpointStore:
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
-    def commit(self, step: int, write: Callable[[str], None]) -> str:
+    def commit(self, step: int, write: Callable[[str], None], *, seal_s: float | None = None) -> str:
         """Make `global_step_{step}` from what `write(directory)` puts into an empty directory, and return its path.
 
-        A failure or a kill at any moment leaves the previous commits as they were. Raises CheckpointError where the step is there
-        already: nothing that is committed is replaced.
+        A failure or a kill at any moment leaves the previous commits as they were, and a failure leaves nothing else. Raises
+        CheckpointError where the step is there already: nothing that is committed is replaced; StorageError where storage does not take
+        it. seal_s: longest time for what follows the writing: hashing, and until everything is on the disk.
         """
         if os.path.exists(self.path(step)):
             raise CheckpointError(f"{self.path(step)} is there already; set trainer.default_local_dir elsewhere, or remove it")
-        aside = f"{self.path(step)}.partial"
+        aside = f"{self.path(step)}{PARTIAL}"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
+            self._clear()
             os.makedirs(aside)
             write(aside)
-            _write_json(os.path.join(aside, MANIFEST), {"step": step, "files": _inventory(aside)})
-            _sync_tree(aside)
-            os.rename(aside, self.path(step))
-            _sync(self.root)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {aside}: {error}; free space or set trainer.default_local_dir elsewhere") from error
+            Seal(aside, self.path(step), step=step).within(seal_s)
+        except BaseException as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise StorageError(f"cannot write {aside}: {error}") from error
+            raise
         self._retain(step)
         return self.path(step)
+
+    def _clear(self) -> None:
+        """Remove what processes that were killed, or storage that was too slow, left half-written."""
+        for name in os.listdir(self.root) if os.path.isdir(self.root) else ():
+            if name.endswith(PARTIAL) and STEP_NAME.fullmatch(name.removesuffix(PARTIAL)):
+                shutil.rmtree(os.path.join(self.root, name), ignore_errors=True)
 
     def _retain(self, committed: int) -> None:
         """Remove all but the newest commits; the one just made is among those that stay, whatever its number."""
@@ -83,6 +91,45 @@ class CheckpointStore:
         for step in by_age[: -self.keep] if self.keep else []:
             shutil.rmtree(self.path(step), ignore_errors=True)
             logger.info("removed checkpoint %s, trainer.max_ckpt_to_keep=%d", self.path(step), self.keep)
+
+
+class Seal:
+    """The last part of a commit, in a thread that can be given up: a thread that waits for a disk cannot be interrupted."""
+
+    def __init__(self, aside: str, path: str, *, step: int):
+        self.aside, self.path, self.step = aside, path, step
+        self._lock, self._given_up = threading.Lock(), False
+        self._error: BaseException | None = None
+
+    def within(self, timeout_s: float | None) -> None:
+        """Seal; past the deadline: StorageError, and there will be no commit."""
+        thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        with self._lock:
+            self._given_up = self._given_up or thread.is_alive()
+        if self._given_up:
+            raise StorageError(
+                f"{self.aside} was not on the disk within trainer.call_timeout_s={timeout_s:g} s: storage is slow, or does not answer"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            _write_json(os.path.join(self.aside, MANIFEST), {"step": self.step, "files": _inventory(self.aside)})
+            _sync_tree(self.aside)
+            with self._lock:
+                if not self._given_up:
+                    os.rename(self.aside, self.path)
+                    _sync(os.path.dirname(self.path))
+        except BaseException as error:  # raised where the thread is waited for
+            self._error = error
+
+
+def size_of(path: str) -> int:
+    """Return the bytes of the commit at `path`, without its manifest."""
+    return sum(entry["size"] for entry in read_json(os.path.join(path, MANIFEST))["files"].values())
 
 
 def verify(path: str) -> int:

@@ -10,7 +10,6 @@ or by changing the list; nothing else needs to be copied. Placement is `roles.py
 
 import functools
 import logging
-import math
 import os
 import time
 import uuid
@@ -20,42 +19,41 @@ from typing import Any
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
-from hybridrl.config import PPOConfig, to_yaml
+from hybridrl.config import PPOConfig
 from hybridrl.config.megatron import data_parallel_size
-from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, Task
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.plan import launch, plan_processes
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.spans import stop_recording
-from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, find_resume, read_trainer_state, write_run_state
+from hybridrl.trainer.checkpoint import CheckpointStore, find_resume
 from hybridrl.trainer.credit import add_advantages, add_token_rewards, make_kl_controller
-from hybridrl.trainer.data import collate_fn, load_dataset
+from hybridrl.trainer.data import collate_fn
+from hybridrl.trainer.durable import restore, write_checkpoint
 from hybridrl.trainer.evaluation import Evaluation
-from hybridrl.trainer.identity import IDENTITY, compare_run, identity
-from hybridrl.trainer.metrics import (
-    compute_data_metrics,
-    compute_throughput_metrics,
-    compute_timing_metrics,
-    global_seqlen_metrics,
-    mean_metrics,
-    rollout_mismatch_metrics,
-)
+from hybridrl.trainer.identity import compare_run, identity
+from hybridrl.trainer.leaving import NOTICE
+from hybridrl.trainer.ledger import StepLedger
+from hybridrl.trainer.metrics import global_seqlen_metrics, mean_metrics, rollout_mismatch_metrics
 from hybridrl.trainer.middleware import load_middleware
+from hybridrl.trainer.nonfinite import UpdateWatch, train_with_rollbacks
+from hybridrl.trainer.open_data import open_data
+from hybridrl.trainer.optimizer_steps import num_optimizer_steps, training_rows
 from hybridrl.trainer.pipeline import join_responses, make_pipeline
 from hybridrl.trainer.policy import PolicyGroups
-from hybridrl.trainer.prompt_loader import PromptLoader
-from hybridrl.trainer.prompts import StepPrompts
+from hybridrl.trainer.prompts import ROW, StepPrompts
 from hybridrl.trainer.replay import ReplayBuffer
 from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
 from hybridrl.trainer.rows import columns_of, on_ranks
 from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages, tell_what_is_smaller
 from hybridrl.trainer.samples import sample_rows, write_samples
+from hybridrl.trainer.saving import Saver, least_bytes
 from hybridrl.trainer.scoring import RewardFn, RewardWatch, score
 from hybridrl.trainer.seeds import Purpose, call_seed
-from hybridrl.trainer.stages import MODEL_INPUT, PROMPT_INPUT, check_roles, corrects_rollout, ppo_stages, uses_critic
-from hybridrl.trainer.staleness import correct, fresh_mask, staleness_metrics
+from hybridrl.trainer.stages import MODEL_INPUT, PROMPT_INPUT, check_roles, corrects_rollout, ppo_stages
+from hybridrl.trainer.staleness import correct, staleness_metrics
+from hybridrl.trainer.step_metrics import step_metrics
 from hybridrl.trainer.tokenizer import pad_token_id
 from hybridrl.trainer.validation import validate
 from hybridrl.trainer.weight_sync import check_health
@@ -93,31 +91,24 @@ class RayPPOTrainer:
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
         self.agent_loops = agent_loops
-        if (agent_loops is None) != (config.actor_rollout_ref.rollout.mode == "sync"):
-            mode = config.actor_rollout_ref.rollout.mode
-            raise ConfigError(f"actor_rollout_ref.rollout.mode={mode}: agent_loops=AgentLoopManager(...) belongs to async, and only to it")
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
         self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
         self.middleware = load_middleware(config.trainer.middleware)
-        check_roles(config, set(role_worker_mapping), has_reward=reward_fn is not None)
-        self._make_loaders(train_dataset, val_dataset, collate_fn, train_sampler)
+        check_roles(config, set(role_worker_mapping), has_reward=reward_fn is not None, has_agent_loops=agent_loops is not None)
+        self.collate = functools.partial(collate_fn, pad_token_id=pad_token_id(tokenizer))
+        self.train_loader, self.val_dataset = open_data(config.data, tokenizer, train_dataset, val_dataset, self.collate, train_sampler)
+        self._plan_steps()
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
+        self.saver = Saver(self.store, config.trainer, least_bytes=least_bytes(config.actor_rollout_ref.model))
+        self.ledger = StepLedger(self.store.root, rows=len(self.train_loader.dataset))
+        self.update_watch = UpdateWatch(config.trainer.nonfinite)
         self.groups: dict[str, Any] = {}
         self.reward_watch = RewardWatch()
         self.global_steps = 0  # the step in progress, or the last one done; also the version of the weights it leaves
 
-    def _make_loaders(self, train_dataset: Any, val_dataset: Any, collate: Callable, sampler: Any) -> None:
-        data = self.config.data
-        train = train_dataset if train_dataset is not None else load_dataset(data, data.train_files, self.tokenizer)
-        self.val_dataset = val_dataset
-        if val_dataset is None and data.val_files:
-            self.val_dataset = load_dataset(data, data.val_files, self.tokenizer, max_samples=data.val_max_samples)
-        self.collate = functools.partial(collate, pad_token_id=pad_token_id(self.tokenizer))
-        self.train_loader = PromptLoader(
-            train, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed, collate=self.collate, sampler=sampler
-        )
-        tell_what_is_smaller(self.config, num_rows=len(train))
+    def _plan_steps(self) -> None:
+        tell_what_is_smaller(self.config, num_rows=len(self.train_loader.dataset))
         trainer = self.config.trainer
         self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * self.train_loader.steps_per_epoch
         self.replay_buffer = ReplayBuffer(
@@ -155,15 +146,7 @@ class RayPPOTrainer:
         )
 
     def _total_optimizer_steps(self, role: str) -> int:
-        waits = 0 if role == str(Role.Critic) else self.config.trainer.critic_warmup
-        batches = self.train_loader.batch_sizes(self.total_training_steps)[waits:]
-        replayed = self.config.trainer.replay.groups
-        steps = sum(math.ceil((size + replayed) / self._prompts_per_update(role)) for size in batches)
-        return steps * self.config.actor_rollout_ref.actor.ppo_epochs
-
-    def _prompts_per_update(self, role: str) -> int:
-        actor = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        return self.config.critic.ppo_mini_batch_size or actor if role == str(Role.Critic) else actor
+        return num_optimizer_steps(self.config, self.train_loader.batch_sizes(self.total_training_steps), role=role)
 
     def shutdown(self) -> None:
         """End the worker processes and give their devices back. Safe to call twice."""
@@ -180,10 +163,18 @@ class RayPPOTrainer:
         return [with_spec(getattr(self, method), spec) for method, spec in ppo_stages(self.config, self.role_worker_mapping)]
 
     def fit(self) -> None:
-        """Train up to `total_training_steps`, from the newest commit if there is one (`trainer.resume_mode`)."""
+        """Train up to `total_training_steps`, from the newest commit if there is one (`trainer.resume_mode`).
+
+        SIGTERM raises Terminated: at once, or in the middle of a step when that is committed (see `leaving.py`).
+        """
+        with NOTICE.heard():
+            self._resume()
+            policy, go_back = self.config.trainer.nonfinite, functools.partial(restore, self)
+            train_with_rollbacks(self._train, policy=policy, newest=lambda: self.saver.committed, go_back=go_back)
+
+    def _train(self) -> None:
+        """Train from the step that is done to the last one."""
         trainer = self.config.trainer
-        self.pipeline = make_pipeline(self.policy, self.config)
-        self._resume()
         self.prompts.drawn = self.global_steps + len(self.pipeline)
         self.policy.push_weights(self.global_steps)
         remaining = 0 if trainer.val_only else self.total_training_steps - self.global_steps
@@ -199,9 +190,13 @@ class RayPPOTrainer:
     def _run(self, num_steps: int) -> None:
         self.evaluation = Evaluation(self._evaluate) if str(Role.Evaluator) in self.groups else None
         first, places = self.global_steps + 1, self.resource_pool_manager.places() if self.config.trainer.overlap else None
-        run_stages(self.stages(), max_step=num_steps, first_step=first, change=self._apply_middleware, places=places)
-        for metrics in self.evaluation.finish() if self.evaluation is not None else ():
-            self.tracking.log(metrics, self.global_steps)
+        stages, change = self.stages(), self._apply_middleware
+        with NOTICE.kept(grace_s=self.config.trainer.grace_s):
+            run_stages(stages, max_step=num_steps, first_step=first, change=change, places=places, wrappers=[self.ledger])
+            for metrics in self.evaluation.finish() if self.evaluation is not None else ():
+                self.tracking.log(metrics, self.global_steps)
+        if self.global_steps < self.total_training_steps:
+            NOTICE.leave_if_received()
 
     def _apply_middleware(self, task: Task) -> None:
         for change in self.middleware:
@@ -224,6 +219,7 @@ class RayPPOTrainer:
         if ctx.batch is not None:
             self._begin(ctx.batch)
         taken, responses = self.pipeline.take()
+        ctx.prompt_rows = taken.rest.non_tensor_batch.get(ROW, ())
         ctx.batch = join_responses(taken.rest, responses, n=self.config.actor_rollout_ref.rollout.n)
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": taken.epoch}
         if self.pipeline.lag:
@@ -316,9 +312,9 @@ class RayPPOTrainer:
 
     def update_critic(self, ctx: OnlineRLContext) -> None:
         """Fit the critic to the returns."""
-        data = self._training_rows(ctx, (*MODEL_INPUT, "values", "returns"), role=str(Role.Critic))
+        data = training_rows(ctx.batch, (*MODEL_INPUT, "values", "returns"), self.config, role=str(Role.Critic), step=self.global_steps)
         if len(data):
-            ctx.metrics |= mean_metrics(self.groups[str(Role.Critic)].update_critic(data).meta_info["metrics"])
+            ctx.metrics |= self._looked_at(self.groups[str(Role.Critic)].update_critic(data), prefix="critic")
 
     def update_actor(self, ctx: OnlineRLContext) -> None:
         """Improve the policy, once the critic has warmed up."""
@@ -326,26 +322,17 @@ class RayPPOTrainer:
         columns = (*MODEL_INPUT, "old_log_probs", "advantages", *(("ref_log_prob",) if actor.use_kl_loss else ()))
         if corrects_rollout(self.config):
             columns += ("rollout_is_weights",)
-        data = self._training_rows(ctx, columns, role=str(Role.Actor))
+        data = training_rows(ctx.batch, columns, self.config, role=str(Role.Actor), step=self.global_steps)
         ctx.updated = self.global_steps > self.config.trainer.critic_warmup and len(data) > 0
         if "rollout_is_weights" in data.batch.keys():
             data.batch["advantages"] = data.batch["advantages"] * data.batch.pop("rollout_is_weights")
         if ctx.updated:
-            ctx.metrics |= mean_metrics(self.policy.actor.update_actor(data).meta_info["metrics"])
+            ctx.metrics |= self._looked_at(self.policy.actor.update_actor(data), prefix="actor")
 
-    def _training_rows(self, ctx: OnlineRLContext, columns: tuple[str, ...], *, role: str) -> DataProto:
-        """The rows whose reward is valid, with what the update needs to cut them into optimizer steps."""
-        data, trainer = columns_of(ctx.batch, columns), self.config.trainer
-        if trainer.stale_tokens == "drop" and trainer.staleness is not None:
-            data.batch["response_mask"] = fresh_mask(ctx.batch, version=self.global_steps - 1, staleness=trainer.staleness)
-        data = data.select_idxs(ctx.batch.batch["reward_valid"])
-        data.meta_info = {
-            "mini_batch_size": self._prompts_per_update(role) * self.config.actor_rollout_ref.rollout.n,
-            "balance": self.config.trainer.balance_batch,
-        }
-        if self.config.actor_rollout_ref.actor.shuffle:
-            data.meta_info["shuffle_seed"] = call_seed(seed=self.config.trainer.seed, purpose=Purpose.SHUFFLE, step=self.global_steps)
-        return data
+    def _looked_at(self, updated: DataProto, *, prefix: str) -> dict[str, float]:
+        """Return an update's metrics, or raise NonFiniteError as `trainer.nonfinite` says."""
+        self.update_watch.look_at(updated.meta_info["metrics"], prefix=prefix, step=self.global_steps)
+        return mean_metrics(updated.meta_info["metrics"])
 
     def update_weights(self, ctx: OnlineRLContext) -> None:
         """Push the new weights to the rollout, with this step's number as their version."""
@@ -371,59 +358,34 @@ class RayPPOTrainer:
     def log(self, ctx: OnlineRLContext) -> None:
         """Tell the step's numbers to every logger."""
         ctx.timing["step"] = time.perf_counter() - ctx.started_at
-        data = self.config.data
-        ctx.metrics |= compute_data_metrics(
-            ctx.batch[: ctx.get("num_new")],
-            use_critic=uses_critic(self.config),
-            max_response_length=data.max_response_length,
-            max_prompt_length=data.max_prompt_length,
-        )
-        ctx.metrics |= compute_timing_metrics(ctx.batch, ctx.timing)
-        ctx.metrics |= compute_throughput_metrics(ctx.batch, ctx.timing, self.resource_pool_manager.get_n_gpus())
+        ctx.metrics |= step_metrics(ctx, self.config, num_gpus=self.resource_pool_manager.get_n_gpus()) | self.saver.metrics()
+        ctx.metrics |= self.ledger.end_step(self.global_steps, ctx.metrics, prompts=ctx.get("prompt_rows", ()))
         self.tracking.log(ctx.metrics, self.global_steps)
 
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
-        """Commit a checkpoint every `trainer.save_freq` steps and after the last one."""
-        if self._due(self.config.trainer.save_freq):
-            path = self.store.commit(self.global_steps, self._write_checkpoint)
-            logger.info("committed %s", path)
+        """Commit every `trainer.save_freq` steps, after the last one, and before the run leaves because of SIGTERM."""
+        leaving = NOTICE.received
+        if leaving or self._due(self.config.trainer.save_freq):
+            must = leaving or self.global_steps == self.total_training_steps
+            self.saver.save(self.global_steps, functools.partial(write_checkpoint, self), must=must)
+        ctx.finish = ctx.finish or leaving
 
     def _due(self, freq: int) -> bool:
         return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
 
-    # ---- durable state
-
-    def _write_checkpoint(self, directory: str) -> None:
-        for role, group in self._trained_groups().items():
-            group.save_checkpoint(os.path.join(directory, role))
-            check_engine_state(os.path.join(directory, role), num_ranks=group.world_size)
-        state = {
-            "global_steps": self.global_steps,
-            "data": self.train_loader.state_dict(),
-            "kl_ctrl": self.kl_ctrl.state_dict(),
-            IDENTITY: self.identity,
-            "ahead": self.pipeline.save(os.path.join(directory, "ahead")),
-            "replay": self.replay_buffer.save(os.path.join(directory, "replay")),
-        }
-        write_run_state(directory, state, config_yaml=to_yaml(self.config))
+    # ---- durable state: what is in it says `durable.py`
 
     def _resume(self) -> None:
-        trainer = self.config.trainer
-        self.identity = identity(self.config)
-        path = find_resume(self.store, trainer)
+        self.identity, self.pipeline = identity(self.config), make_pipeline(self.policy, self.config)
+        path = find_resume(self.store, self.config.trainer)
         if path is None:
+            self.ledger.begin()
             return
         compare_run(path, self.config)
-        state = read_trainer_state(path)
-        for role, group in self._trained_groups().items():
-            group.load_checkpoint(os.path.join(path, role))
-        self.global_steps = state["global_steps"]
-        self.train_loader.load_state_dict(state["data"])
-        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
-        self.pipeline.restore(os.path.join(path, "ahead"), state.get("ahead", []))
-        self.replay_buffer.restore(os.path.join(path, "replay"), state.get("replay", []))
+        restore(self, path)
         logger.info("resumed from %s, step %d of %d", path, self.global_steps, self.total_training_steps)
 
-    def _trained_groups(self) -> dict[str, Any]:
+    def trained_groups(self) -> dict[str, Any]:
+        """The groups that have a state of their own, by the name it has in a checkpoint."""
         critic = self.groups.get(str(Role.Critic))
         return {"actor": self.policy.actor} | ({"critic": critic} if critic is not None else {})

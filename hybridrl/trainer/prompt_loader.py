@@ -70,6 +70,7 @@ class PromptLoader:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self.dataset, self.batch_size, self.collate = dataset, batch_size, collate
+        self.rows: list[int] = []  # of the dataset, in the batch that was returned last
         self.epoch = 0  # whole passes done: the epoch of the next batch
         self._rows_taken = 0  # in that epoch
         self._iterator: Iterator[int] | None = None
@@ -113,7 +114,8 @@ class PromptLoader:
         length = self._epoch_length()
         if len(rows) < self.batch_size or (length is not None and self._rows_taken >= length):
             self._finish_epoch()
-        return self.collate([self.dataset[int(row)] for row in rows])
+        self.rows = [int(row) for row in rows]
+        return self.collate([self.dataset[row] for row in self.rows])
 
     def state_dict(self) -> dict:
         """Return the place of the next batch as JSON-able values (a user's sampler's own state as it gives it)."""

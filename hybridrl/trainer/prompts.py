@@ -6,6 +6,8 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.seeds import Purpose, row_seeds
 
+ROW = "dataset_row"  # column: which row of the training data a prompt is
+
 
 class StepPrompts:
     """Draws a batch for each step up to `total_steps`, in order. drawn: the last step that has its prompts."""
@@ -21,6 +23,7 @@ class StepPrompts:
         batch = self.loader.next_batch()
         batch.meta_info = {"step": step, "epoch": epoch}
         identify(batch, seed=self.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step)
+        batch.non_tensor_batch[ROW] = np.array(self.loader.rows, dtype=object)
         self.drawn = step
         return batch
 

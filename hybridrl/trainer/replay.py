@@ -85,6 +85,7 @@ class ReplayBuffer:
     def restore(self, directory: str, state: Iterable[dict[str, Any]]) -> None:
         """Hold what was saved."""
         entries = list(state)
+        self._groups.clear()
         rows = DataProto.load_from_disk(os.path.join(directory, FILE)) if entries else None
         for i, entry in enumerate(entries):
             own = torch.arange(i * self.n, (i + 1) * self.n)

@@ -1,5 +1,6 @@
 """What every trainer's run has: a directory, a record, and steps that are due for something. Knows no algorithm."""
 
+import functools
 import logging
 import os
 import tempfile
@@ -10,6 +11,7 @@ from hybridrl.config.trainer import TrainerConfig
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StepTimer, Task
 from hybridrl.framework.overlap import Places
+from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.framework.trace import DRIVER, TRACE, StageTracer
 from hybridrl.single_controller.spans import DIRECTORY_VARIABLE, is_recording, start_recording
 from hybridrl.trainer.checkpoint import CheckpointStore
@@ -107,20 +109,26 @@ def run_stages(
     first_step: int = 1,
     change: Callable[[Task], None] = lambda task: None,
     places: Places | None = None,
+    wrappers: Sequence[Callable[[StageFn], StageFn]] = (),
 ) -> None:
     """Run the stages in order, `max_step` times, and time each of them.
 
     first_step: number of the first step, for those who look at the run. change: what is done to the loop before it runs.
-    places: role -> device slots; stages that do not need each other then run side by side, see `framework/overlap.py`.
+    places: role -> device slots; stages that do not need each other then run side by side, see `framework/overlap.py`. wrappers: put
+    around every stage of the run's own.
     """
     with Task(ctx=BatchContext()) as task:
         task.use_wrapper(StepTimer())
         if is_recording():
             task.use_wrapper(StageTracer(first_step=first_step))
         for fn in stages:
-            task.use(fn)
+            task.use(functools.reduce(_wrapped, wrappers, fn))
         change(task)
         task.run(max_step=max_step, overlap=places)
+
+
+def _wrapped(fn: StageFn, wrapper: Callable[[StageFn], StageFn]) -> StageFn:
+    return with_spec(wrapper(fn), spec_of(fn))
 
 
 def is_due(freq: int, step: int, *, total_steps: int) -> bool:

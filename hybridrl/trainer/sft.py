@@ -18,10 +18,14 @@ from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, Ra
 from hybridrl.single_controller.spans import stop_recording
 from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, find_resume, read_trainer_state, write_run_state
 from hybridrl.trainer.identity import IDENTITY, compare_run, identity
+from hybridrl.trainer.leaving import NOTICE
+from hybridrl.trainer.ledger import LEDGER, StepLedger
 from hybridrl.trainer.metrics import mean_metrics
+from hybridrl.trainer.nonfinite import UpdateWatch, train_with_rollbacks
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run import is_due, open_trace, open_tracking, run_directory, run_stages, tell_what_is_smaller
+from hybridrl.trainer.saving import Saver, least_bytes
 from hybridrl.trainer.sft_data import SFTDataset
 
 logger = logging.getLogger(__name__)
@@ -53,6 +57,9 @@ class SFTTrainer:
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
         self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
         self.group: Any = None
+        self.saver = Saver(self.store, config.trainer, least_bytes=least_bytes(config.model))
+        self.ledger = StepLedger(self.store.root, rows=len(train))
+        self.update_watch = UpdateWatch(config.trainer.nonfinite)
         self.global_steps = 0
 
     def init_workers(self) -> None:
@@ -89,13 +96,21 @@ class SFTTrainer:
         ]
 
     def fit(self) -> str | None:
-        """Train up to `total_training_steps`; return the newest checkpoint, if there is one."""
-        self._resume()
-        remaining = self.total_training_steps - self.global_steps
+        """Train up to `total_training_steps`; return the newest checkpoint, if there is one. SIGTERM: see `leaving.py`."""
+        with NOTICE.heard():
+            self._resume()
+            policy = self.config.trainer.nonfinite
+            train_with_rollbacks(self._train, policy=policy, newest=lambda: self.saver.committed, go_back=self._restore)
+        return self.store.latest()
+
+    def _train(self) -> None:
+        remaining, first = self.total_training_steps - self.global_steps, self.global_steps + 1
         with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
             if remaining > 0:
-                run_stages(self.stages(), max_step=remaining, first_step=self.global_steps + 1)
-        return self.store.latest()
+                with NOTICE.kept(grace_s=self.config.trainer.grace_s):
+                    run_stages(self.stages(), max_step=remaining, first_step=first, wrappers=[self.ledger])
+        if self.global_steps < self.total_training_steps:
+            NOTICE.leave_if_received()
 
     def next_batch(self, ctx: OnlineRLContext) -> None:
         """The next conversations of the epoch."""
@@ -107,7 +122,9 @@ class SFTTrainer:
 
     def update(self, ctx: OnlineRLContext) -> None:
         """One optimizer step on the tokens that the assistant wrote."""
-        metrics = mean_metrics(self.group.update(ctx.batch).meta_info["metrics"])
+        updates = self.group.update(ctx.batch).meta_info["metrics"]
+        self.update_watch.look_at(updates, prefix="train", step=self.global_steps)
+        metrics = mean_metrics(updates)
         ctx.metrics |= {"train/loss" if name == "loss" else name: value for name, value in metrics.items()}
 
     def testing(self, ctx: OnlineRLContext) -> None:
@@ -127,31 +144,42 @@ class SFTTrainer:
         tokens = float(ctx.batch.batch["attention_mask"].sum())
         ctx.metrics |= {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / seconds}
         ctx.metrics |= {f"timing_s/{name}": value for name, value in ctx.timing.items()}
+        ctx.metrics |= self.saver.metrics() | self.ledger.end_step(self.global_steps, ctx.metrics, prompts=self.train_loader.rows)
         self.tracking.log(ctx.metrics, self.global_steps)
 
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
-        """Commit a checkpoint with an export every `trainer.save_freq` steps and after the last one."""
-        if self._due(self.config.trainer.save_freq):
-            logger.info("committed %s", self.store.commit(self.global_steps, self._write_checkpoint))
+        """Commit, with an export, every `trainer.save_freq` steps, after the last one, and before the run leaves because of SIGTERM."""
+        leaving = NOTICE.received
+        if leaving or self._due(self.config.trainer.save_freq):
+            self.saver.save(self.global_steps, self._write_checkpoint, must=leaving or self.global_steps == self.total_training_steps)
+        ctx.finish = ctx.finish or leaving
 
     def _due(self, freq: int) -> bool:
         return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
 
     def _write_checkpoint(self, directory: str) -> None:
-        self.group.save_checkpoint(os.path.join(directory, "model"))
+        taken = {"train": self.group.save_checkpoint(os.path.join(directory, "model"))}
         check_engine_state(os.path.join(directory, "model"), num_ranks=self.group.world_size)
         self.group.export_hf(os.path.join(directory, EXPORT))
         state = {"global_steps": self.global_steps, "data": self.train_loader.state_dict(), IDENTITY: self.identity}
+        state[LEDGER] = self.ledger.commit(taken)
         write_run_state(directory, state, config_yaml=to_yaml(self.config))
 
     def _resume(self) -> None:
         self.identity = identity(self.config)
         path = find_resume(self.store, self.config.trainer)
         if path is None:
+            self.ledger.begin()
             return
         compare_run(path, self.config)
+        self._restore(path)
+        logger.info("resumed from %s, step %d of %d", path, self.global_steps, self.total_training_steps)
+
+    def _restore(self, path: str) -> None:
+        """Go to where the run was that wrote the checkpoint at `path`."""
         state = read_trainer_state(path)
-        self.group.load_checkpoint(os.path.join(path, "model"))
+        taken = {"train": self.group.load_checkpoint(os.path.join(path, "model"))}
         self.global_steps = state["global_steps"]
         self.train_loader.load_state_dict(state["data"])
-        logger.info("resumed from %s, step %d of %d", path, self.global_steps, self.total_training_steps)
+        self.ledger.go_on_from(state.get(LEDGER), path=path, step=self.global_steps, taken=taken)
+        self.saver.committed = path

@@ -33,9 +33,11 @@ def corrects_rollout(config: PPOConfig) -> bool:
     return config.algorithm.rollout_correction.rollout_is is not None
 
 
-def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool) -> None:
+def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool, has_agent_loops: bool) -> None:
     """Raise ConfigError if a stage would have nobody to do its work. has_reward: a reward function is given."""
-    estimator = config.algorithm.adv_estimator
+    estimator, mode = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.mode
+    if has_agent_loops == (mode == "sync"):
+        raise ConfigError(f"actor_rollout_ref.rollout.mode={mode}: agent_loops=AgentLoopManager(...) belongs to async, and only to it")
     if uses_critic(config) and Role.Critic not in roles:
         raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")
     if uses_reference(config) and not {Role.RefPolicy, Role.ActorRolloutRef} & set(roles):

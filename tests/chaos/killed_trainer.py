@@ -31,8 +31,8 @@ class KilledTrainer(RayPPOTrainer):
         if self.global_steps + (PLACE == "next_batch") == STEP:
             die()
 
-    def _trained_groups(self):
-        groups = super()._trained_groups()
+    def trained_groups(self):
+        groups = super().trained_groups()
         return groups | {"kill": self} if PLACE == "commit" and self.global_steps == STEP else groups
 
     def save_checkpoint(self, where):
