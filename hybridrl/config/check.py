@@ -106,8 +106,10 @@ def _megatron(config: PPOConfig) -> Problems:
     if find_spec("megatron") is None:
         yield "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed; pip install hybridrl[megatron], or use fsdp"
     yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
-    for path in {config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path} - {None}:
+    policy = config.actor_rollout_ref.model
+    for path in {policy.path, config.critic.model.path, config.reward_model.model.path} - {None}:
         if (model := local_model_config(path)) is not None:
+            model |= dict(policy.override_config) if path == policy.path else {}
             yield from (f"{path}: {problem}" for problem in model_problems(layout, model, key=key))
     offload = config.critic.fsdp_config
     if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):

@@ -237,3 +237,5 @@ def test_a_megatron_layout_fits_the_local_model(check, tmp_path, layout, of_mode
     fitting = f"{MEGATRON} trainer.n_gpus_per_node=4 {LAYOUT}.tensor_model_parallel_size=2 {LAYOUT}.pipeline_model_parallel_size=2"
     (tmp_path / "config.json").write_text(json.dumps(known))
     assert "megatron" not in check(f"actor_rollout_ref.model.path={tmp_path}", *fitting.split())
+    overridden = "actor_rollout_ref.model.override_config={num_attention_heads:3}"
+    assert "num_attention_heads=3" in check(f"actor_rollout_ref.model.path={tmp_path}", *fitting.split(), overridden)
