@@ -9,21 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.config.workers import ActorConfig
+from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import LossFn, MicroBatching
+from hybridrl.workers.losses import GlobalCounts, actor_loss, critic_loss
 from tests.workers.engine_cases import VOCAB, save_tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
 NEEDS_MEGATRON = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: pip install hybridrl[megatron]")
 POLICY = ("log_probs", "entropy")
 STEPS = 3
+PPO_EPOCHS = 2
 TP, PP, EP = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
 CP = {"context_parallel_size": 2}
 SP = TP | {"sequence_parallel": True}
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 PLAIN = {"use_distributed_optimizer": False}
 
-# name: (processes, model, layout, other engine settings)
+# name: (processes, model, Megatron's layout or None for the FSDP engine, other engine settings)
 CASES = {
+    "FSDP, one process": (1, "qwen2", None, {}),
+    "FSDP, DP2": (2, "qwen2", None, {}),
+    "FSDP, DP2, packed, recomputed": (2, "untied", None, {"packed": True, "gradient_checkpointing": True}),
     "one process": (1, "qwen2", {}, {}),
     "one process, padded vocabulary aside": (1, "odd", {}, {}),
     "DP2": (2, "qwen2", {}, {}),
@@ -49,6 +56,9 @@ CASES = {
     "qwen3_moe, one process": (1, "qwen3_moe", {}, {}),
     "qwen3_moe, EP2": (2, "qwen3_moe", EP, {}),
     "qwen3_moe, EP2 x TP2": (4, "qwen3_moe", EP | SP, {}),
+    "qwen3_moe, CP2": (2, "qwen3_moe", CP, {}),
+    "qwen3_moe, PP2": (2, "qwen3_moe", PP, {"packed": True}),
+    "qwen3_moe, EP2 x CP2": (2, "qwen3_moe", EP | CP, {}),
 }
 MICRO = MicroBatching(max_rows=5)
 # name: (layout that saved, layout that goes on)
@@ -82,8 +92,8 @@ EXPERTS = {
 
 
 def save_models(folder: Path, names: Sequence[str]) -> None:
-    """Write the named models into directories of their names."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+    """Write the named models into directories of their names, and for each a critic, a value head on its body, into `NAME critic`."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
     qwen2 = {
         "qwen2": {},
@@ -103,6 +113,8 @@ def save_models(folder: Path, names: Sequence[str]) -> None:
         else:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(others[name]()).save_pretrained(folder / name)
+        torch.manual_seed(2)
+        AutoModelForTokenClassification.from_pretrained(folder / name, num_labels=1).save_pretrained(folder / f"{name} critic")
 
 
 def run_ranks(module: str, num_ranks: int, *words: object, log: Path, timeout_s: float) -> None:
@@ -125,3 +137,21 @@ def run_ranks(module: str, num_ranks: int, *words: object, log: Path, timeout_s:
 def value_loss(outputs, rows):
     loss = ((outputs["values"] - rows.batch["advantages"]) ** 2 * rows.batch["response_mask"]).sum() / 100
     return loss, {"loss": loss}
+
+
+def everywhere(batch: DataProto) -> DataProto:
+    """The batch with every token that has one before it counted as response, (B, L - 1)."""
+    real = batch.batch["attention_mask"]
+    columns = {"input_ids": batch.batch["input_ids"], "attention_mask": real, "response_mask": real[:, 1:] * real[:, :-1]}
+    return DataProto.from_single_dict(columns)
+
+
+def ppo_losses(rows: DataProto, start: dict[str, torch.Tensor], *, num_tokens: float) -> tuple[LossFn, LossFn]:
+    """Losses of actor and critic of a PPO step on these rows, to which it adds the columns that they read.
+
+    start: "log_probs" and "values" of the rows before the step. Advantages are what they are; a return is advantage plus value.
+    """
+    rows.batch["old_log_probs"] = rows.batch["ref_log_prob"] = start["log_probs"]
+    rows.batch["values"], rows.batch["returns"] = start["values"], rows.batch["advantages"] + start["values"]
+    counts = GlobalCounts(num_tokens=num_tokens, num_seqs=len(rows))  # token means: sequences are not counted
+    return actor_loss(ActorConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01), counts), critic_loss(0.5, counts)

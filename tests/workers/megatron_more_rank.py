@@ -24,7 +24,7 @@ def heads(folder: Path) -> dict:
     """Values and scores of a policy's body under two layouts."""
     found: dict = {}
     for name, layout in {"TP2+SP": SP, "PP2": PP, "CP2": CP}.items():
-        critic = make_engine(str(folder / "critic"), layout, kind="value")
+        critic = make_engine(str(folder / "qwen2 critic"), layout, kind="value")
         found[f"values, {name}"] = critic.forward(make_batch(), MICRO, outputs=("values",))["values"]
         critic.forward_backward(make_batch(), MICRO, value_loss, outputs=("values",))
         found[f"critic's step, {name}"] = critic.optimizer_step()
@@ -42,7 +42,7 @@ def narrow(folder: Path) -> dict:
     for name, layout in {"TP2": TP, "DP2": {}, "PP2": PP | PLAIN}.items():
         engine = make_engine(str(folder / "qwen2"), layout, dtype="bfloat16")
         found[f"bfloat16, {name}"] = train(engine, rows_of(engine, batch), MICRO, num_tokens=num_response_tokens(batch))
-        critic = make_engine(str(folder / "critic"), layout, kind="value", dtype="bfloat16")
+        critic = make_engine(str(folder / "qwen2 critic"), layout, kind="value", dtype="bfloat16")
         critic.forward_backward(rows_of(critic, batch), MICRO, value_loss, outputs=("values",))
         found[f"bfloat16 critic, {name}"] = critic.optimizer_step()
         leave_layout()

@@ -8,7 +8,7 @@ import torch
 from tests.workers.engine_cases import make_batch, save_scorer, save_tiny_qwen2
 from tests.workers.engine_cases import make_engine as make_fsdp
 from tests.workers.megatron_models import MICRO, MOVES, NEEDS_MEGATRON, run_ranks, save_models, value_loss
-from tests.workers.test_engine_megatron import by_hand, difference
+from tests.workers.megatron_parity import by_hand, difference
 
 START_AND_RUN_S = 400
 LAYOUTS = ("TP2+SP", "PP2", "CP2")
@@ -18,16 +18,11 @@ pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(START_AND_RUN_S + 60)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    from transformers import AutoModelForTokenClassification
-
     path = tmp_path_factory.mktemp("megatron_more")
     save_models(path, ["qwen2", "four layers"])
     save_scorer(str(path / "qwen2"), path / "scorer")
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     save_tiny_qwen2(path / "sliding", **window, layer_types=["full_attention", "sliding_attention"])
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        AutoModelForTokenClassification.from_pretrained(path / "qwen2", num_labels=1).save_pretrained(path / "critic")
     return path
 
 
@@ -39,7 +34,7 @@ def found(folder) -> dict:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_critic_values_and_trains_as_under_fsdp(folder, found, layout):
-    critic = make_fsdp(str(folder / "critic"), kind="value")
+    critic = make_fsdp(str(folder / "qwen2 critic"), kind="value")
     expected = critic.forward(make_batch(), MICRO, outputs=("values",))["values"]
     torch.testing.assert_close(found[f"values, {layout}"], expected, atol=1e-5, rtol=0)
     critic.forward_backward(make_batch(), MICRO, value_loss, outputs=("values",))
@@ -57,7 +52,7 @@ def test_scores_and_a_new_value_head_are_those_of_fsdp(folder, found, layout):
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2", "PP2"])
 def test_bfloat16_stays_near_float32(folder, found, layout):
-    assert found[f"bfloat16, {layout}"][0]["grad_norm"] == pytest.approx(by_hand(folder / "qwen2")["norms"][0], rel=0.03)
+    assert found[f"bfloat16, {layout}"][0]["grad_norm"] == pytest.approx(by_hand(folder, "qwen2")["norms"][0], rel=0.03)
     assert found[f"bfloat16 critic, {layout}"]["grad_norm"] == pytest.approx(found["critic's step, CP2"]["grad_norm"], rel=0.03)
 
 
