@@ -193,7 +193,7 @@ class RolloutConfig:
     kv_cache_memory_mb: int = setting(128, "Memory of vLLM's KV cache in MB (CPU).", gt=0)
     tensor_model_parallel_size: int = setting(1, "Worker processes that share one generation engine (vLLM, on one machine).", ge=1)
     enforce_eager: bool = setting(True, "Do not capture CUDA graphs.")
-    free_cache_engine: bool = setting(True, "Free the KV cache and weights between generation phases (CUDA).")
+    free_cache_engine: bool = setting(True, "Free weights and KV cache between generation phases; on CPU the KV cache of vLLM.")
     enable_chunked_prefill: bool = setting(True, "Mix prefill and decode in one vLLM step.")
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)

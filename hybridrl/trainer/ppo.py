@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
@@ -138,9 +140,11 @@ class RayPPOTrainer:
         except BaseException:
             self.shutdown()
             raise
+        rollout, here = self.config.actor_rollout_ref.rollout, trainer.backend == "local"
         on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
-        rollout = self.config.actor_rollout_ref.rollout
-        sleep = on_cuda and rollout.free_cache_engine and manager.on_one_pool(Role.Actor, Role.Rollout)
+        on_cuda |= here and trainer.device != "cpu" and torch.cuda.is_available()
+        # Generation that runs ahead in the same process is not over when training begins.
+        sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.on_one_pool(Role.Actor, Role.Rollout)
         self.policy = PolicyGroups(
             self.groups, sleep=sleep, weight_sync=rollout.weight_sync, ahead=trainer.lag > 0, agent_loops=self.agent_loops
         )

@@ -65,6 +65,8 @@ class ActorRolloutRefWorker(EngineWorker):
             self._init_ref()
         if "rollout" in self.parts:
             self._init_rollout()
+        if self.device == "cuda" and {"actor", "rollout"} <= set(self.parts):
+            self.rollout.sleep()  # other models are yet to be loaded onto this device; the first push wakes it
 
     def _init_actor(self, total_optimizer_steps: int) -> None:
         policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
@@ -200,6 +202,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
         adapters: only those; an earlier push has brought everything.
         """
+        self._wake_up()
         with on_device(self.actor, self.device, params=self._offload.param_offload):
             self.rollout.load_weights(version, self._pushed(adapters), adapters=adapters)
         return self.rollout.health()
@@ -281,12 +284,17 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_sleep(self) -> None:
-        """Give the rollout's device memory to the trainer."""
+        """Give the rollout's memory to the trainer. On CUDA one that is in a process with an actor starts like that."""
         self.rollout.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_wake_up(self) -> None:
-        """Take the device memory back before the next push."""
+        """Take the memory back before the next push."""
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps of the trainer's memory, vLLM would not find
         self.rollout.wake_up()
 
     @register(Dispatch.ONE_TO_ALL)

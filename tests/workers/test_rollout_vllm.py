@@ -11,6 +11,7 @@ import random
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hybridrl.config.workers import RolloutConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, make_rollout
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, VLLMRollout, fingerprint, make_rollout
+from hybridrl.workers.rollout.memory import resident_bytes
 from hybridrl.workers.rollout.partial import begin, go_on
 from hybridrl.workers.rollout.transport.base import Reused
 from hybridrl.workers.rollout.transport.buckets import Outgoing, fill_buckets, unpack
@@ -293,6 +295,49 @@ def test_weights_damaged_inside_the_engine_are_found_by_health(rollout):
     assert rollout.health().version is None
     with pytest.raises(StaleWeightsError):
         rollout.generate(prompts_of([3]), SamplingParams(1))
+
+
+def fill_cache(rollout: VLLMRollout) -> None:
+    """Write to every page, which is what makes it take memory."""
+    for cache in rollout._llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]:
+        cache.fill_(0.0)
+
+
+def test_asleep_the_cache_takes_no_memory_and_awake_it_is_as_before(tmp_path, caplog):
+    """One of 64 MB, all of which has been written to."""
+    limits = {**LIMITS, "kv_cache_memory_mb": 64, "max_num_seqs": 64}
+    rollout = make_rollout("vllm", replace(setup_for(save_model(tmp_path / "model"), load_format="auto"), config=RolloutConfig(**limits)))
+    fill_cache(rollout)
+    before, held = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2)), resident_bytes()
+    rollout.sleep()
+    freed = held - resident_bytes()
+    assert abs(freed - (64 << 20)) < 4 << 20, freed
+    assert rollout.health().awake is False
+    with pytest.raises(RuntimeError, match=r"generate\(\) while asleep; call wake_up\(\) first"):
+        rollout.generate(prompts_of([3]), SamplingParams(1))
+    rollout.wake_up()
+    again = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2))
+    assert torch.equal(again.batch["responses"], before.batch["responses"]) and rollout.health().awake
+    assert resident_bytes() < held - (48 << 20), "only what is used comes back"
+    assert "went to sleep" not in caplog.text
+
+
+def test_an_engine_that_keeps_its_cache_while_it_sleeps_is_named(tmp_path, caplog):
+    limits = {**LIMITS, "kv_cache_memory_mb": 32}
+    setup = replace(setup_for(save_model(tmp_path / "model"), load_format="auto"), config=RolloutConfig(**limits))
+
+    class Hoarding(VLLMRollout):
+        """Makes sure that what it gave away is filled again."""
+
+        def _release_memory(self) -> int:
+            num_bytes = super()._release_memory()
+            fill_cache(self)
+            return num_bytes
+
+    rollout = Hoarding(setup)
+    fill_cache(rollout)
+    rollout.sleep()
+    assert "vllm rollout: it went to sleep and freed" in caplog.text and "of the 33.6 MB" in caplog.text
 
 
 def test_an_untested_version_and_a_contradicting_environment_are_refused(started, monkeypatch):

@@ -20,6 +20,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout.adapters import Merging
 from hybridrl.workers.rollout.fingerprint import Named, WeightNames
 from hybridrl.workers.rollout.history import Ends
+from hybridrl.workers.rollout.memory import warn_if_kept
 from hybridrl.workers.rollout.sampler import SamplingParams, row_seeds, sequence_keys
 from hybridrl.workers.rollout.stop_strings import StopStrings, load_stop_strings
 
@@ -95,7 +96,10 @@ class Rollout(Protocol):
         """
 
     def sleep(self) -> None:
-        """Give device memory to training. Nothing on CPU."""
+        """Give memory to training, where `free_cache_engine` says so: on CUDA weights and cache, on CPU the cache.
+
+        What was freed is measured; a warning names the engine if that is less than it holds.
+        """
 
     def wake_up(self) -> None:
         """Take it back; needed before `load_weights` and `generate`."""
@@ -152,8 +156,12 @@ class VersionedRollout(ABC):
         """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU; keys (S,) as `uniforms` wants them."""
 
     @abstractmethod
-    def _release_memory(self) -> None:
-        """Give the device's memory away, weights kept elsewhere."""
+    def _used_bytes(self) -> int:
+        """Return how much memory is in use where this engine has its own."""
+
+    @abstractmethod
+    def _release_memory(self) -> int:
+        """Give memory away, weights kept elsewhere; return how many bytes less `_used_bytes` has to be."""
 
     @abstractmethod
     def _reclaim_memory(self) -> None:
@@ -197,9 +205,11 @@ class VersionedRollout(ABC):
         return RolloutHealth(version=self._version, fingerprint=held, received=self._received)
 
     def sleep(self) -> None:
-        if self._awake and self._frees_memory:
-            self._release_memory()
+        if self._awake and self.frees_memory:
+            before = self._used_bytes()
+            expected = self._release_memory()
             self._awake = False
+            warn_if_kept(self.engine_name, expected=expected, freed=before - self._used_bytes())
 
     def wake_up(self) -> None:
         if not self._awake:
@@ -239,8 +249,13 @@ class VersionedRollout(ABC):
         return Ends((() if sampling.ignore_eos else self.setup.eos_token_ids) + sampling.stop_token_ids, strings)
 
     @property
-    def _frees_memory(self) -> bool:
-        return self.setup.config.free_cache_engine and torch.device(self.setup.device).type == "cuda"
+    def frees_memory(self) -> bool:
+        """Whether `sleep` does anything."""
+        return self.setup.config.free_cache_engine and self.on_cuda
+
+    @property
+    def on_cuda(self) -> bool:
+        return torch.device(self.setup.device).type == "cuda"
 
     def _require_awake(self, call: str) -> None:
         if not self._awake:

@@ -53,9 +53,14 @@ class HFRollout(VersionedRollout):
     def _held_fingerprint(self) -> int:
         return fingerprint(self._model.state_dict().items(), self.setup.dtype)
 
-    def _release_memory(self) -> None:
+    def _used_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def _release_memory(self) -> int:
+        held = sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.is_cuda)
         self._model.to("cpu")
         torch.cuda.empty_cache()
+        return held
 
     def _reclaim_memory(self) -> None:
         self._model.to(self._device)

@@ -20,6 +20,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.base import Generated, RolloutSetup, VersionedRollout, load_hf_config, register_rollout
 from hybridrl.workers.rollout.fingerprint import WeightNames
 from hybridrl.workers.rollout.history import Ends
+from hybridrl.workers.rollout.memory import device_bytes, resident_bytes
 from hybridrl.workers.rollout.sampler import SamplingParams
 
 # The adapter leans on vLLM's logits-processor and worker-extension interfaces, which change between minor versions.
@@ -48,17 +49,33 @@ class VLLMRollout(VersionedRollout):
     def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with process_left_alone():
             self.call_worker("load_rollout_weights", weights)
-            if not self._llm.reset_prefix_cache():
-                raise RuntimeError("vllm rollout: the prefix cache still holds keys and values of the old weights and cannot be reset")
+            self._forget_prefixes()  # they are of the old weights
 
     def _held_fingerprint(self) -> int:
         return self.call_worker("rollout_fingerprint", self.setup.dtype)
 
-    def _release_memory(self) -> None:
-        self._llm.sleep(level=1)  # level 2 would drop the weights, and a second generation without a push could not follow
+    @property
+    def frees_memory(self) -> bool:
+        return self.setup.config.free_cache_engine
+
+    def _used_bytes(self) -> int:
+        return device_bytes() if self.on_cuda else resident_bytes()
+
+    def _release_memory(self) -> int:
+        if self.on_cuda:
+            held = self.call_worker("rollout_bytes")
+            self._llm.sleep(level=1)  # level 2 would drop the weights, and a second generation without a push could not follow
+            return held
+        self._forget_prefixes()
+        return self.call_worker("drop_cache")
 
     def _reclaim_memory(self) -> None:
-        self._llm.wake_up()
+        if self.on_cuda:
+            self._llm.wake_up()
+
+    def _forget_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vllm rollout: the prefix cache still holds keys and values, of requests that are open, and cannot be reset")
 
     def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
         ends = self.ends(sampling)

@@ -19,6 +19,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 
 from hybridrl.workers.rollout.fingerprint import fingerprint
 from hybridrl.workers.rollout.history import Ends, History
+from hybridrl.workers.rollout.memory import give_back_pages
 from hybridrl.workers.rollout.sampler import SamplingParams, draw_tokens, uniforms
 from hybridrl.workers.rollout.vllm_parallel import own_shards, sum_over_group
 
@@ -113,6 +114,16 @@ class RolloutExtension:
         if self.parallel_config.tensor_parallel_size == 1:
             return fingerprint(model.named_parameters(), dtype)
         return sum_over_group(fingerprint(own_shards(model), dtype))
+
+    def rollout_bytes(self) -> int:
+        """Return what weights and key-value cache take."""
+        held = [*self.model_runner.get_model().parameters(), *self.model_runner.kv_caches]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(storages.values())
+
+    def drop_cache(self) -> int:
+        """Give the pages of the key-value cache in host memory back; return how many bytes that were."""
+        return give_back_pages(self.model_runner.kv_caches)
 
     def start_run(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, ends: Ends, num_done: int) -> None:
         """Draw the tokens of the requests to come with these keys (S,) int64."""

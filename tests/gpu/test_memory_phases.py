@@ -1,0 +1,46 @@
+"""A rollout beside an actor on one device: asleep from its start to the first push, and again while the actor trains.
+
+GPU_TESTS_ON=cpu runs it on the CPU, where the hf rollout has nothing to give away and stays awake.
+"""
+
+import pytest
+
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
+from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from tests.end_to_end.runs import settings, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def test_a_rollout_is_awake_only_between_a_push_and_the_training_that_follows(tmp_path, tiny_qwen2, device, caplog):
+    words = settings(tmp_path, tiny_qwen2, trainer__device=device)
+    config = load_config(PPOConfig, words, program="memory", config_name="ppo_trainer")
+    group = LocalWorkerGroup(None, RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor_rollout"), role="actor_rollout")
+    group.init_model(10)
+    on_cpu = device == "cpu"
+    policy = PolicyGroups({"actor_rollout": group}, sleep=not on_cpu)
+    awake = [group.rollout_health()[0].awake]
+    policy.push_weights(1)
+    awake.append(group.rollout_health()[0].awake)
+    policy.rest()
+    awake.append(group.rollout_health()[0].awake)
+    policy.push_weights(2)
+    awake.append(group.rollout_health()[0].awake)
+    assert awake == [on_cpu, True, on_cpu, True]
+    assert "went to sleep and freed" not in caplog.text
+
+
+def test_a_run_in_one_process_puts_its_rollout_to_sleep(tmp_path, tiny_qwen2, device, monkeypatch):
+    """The worker is the real one; only its calls are counted."""
+    slept, sleep = [], ActorRolloutRefWorker.rollout_sleep
+
+    def counted(worker):
+        slept.append(worker.rollout.health().awake)
+        return sleep(worker)
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "rollout_sleep", counted)
+    train(tmp_path, tiny_qwen2, trainer__device=device, trainer__total_training_steps=2)
+    assert slept == ([] if device == "cpu" else [True, True])
