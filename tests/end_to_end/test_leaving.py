@@ -1,0 +1,87 @@
+"""SIGTERM in the middle of a step: the run commits, leaves with 143, and what goes on from there ends as if it had not been stopped."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from hybridrl import main_ppo
+from hybridrl.trainer.ledger import FILE, account, read_ledger
+from tests.end_to_end.runs import largest_difference, metrics, settings, weights
+from tests.end_to_end.test_main_sft import exported, run
+
+TERMINATED = 143
+# Terminates its own process in step 2, once.
+CODE = """
+import os, pathlib, signal
+
+def use(task, trainer):
+    task.insert_before("old_log_prob", lambda ctx: terminate(trainer))
+
+def terminate(trainer):
+    done = pathlib.Path(__file__).with_name("terminated")
+    if trainer.global_steps == 2 and not done.exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+CHANGES = {
+    "actor_rollout_ref__actor__shuffle": True,
+    "trainer__total_training_steps": 4,
+    "trainer__val_before_train": False,
+    "trainer__test_freq": -1,
+}
+
+
+def terminating(folder) -> dict:
+    folder.mkdir(exist_ok=True)
+    (folder / "terminate.py").write_text(CODE)
+    return {"trainer__middleware": f"[{folder}/terminate.py:use]"}
+
+
+@pytest.mark.parametrize("more", [{}, {"trainer__lag": 2, "trainer__partial_rollout": True}], ids=["in step", "two batches ahead"])
+def test_a_run_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2, capsys, more):
+    (tmp_path / "whole").mkdir()
+    assert main_ppo.main(settings(tmp_path / "whole", tiny_qwen2, **CHANGES | more)) == 0
+    parts = settings(tmp_path / "parts", tiny_qwen2, **terminating(tmp_path / "parts"), **CHANGES | more, trainer__save_freq=3)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main_ppo.main(parts) == TERMINATED
+    newest = tmp_path / "parts/run/global_step_2"
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith(f"terminated; {newest} is committed, and the next run goes on from it")
+    assert signal.getsignal(signal.SIGTERM) is before and [row["step"] for row in metrics(tmp_path / "parts/run")] == [1, 2]
+    assert main_ppo.main(parts) == 0
+    ends = [weights(tmp_path / name / "run/global_step_4", tmp_path / f"hf_{name}") for name in ("whole", "parts")]
+    assert largest_difference(*ends) == 0
+    same = ("critic/score/mean", "actor/grad_norm", "actor/loss", "actor/num_updates", "ledger/runs_per_stage")
+    rows = [[[row[name] for name in same] for row in metrics(tmp_path / folder / "run")] for folder in ("whole", "parts")]
+    assert rows[0] == rows[1] and {row[-1] for row in rows[0]} == {1}
+    ledger = account(read_ledger(str(tmp_path / "parts/run" / FILE)))
+    assert ledger.problems() == [] and sorted(ledger.steps) == [1, 2, 3, 4] and ledger.again == 0
+    assert sorted(ledger.prompts()[0]) == list(range(10))  # 4, 4 and 2 of 10 prompts, then the next epoch
+
+
+def test_a_run_is_terminated_before_it_trains_at_once(tmp_path, tiny_qwen2, capsys):
+    (tmp_path / "early.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    arguments = settings(tmp_path, tiny_qwen2, **CHANGES, trainer__middleware=f"[{tmp_path}/early.py:use]")
+    assert main_ppo.main(arguments) == TERMINATED
+    assert "terminated; nothing was committed" in capsys.readouterr().err and not list((tmp_path / "run").glob("global_step*"))
+
+
+def test_fine_tuning_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2):
+    run(tmp_path / "whole", tiny_qwen2)
+    with pytest.raises(AssertionError):  # `run` expects success
+        threading.Thread(target=terminate_after, args=(tmp_path / "parts/run/metrics.jsonl", 2), daemon=True).start()
+        run(tmp_path / "parts", tiny_qwen2, trainer__total_training_steps=200, trainer__save_freq=-1)
+    [step] = [int(path.name.rpartition("_")[2]) for path in (tmp_path / "parts/run").glob("global_step_*")]
+    assert 2 <= step < 6
+    run(tmp_path / "parts", tiny_qwen2)
+    assert largest_difference(exported(tmp_path / "whole", 6), exported(tmp_path / "parts", 6)) == 0
+
+
+def terminate_after(path, num_lines: int) -> None:
+    """Send this process the signal when the run has logged so many steps."""
+    while not path.exists() or len(path.read_text().splitlines()) < num_lines:
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
