@@ -96,14 +96,13 @@ def _kind_of(output: Path | None) -> str:
 def job_graph(config: PPOConfig) -> StageGraph:
     """Return the graph of the step that `main_ppo` would run, on the workers and pools that it would choose."""
     from hybridrl.main_ppo import check, resource_pools, worker_classes
-    from hybridrl.single_controller.plan import plan_processes
     from hybridrl.trainer.middleware import changed_stages
     from hybridrl.trainer.stages import ppo_stages
 
     check(config, with_inputs=False)
     workers = worker_classes(config)
     manager = resource_pools(config, workers)
-    plan = plan_processes("", {str(role): manager.mapping[role] for role in workers}, colocate=config.trainer.colocate)
+    plan = manager.plan("job", {str(role): manager.mapping[role] for role in workers}, colocate=config.trainer.colocate, use_gpu=False)
     places = {
         role: Place(process.pool, sum(manager.resource_pool_spec[process.pool]), "+".join(process.roles))
         for process in plan.processes

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import PlacementError
+from hybridrl.single_controller.plan import ProcessPlan
 from hybridrl.single_controller.resource_pool import RayResourcePool, Slot
 
 if TYPE_CHECKING:
@@ -31,6 +32,29 @@ class SubRayResourcePool(RayResourcePool):
 
     def release(self) -> None:
         """Do nothing: the bundles belong to the pools this one was made of."""
+
+
+class PlannedSlots(SubRayResourcePool):
+    """The slots of a pool that the processes of one plan stand on, by rank. Several may share a slot.
+
+    A share that is taken of every slot of the pool is noted there, so that a group made by hand finds what is left.
+    """
+
+    def __init__(self, pool: RayResourcePool, process: ProcessPlan, *, job: str):
+        groups = pool.get_placement_groups()
+        super().__init__([Slot(groups[node], bundle) for node, bundle in process.slots], like=pool, name_prefix=pool.name_prefix)
+        self._pool, self._process, self._job = pool, process, job
+        of_slot = [process.slots.count(slot) for slot in dict.fromkeys(process.slots)]
+        self._times = min(of_slot) if len(of_slot) == pool.world_size else 0
+
+    def place_environment(self, rank: int) -> dict[str, str]:
+        return self._process.place_environment(rank, f"{self._job}/{self._process.label}-{rank}")
+
+    def take(self, user: str, share: float) -> None:
+        self._pool.take(user, share * self._times)
+
+    def give_back(self, user: str) -> None:
+        self._pool.give_back(user)
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:

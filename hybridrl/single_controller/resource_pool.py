@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.errors import PlacementError
-from hybridrl.single_controller.waiting import wait_ready
+from hybridrl.single_controller.feasibility import check_feasible
+from hybridrl.single_controller.plan import PoolPlan, Reservation
+from hybridrl.single_controller.reservation import machines_of_cluster, nodes_of, remove, reserve
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-# Reserving devices is immediate when they are free; a longer wait means that somebody else holds them.
-PLACEMENT_TIMEOUT_S = 60.0
 ROUNDING = 1e-6  # of shares that add up to a whole
+WAY_OUT = "Lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes to the Ray cluster and name it with RAY_ADDRESS"
 
 
 class Slot(NamedTuple):
@@ -51,6 +52,10 @@ class ResourcePool:
         """For each rank, its number on its node."""
         return list(itertools.chain.from_iterable(range(size) for size in self.store))
 
+    def place_environment(self, rank: int) -> dict[str, str]:
+        """Return what else the process of this rank is told about its place."""
+        return {"NODE_RANK": str(next(node for node, last in enumerate(itertools.accumulate(self.store)) if rank < last))}
+
     def add_node(self, process_count: int) -> None:
         """Add a node with so many worker slots."""
         if process_count < 1:
@@ -78,12 +83,15 @@ class RayResourcePool(ResourcePool):
         super().__init__(process_on_nodes, max_colocate_count=max_colocate_count)
         self._use_gpu, self.detached, self.accelerator_type = use_gpu, detached, accelerator_type
         self.name_prefix = name_prefix or f"pool-{uuid.uuid4().hex[:6]}"  # Ray refuses a second placement group of the same name
+        self._plan: PoolPlan | None = None
         self._groups: list[PlacementGroup] | None = None
         self._taken: dict[str, float] = {}  # group of workers -> share of every slot
 
     def add_node(self, process_count: int) -> None:
         if self._groups is not None:
             raise ValueError(f"pool {self.name_prefix!r} has reserved its nodes; add nodes before the first group starts on it")
+        if self._plan is not None:
+            raise ValueError(f"pool {self.name_prefix!r} is part of a plan; add nodes to what the plan is made from")
         super().add_node(process_count)
 
     @property
@@ -96,6 +104,8 @@ class RayResourcePool(ResourcePool):
     @property
     def bundle(self) -> dict[str, float]:
         """Resources of one slot."""
+        if self._plan is not None:
+            return dict(self._plan.reservations[0].bundles[0])
         bundle: dict[str, float] = {"CPU": 1}
         if self.use_gpu:
             bundle["GPU"] = 1
@@ -103,33 +113,34 @@ class RayResourcePool(ResourcePool):
                 bundle[f"accelerator_type:{self.accelerator_type}"] = 1e-4
         return bundle
 
+    @classmethod
+    def planned(cls, plan: PoolPlan, *, max_colocate_count: int = 10, detached: bool = False) -> "RayResourcePool":
+        """Return the pool that a plan has; its bundles are the plan's."""
+        use_gpu = any("GPU" in bundle for one in plan.reservations for bundle in one.bundles)
+        prefix = plan.reservations[0].name.rpartition("/")[0]
+        pool = cls([len(one.bundles) for one in plan.reservations], use_gpu, prefix, max_colocate_count, detached=detached)
+        pool._plan = plan
+        return pool
+
+    def reservations(self) -> Sequence[Reservation]:
+        """Return what the pool reserves, one placement group per node."""
+        if self._plan is not None:
+            return self._plan.reservations
+        names = [f"{self.name_prefix}/node-{node}" for node in range(len(self.store))]
+        sizes = zip(names, self.store, strict=True)
+        return [Reservation(name, self.name_prefix, (self.bundle,) * size, way_out=WAY_OUT) for name, size in sizes]
+
     def get_placement_groups(self, strategy: str = "STRICT_PACK") -> "list[PlacementGroup]":
         """Return one placement group per node, in the order of ranks, reserved on the first call.
 
-        Groups of equal size are ordered by their nodes' addresses, so that the same cluster gives the same ranks.
+        Groups of the same bundles are ordered by their nodes' addresses, so that the same cluster gives the same ranks.
         Raises PlacementError when the cluster's nodes cannot hold the pool, saying what is missing; nothing stays reserved then.
         """
-        import ray
-        from ray.util.placement_group import placement_group
-
         if self._groups is None:
-            check_feasible(self.store, self.bundle, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-            lifetime = "detached" if self.detached else None
-            self._groups = [
-                placement_group([self.bundle] * size, strategy=strategy, name=f"{self.name_prefix}/node-{node}", lifetime=lifetime)
-                for node, size in enumerate(self.store)
-            ]
-            self._wait(self._groups)
-            self.adopt(self._groups)
-        return self._groups
-
-    def _wait(self, groups: "list[PlacementGroup]") -> None:
-        try:
-            for node, group in enumerate(groups):
-                wait_ready(group.ready(), what=f"pool {self.name_prefix!r} on node {node}", timeout_s=PLACEMENT_TIMEOUT_S)
-        except BaseException:
-            self.release()
-            raise
+            wanted = self.reservations()
+            check_feasible(wanted, machines_of_cluster())
+            self.adopt(reserve(wanted, strategy=strategy, detached=self.detached))
+        return self._groups or []
 
     def adopt(self, groups: "list[PlacementGroup]") -> None:
         """Take these reserved groups as the pool's nodes, one for each entry of `store` and of that size."""
@@ -156,10 +167,7 @@ class RayResourcePool(ResourcePool):
 
     def release(self) -> None:
         """Give the reserved devices back. Processes that still run there are ended by Ray."""
-        from ray.util.placement_group import remove_placement_group
-
-        for group in self._groups or []:
-            remove_placement_group(group)
+        remove(self._groups or [])
         self._groups = None
         self._taken.clear()
 
@@ -171,42 +179,18 @@ class RayResourcePool(ResourcePool):
 
 
 def _by_address(groups: "list[PlacementGroup]") -> "list[PlacementGroup]":
-    """Order groups of equal size by address; which sizes follow each other stays as the pool's owner wrote it."""
+    """Order groups of the same bundles by address; which sizes follow each other stays as the pool's owner wrote it."""
     import ray
-    from ray.util.placement_group import placement_group_table
 
     address_of_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
-    def address(group) -> tuple:
-        node = placement_group_table(group)["bundles_to_node_id"][0]
+    def address(group: "PlacementGroup") -> tuple:
+        [node] = nodes_of([group])
         return tuple(part.zfill(3) for part in address_of_node.get(node, "").split(".")), node
 
-    of_size = {size: iter(sorted((g for g in groups if g.bundle_count == size), key=address)) for size in {g.bundle_count for g in groups}}
-    return [next(of_size[group.bundle_count]) for group in groups]
-
-
-def check_feasible(processes_per_node: Sequence[int], bundle: dict[str, float], nodes: Sequence[dict[str, float]]) -> None:
-    """Raise PlacementError unless each entry of `processes_per_node` fits on a node of its own kind of resources.
-
-    nodes: total resources of each living node. Largest demands are placed first, several may share one node.
-    """
-    free = [dict(node) for node in nodes]
-    for size in sorted(processes_per_node, reverse=True):
-        need = {name: amount * size for name, amount in bundle.items()}
-        home = next((node for node in free if all(node.get(name, 0) >= amount for name, amount in need.items())), None)
-        if home is None:
-            raise PlacementError(_shortage(size, need, nodes))
-        for name, amount in need.items():
-            home[name] -= amount
-
-
-def _shortage(size: int, need: dict[str, float], nodes: Sequence[dict[str, float]]) -> str:
-    wanted = ", ".join(f"{amount:g} {name}" for name, amount in need.items())
-    present = "; ".join(", ".join(f"{node.get(name, 0):g} {name}" for name in need) for node in nodes) or "none"
-    return (
-        f"no node can hold {size} worker processes ({wanted} together) beside the rest of the job; nodes have: {present}. "
-        "Lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes to the Ray cluster and name it with RAY_ADDRESS"
-    )
+    kinds = [str([sorted(bundle.items()) for bundle in group.bundle_specs]) for group in groups]
+    in_order = {kind: iter(sorted((g for g, k in zip(groups, kinds, strict=True) if k == kind), key=address)) for kind in set(kinds)}
+    return [next(in_order[kind]) for kind in kinds]
 
 
 def cluster_has_gpus() -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.single_controller.invocation import Dispatch, Execute, register
@@ -18,9 +18,11 @@ class WorkerPlace:
     local_world_size: int
     master_addr: str
     master_port: int
+    more: Mapping[str, str] = field(default_factory=dict)  # what its pool or plan says besides
 
     def environment(self) -> dict[str, str]:
         return {
+            **self.more,
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),

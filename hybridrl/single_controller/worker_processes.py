@@ -87,7 +87,9 @@ class WorkerProcesses:
         [self.master] = gather([self.hosts[0].rendezvous.remote()], role=self.label, method="rendezvous", timeout_s=timeout_s)
         parcel = ray.put(cloudpickle.dumps(dict(recipes)))
         local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
-        self.places = [WorkerPlace(rank, len(self.hosts), *here, *self.master) for rank, here in enumerate(local)]
+        self.places = [
+            WorkerPlace(rank, len(self.hosts), *here, *self.master, pool.place_environment(rank)) for rank, here in enumerate(local)
+        ]
         calls = [host.setup.remote(parcel, place, environment) for host, place in zip(self.hosts, self.places, strict=True)]
         self.process_ids = gather(calls, role=self.label, method="setup", timeout_s=timeout_s)
 

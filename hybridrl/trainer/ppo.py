@@ -26,7 +26,7 @@ from hybridrl.config.megatron import data_parallel_size
 from hybridrl.framework import OnlineRLContext, Task
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.plan import launch, plan_processes
+from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.spans import stop_recording
 from hybridrl.trainer.checkpoint import CheckpointStore, find_resume
@@ -126,12 +126,12 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Reserve devices, start the worker processes and load their models. When one fails, none is left running."""
         manager = self.resource_pool_manager
-        manager.create_resource_pool(job=self.job)
         classes = {str(role): RayClassWithInitArgs(cls, self.config, worker_role(role)) for role, cls in self.role_worker_mapping.items()}
         pool_of_role = {str(role): manager.mapping[role] for role in self.role_worker_mapping}
         trainer = self.config.trainer
         manager.check_colocation(trainer.colocate)
-        plan = plan_processes(self.job, pool_of_role, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
+        plan = manager.plan(self.job, pool_of_role, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
+        manager.create_resource_pool(plan=plan)
         try:
             self.groups = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)
             for role, group in self.groups.items():

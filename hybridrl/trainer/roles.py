@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from hybridrl.errors import ConfigError
-from hybridrl.single_controller.resource_pool import RayResourcePool, ResourcePool
+from hybridrl.master.placement import plan_job
+from hybridrl.master.spec import JobSpec, PoolSpec, RoleSpec
+from hybridrl.single_controller.launch import pools_of
+from hybridrl.single_controller.plan import Plan
+from hybridrl.single_controller.resource_pool import WAY_OUT, RayResourcePool, ResourcePool, cluster_has_gpus
 
 
 class Role(Enum):
@@ -35,7 +39,8 @@ class ResourcePoolManager:
 
     resource_pool_spec: pool name -> worker processes on each of its nodes, for instance `{"global_pool": [8, 8]}`.
     mapping: role -> pool name. max_colocate_count: how many processes may share a slot, see `ResourcePool`. use_gpu: slots hold a GPU
-    each; None finds out from the cluster. backend: "ray", or "local" for one worker in the calling process.
+    each; None finds out from the cluster. backend: "ray", or "local" for one worker in the calling process. ways_out: pool -> what to
+    change when the cluster cannot hold it.
     """
 
     def __init__(
@@ -46,23 +51,53 @@ class ResourcePoolManager:
         *,
         use_gpu: bool | None = None,
         backend: str = "ray",
+        ways_out: Mapping[str, str] | None = None,
     ):
         unknown = sorted({pool for pool in mapping.values() if pool not in resource_pool_spec})
         if unknown:
             raise ConfigError(f"mapping names the pools {unknown}, but resource_pool_spec has {sorted(resource_pool_spec)}")
         self.resource_pool_spec, self.mapping, self.use_gpu, self.backend = resource_pool_spec, dict(mapping), use_gpu, backend
-        self.max_colocate_count = max_colocate_count
+        self.max_colocate_count, self.ways_out = max_colocate_count, dict(ways_out or {})
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 
-    def create_resource_pool(self, *, job: str = "hybridrl") -> None:
-        """Make the pools. Devices are reserved when the first group starts on a pool."""
-        for name, processes in self.resource_pool_spec.items():
-            if self.backend == "local":
-                self.resource_pool_dict[name] = ResourcePool(processes)
-            else:
-                self.resource_pool_dict[name] = RayResourcePool(
-                    processes, use_gpu=self.use_gpu, name_prefix=f"{job}/{name}", max_colocate_count=self.max_colocate_count
-                )
+    def job_spec(self, pool_of_role: Mapping[str, str], *, colocate: str, device_type: str) -> JobSpec:
+        """Return the description of a job with these roles, one process of each on every slot of its pool."""
+        return JobSpec(
+            tuple(RoleSpec(role, pool, tuple(self.resource_pool_spec[pool])) for role, pool in pool_of_role.items()),
+            tuple(
+                PoolSpec(name, tuple(processes), colocate, way_out=self.ways_out.get(name, WAY_OUT))
+                for name, processes in self.resource_pool_spec.items()
+            ),
+            device_type=device_type,
+        )
+
+    def plan(
+        self,
+        job: str,
+        pool_of_role: Mapping[str, str],
+        *,
+        colocate: str,
+        worker_env: Mapping[str, str] | None = None,
+        use_gpu: bool | None = None,
+    ) -> Plan:
+        """Return which process of these roles runs where. job: prefix of all names. use_gpu: None as for the pools.
+
+        colocate: "process" puts all roles of a pool into one process per slot, "device" gives each role its own process and an equal
+        share of the slot.
+        """
+        use_gpu = self.use_gpu if use_gpu is None else use_gpu
+        if use_gpu is None:
+            use_gpu = self.backend == "ray" and cluster_has_gpus()
+        spec = self.job_spec(pool_of_role, colocate=colocate, device_type="GPU" if use_gpu else "CPU")
+        return plan_job(spec, job, worker_env=worker_env)
+
+    def create_resource_pool(self, *, job: str = "hybridrl", plan: Plan | None = None) -> None:
+        """Make the pools, of a plan if there is one. Devices are reserved when the first group starts on a pool."""
+        if self.backend == "local":
+            self.resource_pool_dict = {name: ResourcePool(processes) for name, processes in self.resource_pool_spec.items()}
+            return
+        plan = plan or self.plan(job, {}, colocate="process")
+        self.resource_pool_dict = {**pools_of(plan, max_colocate_count=self.max_colocate_count)}
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         return self.resource_pool_dict[self.mapping[role]]

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridrl.config import SFTConfig, to_yaml
 from hybridrl.framework import OnlineRLContext, stage
-from hybridrl.single_controller.plan import launch, plan_processes
+from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.spans import stop_recording
 from hybridrl.trainer.checkpoint import CheckpointStore, check_engine_state, find_resume, read_trainer_state, write_run_state
@@ -65,9 +65,9 @@ class SFTTrainer:
     def init_workers(self) -> None:
         """Reserve devices, start the worker processes and load the model."""
         manager = self.resource_pool_manager
-        manager.create_resource_pool(job=self.job)
         trainer, pool = self.config.trainer, next(iter(manager.resource_pool_spec))
-        plan = plan_processes(self.job, {ROLE: pool}, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
+        plan = manager.plan(self.job, {ROLE: pool}, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
+        manager.create_resource_pool(plan=plan)
         classes = {ROLE: RayClassWithInitArgs(self.worker_cls, self.config, ROLE)}
         try:
             self.group = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)[ROLE]
@@ -124,6 +124,7 @@ class SFTTrainer:
         """One optimizer step on the tokens that the assistant wrote."""
         updates = self.group.update(ctx.batch).meta_info["metrics"]
         self.update_watch.look_at(updates, prefix="train", step=self.global_steps)
+        self.ledger.note(ROLE, updates, prefix="train")
         metrics = mean_metrics(updates)
         ctx.metrics |= {"train/loss" if name == "loss" else name: value for name, value in metrics.items()}
 
@@ -144,11 +145,12 @@ class SFTTrainer:
         tokens = float(ctx.batch.batch["attention_mask"].sum())
         ctx.metrics |= {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / seconds}
         ctx.metrics |= {f"timing_s/{name}": value for name, value in ctx.timing.items()}
-        ctx.metrics |= self.saver.metrics() | self.ledger.end_step(self.global_steps, ctx.metrics, prompts=self.train_loader.rows)
+        ctx.metrics |= self.saver.metrics() | self.ledger.metrics()
         self.tracking.log(ctx.metrics, self.global_steps)
 
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
         """Commit, with an export, every `trainer.save_freq` steps, after the last one, and before the run leaves because of SIGTERM."""
+        self.ledger.end_step(self.global_steps, epoch=ctx.metrics.get("training/epoch"), prompts=self.train_loader.rows)
         leaving = NOTICE.received
         if leaving or self._due(self.config.trainer.save_freq):
             self.saver.save(self.global_steps, self._write_checkpoint, must=leaving or self.global_steps == self.total_training_steps)
@@ -158,7 +160,7 @@ class SFTTrainer:
         return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
 
     def _write_checkpoint(self, directory: str) -> None:
-        taken = {"train": self.group.save_checkpoint(os.path.join(directory, "model"))}
+        taken = {ROLE: self.group.save_checkpoint(os.path.join(directory, "model"))}
         check_engine_state(os.path.join(directory, "model"), num_ranks=self.group.world_size)
         self.group.export_hf(os.path.join(directory, EXPORT))
         state = {"global_steps": self.global_steps, "data": self.train_loader.state_dict(), IDENTITY: self.identity}
@@ -178,7 +180,7 @@ class SFTTrainer:
     def _restore(self, path: str) -> None:
         """Go to where the run was that wrote the checkpoint at `path`."""
         state = read_trainer_state(path)
-        taken = {"train": self.group.load_checkpoint(os.path.join(path, "model"))}
+        taken = {ROLE: self.group.load_checkpoint(os.path.join(path, "model"))}
         self.global_steps = state["global_steps"]
         self.train_loader.load_state_dict(state["data"])
         self.ledger.go_on_from(state.get(LEDGER), path=path, step=self.global_steps, taken=taken)

@@ -13,7 +13,7 @@ from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-from hybridrl.single_controller.plan import launch, plan_processes
+from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.roles import ResourcePoolManager, Role
@@ -77,7 +77,7 @@ def generated(folder, model_path, *, pools, mapping, colocate="process", top_k=1
     manager = ResourcePoolManager(pools or {"pool": [1]}, mapping, use_gpu=False, backend="local" if local else "ray")
     manager.create_resource_pool(job=folder.name)
     classes = {str(role): RayClassWithInitArgs(ActorRolloutRefWorker, config, str(role)) for role in mapping}
-    plan = plan_processes(folder.name, {str(role): pool for role, pool in mapping.items()}, colocate=colocate)
+    plan = manager.plan(folder.name, {str(role): pool for role, pool in mapping.items()}, colocate=colocate)
     groups = {}
     try:
         groups = launch(plan, classes, manager.resource_pool_dict, group_cls=LocalWorkerGroup if local else RayWorkerGroup)

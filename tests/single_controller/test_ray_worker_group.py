@@ -7,9 +7,11 @@ import ray
 import torch
 
 from hybridrl.errors import CallTimeout, WorkerLost
+from hybridrl.master.placement import plan_job
+from hybridrl.master.spec import JobSpec, PoolSpec, RoleSpec
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.single_controller.colocation import create_colocated_worker_cls
-from hybridrl.single_controller.plan import launch, plan_processes
+from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from tests.single_controller.sample_workers import Adder, Doubler, QuietAdder
@@ -146,8 +148,8 @@ def test_colocated_roles_share_a_process_and_keep_their_own_methods(pool):
 @pytest.mark.parametrize("colocate", ["process", "device"])
 def test_a_plan_is_launched_with_roles_in_one_process_or_on_one_device(pool, colocate):
     classes = {"adder": RayClassWithInitArgs(Adder, 1), "doubler": RayClassWithInitArgs(Doubler)}
-    plan = plan_processes(f"job-{colocate}", {"adder": "p", "doubler": "p"}, colocate=colocate)
-    groups = launch(plan, classes, {"p": pool})
+    spec = JobSpec(tuple(RoleSpec(role, "p", (2,)) for role in classes), (PoolSpec("p", (2,), colocate),), device_type="CPU")
+    groups = launch(plan_job(spec, f"job-{colocate}"), classes, {"p": pool})
     shared = groups["doubler"].pid() == [pid for *_, pid in groups["adder"].place()]
     assert shared == (colocate == "process")
     assert groups["doubler"].double(batch(2)).batch["x"].tolist() == [0, 2]

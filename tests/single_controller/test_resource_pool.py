@@ -15,7 +15,7 @@ from hybridrl.single_controller.pool_division import (
     split_resource_pool,
 )
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool, check_feasible
+from hybridrl.single_controller.resource_pool import RayResourcePool
 from tests.single_controller.sample_workers import Adder
 
 GPU_DRIVER = Path(__file__).with_name("fractional_gpu_driver.py")
@@ -32,19 +32,12 @@ def test_a_pool_that_does_not_fit_is_refused_with_what_is_missing(ray_cluster):
         RayResourcePool([1000]).get_placement_groups()
 
 
-def test_feasibility_is_per_node():
-    check_feasible([2, 1], {"CPU": 1}, [{"CPU": 1}, {"CPU": 2}])
-    with pytest.raises(PlacementError, match="2 worker processes"):
-        check_feasible([2], {"CPU": 1}, [{"CPU": 1}, {"CPU": 1}])
-    with pytest.raises(PlacementError, match="1 GPU"):
-        check_feasible([1], {"CPU": 1, "GPU": 1}, [{"CPU": 8}])
-
-
 def test_nodes_of_different_sizes_give_the_right_local_ranks():
     pool = RayResourcePool([3])
     pool.add_node(1)
     assert pool.world_size == 4
     assert pool.local_rank_list == [0, 1, 2, 0] and pool.local_world_size_list == [3, 3, 3, 1]
+    assert [pool.place_environment(rank)["NODE_RANK"] for rank in range(4)] == ["0", "0", "0", "1"]
 
 
 def test_an_accelerator_is_asked_for_by_rays_name_of_it():
