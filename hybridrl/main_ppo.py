@@ -24,6 +24,7 @@ from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.run import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
 from hybridrl.trainer.stages import uses_critic, uses_reference
 from hybridrl.trainer.tokenizer import load_tokenizer
+from hybridrl.trainer.watched import watched
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.agent_loop.generate import AgentLoopManager
 from hybridrl.workers.critic import CriticWorker
@@ -97,8 +98,9 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
     )
     logger.info("loading %s into the workers", model.path)
     try:
-        trainer.init_workers()
-        trainer.fit()
+        with watched(trainer):
+            trainer.init_workers()
+            trainer.fit()
     finally:
         trainer.shutdown()
         reward_fn.close()

@@ -54,6 +54,7 @@ class Joined:
     name: str
     pid: int
     node: str
+    machine: str = ""
     group_size: int = 1
 
 
@@ -105,6 +106,14 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Noticed:
+    """Something that is told and not acted on: who holds up a job that hangs, a process that is slow."""
+
+    slot: str
+    text: str
+
+
+@dataclass(frozen=True)
 class StopAsked:
     reason: str
 
@@ -117,8 +126,8 @@ class Ended:
     reason: str
 
 
-Event = Begun | Joined | Silenced | Spoke | Failed | Stepped | Committed | Left | StopAsked | Ended
-EVENTS = {cls.__name__: cls for cls in (Begun, Joined, Silenced, Spoke, Failed, Stepped, Committed, Left, StopAsked, Ended)}
+Event = Begun | Joined | Silenced | Spoke | Failed | Stepped | Committed | Left | Noticed | StopAsked | Ended
+EVENTS = {cls.__name__: cls for cls in (Begun, Joined, Silenced, Spoke, Failed, Stepped, Committed, Left, Noticed, StopAsked, Ended)}
 
 
 def encode(event: Event) -> dict[str, Any]:
@@ -151,6 +160,7 @@ class EndProcess:
     name: str
     pid: int
     node: str
+    machine: str
     reason: str
 
 

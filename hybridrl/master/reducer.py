@@ -26,6 +26,7 @@ from hybridrl.master.events import (
     Kind,
     Left,
     Level,
+    Noticed,
     Recover,
     Silenced,
     Spoke,
@@ -49,6 +50,7 @@ class WorkerState:
     name: str = ""
     pid: int = 0
     node: str = ""
+    machine: str = ""
     life: int = 0
     account: str = ""  # of its end, in words
 
@@ -69,6 +71,7 @@ class JobState:
     commit: str = ""
     last_exception: tuple[str, int] = ("", -1)  # signature, step
     failures: tuple[str, ...] = ()  # the newest ones, in sentences
+    notices: tuple[str, ...] = ()  # the newest ones
     reason: str = ""  # of the end
 
 
@@ -83,7 +86,7 @@ def to_json(state: JobState) -> dict[str, Any]:
 
 def from_json(data: dict[str, Any]) -> JobState:
     """Return the state that `to_json` wrote."""
-    tuples = {name: tuple(data[name]) for name in ("replicas", "levels", "failures", "last_exception")}
+    tuples = {name: tuple(data[name]) for name in ("replicas", "levels", "failures", "notices", "last_exception")}
     workers = {slot: WorkerState(**worker) for slot, worker in data["workers"].items()}
     return JobState(**(data | tuples | {"workers": workers, "spent": {int(level): count for level, count in data["spent"].items()}}))
 
@@ -110,6 +113,8 @@ def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]
             return _commit(state, event), ()
         case Left():
             return _of_worker(state, event.slot, event.pid, "end"), ()
+        case Noticed():
+            return replace(state, notices=(*state.notices, f"{event.slot}: {event.text}")[-KEPT_FAILURES:]), ()
         case StopAsked():
             following = _advance_job(replace(state, reason=event.reason), "stop")
             return following, (StopTrainer(event.reason),) if following.state == Job.STOPPING else ()
@@ -141,7 +146,7 @@ def _join(state: JobState, event: Joined) -> JobState:
     moved = advance(WORKER, advance(WORKER, worker.state, "replace"), "join")
     if moved != Worker.ALIVE:
         return state
-    worker = WorkerState(moved, event.name, event.pid, event.node, worker.life + 1)
+    worker = WorkerState(moved, event.name, event.pid, event.node, event.machine, worker.life + 1)
     label = label_of(event.slot)
     state = replace(state, workers=state.workers | {event.slot: worker})
     if event.slot == TRAINER:
@@ -159,6 +164,8 @@ def _when_whole(state: JobState) -> JobState:
 
 
 def _commit(state: JobState, event: Committed) -> JobState:
+    if event.path == state.commit:  # told twice
+        return state
     commits = state.healthy_commits + 1
     spent = {} if commits >= REFILL_COMMITS else state.spent
     return replace(state, step=max(state.step, event.step), commit=event.path, healthy_commits=commits, spent=spent)
@@ -189,7 +196,8 @@ def _freeze(state: JobState, event: Failed, worker: WorkerState) -> tuple[JobSta
     if worker.state not in (Worker.ALIVE, Worker.SILENT):
         return state, ()
     workers = state.workers | {event.slot: replace(worker, account=event.evidence)}
-    return replace(state, workers=workers), (EndProcess(event.slot, worker.name, worker.pid, worker.node, event.evidence),)
+    end = EndProcess(event.slot, worker.name, worker.pid, worker.node, worker.machine, event.evidence)
+    return replace(state, workers=workers), (end,)
 
 
 def _answer(state: JobState, event: Failed, level: int) -> tuple[JobState, tuple[Effect, ...]]:

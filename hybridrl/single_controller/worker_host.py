@@ -4,6 +4,7 @@ It is made empty, so that making it cannot fail for a user's reason; `setup` the
 goes wrong there, an import that is missing on this node included, reaches the caller with its own type and not as a dead process.
 """
 
+import itertools
 import os
 import socket
 import time
@@ -14,7 +15,9 @@ import cloudpickle
 
 from hybridrl.single_controller.coroutines import finish
 from hybridrl.single_controller.devices import visible_devices
+from hybridrl.single_controller.heartbeats import MASTER_VARIABLE, Heartbeats
 from hybridrl.single_controller.invocation import invocations_of
+from hybridrl.single_controller.naming import slot_of
 from hybridrl.single_controller.references import materialize
 from hybridrl.single_controller.spans import DIRECTORY_VARIABLE, call_span, start_recording
 from hybridrl.single_controller.worker import Worker, WorkerPlace
@@ -29,6 +32,9 @@ class WorkerHost:
         self.place: WorkerPlace  # from `setup` on
         self.takes_futures: set[tuple[str, str]] = set()
         self.busy_s: dict[str, float] = {}
+        self.running: dict[int, tuple[str, float]] = {}  # calls in progress: `role.method` and when it began, oldest first
+        self.call_numbers = itertools.count(1)
+        self.num_calls = 0  # begun so far
 
     def rendezvous(self) -> tuple[str, int]:
         """Return an address of this node and a free port, where rank 0 of a group may listen."""
@@ -41,6 +47,8 @@ class WorkerHost:
         imported and a failing import is an error of this method.
         """
         os.environ.update({**environment, **place.environment(), **visible_devices(_reserved_devices(), os.environ)})
+        if master := os.environ.get(MASTER_VARIABLE):
+            self._report_to(master, place)
         role = "worker"
         try:
             for role, recipe in cloudpickle.loads(recipes).items():
@@ -57,14 +65,28 @@ class WorkerHost:
             self.takes_futures |= {(role, name) for name, call in invocations_of(type(worker)).items() if not call.materialize_futures}
         return os.getpid()
 
+    def _report_to(self, master: str, place: WorkerPlace) -> None:
+        import ray
+
+        name = ray.get_runtime_context().get_actor_name() or "worker"
+        introduction = {"slot": slot_of(name), "name": name, "rank": place.rank, "group_size": place.world_size}
+        self.heartbeats = Heartbeats(master, introduction, self.progress)
+
+    def progress(self) -> dict[str, Any]:
+        """Return what this process does: the call that began first among those in progress, and its seconds; asked from a thread."""
+        doing, start = next(iter(list(self.running.values())), (None, 0.0))
+        return {"doing": doing, "for_s": round(time.perf_counter() - start, 3) if doing else 0.0, "calls": self.num_calls}
+
     def describe(self) -> dict[str, Any]:
-        """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id."""
+        """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id, its node."""
         classes = cloudpickle.dumps({role: type(worker) for role, worker in self.workers.items()})
-        return {"classes": classes, "place": self.place, "process_id": os.getpid()}
+        return {"classes": classes, "place": self.place, "process_id": os.getpid(), "node": _node()}
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of one role's worker. References and futures among the arguments arrive as their values."""
         start = time.perf_counter()
+        number = self.num_calls = next(self.call_numbers)
+        self.running[number] = (f"{role}.{method}", start)
         try:
             with call_span(role, self.place.rank, method):
                 if (role, method) not in self.takes_futures:
@@ -74,6 +96,7 @@ class WorkerHost:
             error.add_note(_address(role, self.place.rank, method))
             raise
         finally:
+            self.running.pop(number, None)
             name = f"{role}.{method}"
             self.busy_s[name] = self.busy_s.get(name, 0.0) + time.perf_counter() - start
 
@@ -99,6 +122,12 @@ def _reserved_devices() -> dict[str, list[str]]:
     import ray
 
     return ray.get_runtime_context().get_accelerator_ids()
+
+
+def _node() -> str:
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
 
 
 def _node_address() -> str:

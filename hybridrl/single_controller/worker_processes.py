@@ -4,17 +4,17 @@ Starting: one process per slot of the pool, rank 0 tells an address, then all ar
 Whatever goes wrong on the way, no process is left. Which roles they play is in the recipes; how roles are called, `ray_worker_group.py`.
 """
 
-import os
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
 
 from hybridrl.errors import PlacementError
+from hybridrl.single_controller.ending import kill_actors, kill_processes
+from hybridrl.single_controller.heartbeats import MASTER_VARIABLE
 from hybridrl.single_controller.invocation import invocations_of
+from hybridrl.single_controller.naming import NAMESPACE, master_name
 from hybridrl.single_controller.resource_pool import RayResourcePool, Slot
 from hybridrl.single_controller.waiting import gather, introduce
 from hybridrl.single_controller.worker import WorkerPlace
@@ -23,8 +23,6 @@ from hybridrl.single_controller.worker_host import CONCURRENT, WorkerHost
 
 # Starting a process and importing torch takes seconds; minutes mean that the node is not answering.
 START_TIMEOUT_S = 300.0
-# Names of processes are looked up here; a driver's own namespace would hide them from every other driver.
-NAMESPACE = "hybridrl"
 
 
 @dataclass
@@ -40,6 +38,7 @@ class WorkerProcesses:
     pool: RayResourcePool | None = None
     places: list[WorkerPlace] = field(default_factory=list)
     start_again: "StartAgain | None" = None
+    nodes: list[str] = field(default_factory=list)  # Ray's id of each process's node
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -69,13 +68,13 @@ class WorkerProcesses:
         try:
             for name, slot in zip(names, pool.slots(), strict=True):
                 hosts.append(_start_host(name, slot, options))
-            started = cls(label, hosts, names, {role: recipe.cls for role, recipe in recipes.items()}, pool=pool)
-            environment = {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **environment}
+            started = cls(label, hosts, names, {role: recipe.cls for role, recipe in recipes.items()}, pool=pool, nodes=_nodes_of(pool))
+            environment = {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **_master_of(name_prefix), **environment}
             started._set_up(pool, recipes, environment, timeout_s=timeout_s)
             started.start_again = StartAgain(dict(recipes), options, environment)
             return started
         except BaseException:
-            _kill(hosts)
+            kill_actors(hosts)
             pool.give_back(f"{name_prefix}/{label}")
             raise
 
@@ -100,7 +99,7 @@ class WorkerProcesses:
         whose processes do not talk to each other. Raises PlacementError for processes that another driver started.
         """
         again, pool = self._require_own(rank)
-        _end_for_certain(self.hosts[rank], self.process_ids[rank], pool.slots()[rank], timeout_s=timeout_s)
+        self._end_for_certain([rank])
         self._start_next_life(rank, again, pool)
         parcel = cloudpickle.dumps(again.recipes)
         call = self.hosts[rank].setup.remote(parcel, self.places[rank], again.environment)
@@ -112,11 +111,14 @@ class WorkerProcesses:
         For groups whose processes talk to each other: those that are well cannot go on with a new peer. Names as in `respawn`.
         """
         again, pool = self._require_own(0)
-        for rank, slot in enumerate(pool.slots()):
-            _end_for_certain(self.hosts[rank], self.process_ids[rank], slot, timeout_s=timeout_s)
+        self._end_for_certain(list(range(len(self.hosts))))
         for rank in range(len(self.hosts)):
             self._start_next_life(rank, again, pool)
         self._set_up(pool, again.recipes, again.environment, timeout_s=timeout_s)
+
+    def _end_for_certain(self, ranks: Sequence[int]) -> None:
+        kill_actors([self.hosts[rank] for rank in ranks])
+        kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
 
     def _require_own(self, rank: int) -> "tuple[StartAgain, RayResourcePool]":
         if self.start_again is None or self.pool is None:
@@ -128,6 +130,7 @@ class WorkerProcesses:
         stem = self.names[rank].split(f"/{self.label}-")[0]
         self.names[rank] = f"{stem}/{self.label}-{rank}.{again.lives[rank]}"
         self.hosts[rank] = _start_host(self.names[rank], pool.slots()[rank], again.options)
+        self.nodes = _nodes_of(pool)
         self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         introduce(self.addresses)
 
@@ -143,12 +146,15 @@ class WorkerProcesses:
         classes = cloudpickle.loads(found[0]["classes"])
         ids = [found[i]["process_id"] for i in order]
         master = (place.master_addr, place.master_port)
-        return cls("+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, master)
+        nodes = [found[i]["node"] for i in order]
+        return cls("+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, master, nodes=nodes)
 
     def end(self) -> None:
-        """End the processes, whatever they are doing, and give their share of the pool back."""
-        _kill(self.hosts)
+        """End the processes, whatever they are doing and also if they are frozen, and give their share of the pool back."""
+        kill_actors(self.hosts)
+        kill_processes(zip(self.nodes, self.process_ids, strict=False))  # there are no ids where not all were set up
         self.hosts.clear()
+        self.process_ids = []
         if self.pool is not None:
             self.pool.give_back(self.names[0].rpartition("-")[0])
 
@@ -161,6 +167,17 @@ class StartAgain:
     options: dict[str, Any]
     environment: dict[str, str]
     lives: dict[int, int] = field(default_factory=dict)
+
+
+def _master_of(run: str) -> dict[str, str]:
+    """The environment that has a process report to the master of its job; empty for a job without one."""
+    import ray
+
+    try:
+        ray.get_actor(master_name(run), namespace=NAMESPACE)
+    except ValueError:
+        return {}
+    return {MASTER_VARIABLE: master_name(run)}
 
 
 def named_host(name: str):
@@ -209,34 +226,10 @@ def _start_host(name: str, slot: Slot, options: Mapping[str, Any]):
         ) from None
 
 
-def _end_for_certain(host, process_id: int, slot: Slot, *, timeout_s: float) -> None:
-    """End a process also if it is frozen: Ray asks a process to end itself, and a frozen one does not hear."""
-    import ray
+def _nodes_of(pool: RayResourcePool) -> list[str]:
+    """The node of every slot."""
     from ray.util.placement_group import placement_group_table
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    _kill([host])
-    node = placement_group_table(slot.group)["bundles_to_node_id"][slot.bundle]
-    if node == ray.get_runtime_context().get_node_id():
-        _kill_process(process_id)
-        return
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    kill = ray.remote(num_cpus=0)(_kill_process).options(scheduling_strategy=there)
-    gather([kill.remote(process_id)], role="worker", method="kill", timeout_s=timeout_s)
-
-
-def _kill_process(process_id: int) -> None:
-    """Kill a process of a worker host on this node; one that is gone, or another program's by now, is left alone."""
-    command = Path(f"/proc/{process_id}/cmdline")
-    try:
-        if b"WorkerHost" in command.read_bytes():
-            os.kill(process_id, signal.SIGKILL)
-    except (FileNotFoundError, ProcessLookupError):
-        return
-
-
-def _kill(hosts: Sequence) -> None:
-    import ray
-
-    for host in hosts:
-        ray.kill(host, no_restart=True)
+    slots = pool.slots()
+    tables = {slot.group.id: placement_group_table(slot.group)["bundles_to_node_id"] for slot in slots}
+    return [tables[slot.group.id][slot.bundle] for slot in slots]

@@ -114,7 +114,7 @@ def test_the_same_exception_at_the_same_step_ends_the_job_and_another_does_not()
 
 def test_a_frozen_process_is_ended_and_its_death_keeps_both_reasons():
     state, effects = reduce(running([]), Failed(Kind.FROZEN, "actor-0", PIDS["actor-0"], "stopped for 6 s"))
-    assert effects == (EndProcess("actor-0", "run/actor-0", PIDS["actor-0"], "node", "stopped for 6 s"),)
+    assert effects == (EndProcess("actor-0", "run/actor-0", PIDS["actor-0"], "node", "", "stopped for 6 s"),)
     state, _ = reduce(state, died("actor-0"))
     assert state.workers["actor-0"].account == "killed by SIGKILL: stopped for 6 s"
 

@@ -1,0 +1,301 @@
+"""`JobMaster`: the detached Ray actor that watches over one job, and `Master`, the thread in it that does the work.
+
+It is nearly idle and needs no torch. Ray starts it again when it dies; it then replays its journal and waits for the processes it knew,
+which look for it by name. Nobody waits for it: training goes on without it.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybridrl.master.connections import Connection, Connections
+from hybridrl.master.diagnosis import Diagnosis, all_in_one_method, compare_stacks, find_culprit
+from hybridrl.master.events import TRAINER, Begun, Effect, EndJob, EndProcess, Event, Noticed, Recover, StopAsked, StopTrainer, decode
+from hybridrl.master.journal import JobContext
+from hybridrl.master.monitor import Monitor, Presence
+from hybridrl.master.processes import Condition, condition
+from hybridrl.master.reducer import pending, to_json
+from hybridrl.master.states import JOB_ENDS, Worker
+from hybridrl.single_controller.ending import kill_process, kill_processes
+from hybridrl.single_controller.heartbeats import machine
+from hybridrl.single_controller.naming import NAMESPACE
+
+logger = logging.getLogger(__name__)
+TICK_S, QUICK_TICK_S = 0.25, 0.02  # between looks; the quick one while a death is looked into
+NODES_EVERY_S = 1.0
+STACKS_WITHIN_S = 2.0
+LEAVE_S = 5.0  # after the end of the job, for its processes to end by themselves
+
+
+@dataclass(frozen=True)
+class Watchfulness:
+    """hang_s: a method that takes longer, and three times as long as it ever took, is looked into when others wait."""
+
+    hang_s: float = 300.0
+
+
+class Master:
+    """Everything a master does, but for Ray's calls. Only its own thread (`run`) touches anything; `ask` hands it an event."""
+
+    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness) -> None:
+        import ray
+
+        self.context = JobContext(journal)
+        self._journal, self._hang_s = journal, watchfulness.hang_s
+        self._token = secrets.token_hex(16)
+        self._host = ray.util.get_node_ip_address()
+        self.connections = Connections(self._host, token=self._token)
+        self.here = machine()
+        self.monitor = Monitor(self.here, self._ask_elsewhere)
+        self._asked: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._questions: list[tuple[Any, Callable[[Condition | None], None]]] = []
+        self._by_slot: dict[str, Connection] = {}
+        self._stacks: dict[str, str] = {}
+        self._stacks_asked: tuple[float, tuple[str, ...], Diagnosis | None] | None = None
+        self._noticed: set[tuple[str, str | None]] = set()
+        self._ending_since = 0.0
+        self._nodes_looked = 0.0
+        self._dead_nodes: set[str] = set()
+        self.monitor.expect(self.context.state)
+        self._apply(begun)
+        self._carry_out(pending(self.context.state))
+
+    @property
+    def address(self) -> tuple[str, int, str]:
+        return self._host, self.connections.port, self._token
+
+    def ask(self, event: Event) -> None:
+        """Have an event applied soon."""
+        self._asked.put(event)
+
+    # -- the thread
+
+    def run(self) -> None:
+        """Watch until the job has ended and its processes are gone."""
+        while not self._may_leave():
+            try:
+                self._turn()
+            except Exception:  # a mistake here must not leave the job unwatched
+                logger.exception("the master goes on after an error")
+                time.sleep(TICK_S)
+        self.context.close()
+        self.connections.close()
+
+    def _turn(self) -> None:
+        for connection, word in self.connections.poll(QUICK_TICK_S if self.monitor.is_waiting or self._questions else TICK_S):
+            self._hear(connection, word)
+        while not self._asked.empty():
+            self._apply(self._asked.get())
+        self._look_at_nodes()
+        for event in self.monitor.look():
+            self._apply(event)
+        self._hear_answers()
+        self._look_for_hang()
+        if not self.context.is_durable:
+            self.context.flush()
+
+    def _hear(self, connection: Connection, word: dict[str, Any] | None) -> None:
+        slot = connection.introduction["slot"]
+        for event in self.monitor.hear(connection, word):
+            self._apply(event)
+        if word is None:
+            return
+        if "hello" in word:
+            self._by_slot[slot] = connection
+            self._carry_out(effect for effect in pending(self.context.state) if isinstance(effect, StopTrainer))
+        if "tell" in word:
+            self._apply(decode({name: value for name, value in word["tell"].items() if name != "number"}))
+            connection.send({"acknowledge": word["tell"]["number"]})
+        if "stacks" in word:
+            self._stacks[slot] = word["stacks"]
+
+    def _apply(self, event: Event) -> None:
+        self._carry_out(self.context.apply(event))
+
+    # -- effects
+
+    def _carry_out(self, effects) -> None:
+        for effect in effects:
+            self._carry_out_one(effect)
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        match effect:
+            case EndProcess():
+                logger.warning("%s is ended: %s", effect.slot, effect.reason)
+                self._end_process(effect.name, effect.pid, effect.node, effect.machine)
+            case Recover():
+                logger.warning("level %d for %s: %s", effect.level, ", ".join(effect.slots) or "the call", effect.reason)
+            case StopTrainer():
+                if TRAINER in self._by_slot:
+                    self._by_slot[TRAINER].send({"stop": effect.reason})
+            case EndJob():
+                logger.info("the job %s is over: %s", self.context.state.run, effect.reason)
+                self._ending_since = self._ending_since or time.monotonic()
+
+    def _end_process(self, name: str, pid: int, node: str, its_machine: str) -> None:
+        if its_machine == self.here:
+            kill_process(pid)
+        else:
+            threading.Thread(target=_end_elsewhere, args=(name, pid, node), daemon=True).start()
+
+    def _may_leave(self) -> bool:
+        """Whether the job has ended and none of its workers is left; those who do not go are ended."""
+        if not self._ending_since:
+            return False
+        left = [presence for presence in self.monitor.presences.values() if presence.slot != TRAINER]
+        if left and time.monotonic() - self._ending_since < LEAVE_S:
+            return False
+        for presence in left:
+            self._end_process(presence.name, presence.pid, presence.node, presence.machine)
+        return True
+
+    # -- other machines
+
+    def _ask_elsewhere(self, presence: Presence, tell: Callable[[Condition | None], None]) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(presence.node, soft=False)
+        question = ray.remote(num_cpus=0, max_retries=0)(condition).options(scheduling_strategy=there)
+        self._questions.append((question.remote(presence.pid), tell))
+
+    def _hear_answers(self) -> None:
+        import ray
+
+        waiting = []
+        for question, tell in self._questions:
+            if not ray.wait([question], timeout=0)[0]:
+                waiting.append((question, tell))
+                continue
+            try:
+                tell(ray.get(question, timeout=1.0))
+            except ray.exceptions.RayError:
+                tell(None)
+        self._questions = waiting
+
+    def _look_at_nodes(self) -> None:
+        import ray
+
+        if time.monotonic() - self._nodes_looked < NODES_EVERY_S:
+            return
+        self._nodes_looked = time.monotonic()
+        for node in ray.nodes():
+            if not node["Alive"] and node["NodeID"] not in self._dead_nodes:
+                self._dead_nodes.add(node["NodeID"])
+                self.monitor.lose_node(node["NodeID"], f"its node {node['NodeManagerAddress']} is gone")
+
+    # -- hangs
+
+    def _look_for_hang(self) -> None:
+        doings = self.monitor.doings()
+        if self._stacks_asked is not None:
+            return self._conclude()
+        in_progress = [doing.method for doing in doings if doing.method]
+        patience_s = max([self._hang_s, *(3 * self.monitor.longest_s.get(method, 0.0) for method in in_progress)])
+        found, alike = find_culprit(doings, patience_s=patience_s), all_in_one_method(doings, patience_s=patience_s)
+        if found is not None:
+            asked, key = (found.culprit, *found.waiting[:1]), (found.culprit, found.waiting[0])
+        elif len(alike) > 1:
+            asked, key = tuple(doing.slot for doing in alike), (alike[0].method or "", None)
+        else:
+            self._noticed.clear()
+            return None
+        if key not in self._noticed:
+            self._noticed.add(key)
+            self._stacks.clear()
+            self._stacks_asked = (time.monotonic(), asked, found)
+            for slot in asked:
+                if slot in self._by_slot:
+                    self._by_slot[slot].send({"stacks": True})
+        return None
+
+    def _conclude(self) -> None:
+        """Name the culprit once the stacks are there, or those that come in time."""
+        assert self._stacks_asked is not None
+        since, asked, found = self._stacks_asked
+        if not set(asked) <= self._stacks.keys() and time.monotonic() - since < STACKS_WITHIN_S:
+            return
+        self._stacks_asked = None
+        if found is None:
+            method = next((doing.method for doing in self.monitor.doings() if doing.slot == asked[0] and doing.method), "")
+            found = compare_stacks(self._stacks, method=method) if len(self._stacks) > 1 else None
+        if found is not None:
+            path = self._write_stacks(found.culprit)
+            logger.warning("%s holds up the job: %s; stacks: %s", found.culprit, found.evidence, path)
+            self._apply(Noticed(found.culprit, f"it holds up the job: {found.evidence}; stacks: {path}"))
+
+    def _write_stacks(self, culprit: str) -> str:
+        """Keep the stacks beside a journal on a local disk."""
+        path = os.path.join(self._journal, f"stacks-{culprit}-{self.context.num_events}.txt")
+        if not os.path.isdir(self._journal):
+            return "; ".join(self._stacks)
+        with open(path, "w", encoding="utf-8") as f:
+            f.writelines(f"== {slot}\n{text}\n" for slot, text in self._stacks.items())
+        return path
+
+
+def _end_elsewhere(name: str, pid: int, node: str) -> None:
+    import ray
+
+    with contextlib.suppress(ValueError):  # it is gone for Ray; it may be there for the kernel
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    kill_processes([(node, pid)])
+
+
+class JobMaster:
+    """The Ray actor. Its thread begins in `__init__`, against the rule, because Ray calls nothing else when it starts it again."""
+
+    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        self.journal, self.started = journal, time.time()
+        self.master = Master(begun, journal, watchfulness)
+        threading.Thread(target=self._run, name="master", daemon=True).start()
+
+    def _run(self) -> None:
+        import ray
+
+        self.master.run()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def address(self) -> tuple[str, int, str]:
+        """Return where heartbeats go: host, port, and the token that admits them."""
+        return self.master.address
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything that is known, as JSON has it: the state, and what each process said last."""
+        beats = {presence.slot: presence.beat for presence in list(self.master.monitor.presences.values())}
+        doings = {doing.slot: asdict(doing) for doing in self.master.monitor.doings()}
+        return {
+            **to_json(self.master.context.state),
+            "beats": beats,
+            "doings": doings,
+            "journal": self.journal,
+            "is_durable": self.master.context.is_durable,
+            "pid": os.getpid(),
+            "started": self.started,
+        }
+
+    def stop(self, reason: str) -> None:
+        """Have the trainer end the job, and make sure that it ends."""
+        self.master.ask(StopAsked(reason))
+
+    def account(self, slot: str, timeout_s: float) -> str:
+        """Return how a process ended, waiting so long for the news; "" when it did not, or nobody knows."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            worker = self.master.context.state.workers.get(slot)
+            if worker is not None and worker.account and (worker.state != Worker.ALIVE or self.is_over()):
+                return worker.account
+            time.sleep(0.02)
+        return ""
+
+    def is_over(self) -> bool:
+        """Return whether the job has ended."""
+        return self.master.context.state.state in JOB_ENDS

@@ -1,0 +1,190 @@
+"""`JobWatch`: the driver's side of the master. Starts it, tells it what happens, asks it what it knows, and has it end.
+
+    with JobWatch(job="gsm8k", run="gsm8k-1a2b3c", journal="checkpoints/.../master/gsm8k-1a2b3c") as watch:
+        watch.begin_step(1)
+        ...
+        watch.committed(1, "global_step_1")
+
+Telling costs microseconds and waits for nobody: a thread carries the words, keeps them while the master is away, and says them again.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.master.actor import JobMaster, Watchfulness
+from hybridrl.master.events import TRAINER, Begun, Committed, Ended, Event, Failed, Kind, Level, Stepped, encode
+from hybridrl.master.states import JOB_ENDS
+from hybridrl.single_controller.heartbeats import Heartbeats
+from hybridrl.single_controller.naming import MASTER, NAMESPACE, master_name
+
+logger = logging.getLogger(__name__)
+TOLD_WITHIN_S = 5.0  # the last words, at the end of a job
+ACCOUNT_WITHIN_S = 3.0
+CALLS_AT_ONCE = 16  # of the master's methods
+# What a trainer that meets a lost worker does about it itself; the master counts and limits it.
+TRAINER_LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE, Level.SUBGRAPH)
+
+
+class JobWatch:
+    """Watches over a job from its beginning to its end. A `with` block that is left by an exception has the job fail.
+
+    job: its name. run: this run of it, unlike every other. journal: a directory, on any fsspec path. levels: failures that this job
+    survives, see `reducer.py`. on_stop: called, in a thread, when somebody asked for the end; by default the process gets SIGTERM.
+    Raises PlacementError when this run has a master.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        run: str,
+        journal: str,
+        levels: Iterable[int] = TRAINER_LEVELS,
+        replicas: Iterable[str] = (),
+        hang_s: float = Watchfulness.hang_s,
+        on_stop: Callable[[str], None] | None = None,
+    ) -> None:
+        self.run, self.step, self.commit = run, 0, ""
+        self._doing: tuple[str | None, float] = (None, time.perf_counter())
+        self._calls = 0
+        begun = Begun(job, run, replicas=tuple(replicas), levels=tuple(levels))
+        self.master = start_master(begun, journal, Watchfulness(hang_s))
+        introduction = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
+        commands = {"stop": on_stop or _stop_process}
+        self._heartbeats = Heartbeats(master_name(run), introduction, self._progress, commands)
+
+    def _progress(self) -> dict[str, Any]:
+        doing, since = self._doing
+        return {"doing": doing, "for_s": round(time.perf_counter() - since, 3), "calls": self._calls, "step": self.step}
+
+    # -- telling
+
+    def tell(self, event: Event) -> None:
+        """Tell the master; returns at once."""
+        self._heartbeats.tell(encode(event))
+
+    def begin_stage(self, name: str) -> None:
+        """Note what the driver does from now on; the next heartbeat says it."""
+        self._calls += 1
+        self._doing = (name, time.perf_counter())
+
+    def end_stage(self) -> None:
+        self._doing = (None, time.perf_counter())
+
+    def begin_step(self, step: int) -> None:
+        """Tell that a step begins, and with it that the one before is done."""
+        self.step = step
+        self.tell(Stepped(step))
+
+    def committed(self, step: int, path: str) -> None:
+        """Tell of a commit; one that was told already changes nothing."""
+        if path != self.commit:
+            self.commit = path
+            self.tell(Committed(step, path))
+
+    # -- asking
+
+    def explain(self, error: WorkerLost) -> None:
+        """Put what the master knows about a worker's end into the error. Without a master it stays as it is."""
+        import ray
+
+        slot = f"{error.role}-{error.rank}"
+        try:
+            known = ray.get(self.master.describe.remote(), timeout=ACCOUNT_WITHIN_S)["workers"]
+            slots = [name for name in known if _holds(name, error.role, error.rank)] or [slot]
+            account = ray.get(self.master.account.remote(slots[0], ACCOUNT_WITHIN_S), timeout=2 * ACCOUNT_WITHIN_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            return
+        if account:
+            error.cause = account
+            error.args = (error.role, error.rank, error.method, account)
+
+    # -- the end
+
+    def end(self, *, succeeded: bool, reason: str) -> None:
+        """Tell how the job ended, before its workers are ended, so that nobody takes that for a failure."""
+        self.end_stage()
+        self.tell(Ended(succeeded, reason))
+        if not self._heartbeats.drain(TOLD_WITHIN_S):
+            logger.warning("the master of %s was not there to hear the end of the job", self.run)
+
+    def close(self) -> None:
+        """Have the master end once the job's processes are gone, whether or not it heard how the job ended."""
+        self._heartbeats.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.end(succeeded=True, reason="done")
+        else:
+            self.fail(error)
+        self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell that the trainer gives up, and why."""
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, (WorkerLost, KeyboardInterrupt, SystemExit)):
+            self.tell(Failed(Kind.EXCEPTION, TRAINER, os.getpid(), text, signature=text))
+        self.end(succeeded=False, reason=text)
+
+
+def start_master(begun: Begun, journal: str, watchfulness: Watchfulness) -> Any:
+    """Start the master of a run, on this machine if it may be, and return the actor without waiting for it.
+
+    Raises PlacementError when the run has one.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {
+        "name": master_name(begun.run),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_concurrency": CALLS_AT_ONCE,
+        "scheduling_strategy": here,
+    }
+    try:
+        return ray.remote(JobMaster).options(**options).remote(begun, journal, watchfulness)
+    except ValueError as error:
+        raise PlacementError(f"the run {begun.run!r} has a master on this cluster already; give this one another name") from error
+
+
+def masters() -> dict[str, Any]:
+    """Return the masters of the cluster that this process is connected to, by run."""
+    import ray
+
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        run, _, last = entry["name"].rpartition("/")
+        if entry["namespace"] == NAMESPACE and last == MASTER:
+            try:
+                found[run] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+            except ValueError:  # it ended meanwhile
+                continue
+    return found
+
+
+def is_over(description: dict[str, Any]) -> bool:
+    """Return whether a job that was described has ended."""
+    return description["state"] in JOB_ENDS
+
+
+def _holds(slot: str, role: str, rank: int) -> bool:
+    label, _, number = slot.rpartition("-")
+    return number == str(rank) and (label == role or role in label.split("+"))
+
+
+def _stop_process(reason: str) -> None:
+    logger.warning("this job is to stop: %s", reason)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,105 @@
+"""Who holds up a job that hangs: from what heartbeats say, without asking anybody who may hang himself.
+
+Processes of one role work in step. Where some are in a method for too long while another of the same role is idle, or in another
+method, that other one is the culprit: the others wait for it. Where all are in the same method, their stacks tell: the one that stands
+elsewhere than the others, or outside of a collective. Where all workers are idle, it is the trainer.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridrl.master.events import TRAINER, label_of
+
+COLLECTIVE = ("distributed_c10d.py", "torch/distributed", "process_group")
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What one process does. method: None while it is idle. for_s: seconds in it, or idle."""
+
+    slot: str
+    method: str | None
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """culprit: a slot. waiting: those who wait for it. evidence: why it is believed, in a sentence."""
+
+    culprit: str
+    waiting: tuple[str, ...]
+    evidence: str
+
+
+def find_culprit(doings: Sequence[Doing], *, patience_s: float) -> Diagnosis | None:
+    """Return who holds up the others, or None where nobody does, or where only stacks can tell.
+
+    patience_s: a method that takes no longer holds up nobody.
+    """
+    workers = [doing for doing in doings if doing.slot != TRAINER]
+    for label in dict.fromkeys(label_of(doing.slot) for doing in workers):
+        found = _odd_one([doing for doing in workers if label_of(doing.slot) == label], patience_s)
+        if found is not None:
+            return found
+    trainer = next((doing for doing in doings if doing.slot == TRAINER), None)
+    if trainer is None or not workers or any(doing.method or doing.for_s < patience_s for doing in workers):
+        return None
+    if trainer.method is None or trainer.for_s < patience_s:
+        return None
+    idle = tuple(doing.slot for doing in workers)
+    return Diagnosis(TRAINER, idle, f"it is in {trainer.method} for {trainer.for_s:.0f} s, and all workers are idle")
+
+
+def _odd_one(group: Sequence[Doing], patience_s: float) -> Diagnosis | None:
+    late = [doing for doing in group if doing.method and doing.for_s >= patience_s]
+    if not late:
+        return None
+    method = Counter(doing.method for doing in late).most_common(1)[0][0]
+    waiting = tuple(doing.slot for doing in late if doing.method == method)
+    others = [doing for doing in group if doing.method != method]
+    if not others:
+        return None
+    odd = max(others, key=lambda doing: (doing.method is None, doing.for_s))  # who is idle, before who does something else
+    does = f"in {odd.method}" if odd.method else "idle"
+    return Diagnosis(odd.slot, waiting, f"it is {does} for {odd.for_s:.0f} s, while {', '.join(waiting)} wait in {method}")
+
+
+def all_in_one_method(doings: Sequence[Doing], *, patience_s: float) -> tuple[Doing, ...]:
+    """Return the processes of a role that are all in the same method for too long: those whose stacks are to be compared."""
+    for label in dict.fromkeys(label_of(doing.slot) for doing in doings if doing.slot != TRAINER):
+        group = tuple(doing for doing in doings if label_of(doing.slot) == label)
+        if group[0].method and all(doing.method == group[0].method and doing.for_s >= patience_s for doing in group):
+            return group
+    return ()
+
+
+def compare_stacks(stacks: Mapping[str, str], *, method: str) -> Diagnosis | None:
+    """Return who stands elsewhere than the others, by dumps of `faulthandler`; None where all stand in the same place.
+
+    With two, or where all stand in places of their own, it is the one that is not in a collective.
+    """
+    places = {slot: _place(text, method.rpartition(".")[2]) for slot, text in stacks.items()}
+    counts = Counter(places.values())
+    if len(counts) < 2:
+        return None
+    outside = [slot for slot, place in places.items() if not any(word in place for word in COLLECTIVE)]
+    alone = [slot for slot, place in places.items() if counts[place] == 1]
+    candidates = outside if len(outside) == 1 else alone
+    if len(candidates) != 1:
+        return None
+    culprit = candidates[0]
+    waiting = tuple(slot for slot in places if slot != culprit)
+    common = Counter(places[slot] for slot in waiting).most_common(1)[0][0]
+    return Diagnosis(culprit, waiting, f"it stands at {places[culprit]}, while {', '.join(waiting)} stand at {common}")
+
+
+def _place(dump: str, method: str) -> str:
+    """The innermost line of the thread that runs a method: `file:line in function`."""
+    threads = [block.splitlines() for block in dump.split("\n\n")]
+    running = [lines for lines in threads if any(f" in {method}" in line for line in lines)]
+    lines = [line.strip() for line in (running or threads)[0] if line.strip().startswith("File ")]
+    if not lines:
+        return "an unknown place"
+    _, path, rest = lines[0].split('"', 2)
+    return f"{path}:{rest.replace(', line ', '').strip()}"

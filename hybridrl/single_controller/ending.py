@@ -1,0 +1,56 @@
+"""Ending worker processes for certain. `ray.kill` asks a process to end itself, and one that is frozen does not hear."""
+
+import logging
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+KILL_TIMEOUT_S = 20.0  # for another node to end processes
+
+
+def kill_processes(places: Iterable[tuple[str, int]]) -> None:
+    """Kill the processes of worker hosts that are still there. places: node and process id of each. A node that is gone has none."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    on_node: dict[str, list[int]] = {}
+    for node, process_id in places:
+        on_node.setdefault(node, []).append(process_id)
+    for process_id in on_node.pop(ray.get_runtime_context().get_node_id(), []):
+        kill_process(process_id)
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if on_node else set()
+    there = ray.remote(num_cpus=0)(_kill_all)
+    calls = [
+        there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(ids)
+        for node, ids in on_node.items()
+        if node in alive
+    ]
+    done, silent = ray.wait(calls, num_returns=len(calls), timeout=KILL_TIMEOUT_S) if calls else ([], [])
+    if silent:
+        logger.warning(
+            "%d of %d nodes did not say within %g s that their worker processes are gone", len(silent), len(calls), KILL_TIMEOUT_S
+        )
+
+
+def _kill_all(process_ids: Sequence[int]) -> None:
+    for process_id in process_ids:
+        kill_process(process_id)
+
+
+def kill_process(process_id: int) -> None:
+    """Kill a process of a worker host on this node; one that is gone, or another program's by now, is left alone."""
+    command = Path(f"/proc/{process_id}/cmdline")
+    try:
+        if b"WorkerHost" in command.read_bytes():
+            os.kill(process_id, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+
+
+def kill_actors(hosts: Sequence) -> None:
+    import ray
+
+    for host in hosts:
+        ray.kill(host, no_restart=True)

@@ -1,0 +1,14 @@
+"""How the processes of a job are called on a Ray cluster. A job's run is `run`; everything of it is called `run/...`."""
+
+# Names are looked up here; a driver's own namespace would hide its processes from every other driver.
+NAMESPACE = "hybridrl"
+MASTER = "master"
+
+
+def master_name(run: str) -> str:
+    return f"{run}/{MASTER}"
+
+
+def slot_of(name: str) -> str:
+    """Return the slot that a process fills: `run/actor-0` and `run/actor-0.2`, its second life, are both of `actor-0`."""
+    return name.rpartition("/")[2].split(".")[0]

@@ -1,0 +1,62 @@
+"""A trainer under the eyes of a master: it is told which stage runs, each step and each commit, and how the job ends."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hybridrl.errors import WorkerLost
+from hybridrl.framework import Task, spec_of
+from hybridrl.framework.stage import StageFn
+from hybridrl.master.client import JobWatch
+from hybridrl.single_controller.naming import MASTER
+from hybridrl.trainer.run import run_directory
+
+
+@contextmanager
+def watched(trainer: Any) -> Iterator[None]:
+    """Have a master watch over what is done inside, as `trainer.master` says; a lost worker's error then says how the worker ended.
+
+    trainer: a `RayPPOTrainer` whose workers do not run yet. They have to be ended after this, so that their end is no failure.
+    """
+    settings = trainer.config.trainer
+    if not settings.master or settings.backend != "ray":
+        yield
+        return
+    journal = os.path.join(os.path.abspath(run_directory(settings)), MASTER, trainer.job)
+    with JobWatch(job=settings.experiment_name, run=trainer.job, journal=journal) as watch:
+        trainer.middleware = [*trainer.middleware, tells(watch)]
+        try:
+            yield
+        except WorkerLost as error:
+            watch.explain(error)
+            raise
+
+
+def tells(watch: JobWatch) -> Callable[[Task, Any], None]:
+    """Return the change of the loop that has every stage told to the master."""
+
+    def change(task: Task, trainer: Any) -> None:
+        def wrapper(fn: StageFn) -> StageFn:
+            return _told(fn, spec_of(fn).name, watch, trainer)
+
+        task.use_wrapper(wrapper)
+
+    return change
+
+
+def _told(fn: StageFn, name: str, watch: JobWatch, trainer: Any) -> StageFn:
+    @functools.wraps(fn)
+    def told(ctx: Any) -> Any:
+        watch.begin_stage(name)
+        try:
+            return fn(ctx)
+        finally:
+            watch.end_stage()
+            if trainer.global_steps != watch.step:  # `next_batch` counts
+                watch.begin_step(trainer.global_steps)
+            if name == "save_checkpoint" and (newest := trainer.store.latest()):
+                watch.committed(trainer.global_steps, newest)
+
+    return told

@@ -1,0 +1,85 @@
+import os
+import signal
+import time
+
+import pytest
+
+from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.master.client import JobWatch, masters
+from hybridrl.master.journal import history, replay
+from hybridrl.master.states import Job
+from tests.master.watching import describe, wait_for, wait_until_left, watched_adders
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def test_a_job_is_watched_from_its_beginning_to_its_end(tmp_path):
+    with watched_adders(tmp_path) as (watch, group):
+        watch.begin_step(1)
+        watch.committed(1, "global_step_1")
+        watch.begin_step(2)
+        seen = wait_for(watch, lambda seen: seen["step"] == 2)
+        assert (seen["state"], seen["commit"]) == (Job.RUNNING, "global_step_1")
+        assert [worker["pid"] for slot, worker in sorted(seen["workers"].items())] == [*group.process_ids, os.getpid()]
+        beat = seen["beats"]["adder-0"]
+        assert beat["memory"] > 2**24 and beat["doing"] is None
+        with open(f"/proc/{seen['pid']}/maps") as maps:
+            assert "libtorch" not in maps.read()  # a master is light
+        call = group.execute_rank_async(0, "doze", 3.0)
+        seen = wait_for(watch, lambda seen: seen["beats"]["adder-0"]["doing"] == "adder.doze")
+        group.fetch([call])
+    assert wait_until_left(watch.run, *(worker["pid"] for slot, worker in seen["workers"].items() if slot != "trainer"), seen["pid"]) < 10
+    state, _ = replay(str(tmp_path / watch.run))
+    assert (state.state, state.reason) == (Job.SUCCEEDED, "done")
+    assert state.failures == ()  # that the group was shut down at the end is none
+    assert len(history(str(tmp_path / watch.run))) == 7  # begun, 2 joined, 2 steps, a commit, ended
+
+
+def test_a_death_is_told_with_its_reason_in_the_error_that_the_driver_gets(tmp_path):
+    with pytest.raises(WorkerLost) as caught, watched_adders(tmp_path) as (watch, group):
+        try:
+            group.execute_rank(0, "die_on", 0)
+        except WorkerLost as lost:
+            watch.explain(lost)
+            raise
+    assert caught.value.cause.startswith("killed by SIGKILL")
+    assert str(caught.value).startswith("worker adder-0 was lost while running die_on(): killed by SIGKILL")
+    wait_until_left(watch.run)
+    state, _ = replay(str(tmp_path / watch.run))
+    assert (state.state, state.workers["adder-0"].life) == (Job.FAILED, 1)
+    assert "was lost while running die_on()" in state.reason
+
+
+def test_one_job_name_is_two_runs_with_a_master_each_and_a_run_has_one(tmp_path):
+    with JobWatch(job="job", run="job-a", journal=str(tmp_path / "a")) as first:
+        with JobWatch(job="job", run="job-b", journal=str(tmp_path / "b")) as second:
+            assert {"job-a", "job-b"} <= set(masters())
+            assert describe(first)["pid"] != describe(second)["pid"]
+            with pytest.raises(PlacementError, match="'job-a' has a master"):
+                JobWatch(job="job", run="job-a", journal=str(tmp_path / "a"))
+        wait_until_left("job-b")
+    wait_until_left("job-a")
+
+
+def test_a_stop_that_somebody_asks_for_reaches_the_driver(tmp_path):
+    asked: list[str] = []
+    with JobWatch(job="job", run="job-c", journal=str(tmp_path), on_stop=asked.append) as watch:
+        wait_for(watch, lambda seen: "trainer" in seen["beats"])
+        watch.master.stop.remote("asked by a test")
+        wait_for(watch, lambda seen: asked)
+    assert asked[0] == "asked by a test"
+    assert replay(str(tmp_path))[0].state in (Job.SUCCEEDED, Job.STOPPED)
+
+
+def test_telling_waits_for_nobody_and_what_was_told_meanwhile_arrives(tmp_path):
+    with JobWatch(job="job", run="job-d", journal=str(tmp_path)) as watch:
+        pid = wait_for(watch, lambda seen: "trainer" in seen["beats"])["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        start = time.perf_counter()
+        for step in range(1, 101):
+            watch.begin_step(step)
+        seconds = time.perf_counter() - start
+        os.kill(pid, signal.SIGCONT)
+        assert seconds < 0.5  # 5 ms each, on a busy machine
+        assert wait_for(watch, lambda seen: seen["step"] == 100)["pid"] == pid
+    assert [entry.event.step for entry in history(str(tmp_path)) if hasattr(entry.event, "step")] == list(range(1, 101))
