@@ -56,6 +56,7 @@ setup(
         "tensorboard>=2.20",
         "matplotlib>=3.10",
         "tqdm>=4.66",
+        "aiohttp>=3.12",
     ],
     extras_require={
         "vllm": ["vllm>=0.32,<0.33"],

@@ -4,6 +4,7 @@ hybridrl job graph key=value ...          the stages of a PPO job, what goes bet
 hybridrl job states                       the states of a job, its roles and its workers, and what may follow what
 hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and chrome://tracing
 hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
+hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
 
 What computes is imported by the command that needs it: torch takes seconds, and `--help`, `trace` and a mistake should not.
 """
@@ -12,7 +13,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.config import PPOConfig, load_config
@@ -20,7 +23,7 @@ from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_text
 from hybridrl.framework.graph_drawing import draw_graph
 from hybridrl.framework.trace import newest_trace, read_spans, summarize, trace_events
-from hybridrl.front_end import run_front_end, set_up_logging
+from hybridrl.front_end import run_front_end, set_up_logging, start_ray
 from hybridrl.master.states import to_text as states_text
 from hybridrl.trainer.checkpoint import MANIFEST, CheckpointStore, settings_for_export, verify
 
@@ -38,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_states(job)
     _add_trace(commands)
     _add_export(commands)
+    _add_serve(commands)
     arguments, settings = parser.parse_known_args(argv)
     if settings and arguments.run_command is not _graph:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
@@ -187,6 +191,64 @@ def _nearest_checkpoint(path: str) -> str:
         if newest := CheckpointStore(run).latest():
             return f"the newest in {run} is {newest}"
     return "give the global_step_N directory of a run with trainer.save_freq above 0"
+
+
+# -- hybridrl serve
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    what = "answer OpenAI's clients with a model or with a checkpoint's policy, until Ctrl-C"
+    serve = commands.add_parser("serve", help=what, description=what)
+    serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
+    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's addresses; nobody is asked for a key")
+    serve.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    serve.add_argument("--replicas", type=int, default=1, help="processes that answer; one needs no Ray")
+    serve.add_argument("--max-length", type=int, help="tokens of prompt and response; default: what the model has, at most 4096")
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    serve.set_defaults(run_command=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from hybridrl.trainer.tokenizer import load_tokenizer
+    from hybridrl.workers.endpoint.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_until_told
+
+    if arguments.replicas < 1:
+        raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
+    with _model_directory(arguments.model) as path:
+        model = StandaloneModel(
+            path=path,
+            name=os.path.basename(os.path.normpath(arguments.model)),
+            tokenizer=load_tokenizer(path, key="model"),
+            engine=arguments.engine,
+            max_length=arguments.max_length,
+            device=arguments.device,
+        )
+        if arguments.replicas > 1:
+            start_ray()
+        replicas = one_replica(model) if arguments.replicas == 1 else replicas_on_ray(model, arguments.replicas)
+        serve_until_told(
+            model,
+            replicas,
+            host=arguments.host,
+            port=arguments.port,
+            on_start=lambda endpoint: (
+                sys.stdout.write(f"serving {model.name} at http://{endpoint.host}:{endpoint.port}/v1\n") and sys.stdout.flush()
+            ),
+        )
+
+
+@contextmanager
+def _model_directory(path: str) -> Iterator[str]:
+    """A model's directory as it is; of a checkpoint, its policy as Hugging Face files, for as long as they are needed."""
+    if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
+        yield os.path.join(path, "huggingface")
+    elif os.path.isfile(os.path.join(path, MANIFEST)):
+        with tempfile.TemporaryDirectory(prefix="hybridrl-serve-") as folder:
+            export_checkpoint(path, os.path.join(folder, "policy"))
+            yield os.path.join(folder, "policy")
+    else:
+        yield path
 
 
 if __name__ == "__main__":

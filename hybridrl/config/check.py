@@ -166,15 +166,21 @@ def agents(config: PPOConfig) -> Problems:
     defaults, lag = RolloutConfig(), config.trainer.lag
     given = {f"{key}.agent.{name}": value for name, value in vars(rollout.agent).items() if value != getattr(defaults.agent, name)}
     given |= {f"{key}.multi_turn.{n}": value for n, value in vars(rollout.multi_turn).items() if value != getattr(defaults.multi_turn, n)}
-    if rollout.progress_timeout_s != defaults.progress_timeout_s:
-        given[f"{key}.progress_timeout_s"] = rollout.progress_timeout_s
+    for name in ("progress_timeout_s", "endpoint_port", "endpoint_host"):
+        if getattr(rollout, name) != getattr(defaults, name):
+            given[f"{key}.{name}"] = getattr(rollout, name)
     if rollout.mode == "sync":
         yield from (f"{name}={value}: has no effect without {key}.mode=async" for name, value in given.items())
         return
-    if lag:
-        yield f"trainer.lag={lag}: single requests are not made ahead of training; use {key}.mode=sync, or trainer.lag=0"
-    if config.trainer.eval_n_gpus:
-        yield f"trainer.eval_n_gpus={config.trainer.eval_n_gpus}: an evaluator makes batched calls only; use 0, or {key}.mode=sync"
+    sync, serves_while_training = rollout.weight_sync, rollout.n_gpus_per_node and (lag or rollout.endpoint_port)
+    why = f"trainer.lag={lag}" if lag else f"{key}.endpoint_port={rollout.endpoint_port}"
+    lost = f"with {why} a process that was lost while the actor trains has to get"
+    if serves_while_training and sync.transport in ("shared_memory", "broadcast"):
+        yield f"{key}.weight_sync.transport={sync.transport}: {lost} weights that the actor has no more; use auto, object_store or disk"
+    if serves_while_training and sync.lora == "adapter":
+        yield f"{key}.weight_sync.lora=adapter: {lost} all weights of the last push; leave it out"
+    if rollout.endpoint_host != defaults.endpoint_host and not rollout.endpoint_port:
+        yield f"{key}.endpoint_host={rollout.endpoint_host}: has no effect without {key}.endpoint_port"
 
 
 def _rollout_ranks(config: PPOConfig) -> Problems:

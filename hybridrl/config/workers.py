@@ -199,6 +199,10 @@ class RolloutConfig:
     log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)
     log_prob_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
     progress_timeout_s: float = setting(300.0, "Without an answer for so long a process counts as stuck (mode=async), in seconds.", gt=0)
+    endpoint_port: int = setting(
+        0, "Answer OpenAI's clients with the current policy at this port of the driver's machine (mode=async); 0 means no.", ge=0, le=65535
+    )
+    endpoint_host: str = setting("127.0.0.1", "Address on which the endpoint listens; 0.0.0.0 is all of the machine's. It asks for no key.")
     agent: AgentConfig = section(AgentConfig, "Agent loops.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Responses of several turns.")
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling in validation.")

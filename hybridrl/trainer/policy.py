@@ -13,7 +13,7 @@ from hybridrl.config.workers import WeightSyncConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.roles import Role
-from hybridrl.trainer.weight_sync import InProcessSync, Push, WeightSync
+from hybridrl.trainer.weight_sync import InProcessSync, WeightSync
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
 
@@ -22,7 +22,7 @@ class PolicyGroups:
     """groups: role name -> worker group, as `launch` returns them. sleep: free the rollout's device memory while training,
     which is on the same device.
 
-    weight_sync: the settings of pushes between processes. ahead: generation runs ahead of training.
+    weight_sync: the settings of pushes between processes. ahead: a rollout in processes of its own generates while the actor trains.
     agent_loops: who makes responses, where they are not made by one batched call (`AgentLoopManager`).
     """
 
@@ -50,35 +50,42 @@ class PolicyGroups:
             self._sync: Any = InProcessSync(self.hybrid, settings)
         else:
             self._sync = WeightSync(self.actor, self.rollout, settings, ahead=ahead)
+            self.rest()  # beside an actor it starts asleep, and its first push wakes it
+        self._beside = ahead and agent_loops is not None and self.hybrid is None
+        if agent_loops is not None:
+            agent_loops.open(self.rollout, refill=None if self.hybrid else self._refill, beside=self._beside)
 
     def generate(self, prompts: DataProto) -> DataProto:
         """Return responses; see `ActorRolloutRefWorker.generate_sequences`."""
         self._wake_up()
         if self.agent_loops is not None:
-            return self._by_agents(prompts)
+            return self.agent_loops.generate_later(prompts, version=self._version).get()
         return self.rollout.generate_sequences(prompts, weights_version=self._version)
 
     def generate_later(self, prompts: DataProto) -> DataProtoFuture:
         """Have responses made, after whatever the rollout was told before."""
         self._wake_up()
         if self.agent_loops is not None:
-            return DataProtoFuture.concat([self._by_agents(prompts)])
+            return self.agent_loops.generate_later(prompts, version=self._version)
         return self.rollout.generate_sequences.later(prompts, weights_version=self._version)
 
     def begin_later(self, prompts: DataProto, max_new_tokens: int) -> DataProtoFuture:
         """Have the first tokens of responses made; see `workers/rollout/partial.py`."""
+        if self.agent_loops is not None:
+            return self.agent_loops.begin_later(prompts, max_new_tokens, version=self._version)
         return self.rollout.begin_sequences.later(prompts, max_new_tokens, weights_version=self._version)
 
     def continue_later(self, begun: DataProtoFuture, max_new_tokens: int) -> DataProtoFuture:
         """Have more tokens made for responses that are open, by the weights the rollout has then."""
+        if self.agent_loops is not None:
+            return self.agent_loops.continue_later(begun, max_new_tokens, version=self._version)
         return self.rollout.continue_sequences.later(begun, max_new_tokens, weights_version=self._version)
 
-    def _by_agents(self, prompts: DataProto) -> DataProto:
-        """Have agent loops make responses with single requests to the rollout's processes, each of which may be lost meanwhile."""
-        return self.agent_loops.generate(prompts, self.rollout, version=self._version, refill=None if self.hybrid else self._refill)
-
     def _refill(self, rank: int) -> None:
-        """Give a rollout process that was started anew the weights that the others have; the actor still has them, too."""
+        """Give a rollout process that was started anew the weights that the others have."""
+        if self._beside:  # the actor may have newer ones
+            self.rollout.execute_rank(rank, "receive_weights", *self._sync.held)
+            return
         self.rollout.execute_rank(rank, "receive_weights", self._version, self.actor.store_weights.later()[0])
         self._sync.reopen()
 
@@ -92,10 +99,16 @@ class PolicyGroups:
         """Make every rollout process hold the actor's weights as `version`. Raises StaleWeightsError naming who does not."""
         self.push_weights_later(version).check()
 
-    def push_weights_later(self, version: int) -> Push:
-        """Have every rollout process take the actor's weights as they are now. Between pools they go from process to process."""
+    def push_weights_later(self, version: int) -> Any:
+        """Have every rollout process take the actor's weights as they are now. Between pools they go from process to process.
+
+        Returns something with a `check()` that waits for it and raises StaleWeightsError.
+        """
         self._wake_up()
         self._version = version
+        if self._beside:
+            sent = self._sync.send_later(version)
+            return self.agent_loops.push_later(version, lambda: self._sync.receive_later(version, sent).check())
         return self._sync.push_later(version)
 
     def gather_later(self) -> Any:

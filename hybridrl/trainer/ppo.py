@@ -146,7 +146,11 @@ class RayPPOTrainer:
         # Generation that runs ahead in the same process is not over when training begins.
         sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.on_one_pool(Role.Actor, Role.Rollout)
         self.policy = PolicyGroups(
-            self.groups, sleep=sleep, weight_sync=rollout.weight_sync, ahead=trainer.lag > 0, agent_loops=self.agent_loops
+            self.groups,
+            sleep=sleep,
+            weight_sync=rollout.weight_sync,
+            ahead=trainer.lag > 0 or rollout.endpoint_port > 0,
+            agent_loops=self.agent_loops,
         )
 
     def _total_optimizer_steps(self, role: str) -> int:
@@ -154,6 +158,8 @@ class RayPPOTrainer:
 
     def shutdown(self) -> None:
         """End the worker processes and give their devices back. Safe to call twice."""
+        if self.agent_loops is not None:
+            self.agent_loops.close()
         for group in self.groups.values():
             group.shutdown()
         self.groups = {}
@@ -357,7 +363,14 @@ class RayPPOTrainer:
         """Validate these weights in the evaluator's processes."""
         evaluator = self.groups[str(Role.Evaluator)]
         check_health(evaluator.receive_weights(version, weights), version)
-        return validate(self, step=version, generate=evaluator.generate_sequences)
+        if self.agent_loops is None:
+            return validate(self, step=version, generate=evaluator.generate_sequences)
+
+        def refill(rank: int) -> None:
+            evaluator.execute_rank(rank, "receive_weights", version, weights)
+
+        generate = functools.partial(self.agent_loops.generate_on, evaluator, version=version, refill=refill)
+        return validate(self, step=version, generate=generate)
 
     def log(self, ctx: OnlineRLContext) -> None:
         """Tell the step's numbers to every logger."""

@@ -6,6 +6,7 @@ comes: calls on a process are carried out in the order in which they were made. 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hybridrl.config.workers import WeightSyncConfig
@@ -16,11 +17,15 @@ LIVE = ("shared_memory", "broadcast")  # sender and receivers are at work at the
 
 
 class WeightSync:
-    """actor, rollout: groups in processes of their own. ahead: generation runs ahead of training, which should not wait for it."""
+    """actor, rollout: groups in processes of their own. ahead: generation runs ahead of training, which should not wait for it.
+
+    held: version and whereabouts of what the rollout has taken last, as `receive_weights` takes them.
+    """
 
     def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, ahead: bool):
         self._actor, self._rollout, self._settings, self._ahead = actor, rollout, settings, ahead
         self._transport: str | None = None  # chosen, and open
+        self.held: tuple[int, Any] | None = None
 
     def push_later(self, version: int) -> "Push":
         """Have the actor's weights taken as `version`. After a push that failed, a new channel is opened first.
@@ -28,11 +33,19 @@ class WeightSync:
         With weight_sync.lora=adapter only the adapters go over a channel that everything has gone over before.
         """
         adapters = self._settings.lora == "adapter" and self._transport is not None
+        return self.receive_later(version, self.send_later(version, adapters=adapters), adapters=adapters)
+
+    def send_later(self, version: int, *, adapters: bool = False) -> list:
+        """The actor's half of a push: have its weights sent as they are now."""
         if self._transport is None:
             self._transport = self._open()
-        sent = self._actor.send_weights.later(version, adapters)
-        health = self._rollout.receive_weights.later(version, None if self._transport in LIVE else sent[0], adapters)
-        return Push(self._rollout, health, version, sent=sent, after=self._after)
+        return self._actor.send_weights.later(version, adapters)
+
+    def receive_later(self, version: int, sent: list, *, adapters: bool = False) -> "Push":
+        """The rollout's half: have it take what `send_later` returned."""
+        where = None if self._transport in LIVE else sent[0]
+        health = self._rollout.receive_weights.later(version, where, adapters)
+        return Push(self._rollout, health, version, sent=sent, after=partial(self._after, where))
 
     def reopen(self) -> None:
         """Open a new channel before the next push: a process at its other end was replaced."""
@@ -54,10 +67,12 @@ class WeightSync:
         machines = {*self._actor.machine(), *self._rollout.machine()}
         return "shared_memory" if len(machines) == 1 else "broadcast"
 
-    def _after(self, version: int, error: BaseException | None) -> None:
+    def _after(self, where: Any, version: int, error: BaseException | None) -> None:
         if error is not None:
             self._transport = None
-        elif self._transport == "disk":
+            return
+        self.held = version, where
+        if self._transport == "disk":
             self._actor.forget_weights.later(version)
 
 

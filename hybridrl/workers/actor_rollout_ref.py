@@ -15,7 +15,6 @@ import torch
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
-from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.engine.base import MicroBatching
@@ -151,11 +150,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _require(self, weights_version: int | None) -> None:
         """Raise StaleWeightsError unless the rollout holds this version; None is any that was pushed whole."""
-        if weights_version is not None and (held := self.rollout.current_version()) != weights_version:
-            raise StaleWeightsError(
-                f"rollout rank {self.rank} holds weights of version {held}, and version {weights_version} was pushed: that push never "
-                "arrived here; push again"
-            )
+        self.rollout.require_version(weights_version, holder=f"rollout rank {self.rank}")
 
     def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
         return sampling_of(self.config, validate=validate, seed=seed)

@@ -45,6 +45,37 @@ def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen
     assert last["rollout/num_turns/mean"] == 2 and last["rollout/replicas_lost"] == 0
 
 
+LAG = {"trainer__total_training_steps": 4, "trainer__save_freq": 4, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
+SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean", "async/age_mean", "async/age_max")
+LONGER = {"data__max_response_length": 15, "actor_rollout_ref__rollout__stop_token_ids": "[60,61,62,63,64,65]"}
+MORE = [("local", "false"), ("ray", "false"), ("ray", "true")]
+SEPARATED = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2}
+
+
+def numbers(rows: list[dict]) -> list[list]:
+    return [[pytest.approx(row[name], rel=1e-4, abs=1e-6) if name in row else None for name in SAME] for row in rows]
+
+
+@pytest.mark.parametrize("place, partial", [("local", "true"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+def test_running_ahead_trains_on_the_same_tokens_as_sync_and_a_resumed_run_goes_on_with_them(tmp_path, tiny_qwen2, request, place, partial):
+    if place == "ray":
+        request.getfixturevalue("ray_cluster")
+    changes = LAG | LONGER | (SEPARATED if place == "ray" else {}) | {"trainer__lag": 2, "trainer__partial_rollout": partial}
+    sync = train(tmp_path / "sync", tiny_qwen2, **changes)
+    changes |= {"actor_rollout_ref__rollout__mode": "async"}
+    whole = train(tmp_path / "async", tiny_qwen2, **changes | {"trainer__save_freq": 2})
+    assert numbers(whole) == [[row.get(name) for name in SAME] for row in sync]
+    assert [row["async/age_max"] for row in whole if "async/age_max" in row] == [0, 1, 2, 2]
+    again = train(
+        tmp_path / "again",
+        tiny_qwen2,
+        **changes,
+        trainer__resume_mode="resume_path",
+        trainer__resume_from_path=tmp_path / "async/run/global_step_2",
+    )
+    assert numbers(again) == [[row.get(name) for name in SAME] for row in whole[-len(again) :]] and len(again) == 2
+
+
 def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path, tiny_qwen2):
     import pyarrow.parquet as pq
 

@@ -16,9 +16,11 @@ their log-probs. Only what tools and environments say is tokenized here, and the
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.errors import ConfigError
+from hybridrl.workers.rollout.continuation import PolicyClient
+from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
 from hybridrl.workers.rollout.sampler import SamplingParams
 from hybridrl.workers.rollout.serving import Request, TokenOutput
 
@@ -31,7 +33,8 @@ class AgentLoopOutput:
 
     prompt_ids: as they were given. response_ids, response_mask, response_logprobs: equally long; 1 and the log-prob where the policy
     spoke, 0 and 0.0 where a tool or an environment did. num_turns: messages, the user's and the tools' included. version: of the oldest
-    weights that made a token.
+    weights that made a token. token_versions: of the weights that made each token, -1 where the policy did not speak; empty where
+    `version` made them all.
     """
 
     prompt_ids: list[int]
@@ -40,20 +43,22 @@ class AgentLoopOutput:
     response_logprobs: list[float]
     num_turns: int = 2
     version: int = NO_VERSION
+    token_versions: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs)}
+        lengths |= {len(self.token_versions)} if self.token_versions else set()
         if len(lengths) > 1:
             raise ValueError(
                 f"an agent loop's response has {len(self.response_ids)} tokens, a mask of {len(self.response_mask)} and "
-                f"{len(self.response_logprobs)} log-probs; they belong together"
+                f"{len(self.response_logprobs)} log-probs; they belong together, and with them {len(self.token_versions)} "
+                "token_versions, if there are any"
             )
 
-
-class PolicyClient(Protocol):
-    """Whoever answers requests: a `Router`."""
-
-    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput: ...
+    @property
+    def versions_of_tokens(self) -> list[int]:
+        """`token_versions`, filled in where they were left out."""
+        return self.token_versions or [self.version if mask else NOT_SAMPLED for mask in self.response_mask]
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Response:
     log_probs: list[float] = field(default_factory=list)
     num_turns: int = 1
     version: int = NO_VERSION
+    token_versions: list[int] = field(default_factory=list)
 
     @property
     def room(self) -> int:
@@ -91,7 +97,8 @@ class Response:
         self.ids += output.token_ids
         self.mask += [1] * len(output.token_ids)
         self.log_probs += output.log_probs
-        self.version = min(self.version, output.version)
+        self.version = min(self.version, output.version) if output.token_ids else self.version
+        self.token_versions += output.token_versions
         self.num_turns += 1
         return output
 
@@ -102,11 +109,13 @@ class Response:
         self.ids += tokens
         self.mask += [0] * len(tokens)
         self.log_probs += [0.0] * len(tokens)
+        self.token_versions += [NOT_SAMPLED] * len(tokens)
         self.num_turns += 1
         return True
 
     def output(self) -> AgentLoopOutput:
-        return AgentLoopOutput(list(self.request.prompt_ids), self.ids, self.mask, self.log_probs, self.num_turns, self.version)
+        prompt_ids = list(self.request.prompt_ids)
+        return AgentLoopOutput(prompt_ids, self.ids, self.mask, self.log_probs, self.num_turns, self.version, self.token_versions)
 
 
 @dataclass(frozen=True)

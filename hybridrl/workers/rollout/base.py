@@ -270,6 +270,13 @@ class VersionedRollout(ABC):
             )
         return self._version
 
+    def require_version(self, version: int | None, *, holder: str) -> None:
+        """Raise StaleWeightsError unless it holds this version; None is any that was pushed whole. holder: whose rollout it is."""
+        if version is not None and (held := self.current_version()) != version:
+            raise StaleWeightsError(
+                f"{holder} holds weights of version {held}, and version {version} was pushed: that push never arrived here; push again"
+            )
+
     def _require_room(self, sampling: SamplingParams, prompts: DataProto) -> None:
         width = prompts.batch["input_ids"].shape[1]
         if width > self.setup.max_prompt_length:

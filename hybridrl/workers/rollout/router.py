@@ -8,6 +8,9 @@ because its process is gone, or that does not return within `progress_timeout_s`
 there is asked for again elsewhere, with the same seed and therefore with the same answer, and the replica is started anew, given the
 current weights and routed to again. An exception raised by a replica's code is a bug or a bad request, which would raise anywhere: it
 ends all requests.
+
+Between `pause()` and `resume()` nothing is asked of any replica, so its process can take new weights or train. What was open ends with
+reason "pause" and what there was; `continuation.py` goes on from there.
 """
 
 import asyncio
@@ -16,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from hybridrl.errors import CallTimeout, WorkerLost
@@ -86,6 +89,7 @@ class _Asked:
     conversation: str
     answer: "asyncio.Future[TokenOutput]"
     tries: int = 1
+    paused: bool = False
 
 
 @dataclass
@@ -108,6 +112,8 @@ class Router:
         self._asked: dict[str, _Asked] = {}
         self._homeless: list[str] = []  # requests that no healthy replica was there for
         self._gone: set[int] = set()  # replicas that cannot be brought back
+        self._resting: set[int] = set()  # replicas that are asked nothing until `resume`
+        self._all_rest = asyncio.Event()
         self._failure: BaseException | None = None
         self._ending = False
         self._running = asyncio.Event()
@@ -120,23 +126,37 @@ class Router:
 
     async def __aexit__(self, *_: object) -> None:
         """Abort what is open, and wait until every replica is there again, or cannot be."""
+        self._end()
+        await asyncio.gather(*self._pumps)
+        self._threads.shutdown()
+
+    async def leave(self) -> None:
+        """End at once, in place of `__aexit__`: calls that are on their way are not waited for, because their processes end, too."""
+        self._end()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self) -> None:
         self._ending = True
         for asked in list(self._asked.values()):
             asked.answer.cancel()
             self._forget(asked.request.request_id, tell=True)
+        self._running.set()
         for inbox in self._inboxes:
             inbox.news.set()
-        await asyncio.gather(*self._pumps)
-        self._threads.shutdown()
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
         """Return what the policy says. conversation: requests of the same one go to the same replica while it is healthy.
 
-        While the router is paused a request waits, or is ended with reason "abort" and what there was, if it was open before.
+        While the router is paused a request waits; one that was open before ends with reason "pause" and what there was.
         """
         await self._running.wait()
         if self._failure is not None:
             raise self._failure
+        if self._ending:
+            raise asyncio.CancelledError(f"request {request.request_id!r}: the router has ended")
         if request.request_id in self._asked:
             raise ValueError(f"request {request.request_id!r} is open already; ids must differ")
         answer = asyncio.get_running_loop().create_future()
@@ -161,16 +181,35 @@ class Router:
         self._inboxes[where].news.set()
 
     async def pause(self) -> None:
-        """End all open requests with what there is, and hold new ones back; returns when nothing is open, so weights can be pushed."""
+        """End all open requests with what there is, and hold new ones back. Returns when no replica is asked anything or being replaced.
+
+        That takes as long as a replica works at a time, or until one that fell silent is back. Raises what ended all requests, if
+        something did.
+        """
         self._running.clear()
-        waiting = [asked.answer for asked in self._asked.values()]
-        for name in list(self._asked):
+        for name, asked in list(self._asked.items()):
+            asked.paused = True
             self.abort(name)
-        await asyncio.gather(*waiting, return_exceptions=True)
+        for inbox in self._inboxes:
+            inbox.news.set()
+        self._note_rest()
+        await self._all_rest.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def resume(self) -> None:
         """Take requests again, those that were held back first."""
+        self._resting.clear()
+        self._all_rest.clear()
         self._running.set()
+
+    async def wait_until_running(self) -> None:
+        """Return when requests are taken."""
+        await self._running.wait()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._running.is_set()
 
     def end_conversation(self, conversation: str) -> None:
         self.table.end_conversation(conversation)
@@ -189,7 +228,8 @@ class Router:
     def _answer(self, output: TokenOutput) -> None:
         asked = self._asked.get(output.request_id)
         if asked is not None and not asked.answer.done():
-            asked.answer.set_result(output)
+            was_cut = asked.paused and output.finish_reason == "abort"
+            asked.answer.set_result(replace(output, finish_reason="pause") if was_cut else output)
 
     def _forget(self, request_id: str, *, tell: bool) -> None:
         """A request is over. tell: its replica still works on it and has to know."""
@@ -212,6 +252,7 @@ class Router:
         for asked in self._asked.values():
             if not asked.answer.done():
                 asked.answer.set_exception(self._failure)
+        self._note_rest()
 
     # -- replicas
 
@@ -219,10 +260,13 @@ class Router:
         """Keep one call in flight on a replica as long as there is something to do, and ask now and then whether it is there."""
         well_at, failures = time.monotonic(), 0
         while self._failure is None:
-            if not self.table.load(replica):
-                await self._news(replica)
-            if self._ending and not self.table.load(replica) and not self._inboxes[replica].aborted:
-                return
+            if not self._has_work(replica):
+                await (self._rest(replica) if self.is_paused else self._news(replica))
+                if not self._has_work(replica):
+                    if self._ending:
+                        return
+                    if self.is_paused:
+                        continue
             try:
                 for output in await self._serve(replica):
                     self._answer(output)
@@ -234,6 +278,19 @@ class Router:
                     return
             except Exception as error:
                 self._fail(error)
+
+    def _has_work(self, replica: int) -> bool:
+        return self.table.load(replica) > 0 or bool(self._inboxes[replica].aborted)
+
+    async def _rest(self, replica: int) -> None:
+        """Ask nothing of a replica until `resume`."""
+        self._resting.add(replica)
+        self._note_rest()
+        await self._running.wait()
+
+    def _note_rest(self) -> None:
+        if self._failure is not None or (self.is_paused and len(self._resting | self._gone) == self.replicas.num_replicas):
+            self._all_rest.set()
 
     async def _news(self, replica: int) -> None:
         inbox = self._inboxes[replica]
@@ -255,7 +312,9 @@ class Router:
         for name in lost:
             asked = self._asked[name]
             asked.tries += 1
-            if asked.tries > MOST_TRIES and not asked.answer.done():
+            if asked.paused:
+                self._answer(TokenOutput(name, [], [], "abort", -1))
+            elif asked.tries > MOST_TRIES and not asked.answer.done():
                 asked.answer.set_exception(error)
             elif not asked.answer.done():
                 self._send(name)
@@ -267,6 +326,7 @@ class Router:
             logger.error("replica %d stays out: %s", replica, reason)
             reason.__cause__ = None if reason is error else error
             self._gone.add(replica)
+            self._note_rest()
             if len(self._gone) == self.replicas.num_replicas:
                 self._fail(reason)
             return False

@@ -20,7 +20,7 @@ from hybridrl.workers.rollout.base import VersionedRollout
 from hybridrl.workers.rollout.history import Ends
 from hybridrl.workers.rollout.sampler import SamplingParams, advance, sequence_keys
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "pause"]
 
 # Tokens that a piece adds to each of its requests. Fewer, and prompts are computed again more often; more, and new requests wait longer.
 PIECE_TOKENS = 64
@@ -60,7 +60,8 @@ class TokenOutput:
     """What was sampled for a request.
 
     finish_reason: "stop" ended by a token or text that ends responses (it is included), "length" at max_new_tokens, "abort" as told,
-    with what there was. version: of the oldest weights that made a token of it.
+    with what there was, "pause" the same because of a push of weights. version: of the oldest weights that made a token of it, -1 if
+    nothing was made. mixed: the version of each token, where not all are of the same weights.
     """
 
     request_id: str
@@ -68,6 +69,12 @@ class TokenOutput:
     log_probs: list[float]
     finish_reason: FinishReason
     version: int
+    mixed: tuple[int, ...] = ()
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The version of the weights that made each token."""
+        return list(self.mixed) or [self.version] * len(self.token_ids)
 
 
 class ServingEngine(Protocol):

@@ -1,0 +1,123 @@
+"""The endpoint of the policy while it trains, and outside agents whose answers are trained on."""
+
+import socket
+
+import pytest
+
+from hybridrl import main_ppo
+from hybridrl.trainer.ppo import RayPPOTrainer
+from tests.end_to_end.runs import metrics, settings
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
+pytestmark = pytest.mark.timeout(300)
+
+AGENTS = '''
+import openai
+
+from hybridrl.workers.agent_loop import AgentLoop, AgentLoopOutput, register_agent_loop
+
+client = openai.AsyncOpenAI(base_url="http://127.0.0.1:{port}/v1", api_key="none")
+
+
+@register_agent_loop("outside")
+class Outside(AgentLoop):
+    """Everything is said through the endpoint, as a program elsewhere would do it."""
+
+    async def run(self, sampling_params, **row):
+        request = row["request"]
+        answer = await client.completions.create(
+            model="{model}",
+            prompt=list(request.prompt_ids),
+            max_tokens=sampling_params.max_new_tokens,
+            seed=request.seed + request.sample,
+            logprobs=0,
+            extra_body={{"return_token_ids": True}},
+        )
+        [said] = answer.choices
+        return AgentLoopOutput(
+            list(request.prompt_ids),
+            said.token_ids,
+            [1] * len(said.token_ids),
+            said.logprobs.token_logprobs,
+            version=answer.weights_version,
+            token_versions=said.token_versions,
+        )
+'''
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_had_it_say(tmp_path, tiny_qwen2, ray_cluster, backend):
+    port = free_port()
+    (tmp_path / "agents.py").write_text(AGENTS.format(port=port, model=tiny_qwen2.name))
+    seen: dict[int, list[int]] = {}
+    asked: list[int] = []
+
+    class Asking(RayPPOTrainer):
+        def generate(self, ctx):
+            super().generate(ctx)
+            seen[self.global_steps] = ctx.batch.batch["weights_version"].tolist()
+
+        def ask(self) -> None:
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            question = [{"role": "user", "content": "How many?"}]
+            asked.append(client.chat.completions.create(model=tiny_qwen2.name, messages=question, max_tokens=4).weights_version)
+
+        def update_actor(self, ctx):
+            if backend == "ray":  # the rollout has processes of its own, which have time while the actor trains
+                self.ask()
+            super().update_actor(ctx)
+
+    pool = {"actor_rollout_ref__rollout__n_gpus_per_node": 1} if backend == "ray" else {}
+    arguments = settings(
+        tmp_path,
+        tiny_qwen2,
+        actor_rollout_ref__rollout__mode="async",
+        actor_rollout_ref__rollout__endpoint_port=port,
+        actor_rollout_ref__rollout__agent__path=tmp_path / "agents.py",
+        actor_rollout_ref__rollout__agent__default_agent_loop="outside",
+        trainer__backend=backend,
+        trainer__val_before_train="false",
+        trainer__test_freq=-1,
+        trainer__save_freq=-1,
+        **pool,
+    )
+    assert main_ppo.main(arguments, trainer_cls=Asking) == 0
+    assert seen == {1: [0] * 12, 2: [1] * 12}
+    assert asked == ([0, 1] if backend == "ray" else [])
+    last = [row for row in metrics(tmp_path / "run") if "training/rollout_probs_diff_max" in row][-1]
+    assert last["training/rollout_probs_diff_max"] < 1e-4
+    with pytest.raises(openai.APIConnectionError):
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0).models.list()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"endpoint_port": 8000}, "rollout.endpoint_port=8000: has no effect without actor_rollout_ref.rollout.mode=async"),
+        ({"mode": "async", "endpoint_host": "0.0.0.0"}, "has no effect without actor_rollout_ref.rollout.endpoint_port"),
+        (
+            {"mode": "async", "endpoint_port": 8000, "n_gpus_per_node": 1, "weight_sync.transport": "shared_memory"},
+            "with actor_rollout_ref.rollout.endpoint_port=8000 a process that was lost",
+        ),
+    ],
+)
+def test_settings_of_the_endpoint_that_cannot_be_are_refused(tmp_path, tiny_qwen2, capsys, changes, message):
+    changed = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in changes.items()]
+    assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *changed]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path, tiny_qwen2, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        changes = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.endpoint_port": port}
+        assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *(f"{key}={value}" for key, value in changes.items())]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
