@@ -33,7 +33,6 @@ from hybridrl.framework.stage import StageFn, spec_of
 FILE = "ledger.jsonl"
 LEDGER = "ledger"  # in a checkpoint's trainer.json
 SUM = "sum"
-NUM_UPDATES = "/num_updates"
 Updates = dict[str, int]
 
 
@@ -45,7 +44,9 @@ class StepLedger:
 
     def __init__(self, directory: str, *, rows: int):
         self.path, self.rows = os.path.join(directory, FILE), rows
-        self.step, self.updates = 0, Updates()  # of the last step that ended
+        self.step = 0  # the last one that ended
+        self.updates = Updates()  # as the workers have told this process
+        self._beginning: dict[str, Any] | None = None  # written with the first step: who only looks leaves no trace
         self._sum = ""
         self._runs: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()  # stages may run beside each other
@@ -77,41 +78,50 @@ class StepLedger:
         taken: what every rank of each trained role says of the optimizer steps in its weights. Raises CheckpointError if they are not
         those that the commit knows of, or if the ledger that is there is damaged.
         """
-        self.step, self.updates = (
-            step,
-            dict(committed["updates"]) if committed is not None else {r: counts[0] for r, counts in taken.items()},
-        )
+        self.step, self.updates = step, {} if committed is None else dict(committed["updates"])
         self.compare(taken)
+        self.updates = {}
         self._runs.clear()
         self._sum = _end_of_file(self.path, expected=None if committed is None else (step, committed[SUM]))
-        self._append({"begin": step, "rows": self.rows, "from": path})
+        self._beginning = {"begin": step, "rows": self.rows, "from": path}
 
-    def end_step(self, step: int, metrics: Mapping[str, float], *, prompts: Iterable[int]) -> dict[str, float]:
-        """Note a step that has ended, but for its commit. Returns metrics: how often a stage that may run only once has run, at most.
+    def note(self, role: str, updates: Mapping[str, Sequence[float]], *, prefix: str) -> None:
+        """Note what workers told of an update: `{prefix}/num_updates`, the optimizer steps in the role's weights after each of its own."""
+        if told := updates.get(f"{prefix}/num_updates"):
+            self.updates[role] = int(told[-1])
 
-        metrics: of the step; `{role}/num_updates` are the optimizer steps in that role's weights now, absent where it was not trained.
-        """
-        epoch = int(metrics["training/epoch"])
-        updates = {name.removesuffix(NUM_UPDATES): int(value) for name, value in metrics.items() if name.endswith(NUM_UPDATES)}
+    def metrics(self) -> dict[str, float]:
+        """Return how often a stage that may run only once has run in this step, at most."""
+        return {"ledger/runs_per_stage": float(max(self._runs.values(), default=0))}
+
+    def end_step(self, step: int, *, epoch: float | None, prompts: Iterable[int]) -> None:
+        """Note a step that has ended, but for its commit. epoch: None where it is not known."""
         with self._counting:
             runs, self._runs = dict(self._runs), collections.Counter()
-        self.step, self.updates = step, self.updates | updates
-        self._append({"step": step, "epoch": epoch, "prompts": list(prompts), "stages": runs, "updates": self.updates})
-        return {"ledger/runs_per_stage": float(max(runs.values(), default=0))}
+        if self._beginning is not None:
+            self._append(self._beginning)
+            self._beginning = None
+        self.step = step
+        entry = {"step": step, "epoch": None if epoch is None else int(epoch), "prompts": [int(row) for row in prompts]}
+        self._append(entry | {"stages": runs, "updates": dict(self.updates)})
 
     def commit(self, taken: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Return what a commit of the last step keeps. Raises as `compare` does, and OSError if the ledger cannot be written."""
+        """Return what a commit of the last step keeps. Raises as `compare` does, and OSError if the ledger cannot be written.
+
+        taken: what every rank of each trained role says of the optimizer steps in its weights.
+        """
         self.compare(taken)
         self._flush(durable=True)
-        return {SUM: self._sum, "updates": self.updates}
+        return {SUM: self._sum, "updates": {role: counts[0] for role, counts in taken.items() if counts}}
 
     def compare(self, taken: Mapping[str, Sequence[int]]) -> None:
-        """Raise CheckpointError unless every rank's weights have the optimizer steps that the ledger has. taken: role -> of each rank."""
+        """Raise CheckpointError unless every rank has the optimizer steps in its weights that the ledger knows of."""
         for role, counts in taken.items():
-            if counts and {*counts} != {self.updates.get(role, 0)}:
+            known = self.updates.get(role, counts[0] if counts else 0)
+            if counts and {*counts} != {known}:
                 raise CheckpointError(
                     f"the {role} has {sorted({*counts})} optimizer steps in its weights after step {self.step}, and the ledger knows of "
-                    f"{self.updates.get(role, 0)}: an update ran twice, or not at all. Go on from an earlier commit"
+                    f"{known}: an update ran twice, or not at all. Go on from an earlier commit (trainer.resume_from_path)"
                 )
 
     def _append(self, entry: dict[str, Any]) -> None:
@@ -213,11 +223,12 @@ class Account:
             for stage, times in entry["stages"].items()
             if times != 1
         ]
-        for epoch, rows in self.prompts().items():
+        used = self.prompts()
+        for epoch, rows in used.items():
             twice = sorted(row for row, times in collections.Counter(rows).items() if times > 1)
             found += [f"epoch {epoch}: prompts {twice[:5]} were used more than once ({len(twice)} in all)"] if twice else []
-        for epoch in sorted(self.prompts())[:-1] if not self.first else ():
-            missing = sorted({*range(self.rows)} - {*self.prompts()[epoch]})
+        for epoch in sorted(used)[:-1] if not self.first else ():
+            missing = sorted({*range(self.rows)} - {*used[epoch]})
             found += [f"epoch {epoch}: prompts {missing[:5]} were not used ({len(missing)} in all)"] if missing else []
         return found
 
@@ -225,7 +236,8 @@ class Account:
         """Rows that were trained on, by epoch."""
         found: dict[int, list[int]] = {}
         for entry in self.steps.values():
-            found.setdefault(entry["epoch"], []).extend(entry["prompts"])
+            if entry["epoch"] is not None:
+                found.setdefault(entry["epoch"], []).extend(entry["prompts"])
         return found
 
     def __str__(self) -> str:

@@ -341,8 +341,10 @@ class RayPPOTrainer:
 
     def _looked_at(self, updated: DataProto, *, prefix: str) -> dict[str, float]:
         """Return an update's metrics, or raise NonFiniteError as `trainer.nonfinite` says."""
-        self.update_watch.look_at(updated.meta_info["metrics"], prefix=prefix, step=self.global_steps)
-        return mean_metrics(updated.meta_info["metrics"])
+        updates = updated.meta_info["metrics"]
+        self.update_watch.look_at(updates, prefix=prefix, step=self.global_steps)
+        self.ledger.note(prefix, updates, prefix=prefix)
+        return mean_metrics(updates)
 
     def update_weights(self, ctx: OnlineRLContext) -> None:
         """Push the new weights to the rollout, with this step's number as their version."""
@@ -376,11 +378,12 @@ class RayPPOTrainer:
         """Tell the step's numbers to every logger."""
         ctx.timing["step"] = time.perf_counter() - ctx.started_at
         ctx.metrics |= step_metrics(ctx, self.config, num_gpus=self.resource_pool_manager.get_n_gpus()) | self.saver.metrics()
-        ctx.metrics |= self.ledger.end_step(self.global_steps, ctx.metrics, prompts=ctx.get("prompt_rows", ()))
+        ctx.metrics |= self.ledger.metrics()
         self.tracking.log(ctx.metrics, self.global_steps)
 
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
         """Commit every `trainer.save_freq` steps, after the last one, and before the run leaves because of SIGTERM."""
+        self.ledger.end_step(self.global_steps, epoch=ctx.metrics.get("training/epoch"), prompts=ctx.get("prompt_rows", ()))
         leaving = NOTICE.received
         if leaving or self._due(self.config.trainer.save_freq):
             must = leaving or self.global_steps == self.total_training_steps

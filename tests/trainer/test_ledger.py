@@ -13,8 +13,10 @@ from hybridrl.trainer.ledger import FILE, StepLedger, account, read_ledger
 TAKEN = {"actor": [4, 4]}
 
 
-def metrics(updates: int, epoch: int = 0) -> dict[str, float]:
-    return {"training/epoch": epoch, "actor/num_updates": float(updates)}
+def end(ledger: StepLedger, step: int, updates: int, *, prompts: list[int], epoch: int = 0) -> None:
+    """A step after which the actor has so many optimizer steps in its weights."""
+    ledger.note("actor", {"actor/num_updates": [updates - 1.0, float(updates)]}, prefix="actor")
+    ledger.end_step(step, epoch=epoch, prompts=prompts)
 
 
 def ledger_of(folder, *, rows: int = 4) -> StepLedger:
@@ -25,8 +27,8 @@ def begun(folder) -> StepLedger:
     """A ledger of two steps with two prompts and two optimizer steps each, and what its commits hold."""
     ledger = ledger_of(folder)
     ledger.begin()
-    ledger.end_step(1, metrics(2), prompts=[2, 0])
-    ledger.end_step(2, metrics(4), prompts=[3, 1])
+    end(ledger, 1, 2, prompts=[2, 0])
+    end(ledger, 2, 4, prompts=[3, 1])
     return ledger
 
 
@@ -37,10 +39,10 @@ def told(folder):
 def test_steps_that_a_killed_process_had_done_behind_its_last_commit_do_not_count(tmp_path):
     ledger = begun(tmp_path)
     committed = ledger.commit(TAKEN)
-    ledger.end_step(3, metrics(6, 1), prompts=[1, 0])  # killed before this one is committed
+    end(ledger, 3, 6, prompts=[1, 0], epoch=1)  # killed before this one is committed
     successor = ledger_of(tmp_path)
     successor.go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
-    successor.end_step(3, metrics(6, 1), prompts=[1, 0])
+    end(successor, 3, 6, prompts=[1, 0], epoch=1)
     result = told(tmp_path)
     assert result.problems() == [] and sorted(result.steps) == [1, 2, 3] and result.again == 1
     assert "runs of a stage per step: 0" in str(result)  # nothing was wrapped here
@@ -50,9 +52,9 @@ def test_steps_that_a_killed_process_had_done_behind_its_last_commit_do_not_coun
 def test_what_did_not_happen_once_is_named(tmp_path):
     ledger = ledger_of(tmp_path)
     ledger.begin()
-    ledger.end_step(1, metrics(2), prompts=[2, 0])
-    ledger.end_step(3, metrics(4), prompts=[2, 1])
-    ledger.end_step(4, metrics(6, 1), prompts=[0])
+    end(ledger, 1, 2, prompts=[2, 0])
+    end(ledger, 3, 4, prompts=[2, 1])
+    end(ledger, 4, 6, prompts=[0], epoch=1)
     assert told(tmp_path).problems() == [
         "step 2 is missing",
         "epoch 0: prompts [2] were used more than once (1 in all)",
@@ -74,8 +76,8 @@ def test_runs_of_stages_that_are_not_pure_are_counted(tmp_path):
 
     @stage("log")
     def log(ctx):
-        step = ctx.total_step + 1
-        ctx.metrics |= ledger.end_step(step, metrics(step), prompts=[step])
+        ctx.metrics |= ledger.metrics()
+        end(ledger, ctx.total_step + 1, ctx.total_step + 1, prompts=[ctx.total_step + 1])
 
     counted = ledger(update)
     assert ledger(look) is look
@@ -102,7 +104,7 @@ def test_weights_with_other_updates_than_the_ledger_knows_of_are_not_committed(t
 def test_a_commit_older_than_the_ledger_is_gone_on_from(tmp_path):
     ledger = ledger_of(tmp_path)
     ledger.go_on_from(None, path="global_step_7", step=7, taken={"actor": [14]})
-    ledger.end_step(8, metrics(16, 3), prompts=[0])
+    end(ledger, 8, 16, prompts=[0], epoch=3)
     ledger.commit({"actor": [16]})
     assert told(tmp_path).problems() == [] and sorted(told(tmp_path).steps) == [8]
 
@@ -113,8 +115,11 @@ def test_a_half_written_last_line_is_cut_off_and_damage_elsewhere_is_named(tmp_p
     path = tmp_path / FILE
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 3, "epo')
-    ledger_of(tmp_path).go_on_from(committed, path=None, step=2, taken=TAKEN)
-    assert path.read_bytes().startswith(whole) and len(read_ledger(str(path))) == 4
+    successor = ledger_of(tmp_path)
+    successor.go_on_from(committed, path=None, step=2, taken=TAKEN)
+    assert path.read_bytes() == whole
+    end(successor, 3, 6, prompts=[0], epoch=1)
+    assert path.read_bytes().startswith(whole) and len(read_ledger(str(path))) == 5
     lines = path.read_text().splitlines()
     entry = json.loads(lines[1])
     path.write_text("\n".join([lines[0], json.dumps(entry | {"prompts": [2, 1]}), *lines[2:]]) + "\n")
@@ -129,7 +134,7 @@ def test_the_ledger_of_another_run_is_refused(tmp_path):
     committed = begun(tmp_path / "one").commit(TAKEN)
     other = ledger_of(tmp_path / "two")
     other.begin()
-    other.end_step(1, metrics(4), prompts=[0])
+    end(other, 1, 4, prompts=[0])
     with pytest.raises(CheckpointError, match="it is the ledger of another run"):
         ledger_of(tmp_path / "two").go_on_from(committed, path=None, step=2, taken=TAKEN)
 
@@ -140,12 +145,24 @@ def test_lines_that_a_full_disk_did_not_take_are_written_later_and_a_commit_wait
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
     try:
-        ledger.end_step(3, metrics(6, 1), prompts=[0])
+        end(ledger, 3, 6, prompts=[0], epoch=1)
         with pytest.raises(OSError):
             ledger.commit({"actor": [6]})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.path.getsize(tmp_path / FILE) == size  # no half line
-    ledger.end_step(4, metrics(8, 1), prompts=[1])
+    end(ledger, 4, 8, prompts=[1], epoch=1)
     ledger.commit({"actor": [8]})
     assert sorted(told(tmp_path).steps) == [1, 2, 3, 4] and told(tmp_path).problems() == []
+
+
+def test_who_only_looks_leaves_no_trace_and_what_no_worker_tells_of_is_not_compared(tmp_path):
+    ledger = begun(tmp_path)
+    committed = ledger.commit(TAKEN)
+    size = os.path.getsize(tmp_path / FILE)
+    ledger_of(tmp_path).go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
+    assert os.path.getsize(tmp_path / FILE) == size
+    own = ledger_of(tmp_path)
+    own.go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
+    own.end_step(3, epoch=None, prompts=[])  # stages of the user's own
+    assert own.commit({"actor": [7, 7]})["updates"] == {"actor": 7} and told(tmp_path).problems() == []

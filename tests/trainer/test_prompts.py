@@ -58,7 +58,7 @@ class Run:
         self.fill(self.step + self.lag)
         batch = self.ahead.popleft()
         assert batch.batch["input_ids"][:, -1].tolist() == list(batch.non_tensor_batch[ROW])
-        self.ledger.end_step(self.step, {"training/epoch": batch.meta_info["epoch"]}, prompts=batch.non_tensor_batch[ROW])
+        self.ledger.end_step(self.step, epoch=batch.meta_info["epoch"], prompts=batch.non_tensor_batch[ROW])
 
     def commit(self) -> dict:
         return {"step": self.step, "ahead": list(self.ahead), "data": self.loader.state_dict(), "ledger": self.ledger.commit({})}
