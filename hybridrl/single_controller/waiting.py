@@ -3,6 +3,7 @@
 Ray is imported by the functions that talk to it, here and in its neighbours, so that a run in one process needs no Ray at all.
 """
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ ECHO_S = 0.5
 # A look waits so long for all answers, then takes those that are there: short calls end in one, and a death is told this late at most.
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.1
 
+END_OF_CONNECTION = "connection error code 2"  # all that Ray sees of a process that is killed
 LONGER = "; if it is slow and not stuck, raise trainer.call_timeout_s (or the timeout_s that the method is registered with)"
 
 
@@ -159,11 +161,19 @@ def _lost(error: "RayActorError | WorkerCrashedError", role: str, rank: int, met
     died, its_rank = _ADDRESSES.get(getattr(error, "actor_id", None) or "", (role, rank))
     if its_rank != rank or role not in died.split("+"):
         role, rank = died, its_rank
-    return WorkerLost(role, rank, method, _in_short(str(error)))
+    return WorkerLost(role, rank, method, in_words(str(error)))
 
 
-def _in_short(report: str) -> str:
-    """What Ray says about a dead actor, without its identifiers and without the advice for every other case."""
+def in_words(report: str) -> str:
+    """Return why a worker is dead, from Ray's report of it: in words where Ray only tells that a connection has ended."""
+    where = " on ".join(found[1] for name in ("pid", "ip") if (found := re.search(rf"^\s*{name}: (\S+)", report, re.MULTILINE)))
+    if END_OF_CONNECTION in report:
+        process = f"its process ({where})" if where else "its process"
+        return (
+            f"{process} ended without a word: it was killed by a signal, crashed or left through os._exit. If its machine ran out of "
+            "memory, the kernel's log says so (dmesg)"
+        )
+    # Without identifiers, and without the advice for every other case.
     wanted = [line.strip() for line in report.split("Some common causes")[0].splitlines()[:8]]
     return " ".join(line for line in wanted if line and not line.startswith(("class_name:", "actor_id:", "namespace:", "name:")))
 
