@@ -80,9 +80,13 @@ class StepLedger:
         """
         self.step, self.updates = step, {} if committed is None else dict(committed["updates"])
         self.compare(taken)
-        self.updates = {}
-        self._runs.clear()
         self._sum = _end_of_file(self.path, expected=None if committed is None else (step, committed[SUM]))
+        self.go_back(step, path=path)
+
+    def go_back(self, step: int, *, path: str | None = None) -> None:
+        """Note that it goes on after `step`, from the commit at `path` or from memory: what later steps did is in no weights any more."""
+        self.step, self.updates = step, {}
+        self._runs.clear()
         self._beginning = {"begin": step, "rows": self.rows, "from": path}
 
     def note(self, role: str, updates: Mapping[str, Sequence[float]], *, prefix: str) -> None:

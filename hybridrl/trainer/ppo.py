@@ -16,8 +16,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
@@ -37,13 +35,13 @@ from hybridrl.trainer.evaluation import Evaluation
 from hybridrl.trainer.identity import compare_run, identity
 from hybridrl.trainer.leaving import NOTICE
 from hybridrl.trainer.ledger import StepLedger
+from hybridrl.trainer.make_policy import make_policy
 from hybridrl.trainer.metrics import global_seqlen_metrics, mean_metrics, rollout_mismatch_metrics
 from hybridrl.trainer.middleware import load_middleware
 from hybridrl.trainer.nonfinite import UpdateWatch, train_with_rollbacks
 from hybridrl.trainer.open_data import open_data
 from hybridrl.trainer.optimizer_steps import num_optimizer_steps, training_rows
 from hybridrl.trainer.pipeline import join_responses, make_pipeline
-from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.prompts import ROW, StepPrompts
 from hybridrl.trainer.replay import ReplayBuffer
 from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
@@ -57,8 +55,7 @@ from hybridrl.trainer.stages import MODEL_INPUT, PROMPT_INPUT, check_roles, corr
 from hybridrl.trainer.staleness import correct, staleness_metrics
 from hybridrl.trainer.step_metrics import step_metrics
 from hybridrl.trainer.tokenizer import pad_token_id
-from hybridrl.trainer.validation import validate
-from hybridrl.trainer.weight_sync import check_health
+from hybridrl.trainer.validation import validate, validate_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -140,18 +137,7 @@ class RayPPOTrainer:
         except BaseException:
             self.shutdown()
             raise
-        rollout, here = self.config.actor_rollout_ref.rollout, trainer.backend == "local"
-        on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
-        on_cuda |= here and trainer.device != "cpu" and torch.cuda.is_available()
-        # Generation that runs ahead in the same process is not over when training begins.
-        sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.on_one_pool(Role.Actor, Role.Rollout)
-        self.policy = PolicyGroups(
-            self.groups,
-            sleep=sleep,
-            weight_sync=rollout.weight_sync,
-            ahead=trainer.lag > 0 or rollout.endpoint_port > 0,
-            agent_loops=self.agent_loops,
-        )
+        self.policy = make_policy(self.groups, manager, self.config, agent_loops=self.agent_loops)
 
     def _total_optimizer_steps(self, role: str) -> int:
         return num_optimizer_steps(self.config, self.train_loader.batch_sizes(self.total_training_steps), role=role)
@@ -198,7 +184,7 @@ class RayPPOTrainer:
                 logger.info("nothing to train: step %d of %d is done", self.global_steps, self.total_training_steps)
 
     def _run(self, num_steps: int) -> None:
-        self.evaluation = Evaluation(self._evaluate) if str(Role.Evaluator) in self.groups else None
+        self.evaluation = Evaluation(functools.partial(validate_elsewhere, self)) if str(Role.Evaluator) in self.groups else None
         first, places = self.global_steps + 1, self.resource_pool_manager.places() if self.config.trainer.overlap else None
         stages, change = self.stages(), self._apply_middleware
         with NOTICE.kept(grace_s=self.config.trainer.grace_s):
@@ -360,19 +346,6 @@ class RayPPOTrainer:
             ctx.metrics |= metrics
         if due:
             self.evaluation.request(self.global_steps, self.policy.gather_later())
-
-    def _evaluate(self, version: int, weights: Any) -> dict[str, float]:
-        """Validate these weights in the evaluator's processes."""
-        evaluator = self.groups[str(Role.Evaluator)]
-        check_health(evaluator.receive_weights(version, weights), version)
-        if self.agent_loops is None:
-            return validate(self, step=version, generate=evaluator.generate_sequences)
-
-        def refill(rank: int) -> None:
-            evaluator.execute_rank(rank, "receive_weights", version, weights)
-
-        generate = functools.partial(self.agent_loops.generate_on, evaluator, version=version, refill=refill)
-        return validate(self, step=version, generate=generate)
 
     def log(self, ctx: OnlineRLContext) -> None:
         """Tell the step's numbers to every logger."""

@@ -1,5 +1,6 @@
 """Validation: the whole validation set through the current policy, scored by rule, summed up per data source."""
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -9,9 +10,11 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.metrics import validation_metrics
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.prompts import identify
+from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run import run_directory
 from hybridrl.trainer.samples import MAX_EXAMPLES, Example, answered, asked, first_examples, keep_examples, sample_rows, write_samples
 from hybridrl.trainer.seeds import Purpose, call_seed
+from hybridrl.trainer.weight_sync import check_health
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,20 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     _show(list(examples.values())[:MAX_EXAMPLES], step=step, directory=run_directory(config.trainer))
     values = {k: v for k, v in columns.items() if k not in ("data_source", "uid")}
     return validation_metrics(columns["data_source"], columns["uid"], values)
+
+
+def validate_elsewhere(trainer: Any, version: int, weights: Any) -> dict[str, float]:
+    """Return the metrics of these weights, validated in the evaluator's processes."""
+    evaluator, loops = trainer.groups[str(Role.Evaluator)], trainer.agent_loops
+    check_health(evaluator.receive_weights(version, weights), version)
+    if loops is None:
+        return validate(trainer, step=version, generate=evaluator.generate_sequences)
+
+    def refill(rank: int) -> None:
+        evaluator.execute_rank(rank, "receive_weights", version, weights)
+
+    generate = functools.partial(loops.generate_on, evaluator, version=version, refill=refill)
+    return validate(trainer, step=version, generate=generate)
 
 
 def _show(examples: list[Example], *, step: int, directory: str) -> None:

@@ -166,3 +166,13 @@ def test_who_only_looks_leaves_no_trace_and_what_no_worker_tells_of_is_not_compa
     own.go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
     own.end_step(3, epoch=None, prompts=[])  # stages of the user's own
     assert own.commit({"actor": [7, 7]})["updates"] == {"actor": 7} and told(tmp_path).problems() == []
+
+
+def test_a_step_that_is_begun_again_in_the_same_process_counts_once(tmp_path):
+    ledger = begun(tmp_path)
+    end(ledger, 3, 6, prompts=[1, 0], epoch=1)
+    ledger.note("actor", {"actor/num_updates": [8.0]}, prefix="actor")  # in the middle of step 4 a process is lost
+    ledger.go_back(2)
+    end(ledger, 3, 6, prompts=[1, 0], epoch=1)
+    assert ledger.commit({"actor": [6, 6]})["updates"] == {"actor": 6}
+    assert told(tmp_path).problems() == [] and told(tmp_path).again == 1
