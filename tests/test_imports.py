@@ -22,6 +22,7 @@ def loaded_after(statement: str) -> set[str]:
     [
         ("import hybridrl", set()),
         ("import hybridrl.framework", set()),
+        ("import hybridrl.master.job", set()),
         ("import reward_score", set()),
         ("import hybridrl.config", set()),
         ("from hybridrl import DataProto", {"torch"}),

@@ -14,7 +14,6 @@ from typing import Any
 
 # Where a process stands is told by the variables that torch.distributed reads, and by those that DLRover's users know.
 COLLOCATION_VARIABLE = "DEVICE_COLLOCATION_GROUP"
-NAMESPACE = "hybridrl"  # Ray's, of the names of processes; a driver's own would hide them from every other driver
 NO_CUSTOM_RESOURCE = ("CPU", "GPU", "memory")  # Ray has options of their own for them
 
 

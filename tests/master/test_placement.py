@@ -148,7 +148,7 @@ def test_ranks_and_devices_are_those_of_counting_them_one_by_one(slots, per_role
         for slot, (name, local) in zip(turn, cards, strict=False):
             hands[node, slot].append((name, node, local))
     found = {place: [] for place in hands}
-    for (name, on_nodes), process in zip(roles, plan.processes, strict=True):
+    for name, on_nodes in roles:
         workers = [worker for worker in plan.workers() if worker.roles == (name,)]
         assert [int(worker.environment["RANK"]) for worker in workers] == list(range(sum(on_nodes)))
         for worker in workers:
