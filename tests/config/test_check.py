@@ -77,10 +77,15 @@ def check(tmp_path):
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "has no effect with actor_rollout_ref.actor.strategy=fsdp"),
         (f"{ROLLOUT_TP}=2", f"{ROLLOUT_TP}=2: hf generates on one device; use actor_rollout_ref.rollout.name=vllm"),
         (
-            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1",
-            "single requests are not made ahead of training",
+            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
+            "actor_rollout_ref.rollout.weight_sync.transport=broadcast",
+            "transport=broadcast: with trainer.lag=1 a process that was lost while the actor trains has to get weights that the actor has",
         ),
-        ("actor_rollout_ref.rollout.mode=async trainer.eval_n_gpus=1", "an evaluator makes batched calls only"),
+        (
+            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
+            "actor_rollout_ref.model.lora_rank=2 actor_rollout_ref.rollout.weight_sync.lora=adapter",
+            "weight_sync.lora=adapter: with trainer.lag=1 a process that was lost",
+        ),
         ("actor_rollout_ref.rollout.agent.path=x.py", "has no effect without actor_rollout_ref.rollout.mode=async"),
         ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256: a step has only 16 prompts"),
         ("critic.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size=2048: a step has only 1024 prompts (data.train_batch_size); set"),

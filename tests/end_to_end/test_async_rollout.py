@@ -125,16 +125,25 @@ def test_a_rollout_process_that_is_killed_while_it_generates_changes_nothing_but
     import os
     import signal
     import threading
+    import time
 
     from hybridrl import main_ppo
     from hybridrl.trainer.ppo import RayPPOTrainer
     from tests.end_to_end.runs import settings
 
     class Killing(RayPPOTrainer):
+        """Stops a replica before there is anything to do, so that it answers nothing, and kills it when requests are open there."""
+
         def generate(self, ctx):
             if self.global_steps == 1 and "killed" in self.config.trainer.default_local_dir:
-                threading.Timer(0.05, os.kill, [self.groups["rollout"].process_ids[1], signal.SIGKILL]).start()
+                os.kill(self.groups["rollout"].process_ids[1], signal.SIGSTOP)
+                threading.Thread(target=self._kill_when_asked, daemon=True).start()
             super().generate(ctx)
+
+        def _kill_when_asked(self):
+            while not self.agent_loops._service.router.table.load(1):
+                time.sleep(0.005)
+            os.kill(self.groups["rollout"].process_ids[1], signal.SIGKILL)
 
     exported = {}
     for name in ("well", "killed"):
