@@ -35,6 +35,10 @@ logger = logging.getLogger("hybridrl.main_ppo")  # __name__ is __main__ when thi
 PROGRAM = "python -m hybridrl.main_ppo"
 Workers = dict[Role, type]
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
+WAYS_OUT = {  # what to change when the cluster cannot hold a pool
+    "rollout_pool": "Lower actor_rollout_ref.rollout.n_gpus_per_node or actor_rollout_ref.rollout.nnodes, or add nodes to the Ray cluster",
+    "eval_pool": "Lower trainer.eval_n_gpus, or add nodes to the Ray cluster",
+}
 
 
 def main(
@@ -136,7 +140,7 @@ def resource_pools(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
         spec["eval_pool"] = [trainer.eval_n_gpus]
         mapping[Role.Evaluator] = "eval_pool"
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[trainer.device]
-    return ResourcePoolManager(spec, mapping, use_gpu=use_gpu, backend=trainer.backend)
+    return ResourcePoolManager(spec, mapping, use_gpu=use_gpu, backend=trainer.backend, ways_out=WAYS_OUT)
 
 
 if __name__ == "__main__":

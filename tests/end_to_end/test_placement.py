@@ -3,7 +3,9 @@
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.errors import ConfigError, StaleWeightsError
+from hybridrl.config import PPOConfig, from_dict
+from hybridrl.errors import ConfigError, PlacementError, StaleWeightsError
+from hybridrl.single_controller.feasibility import Machine, check_feasible
 from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.weight_sync import check_health
@@ -49,3 +51,17 @@ def test_a_policy_without_a_rollout_is_refused():
 def test_a_mapping_to_an_unknown_pool_is_refused():
     with pytest.raises(ConfigError, match="pools \\['b'\\], but resource_pool_spec has \\['a'\\]"):
         ResourcePoolManager({"a": [1]}, {Role.Actor: "b"})
+
+
+def test_a_pool_that_does_not_fit_beside_the_others_names_its_own_keys():
+    config = from_dict(PPOConfig, {"actor_rollout_ref": {"rollout": {"n_gpus_per_node": 3}}, "trainer": {"n_gpus_per_node": 2}})
+    workers = main_ppo.worker_classes(config)
+    manager = main_ppo.resource_pools(config, workers)
+    plan = manager.plan("job", {str(role): manager.mapping[role] for role in workers}, colocate="process", use_gpu=True)
+    check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 5})])
+    with pytest.raises(
+        PlacementError, match="'global_pool'.*1 GPU left, 1 GPU missing. Lower trainer.n_gpus_per_node"
+    ):
+        check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 4})])
+    with pytest.raises(PlacementError, match="'rollout_pool'.*1 GPU missing. Lower actor_rollout_ref.rollout.n_gpus_per_node"):
+        check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 2})])
