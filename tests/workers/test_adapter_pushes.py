@@ -11,6 +11,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.rollout import HFRollout, RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.transport import Outgoing
+from hybridrl.workers.rollout.transport.disk import DiskSender, receive
 from tests.workers.engine_cases import PROMPT, RESPONSE, WHOLE, make_batch, make_engine, num_response_tokens, save_tiny_qwen2, train
 
 pytestmark = pytest.mark.timeout(240)
@@ -139,6 +140,20 @@ def test_adapters_of_another_step_than_were_sent_are_found_before_the_next_token
         rollout.load_weights(2, old, sent=lambda: sent.fingerprint, adapters=True)
     with pytest.raises(StaleWeightsError):
         rollout.generate(prompts(), GREEDY)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 26, 1 << 12])
+def test_files_that_keep_no_order_bring_adapters_before_their_weights(path, actor, tmp_path, bucket_bytes):
+    rollout, sender = make_rollout("hf", setup_of(path)), DiskSender(str(tmp_path), bucket_bytes=bucket_bytes)
+    for version, lora in enumerate(("apart", "adapters", "adapters")):
+        learn(actor)
+        sent = sender.send(version, Outgoing(actor.weights(lora=lora), torch.float32))
+        incoming = receive(sent)
+        rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=lora == "adapters")
+        assert rollout.health().received == sent.fingerprint
+    held = rollout.health().fingerprint
+    rollout.load_weights(3, actor.weights(lora="apart"))
+    assert rollout.health().fingerprint == held
 
 
 class Deaf(HFRollout):

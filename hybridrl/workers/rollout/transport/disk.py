@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.rollout.fingerprint import Named
+from hybridrl.workers.rollout.fingerprint import Named, is_adapter
 from hybridrl.workers.rollout.transport.base import KEY, Incoming, Sent, store_buckets
 from hybridrl.workers.rollout.transport.buckets import Bucket, Outgoing, unpack
 
@@ -84,4 +84,5 @@ def _tensors(sent: Sent) -> Iterator[Named]:
     if manifest["fingerprint"] != sent.fingerprint:
         raise CheckpointError(f"{sent.parts} holds other weights than were pushed: do two runs write to the same {KEY}.directory?")
     for name in manifest["files"]:
-        yield from load(fs.cat_file(f"{folder}/{name}")).items()
+        named = load(fs.cat_file(f"{folder}/{name}")).items()  # in any order, and adapters come before the weights that they change
+        yield from sorted(named, key=lambda pair: not is_adapter(pair[0]))
