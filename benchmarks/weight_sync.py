@@ -2,8 +2,10 @@
 
 A push is all of it: cast, transport, loading into the rollout's engine (`hf`, float32), the fingerprints at both ends and their
 comparison. One actor process, one or more rollout processes on this machine. The ways take turns, so that a busy machine is busy for
-all of them; each turn opens its channel with one push and measures the next. A step is that of a short GRPO run of the first model
-(32 prompts, 8 samples each), its own push taken off and this one's median put on.
+all of them; each turn opens its channel with one push and measures the next. "adapters" are pushes of weight_sync.lora=adapter, rank 16
+on all linear layers: what travels is A and B, what is loaded are the weights that they change. GB/s are of what travels. A step is
+that of a short GRPO run of the first model (32 prompts, 8 samples each), its own push taken off and this one's median put on. Last, for
+each model, the fastest way between processes, of those that `auto` can choose on one machine.
 
     python benchmarks/weight_sync.py [--models 4M 50M] [--receivers 1] [--rounds 5] [--steps 3] [--bucket_mb 64]
 """
@@ -20,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
-import torch
 from step_time import prepare
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -32,8 +33,8 @@ from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.report import merge_steps
 from hybridrl.trainer.tracking import read_metrics
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.engine.lora import LoRA, add_adapters
 
+CHOICES = ("object_store", "shared_memory", "broadcast")
 TRANSPORTS = ("in_process", "object_store", "shared_memory", "broadcast", "disk")
 # Parameters in millions -> width, feed-forward width, layers. The vocabulary is the quick start's.
 SIZES = {"4M": (256, 688, 5), "50M": (640, 1720, 10)}
@@ -87,9 +88,10 @@ def worker_groups(config: PPOConfig, *, receivers: int):
             pool.release()
 
 
-def seconds_of_pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of one push per round, for each transport."""
+def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple[int, list[float]]]:
+    """Return the bytes of a push (0 inside one process, where none travel) and the seconds of one per round, for each transport."""
     took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+    num_bytes = dict.fromkeys(TRANSPORTS, 0)
     settings = config.actor_rollout_ref.rollout.weight_sync
     with worker_groups(config, receivers=receivers) as groups:
         for number in range(rounds):
@@ -98,9 +100,12 @@ def seconds_of_pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict
                 policy = PolicyGroups({role: groups[role] for role in roles}, weight_sync=replace(settings, transport=transport))
                 policy.push_weights(2 * number)
                 began = time.perf_counter()
-                policy.push_weights(2 * number + 1)
+                push = policy.push_weights_later(2 * number + 1)
+                push.check()
                 took[transport].append(time.perf_counter() - began)
-    return took
+                if push.sent is not None:
+                    num_bytes[transport] = policy.actor.fetch(push.sent)[0].num_bytes
+    return {transport: (num_bytes[transport], took[transport]) for transport in TRANSPORTS}
 
 
 def step_without_push(model: Path, folder: Path, *, steps: int) -> float:
@@ -114,13 +119,21 @@ def step_without_push(model: Path, folder: Path, *, steps: int) -> float:
     return statistics.median(row["timing_s/step"] - row["timing_s/update_weights"] for row in rows)
 
 
-def megabytes(model: Path) -> tuple[float, float]:
-    """Return the size of the model's weights, and of adapters of rank RANK on all its linear layers, in MB of float32."""
-    with torch.device("meta"):
-        module = Qwen2ForCausalLM(Qwen2Config.from_pretrained(model))
-    whole = sum(p.numel() for p in module.parameters())
-    add_adapters(module, LoRA(RANK, RANK), seed=0)
-    return whole * 4e-6, sum(p.numel() for p in module.parameters() if p.requires_grad) * 4e-6
+def print_rows(model: str, what: str, found: dict[str, tuple[int, list[float]]], rest: float | None) -> None:
+    """Print one row per transport. rest: seconds of a step without its push."""
+    for transport, (num_bytes, took) in found.items():
+        median = statistics.median(took)
+        share = "" if rest is None else f"{median / (rest + median):.1%}"
+        traffic = f"{num_bytes / 1e6:8.2f} {num_bytes / 1e9 / median:6.2f}" if num_bytes else f"{'-':>8} {'-':>6}"
+        print(f"{model:>5} {what:>9} {transport:>14} {median:9.3f} {min(took):7.3f} {traffic} {share:>10}", flush=True)
+
+
+def config_of(model: Path, folder: Path, *, bucket_mb: int, adapters: bool) -> PPOConfig:
+    sync = {"transport": "disk", "directory": folder / "weights", "bucket_mb": bucket_mb}
+    given: dict[str, object] = {f"actor_rollout_ref.rollout.weight_sync.{key}": value for key, value in sync.items()}
+    if adapters:
+        given |= {"actor_rollout_ref.model.lora_rank": RANK, "actor_rollout_ref.rollout.weight_sync.lora": "adapter"}
+    return load_config(PPOConfig, words(model, folder, **given), program="weight_sync", config_name="ppo_trainer")
 
 
 def main() -> None:
@@ -136,20 +149,18 @@ def main() -> None:
         prepare(folder)
         ray.init(num_cpus=3 + arguments.receivers, include_dashboard=False, log_to_driver=False)
         print(f"{arguments.receivers} receiver(s), buckets of {arguments.bucket_mb} MB, {arguments.rounds} pushes each")
-        print(f"{'model':>5} {'transport':>14} {'MB':>7} {'median s':>9} {'best s':>7} {'GB/s':>6} {'of a step':>10}", flush=True)
-        for number, size in enumerate(arguments.models):
+        columns = {"model": 5, "pushed": 9, "transport": 14, "median s": 9, "best s": 7, "MB": 8, "GB/s": 6, "of a step": 10}
+        print(" ".join(f"{name:>{width}}" for name, width in columns.items()), flush=True)
+        for place, size in enumerate(arguments.models):
             model = build_model(size, folder / "model", folder / size)
-            sync = {"transport": "disk", "directory": folder / "weights", "bucket_mb": arguments.bucket_mb}
-            given = {f"actor_rollout_ref.rollout.weight_sync.{key}": value for key, value in sync.items()}
-            config = load_config(PPOConfig, words(model, folder, **given), program="weight_sync", config_name="ppo_trainer")
-            rest = step_without_push(model, folder, steps=arguments.steps) if number == 0 and arguments.steps else None
-            whole, adapters = megabytes(model)
-            for transport, took in seconds_of_pushes(config, receivers=arguments.receivers, rounds=arguments.rounds).items():
-                median = statistics.median(took)
-                share = "" if rest is None else f"{median / (rest + median):.1%}"
-                rate = whole / 1e3 / median
-                print(f"{size:>5} {transport:>14} {whole:7.1f} {median:9.3f} {min(took):7.3f} {rate:6.2f} {share:>10}", flush=True)
-            print(f"{size:>5} adapters of rank {RANK} on all linear layers are {adapters:.1f} MB; merged weights are pushed", flush=True)
+            rest = step_without_push(model, folder, steps=arguments.steps) if place == 0 and arguments.steps else None
+            for what in ("weights", "adapters"):
+                config = config_of(model, folder, bucket_mb=arguments.bucket_mb, adapters=what == "adapters")
+                found = pushes(config, receivers=arguments.receivers, rounds=arguments.rounds)
+                print_rows(size, what, found, rest)
+                if what == "weights":
+                    medians = {transport: statistics.median(found[transport][1]) for transport in CHOICES}
+            print(f"{size:>5}: fastest of {', '.join(CHOICES)} is {min(medians, key=medians.__getitem__)}", flush=True)
     ray.shutdown()
 
 

@@ -117,5 +117,7 @@ class PolicyGroups:
 
     def _wake_up(self) -> None:
         if self._asleep:
+            if self.hybrid is None:
+                self.actor.free_cached_memory()
             self.rollout.rollout_wake_up()
             self._asleep = False

@@ -287,9 +287,14 @@ class ActorRolloutRefWorker(EngineWorker):
         """Take the memory back before the next push."""
         self._wake_up()
 
-    def _wake_up(self) -> None:
+    @register(Dispatch.ONE_TO_ALL)
+    def free_cached_memory(self) -> None:
+        """Give back what torch keeps of memory that nothing uses, which a rollout on the same device would not find."""
         if self.device == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps of the trainer's memory, vLLM would not find
+            torch.cuda.empty_cache()
+
+    def _wake_up(self) -> None:
+        self.free_cached_memory()
         self.rollout.wake_up()
 
     @register(Dispatch.ONE_TO_ALL)
