@@ -117,7 +117,7 @@ def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
 ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__rollout__weight_sync__lora": "adapter"}
 
 
-@pytest.mark.parametrize("transport", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRANSPORTS])
+@pytest.mark.parametrize("transport", [pytest.param(name, marks=[pytest.mark.slow] * (name != "shared_memory")) for name in TRANSPORTS])
 def test_a_replica_that_adapters_did_not_reach_makes_no_token(policy, transport):
     group = policy(transport, OnceDeaf, **ADAPTERS)
     group.push_weights(1)
