@@ -1,6 +1,10 @@
 """The endpoint of the policy while it trains, and outside agents whose answers are trained on."""
 
+import re
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -121,3 +125,20 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path, tiny_qwen2,
         changes = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.endpoint_port": port}
         assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *(f"{key}={value}" for key, value in changes.items())]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_serve_answers_with_a_models_directory_until_ctrl_c(tiny_qwen2):
+    command = [sys.executable, "-m", "hybridrl.cli", "serve", str(tiny_qwen2), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            [url] = re.findall(r"serving tiny_qwen2\d* at (http://127.0.0.1:\d+/v1)", process.stdout.readline())
+            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+            [model] = client.models.list().data
+            asked = {"model": model.id, "prompt": "Tom buys", "max_tokens": 5, "seed": 2, "extra_body": {"ignore_eos": True}}
+            first, second = client.completions.create(**asked), client.completions.create(**asked)
+            assert first.choices == second.choices and first.usage.completion_tokens == 5
+            assert model.max_model_len == 512  # the positions that the model has
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

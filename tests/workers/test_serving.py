@@ -144,6 +144,19 @@ def test_the_batched_path_works_after_serving_and_new_weights_are_told(rollouts,
     assert {out.version for out in serve_all(server, [requests_of(prompts, sampling)]).values()} == {rollout.current_version()}
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+def test_many_kinds_of_sampling_leave_no_memory_behind_in_vllm(rollouts):
+    rollout, server = rollouts("vllm"), make_server(rollouts("vllm"))
+    [request] = requests_of(prompts_of(1), SamplingParams(4))
+    for number in range(30):
+        sampling = SamplingParams(4, temperature=1 + number / 10)
+        [output] = serve_all(server, [[Request(**{**vars(request), "sampling": sampling})]]).values()
+        made = rollout.generate(prompts_of(1), sampling).batch
+        assert output.token_ids == made["responses"][0][made["response_mask"][0].bool()].tolist()
+        assert len(server.engine._shared) <= 8
+
+
 def test_what_cannot_be_served_is_refused(rollouts, tiny_qwen2):
     with pytest.raises(ValueError, match="n=2; a request is one response"):
         Request("a", (1, 2), SamplingParams(4, n=2), 0)

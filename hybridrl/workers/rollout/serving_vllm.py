@@ -9,6 +9,8 @@ from hybridrl.workers.rollout.sampler import SamplingParams
 from hybridrl.workers.rollout.serving import FinishReason, Request, TokenOutput, looks_back
 from hybridrl.workers.rollout.vllm import VLLMRollout, process_left_alone
 
+MOST_SHARED_RUNS = 8  # training and validation need two
+
 
 @dataclass
 class _Run:
@@ -70,9 +72,19 @@ class VLLMEngine:
         run = self._shared.get(kind)
         if run is None or not run.free:
             # vLLM keeps waiting requests itself, so there may be more than it computes at the same time; then there is another run.
+            self._close_idle_runs()
             keys = torch.zeros(self.rollout.setup.config.max_num_seqs, dtype=torch.int64)
             run = self._shared[kind] = self._open_run([[0]] * len(keys), keys, kind, 0, shared=kind)
         return run
+
+    def _close_idle_runs(self) -> None:
+        """Forget runs that nothing is open in, when there are many: each takes memory, and an endpoint's clients ask for what they like."""
+        if len(self._shared) < MOST_SHARED_RUNS:
+            return
+        for kind, run in list(self._shared.items()):
+            if len(run.free) == self.rollout.setup.config.max_num_seqs:
+                self.rollout.call_worker("close_run", run.number)
+                del self._shared[kind]
 
     def _open_run(
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, num_done: int, *, shared: SamplingParams | None
@@ -113,6 +125,6 @@ class VLLMEngine:
         if len(tokens) < len(entry.tokens):  # a stop string ended it, and then vLLM needed a token of its own to end
             reason = "stop"
         run.free.append(entry.row)
-        if run.shared is None or (self._shared[run.shared] is not run and len(run.free) == self.rollout.setup.config.max_num_seqs):
+        if run.shared is None or (self._shared.get(run.shared) is not run and len(run.free) == self.rollout.setup.config.max_num_seqs):
             self.rollout.call_worker("close_run", run.number)
         return TokenOutput(name, tokens, log_probs, reason, entry.version)
