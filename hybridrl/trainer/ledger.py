@@ -274,7 +274,19 @@ def account(entries: Iterable[Mapping[str, Any]]) -> Account:
     return result
 
 
-if __name__ == "__main__":
-    told = account(read_ledger(os.path.join(sys.argv[1], FILE)))
+def main(argv: Sequence[str]) -> int:
+    """Print what the ledger of a run says, and return the exit code."""
+    if len(argv) != 1 or not os.path.isfile(os.path.join(argv[0], FILE)):
+        sys.stderr.write(f"usage: python -m hybridrl.trainer.ledger RUN\nRUN: the directory that a run wrote to, with {FILE} in it\n")
+        return 2
+    try:
+        told = account(read_ledger(os.path.join(argv[0], FILE)))
+    except CheckpointError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
     sys.stdout.write(f"{told}\n")
-    sys.exit(1 if told.problems() else 0)
+    return 1 if told.problems() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

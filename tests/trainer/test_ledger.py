@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.errors import CheckpointError
 from hybridrl.framework import OnlineRLContext, Task, stage
-from hybridrl.trainer.ledger import FILE, StepLedger, account, read_ledger
+from hybridrl.trainer.ledger import FILE, StepLedger, account, main, read_ledger
 
 TAKEN = {"actor": [4, 4]}
 
@@ -176,3 +176,16 @@ def test_a_step_that_is_begun_again_in_the_same_process_counts_once(tmp_path):
     end(ledger, 3, 6, prompts=[1, 0], epoch=1)
     assert ledger.commit({"actor": [6, 6]})["updates"] == {"actor": 6}
     assert told(tmp_path).problems() == [] and told(tmp_path).again == 1
+
+
+def test_the_command_says_what_the_ledger_says(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2 and "usage: python -m hybridrl.trainer.ledger RUN" in capsys.readouterr().err
+    ledger = begun(tmp_path)
+    assert (
+        main([str(tmp_path)]) == 0 and "prompts per epoch, of 4: 4\nevery stage and every prompt exactly once\n" in capsys.readouterr().out
+    )
+    end(ledger, 4, 6, prompts=[0], epoch=1)
+    assert main([str(tmp_path)]) == 1 and capsys.readouterr().out.endswith("step 3 is missing\n")
+    with open(tmp_path / FILE, "a") as file:
+        file.write("{}\n")
+    assert main([str(tmp_path)]) == 1 and "is damaged in line 5" in capsys.readouterr().err

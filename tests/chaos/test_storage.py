@@ -1,0 +1,79 @@
+"""A disk that is really full, and one that cannot be written: the run trains on, and its commits are there.
+
+The run has a mount of its own, a tmpfs of some megabytes, in a user namespace: no privileges needed where the kernel allows that.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridrl.trainer.checkpoint import verify
+from tests.end_to_end.runs import settings
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+CODE = """
+import os, subprocess
+from hybridrl.trainer.checkpoint import size_of
+
+DISK, HARM = {disk!r}, {harm!r}
+BALLAST = os.path.join(DISK, "ballast")
+
+def use(task, trainer):
+    task.insert_before("save_checkpoint", lambda ctx: harm(trainer.global_steps, trainer.store.latest()))
+
+def harm(step, newest):
+    if HARM == "read-only":
+        if step in (2, 3):
+            subprocess.run(["mount", "-o", "remount," + ("ro" if step == 2 else "rw"), DISK], check=True)
+    elif step == 2:
+        fill()
+        if HARM == "full in the middle":  # the bytes of a checkpoint are free, but not its pages: every file ends in one it does not fill
+            os.truncate(BALLAST, os.path.getsize(BALLAST) - -(-size_of(newest) // 4096) * 4096)
+    elif step == 3:
+        os.remove(BALLAST)
+
+def fill():
+    ballast = os.open(BALLAST, os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(ballast, bytes(4096))
+    except OSError:
+        os.close(ballast)
+"""
+
+
+def can_mount() -> bool:
+    command = [*NAMESPACE, "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("harm", ["full", "full in the middle", "read-only"])
+def test_a_disk_that_takes_no_checkpoint_costs_that_checkpoint_only(tmp_path, tiny_qwen2, harm):
+    if not can_mount():
+        pytest.skip("this kernel lets nobody but root mount a tmpfs")
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    (tmp_path / "harm.py").write_text(CODE.format(disk=str(disk), harm=harm))
+    changes = {
+        "trainer__middleware": f"[{tmp_path}/harm.py:use]",
+        "trainer__default_local_dir": disk / "run",
+        "trainer__total_training_steps": 3,
+        "trainer__val_before_train": False,
+        "trainer__test_freq": -1,
+        "trainer__logger": "[console]",
+    }
+    arguments = [f"'{argument}'" for argument in settings(tmp_path, tiny_qwen2, **changes)]
+    script = f"mount -t tmpfs -o size=20m tmpfs {disk} && {sys.executable} -m hybridrl.main_ppo {' '.join(arguments)}; code=$?"
+    done = subprocess.run(
+        [*NAMESPACE, "sh", "-c", f"{script}; cp -r {disk} {kept}; exit $code"], cwd=ROOT, timeout=500, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("no checkpoint of step 2")]
+    words = {"full": "nothing was written", "full in the middle": "No space left on device", "read-only": "Read-only file system"}
+    assert words[harm] in said and "run/global_step_1 is committed as before; training goes on" in said
+    there = sorted(path.name for path in (kept / "run").glob("global_step*"))
+    assert there == ["global_step_1", "global_step_3"] and [verify(str(kept / "run" / name)) for name in there] == [1, 3]
