@@ -1,11 +1,14 @@
 """One training step of the Megatron engine under several layouts against FSDP's, on two processes: `python benchmarks/engine_megatron.py`.
 
-A step is forward_backward over the batch in micro-batches and an optimizer step. Shown are the median step, CPU-seconds of a step per
-process, and the largest memory that a process ever had (resident, Python and its libraries included); and the log-prob that the model
-gives to the responses after the last step, the same for everybody if all train alike. The contenders run one after the other.
+A step is forward_backward over the batch in micro-batches and an optimizer step. Shown are the median step and how it compares with the
+first contender's, the quickest and the slowest step, CPU-seconds of a step per process, and the largest memory that a process ever had
+(resident, Python and its libraries included); and the log-prob that the model gives to the responses after the last step, the same for
+everybody if all train alike. The contenders run one after the other, with FSDP once more at the end: what the machine did meanwhile
+shows in the difference between its two lines. Three to four minutes on two free cores.
 """
 
 import argparse
+import json
 import os
 import resource
 import subprocess
@@ -30,6 +33,7 @@ SIZES = {
     "50M": {"vocab_size": 8192, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 10, "num_attention_heads": 10},
 }
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+AGAIN = "fsdp again"
 LAYOUTS = {
     "fsdp": None,
     "megatron DP2": {},
@@ -37,6 +41,7 @@ LAYOUTS = {
     "megatron TP2+SP": TP | {"sequence_parallel": True},
     "megatron PP2": PP,
     "megatron CP2": {"context_parallel_size": 2},
+    AGAIN: None,
 }
 
 
@@ -84,8 +89,9 @@ def run_rank(options: argparse.Namespace) -> None:
     peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024])
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if rank == 0:
-        step = sorted(seconds[1:])[options.steps // 2]
-        print(f"{size:<6}{layout:<18}{step:>8.2f}{numbers[0]:>10.2f}{peak[0]:>9.0f}{numbers[1]:>12.5f}", flush=True)
+        steps = sorted(seconds[1:])
+        found = {"steps": steps, "cpu": float(numbers[0]), "peak_mb": float(peak[0]), "log_prob": float(numbers[1])}
+        (folder / f"{size} {layout}.json").write_text(json.dumps(found))
     dist.barrier()
 
 
@@ -99,22 +105,38 @@ def save_model(folder: Path, size: str) -> None:
     Qwen2ForCausalLM(settings).save_pretrained(folder / size)
 
 
+def measure(options: argparse.Namespace, folder: str, size: str, layout: str) -> dict:
+    """Run a contender in its own processes and return what its rank 0 found."""
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("rows", "length", "micro_rows", "steps")]
+    command = [sys.executable, "-W", "ignore", __file__, *arguments, "--child"]
+    children = [subprocess.Popen([*command, str(rank), folder, size, layout], env=quiet()) for rank in range(RANKS)]
+    if any([child.wait() for child in children]):
+        sys.exit(f"{size} {layout} failed")
+    return json.loads((Path(folder) / f"{size} {layout}.json").read_text())
+
+
 def main() -> None:
     options = parse()
     if options.child:
         run_rank(options)
         return
     print(f"{RANKS} processes, a thread each; {options.rows} rows of {options.length} tokens in micro-batches of {options.micro_rows} rows")
-    print(f"{'model':<6}{'engine':<18}{'s/step':>8}{'CPU s':>10}{'peak MB':>9}{'log-prob':>12}", flush=True)
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("rows", "length", "micro_rows", "steps")]
+    titles = ("s/step", "x first", "range", "CPU s", "peak MB", "x first", "log-prob")
+    print(f"{'model':<6}{'engine':<17}" + "".join(f"{title:>{14 if title == 'range' else 10}}" for title in titles), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for size in options.sizes:
             save_model(Path(folder), size)
+            first: dict = {}
             for layout in options.layouts:
-                command = [sys.executable, "-W", "ignore", __file__, *arguments, "--child"]
-                children = [subprocess.Popen([*command, str(rank), folder, size, layout], env=quiet()) for rank in range(RANKS)]
-                if any([child.wait() for child in children]):
-                    sys.exit(f"{size} {layout} failed")
+                found = measure(options, folder, size, layout)
+                first = first or found
+                step, own = (each["steps"][len(each["steps"]) // 2] for each in (found, first))
+                spread = f"{found['steps'][0]:.2f}-{found['steps'][-1]:.2f}"
+                print(
+                    f"{size:<6}{layout:<17}{step:>10.2f}{step / own:>10.2f}{spread:>14}{found['cpu']:>10.2f}{found['peak_mb']:>10.0f}"
+                    f"{found['peak_mb'] / first['peak_mb']:>10.2f}{found['log_prob']:>10.5f}",
+                    flush=True,
+                )
 
 
 def quiet() -> dict[str, str]:
