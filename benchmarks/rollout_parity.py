@@ -124,7 +124,7 @@ def main() -> None:
         prepare(folder)
         build_model(folder / "model")
         prompts = prompts_of(arguments.prompts, Qwen2Config.from_pretrained(folder / "model").vocab_size)
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         print(f"{'rollout':<16}{'draws':>9}{'tokens':>8}{'same as hf':>12}{'log-probs to hf':>17}{'to the trainer':>16}", flush=True)
         for row, (engine, roles, one_pool) in ROWS.items():
             for greedy in (True, False)[: 1 + arguments.seeded]:

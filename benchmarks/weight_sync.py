@@ -147,7 +147,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        ray.init(num_cpus=3 + arguments.receivers, include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", num_cpus=3 + arguments.receivers, include_dashboard=False, log_to_driver=False)
         print(f"{arguments.receivers} receiver(s), buckets of {arguments.bucket_mb} MB, {arguments.rounds} pushes each")
         columns = {"model": 5, "pushed": 9, "transport": 14, "median s": 9, "best s": 7, "MB": 8, "GB/s": 6, "of a step": 10}
         print(" ".join(f"{name:>{width}}" for name, width in columns.items()), flush=True)
