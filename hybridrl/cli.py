@@ -24,10 +24,13 @@ from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_
 from hybridrl.framework.graph_drawing import draw_graph
 from hybridrl.framework.trace import newest_trace, read_spans, summarize, trace_events
 from hybridrl.front_end import run_front_end, set_up_logging, start_ray
+from hybridrl.master.plan_table import plan_table
 from hybridrl.master.states import to_text as states_text
+from hybridrl.single_controller.plan import Plan
 from hybridrl.trainer.checkpoint import MANIFEST, CheckpointStore, settings_for_export, verify
 
 TEXTS = {"text": to_text, "dot": to_dot}
+AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
 PICTURES = ("svg", "png")
 SUFFIXES = {"txt": "text", "gv": "dot"}  # of files, where they are not the name of the format
 
@@ -71,20 +74,28 @@ def _graph(arguments: argparse.Namespace) -> None:
         return
     graph = job_graph(config)
     if arguments.output is None:
-        sys.stdout.write(TEXTS[kind](graph))
+        sys.stdout.write(_text(graph, config, kind=kind))
         return
     try:
-        _write_graph(graph, arguments.output, kind=kind, title=config.trainer.experiment_name)
+        _write_graph(graph, arguments.output, config, kind=kind)
     except OSError as error:
         raise ConfigError(f"--output {arguments.output}: cannot be written ({error.strerror}); choose another file") from error
     sys.stdout.write(f"wrote {arguments.output}\n")
 
 
-def _write_graph(graph: StageGraph, path: Path, *, kind: str, title: str) -> None:
+def _write_graph(graph: StageGraph, path: Path, config: PPOConfig, *, kind: str) -> None:
     if kind in PICTURES:
-        draw_graph(graph, path, title=title, picture=kind)
+        draw_graph(graph, path, title=config.trainer.experiment_name, picture=kind)
     else:
-        path.write_text(TEXTS[kind](graph), encoding="utf-8")
+        path.write_text(_text(graph, config, kind=kind), encoding="utf-8")
+
+
+def _text(graph: StageGraph, config: PPOConfig, *, kind: str) -> str:
+    """The graph; as a text for people, with the job's placement groups and processes below."""
+    if kind != "text":
+        return TEXTS[kind](graph)
+    note = AUTO_DEVICE if config.trainer.device == "auto" else ""
+    return f"{to_text(graph)}\n{plan_table(job_plan(config))}{note}"
 
 
 def _kind_of(output: Path | None) -> str:
@@ -99,20 +110,27 @@ def _kind_of(output: Path | None) -> str:
 
 def job_graph(config: PPOConfig) -> StageGraph:
     """Return the graph of the step that `main_ppo` would run, on the workers and pools that it would choose."""
-    from hybridrl.main_ppo import check, resource_pools, worker_classes
+    from hybridrl.main_ppo import check, worker_classes
     from hybridrl.trainer.middleware import changed_stages
     from hybridrl.trainer.stages import ppo_stages
 
     check(config, with_inputs=False)
+    plan = job_plan(config)
+    places = {
+        role: Place(process.pool, len(plan.pool(process.pool).slots), process.label) for process in plan.processes for role in process.roles
+    }
+    return stage_graph(changed_stages([spec for _, spec in ppo_stages(config, worker_classes(config))], config), places)
+
+
+def job_plan(config: PPOConfig) -> Plan:
+    """Return the plan that `main_ppo` would start. With trainer.device=auto it is that of a cluster with GPUs."""
+    from hybridrl.main_ppo import resource_pools, worker_classes
+
     workers = worker_classes(config)
     manager = resource_pools(config, workers)
-    plan = manager.plan("job", {str(role): manager.mapping[role] for role in workers}, colocate=config.trainer.colocate, use_gpu=False)
-    places = {
-        role: Place(process.pool, sum(manager.resource_pool_spec[process.pool]), "+".join(process.roles))
-        for process in plan.processes
-        for role in process.roles
-    }
-    return stage_graph(changed_stages([spec for _, spec in ppo_stages(config, workers)], config), places)
+    pool_of_role = {str(role): manager.mapping[role] for role in workers}
+    trainer = config.trainer
+    return manager.plan(trainer.experiment_name, pool_of_role, colocate=trainer.colocate, use_gpu=trainer.device != "cpu")
 
 
 # -- hybridrl job states
