@@ -76,6 +76,24 @@ def test_running_ahead_trains_on_the_same_tokens_as_sync_and_a_resumed_run_goes_
     assert numbers(again) == [[row.get(name) for name in SAME] for row in whole[-len(again) :]] and len(again) == 2
 
 
+@pytest.mark.slow
+def test_an_evaluator_answers_by_agent_loops_as_the_rollout_would(tmp_path, tiny_qwen2, ray_cluster):
+    kept = {"trainer__save_freq": -1, "actor_rollout_ref__rollout__mode": "async"}
+    local = train(tmp_path / "local", tiny_qwen2, **kept, trainer__validation_data_dir=tmp_path / "local/v")
+    pools = {"actor_rollout_ref__rollout__n_gpus_per_node": 1, "trainer__eval_n_gpus": 1}
+    apart = train(tmp_path / "ray", tiny_qwen2, trainer__backend="ray", **kept, **pools, trainer__validation_data_dir=tmp_path / "ray/v")
+    assert [row["val/version"] for row in apart if "val/version" in row] == [2]
+    answers = [
+        [json.loads(line)["output"] for line in (tmp_path / where / "v/2.jsonl").read_text().splitlines()] for where in ("local", "ray")
+    ]
+    assert answers[0] == answers[1] and len(answers[0]) == 5
+    scores = [
+        [row["val-core/openai/gsm8k/reward/mean@1"] for row in rows if "val-core/openai/gsm8k/reward/mean@1" in row]
+        for rows in (local, apart)
+    ]
+    assert scores[0][-1] == scores[1][-1]
+
+
 def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path, tiny_qwen2):
     import pyarrow.parquet as pq
 
