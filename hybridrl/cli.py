@@ -1,6 +1,10 @@
 """The `hybridrl` command: what is done with a job from outside it.
 
 hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing is started
+hybridrl job ls                           the jobs that run on a Ray cluster
+hybridrl job status JOB                   a job's state, processes, last commit, failures; JOB is a run, a job's name or a run's directory
+hybridrl job logs JOB                     what happened to it, from its master's journal
+hybridrl job stop JOB                     have it end, as SIGTERM would
 hybridrl job states                       the states of a job, its roles and its workers, and what may follow what
 hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and chrome://tracing
 hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
@@ -41,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     job = commands.add_parser("job", help="look at a job, or stop it").add_subparsers(dest="what", required=True)
     _add_graph(job)
+    _add_running(job)
     _add_states(job)
     _add_trace(commands)
     _add_export(commands)
@@ -131,6 +136,41 @@ def job_plan(config: PPOConfig) -> Plan:
     pool_of_role = {str(role): manager.mapping[role] for role in workers}
     trainer = config.trainer
     return manager.plan(trainer.experiment_name, pool_of_role, colocate=trainer.colocate, use_gpu=trainer.device != "cpu")
+
+
+# -- hybridrl job ls, status, logs, stop
+
+
+def _add_running(job: argparse._SubParsersAction) -> None:
+    cluster = argparse.ArgumentParser(add_help=False)
+    cluster.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; default: RAY_ADDRESS, or this machine's only cluster")
+    which = argparse.ArgumentParser(add_help=False)
+    which.add_argument("job", metavar="JOB", help="a run, the name of a job that has one run there, or a run's directory")
+
+    def add(name: str, what: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command = job.add_parser(name, help=what, description=what, parents=[*parents, cluster])
+        command.set_defaults(run_command=_running)
+        return command
+
+    add("ls", "list the jobs that run on a Ray cluster")
+    add("status", "say what is known of a job: its state, processes, last commit, failures", which)
+    add("logs", "say what happened to a job, from its master's journal", which)
+    stop = add("stop", "have a job end, as SIGTERM would, and wait until it is gone", which)
+    stop.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest wait for its end (default: %(default)g)")
+
+
+def _running(arguments: argparse.Namespace) -> None:
+    from hybridrl.master import console
+
+    if arguments.what == "ls":
+        console.connect(arguments.address)
+        sys.stdout.write(console.list_jobs())
+    elif arguments.what == "status":
+        sys.stdout.write(console.status(arguments.job, arguments.address))
+    elif arguments.what == "logs":
+        sys.stdout.write(console.logs(arguments.job, arguments.address))
+    else:
+        sys.stdout.write(console.stop(arguments.job, arguments.address, timeout_s=arguments.timeout))
 
 
 # -- hybridrl job states

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import queue
+import resource
 import secrets
 import threading
 import time
@@ -17,7 +18,20 @@ from typing import Any
 
 from hybridrl.master.connections import Connection, Connections
 from hybridrl.master.diagnosis import Diagnosis, all_in_one_method, compare_stacks, find_culprit
-from hybridrl.master.events import TRAINER, Begun, Effect, EndJob, EndProcess, Event, Noticed, Recover, StopAsked, StopTrainer, decode
+from hybridrl.master.events import (
+    TRAINER,
+    Begun,
+    Effect,
+    EndJob,
+    EndProcess,
+    Event,
+    Joined,
+    Noticed,
+    Recover,
+    StopAsked,
+    StopTrainer,
+    decode,
+)
 from hybridrl.master.journal import JobContext
 from hybridrl.master.monitor import Monitor, Presence
 from hybridrl.master.processes import Condition, condition
@@ -44,7 +58,7 @@ class Watchfulness:
 class Master:
     """Everything a master does, but for Ray's calls. Only its own thread (`run`) touches anything; `ask` hands it an event."""
 
-    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness) -> None:
+    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness, trainer: dict[str, Any]) -> None:
         import ray
 
         self.context = JobContext(journal)
@@ -61,10 +75,12 @@ class Master:
         self._stacks_asked: tuple[float, tuple[str, ...], Diagnosis | None] | None = None
         self._noticed: set[tuple[str, str | None]] = set()
         self._ending_since = 0.0
-        self._nodes_looked = 0.0
+        self._looked = self._nodes_looked = 0.0
         self._dead_nodes: set[str] = set()
-        self.monitor.expect(self.context.state)
         self._apply(begun)
+        if TRAINER not in self.context.state.workers:  # one that dies before its first word must not leave a master behind
+            self._apply(Joined(TRAINER, f"{begun.run}/{TRAINER}", **trainer))
+        self.monitor.expect(self.context.state)
         self._carry_out(pending(self.context.state))
 
     @property
@@ -89,10 +105,14 @@ class Master:
         self.connections.close()
 
     def _turn(self) -> None:
-        for connection, word in self.connections.poll(QUICK_TICK_S if self.monitor.is_waiting or self._questions else TICK_S):
+        every_s = QUICK_TICK_S if self.monitor.is_waiting or self._questions else TICK_S
+        for connection, word in self.connections.poll(max(0.0, self._looked + every_s - time.monotonic())):
             self._hear(connection, word)
         while not self._asked.empty():
             self._apply(self._asked.get())
+        if time.monotonic() < self._looked + (QUICK_TICK_S if self.monitor.is_waiting else every_s):
+            return  # a thousand workers say a thousand words a second; nobody is looked at for each of them
+        self._looked = time.monotonic()
         self._look_at_nodes()
         for event in self.monitor.look():
             self._apply(event)
@@ -252,10 +272,12 @@ def _end_elsewhere(name: str, pid: int, node: str) -> None:
 class JobMaster:
     """The Ray actor. Its thread begins in `__init__`, against the rule, because Ray calls nothing else when it starts it again."""
 
-    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness) -> None:
+    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness, trainer: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self.journal, self.started = journal, time.time()
-        self.master = Master(begun, journal, watchfulness)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each worker: its connection and its process
+        self.master = Master(begun, journal, watchfulness, trainer)
         threading.Thread(target=self._run, name="master", daemon=True).start()
 
     def _run(self) -> None:

@@ -20,7 +20,7 @@ from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.master.actor import JobMaster, Watchfulness
 from hybridrl.master.events import TRAINER, Begun, Committed, Ended, Event, Failed, Kind, Level, Stepped, encode
 from hybridrl.master.states import JOB_ENDS
-from hybridrl.single_controller.heartbeats import Heartbeats
+from hybridrl.single_controller.heartbeats import Heartbeats, identity
 from hybridrl.single_controller.naming import MASTER, NAMESPACE, master_name
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,19 @@ class JobWatch:
         begun = Begun(job, run, replicas=tuple(replicas), levels=tuple(levels))
         self.master = start_master(begun, journal, Watchfulness(hang_s))
         introduction = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
-        commands = {"stop": on_stop or _stop_process}
+        self._on_stop, self._stop_heard = on_stop or _stop_process, False
+        commands = {"stop": self._stop}
         self._heartbeats = Heartbeats(master_name(run), introduction, self._progress, commands)
 
     def _progress(self) -> dict[str, Any]:
         doing, since = self._doing
         return {"doing": doing, "for_s": round(time.perf_counter() - since, 3), "calls": self._calls, "step": self.step}
+
+    def _stop(self, reason: str) -> None:
+        """Stop once; a master that was started again says it again, and a second SIGTERM would be another one."""
+        if not self._stop_heard:
+            self._stop_heard = True
+            self._on_stop(reason)
 
     # -- telling
 
@@ -137,7 +144,7 @@ class JobWatch:
 
 
 def start_master(begun: Begun, journal: str, watchfulness: Watchfulness) -> Any:
-    """Start the master of a run, on this machine if it may be, and return the actor without waiting for it.
+    """Start the master of a run whose trainer this process is, on this machine if it may be; return the actor without waiting for it.
 
     Raises PlacementError when the run has one.
     """
@@ -155,7 +162,7 @@ def start_master(begun: Begun, journal: str, watchfulness: Watchfulness) -> Any:
         "scheduling_strategy": here,
     }
     try:
-        return ray.remote(JobMaster).options(**options).remote(begun, journal, watchfulness)
+        return ray.remote(JobMaster).options(**options).remote(begun, journal, watchfulness, identity())
     except ValueError as error:
         raise PlacementError(f"the run {begun.run!r} has a master on this cluster already; give this one another name") from error
 

@@ -55,12 +55,13 @@ class Connections:
         return words
 
     def _accept(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:
-            return
-        accepted.setblocking(False)
-        self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:  # nobody else knocks
+                return
+            accepted.setblocking(False)
+            self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
 
     def _read(self, connection: Connection) -> list[dict[str, Any] | None]:
         try:

@@ -2,7 +2,7 @@
 
 A journal is a directory on any fsspec path. `events-000000012.jsonl` holds the events from number 12 on, one in each line behind the
 CRC-32 of its bytes, in hex. `snapshot-000000400.json` is the state that the events before number 400 lead to. On a local disk an event
-is appended and synced; on storage that cannot append, every event is an object of its own.
+is appended, and synced if something is decided by it; on storage that cannot append, every event is an object of its own.
 
 A last line without an end of line was being written when its writer died: it never counted, and the next writer begins a new file. Any
 other damage is a `JournalError`. A disk that is full stops no job: lines wait in memory until they can be written.
@@ -20,12 +20,14 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from hybridrl.errors import JournalError
-from hybridrl.master.events import Effect, Event, decode, encode
+from hybridrl.master.events import Begun, Committed, Effect, Ended, Event, StopAsked, decode, encode
 from hybridrl.master.reducer import JobState, from_json, reduce, to_json
 
 logger = logging.getLogger(__name__)
 EVENTS, SNAPSHOT = "events-", "snapshot-"
 SNAPSHOT_EVERY = 500
+# After these a local file is synced. The others are said again by whoever said them, when a machine that crashed is back.
+SYNCED = (Begun, Committed, StopAsked, Ended)
 
 
 class Entry(NamedTuple):
@@ -49,7 +51,7 @@ class JobContext:
         self._fs.makedirs(self._root, exist_ok=True)
         self.state, self.num_events = replay(path)
         self._file: Any = None
-        self._waiting: list[tuple[int, bytes]] = []  # lines that could not be written yet
+        self._waiting: list[tuple[int, bytes, bool]] = []  # lines that could not be written yet: number, line, whether to sync
         self._snapshot_at = self.num_events
 
     @property
@@ -63,7 +65,7 @@ class JobContext:
         if following == self.state and not effects:
             return ()
         line = _line({"n": self.num_events, "at": time.time(), **encode(event)})
-        self._waiting.append((self.num_events, line))
+        self._waiting.append((self.num_events, line, isinstance(event, SYNCED) or bool(effects)))
         self.state, self.num_events = following, self.num_events + 1
         self.flush()
         return effects
@@ -81,7 +83,7 @@ class JobContext:
             if len(self._waiting) == 1:
                 logger.error("the journal %s cannot be written (%s); the job goes on, and the master tries again", self.path, error)
 
-    def _write(self, number: int, line: bytes) -> None:
+    def _write(self, number: int, line: bytes, sync: bool) -> None:
         if not isinstance(self._fs, LocalFileSystem):
             self._fs.pipe_file(_file(self._root, EVENTS, number), line)
             return
@@ -89,7 +91,8 @@ class JobContext:
             self._file = open(_file(self._root, EVENTS, number), "wb", buffering=0)  # noqa: SIM115 - open for the journal's life
         if self._file.write(line) != len(line):
             raise OSError(f"line {number} was cut short")
-        os.fsync(self._file.fileno())
+        if sync:
+            os.fsync(self._file.fileno())
 
     def _write_snapshot(self) -> None:
         path, line = _file(self._root, SNAPSHOT, self.num_events), _line(to_json(self.state))

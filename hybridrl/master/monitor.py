@@ -123,7 +123,8 @@ class Monitor:
     @property
     def is_waiting(self) -> bool:
         """Whether a death is being looked into, so that the next look should be soon."""
-        return any(presence.closed and presence.watch is not None for presence in self.presences.values())
+        since = time.monotonic() - 2 * ACCOUNT_S
+        return any(presence.closed > since and presence.watch is not None for presence in self.presences.values())
 
     def look(self) -> list[Event]:
         """Look at every process that ended its connection or is silent; return what is new."""

@@ -5,7 +5,7 @@ may be carried out twice. A state is a fold over the journal's events, so a mast
 
 A failure is answered on the lowest level that fits it, that somebody in this job can carry out (`Begun.levels`), and whose budget is not
 spent: 0 repeat the call · 1 start the replica again · 2 rebuild the role · 3 rebuild what depends on it · 4 start the trainer again ·
-5 start the job from its last commit · 6 end it with a report. Committed steps refill the budgets. The same exception at the same step
+5 start the job from its last commit · 6 end it with a report. Steps that go well refill the budgets. The same exception at the same step
 is a bug of the program and ends the job, whatever budget is left.
 """
 
@@ -37,7 +37,7 @@ from hybridrl.master.events import (
 )
 from hybridrl.master.states import JOB, JOB_ENDS, ROLE, WORKER, Job, Role, Table, Worker, advance
 
-REFILL_COMMITS = 3  # so many commits after the last failure, the budgets are full again
+REFILL_STEPS = 10  # so many steps after the last failure, the budgets are full again
 BUDGETS = {0: 10, 1: 10, 2: 3, 3: 3, 4: 3, 5: 3}  # failures a level may answer until healthy progress refills it
 KEPT_FAILURES = 20
 
@@ -66,7 +66,7 @@ class JobState:
     replicas: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
     spent: dict[int, int] = field(default_factory=dict)  # level -> failures answered since the last refill
-    healthy_commits: int = 0  # since the last failure
+    healthy_steps: int = 0  # since the last failure
     step: int = 0
     commit: str = ""
     last_exception: tuple[str, int] = ("", -1)  # signature, step
@@ -108,7 +108,7 @@ def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]
         case Spoke():
             return _of_worker(state, event.slot, event.pid, "speak"), ()
         case Stepped():
-            return _advance_job(replace(state, step=max(state.step, event.step)), "begin"), ()
+            return _step(state, event), ()
         case Committed():
             return _commit(state, event), ()
         case Left():
@@ -163,12 +163,16 @@ def _when_whole(state: JobState) -> JobState:
     return state if lost else _advance_job(state, "recovered")
 
 
-def _commit(state: JobState, event: Committed) -> JobState:
-    if event.path == state.commit:  # told twice
+def _step(state: JobState, event: Stepped) -> JobState:
+    state = _advance_job(state, "begin")
+    if event.step <= state.step:  # told twice, or played again
         return state
-    commits = state.healthy_commits + 1
-    spent = {} if commits >= REFILL_COMMITS else state.spent
-    return replace(state, step=max(state.step, event.step), commit=event.path, healthy_commits=commits, spent=spent)
+    steps = state.healthy_steps + 1
+    return replace(state, step=event.step, healthy_steps=steps, spent={} if steps >= REFILL_STEPS else state.spent)
+
+
+def _commit(state: JobState, event: Committed) -> JobState:
+    return replace(state, step=max(state.step, event.step), commit=event.path)
 
 
 def _fail(state: JobState, event: Failed) -> tuple[JobState, tuple[Effect, ...]]:
@@ -181,6 +185,8 @@ def _fail(state: JobState, event: Failed) -> tuple[JobState, tuple[Effect, ...]]
     if state.state == Job.STOPPING:
         lost = _lose(state, event)
         return _end(lost, "stopped", state.reason) if event.slot == TRAINER else (lost, ())
+    if event.kind in (Kind.DIED, Kind.NODE) and state.roles.get(label_of(event.slot)) == Role.REBUILDING:
+        return _lose(state, event), ()  # whoever rebuilds a role ends those of its processes that are well
     level = _level(state, event)
     lost = state if event.kind in (Kind.CALL, Kind.EXCEPTION) else _lose(state, event)
     lost = replace(lost, failures=(*lost.failures, f"{event.slot} at step {state.step}: {event.evidence}")[-KEPT_FAILURES:])
@@ -202,12 +208,10 @@ def _freeze(state: JobState, event: Failed, worker: WorkerState) -> tuple[JobSta
 
 def _answer(state: JobState, event: Failed, level: int) -> tuple[JobState, tuple[Effect, ...]]:
     slots = _slots(state, event.slot, level)
-    state = replace(state, spent=state.spent | {level: state.spent.get(level, 0) + 1}, healthy_commits=0)
+    state = replace(state, spent=state.spent | {level: state.spent.get(level, 0) + 1}, healthy_steps=0)
     if level != Level.CALL:
         label = label_of(event.slot)
         state = _advance_job(_advance_role(state, label, "replica_lost" if level == Level.REPLICA else "rebuild"), "failure")
-        for slot in state.workers.keys() & set(slots):
-            state = _of_worker(state, slot, state.workers[slot].pid, "replace")
     return state, (Recover(level, slots, f"{event.slot}: {event.evidence}"),)
 
 
@@ -236,7 +240,7 @@ def _level(state: JobState, event: Failed) -> int:
 
 def _lose(state: JobState, event: Failed) -> JobState:
     worker = state.workers.get(event.slot, WorkerState())
-    account = f"{event.evidence}: {worker.account}" if worker.account else event.evidence
+    account = f"{worker.account}; it was ended for that" if worker.account else event.evidence
     lost = replace(worker, state=advance(WORKER, worker.state, "lose"), account=account)
     return replace(state, workers=state.workers | {event.slot: lost})
 

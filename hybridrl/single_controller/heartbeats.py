@@ -46,7 +46,7 @@ class Heartbeats:
         progress: Callable[[], Mapping[str, Any]],
         commands: Mapping[str, Callable[[Any], None]] | None = None,
     ) -> None:
-        self._master, self._introduction, self._progress = master, {**introduction, **_identity()}, progress
+        self._master, self._introduction, self._progress = master, {**introduction, **identity()}, progress
         self._commands = {"stacks": self._send_stacks, "acknowledge": self._forget_told, **(commands or {})}
         self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=KEPT_TELLS)  # what the master has not acknowledged
         self._number, self._sent = 0, 0
@@ -158,7 +158,8 @@ def machine() -> str:
         return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _identity() -> dict[str, Any]:
+def identity() -> dict[str, Any]:
+    """Return where this process is to be found: its id, Ray's id of its node, its machine."""
     import ray
 
     return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "machine": machine()}

@@ -11,6 +11,7 @@ from hybridrl.framework import Task, spec_of
 from hybridrl.framework.stage import StageFn
 from hybridrl.master.client import JobWatch
 from hybridrl.single_controller.naming import MASTER
+from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run import run_directory
 
 
@@ -25,7 +26,10 @@ def watched(trainer: Any) -> Iterator[None]:
         yield
         return
     journal = os.path.join(os.path.abspath(run_directory(settings)), MASTER, trainer.job)
-    with JobWatch(job=settings.experiment_name, run=trainer.job, journal=journal) as watch:
+    rollout = trainer.config.actor_rollout_ref.rollout
+    alone = rollout.mode == "async" and rollout.n_gpus_per_node and rollout.tensor_model_parallel_size == 1
+    replicas = (str(Role.Rollout),) if alone else ()  # the router goes on without one of them
+    with JobWatch(job=settings.experiment_name, run=trainer.job, journal=journal, replicas=replicas) as watch:
         trainer.middleware = [*trainer.middleware, tells(watch)]
         try:
             yield

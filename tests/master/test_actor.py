@@ -1,8 +1,11 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
+import ray
 
 from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.master.client import JobWatch, masters
@@ -69,6 +72,21 @@ def test_a_stop_that_somebody_asks_for_reaches_the_driver(tmp_path):
         wait_for(watch, lambda seen: asked)
     assert asked[0] == "asked by a test"
     assert replay(str(tmp_path))[0].state in (Job.SUCCEEDED, Job.STOPPED)
+
+
+def test_a_driver_that_dies_before_its_first_word_leaves_no_master_behind(tmp_path):
+    program = (
+        "import os, sys, ray\n"
+        "from hybridrl.master.client import start_master\nfrom hybridrl.master.actor import Watchfulness\n"
+        "from hybridrl.master.events import Begun\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "ray.get(start_master(Begun('job', 'job-e'), sys.argv[2], Watchfulness()).describe.remote())\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    address = ray.get_runtime_context().gcs_address
+    subprocess.run([sys.executable, "-c", program, address, str(tmp_path)], timeout=100)
+    wait_until_left("job-e", timeout_s=60)
+    assert replay(str(tmp_path))[0].state == Job.FAILED
 
 
 def test_telling_waits_for_nobody_and_what_was_told_meanwhile_arrives(tmp_path):

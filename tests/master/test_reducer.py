@@ -22,7 +22,7 @@ from hybridrl.master.events import (
     StopAsked,
     StopTrainer,
 )
-from hybridrl.master.reducer import BUDGETS, REFILL_COMMITS, JobState, from_json, pending, reduce, to_json
+from hybridrl.master.reducer import BUDGETS, REFILL_STEPS, JobState, from_json, pending, reduce, to_json
 from hybridrl.master.states import JOB_ENDS, Job, Role, Worker
 
 ALL_LEVELS = tuple(range(6))
@@ -69,10 +69,17 @@ def test_a_lost_replica_is_started_again_and_the_job_has_recovered_when_it_is_ba
 def test_a_lost_rank_of_a_group_that_talks_takes_the_whole_role():
     state, (effect,) = reduce(running(), died("actor-1"))
     assert (effect.level, set(effect.slots)) == (Level.ROLE, {"actor-0", "actor-1"})
-    assert {state.workers[slot].state for slot in effect.slots} == {Worker.STARTING}
+    assert state.roles["actor"] == Role.REBUILDING
+    state, effects = reduce(state, died("actor-0"))  # its well peer is ended by whoever rebuilds the role, which is no failure
+    assert (effects, state.spent, len(state.failures)) == ((), {Level.ROLE: 1}, 1)
     state, _ = fold([join("actor-0", 201)], state)
     assert state.state == Job.RECOVERING
     state, _ = fold([join("actor-1", 202)], state)
+    assert (state.state, state.roles["actor"]) == (Job.RUNNING, Role.READY)
+
+
+def test_a_rank_that_alone_is_replaced_makes_its_role_whole_again():
+    state, _ = fold([died("actor-1"), join("actor-1", 202)], running())
     assert (state.state, state.roles["actor"]) == (Job.RUNNING, Role.READY)
 
 
@@ -88,7 +95,7 @@ def test_a_level_that_nobody_carries_out_is_climbed_over():
     assert effects == (EndJob("actor-0: killed by SIGKILL"),)
 
 
-def test_a_spent_budget_climbs_and_commits_refill_it():
+def test_a_spent_budget_climbs_and_healthy_steps_refill_it():
     state = running([Level.REPLICA])
     for life in range(BUDGETS[Level.REPLICA]):
         state, effects = fold([died("rollout-0", state.workers["rollout-0"].pid)], state)
@@ -96,7 +103,7 @@ def test_a_spent_budget_climbs_and_commits_refill_it():
         state, _ = fold([join("rollout-0", 300 + life)], state)
     again = died("rollout-0", state.workers["rollout-0"].pid)
     assert reduce(state, again)[0].state == Job.FAILED
-    healthy, _ = fold([Committed(step, f"global_step_{step}") for step in range(1, REFILL_COMMITS + 1)], state)
+    healthy, _ = fold(map(Stepped, range(1, REFILL_STEPS + 1)), state)
     assert reduce(healthy, again)[0].state == Job.RECOVERING
 
 
@@ -112,11 +119,11 @@ def test_the_same_exception_at_the_same_step_ends_the_job_and_another_does_not()
     assert (ended.state, effects) == (Job.FAILED, (EndJob("actor-0: ValueError: x"),))
 
 
-def test_a_frozen_process_is_ended_and_its_death_keeps_both_reasons():
+def test_a_frozen_process_is_ended_and_its_death_keeps_the_reason():
     state, effects = reduce(running([]), Failed(Kind.FROZEN, "actor-0", PIDS["actor-0"], "stopped for 6 s"))
     assert effects == (EndProcess("actor-0", "run/actor-0", PIDS["actor-0"], "node", "", "stopped for 6 s"),)
     state, _ = reduce(state, died("actor-0"))
-    assert state.workers["actor-0"].account == "killed by SIGKILL: stopped for 6 s"
+    assert state.workers["actor-0"].account == "stopped for 6 s; it was ended for that"
 
 
 def test_a_death_told_twice_counts_once_and_one_of_a_former_life_not_at_all():

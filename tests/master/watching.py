@@ -16,9 +16,10 @@ from tests.single_controller.sample_workers import Adder
 @contextmanager
 def watched_adders(folder, *, num_ranks=1, **options):
     """A `JobWatch` and a group of adders under its eyes, which have all joined."""
-    run = f"job-{uuid.uuid4().hex[:6]}"
+    job = f"job-{uuid.uuid4().hex[:6]}"
+    run = f"{job}-1"
     with (
-        JobWatch(job="job", run=run, journal=str(folder / run), **options) as watch,
+        JobWatch(job=job, run=run, journal=str(folder / run), **options) as watch,
         RayResourcePool([num_ranks]) as pool,
         RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder", name_prefix=run) as group,
     ):

@@ -1,0 +1,69 @@
+"""`main_ppo` on a cluster of several: its driver is killed, or told to stop, and nothing of it is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from hybridrl.master import console
+from hybridrl.master.client import masters
+from hybridrl.master.journal import history, replay
+from hybridrl.master.processes import condition
+from hybridrl.master.states import Job
+from tests.end_to_end.runs import settings
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
+
+
+def started(folder, model):
+    """A run in a process of its own, on this cluster, when its second step has begun: (process, run, master's description)."""
+    argv = settings(folder, model, trainer__backend="ray", trainer__experiment_name="left", trainer__total_training_steps=500)
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "OMP_NUM_THREADS": "1"}
+    with open(folder / "run.log", "w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "hybridrl.main_ppo", *argv], env=environment, stdout=log, stderr=log)
+    end = time.monotonic() + 300
+    while True:
+        assert process.poll() is None and time.monotonic() < end, (folder / "run.log").read_text()
+        time.sleep(0.5)
+        for run, master in masters().items():
+            if run.startswith("left-"):
+                seen = ray.get(master.describe.remote(), timeout=60)
+                if seen["step"] >= 2:
+                    return process, run, seen
+
+
+def seconds_until_nothing_is_left(run, seen):
+    start = time.monotonic()
+    pids = [seen["pid"], *(worker["pid"] for worker in seen["workers"].values())]
+    while run in masters() or any(condition(pid).state for pid in pids):
+        assert time.monotonic() < start + 60
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def test_a_driver_that_is_killed_leaves_nothing_behind_not_even_a_frozen_worker(tmp_path, tiny_qwen2):
+    process, run, seen = started(tmp_path, tiny_qwen2)
+    os.kill(seen["workers"]["actor_rollout-0"]["pid"], signal.SIGSTOP)
+    process.kill()
+    process.wait(30)
+    seconds = seconds_until_nothing_is_left(run, seen)
+    print(f"nothing left {seconds:.1f} s after the driver was killed")
+    assert seconds < 10
+    state, _ = replay(seen["journal"])
+    assert state.state == Job.FAILED
+    assert state.reason.startswith("trainer: killed by SIGKILL")
+
+
+def test_a_job_that_is_stopped_commits_and_leaves(tmp_path, tiny_qwen2):
+    process, run, seen = started(tmp_path, tiny_qwen2)
+    assert console.stop("left", None, timeout_s=200) == f"{run} has ended\n"
+    assert process.wait(60) == 143, (tmp_path / "run.log").read_text()
+    state, _ = replay(seen["journal"])
+    assert state.state == Job.STOPPED
+    assert os.path.isdir(state.commit)
+    assert type(history(seen["journal"])[-1].event).__name__ == "Ended"
+    assert seconds_until_nothing_is_left(run, seen) < 10
