@@ -65,6 +65,8 @@ def nodes_of(groups: "Sequence[PlacementGroup]") -> list[str]:
 def _reserve_apart(one: Reservation, *, strategy: str, detached: bool) -> "PlacementGroup":
     never = _nodes_of_pools(one, one.apart_from)
     rather_not = _nodes_of_pools(one, (one.pool,)) - never if one.spread else set()
+    if not {machine.labels.get(NODE_LABEL) for machine in machines_of_cluster()} - never - rather_not:
+        rather_not = set()  # every machine has one of the pool
     for avoided, timeout_s in ((never | rather_not, SPREAD_TIMEOUT_S if rather_not else PLACEMENT_TIMEOUT_S), (never, PLACEMENT_TIMEOUT_S)):
         group = _ask(one, avoided, strategy=strategy, detached=detached)
         try:
