@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.trainer.ledger import FILE, account, read_ledger
 from tests.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -51,6 +52,9 @@ def test_killed_before_a_stage_and_resumed(tmp_path, tiny_qwen2, uninterrupted, 
     assert largest_difference(weights(tmp_path / "run/global_step_4", tmp_path / "hf"), parameters) == 0
     same = ("critic/score/mean", "actor/grad_norm", "critic/vf_loss", "actor/reward_kl_penalty_coeff")
     assert [[row.get(n) for n in same] for row in metrics(tmp_path / "run")] == [[row.get(n) for n in same] for row in rows]
+    told = account(read_ledger(str(tmp_path / "run" / FILE)))
+    assert told.problems() == [] and sorted(told.steps) == [1, 2, 3, 4]  # updates per committed step: 1
+    assert told.again == (stage == "commit")  # step 3 was over, and not committed
 
 
 def test_a_driver_on_ray_is_killed_and_its_successor_ends_the_same(tmp_path, tiny_qwen2):
