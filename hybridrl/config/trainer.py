@@ -61,6 +61,9 @@ class TrainerConfig:
     grace_s: float = setting(
         120.0, "SIGTERM: finish the step, commit and leave within so many seconds; leave without it where that takes longer.", gt=0
     )
+    snapshot_freq: int = setting(
+        1, "Steps from one snapshot in memory to the next, from which a run goes on when it loses a process; 0: none, it ends.", ge=0
+    )
     default_local_dir: str | None = setting(None, "Where the run writes; null means checkpoints/{project}/{experiment}.")
     resume_mode: str = setting(
         "auto",

@@ -149,7 +149,6 @@ class WeightSyncConfig:
         choices=("merged", "adapter"),
     )
     bucket_mb: int = setting(64, "Weights travel in pieces of this size in MB; a sender holds one or two of them.", ge=1)
-    timeout_s: float = setting(1800.0, "How long sender and receivers of weights wait for each other, in seconds.", gt=0)
     directory: str | None = setting(None, "Where transport=disk writes weights: a directory or address that all machines see.")
 
 

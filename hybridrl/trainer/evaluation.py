@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from hybridrl.errors import WorkerLost
+
 Evaluate = Callable[[int, Any], dict[str, float]]  # version, weights (a reference) -> metrics
 FINISH_TIMEOUT_S = 1800.0  # for the last evaluation when training is over
 
@@ -20,17 +22,29 @@ class Evaluation:
         self._evaluate = evaluate
         self._requests: queue.Queue = queue.Queue(maxsize=1)
         self._results: queue.Queue = queue.Queue()
+        self._lost: tuple[int, Any] | None = None  # what was asked for when a process of the evaluator was lost
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
         self._thread.start()
 
     def request(self, version: int, weights: Any) -> None:
         """Evaluate these weights as soon as the running evaluation is over, instead of any that were waiting."""
+        if not self._thread.is_alive():
+            self._start()
         while True:
             try:
                 self._requests.put_nowait((version, weights))
                 return
             except queue.Full:
                 _take(self._requests)
+
+    def ask_again(self) -> None:
+        """Evaluate what was lost with a process of the evaluator, which has a new one now, unless newer weights are waiting."""
+        lost, self._lost = self._lost, None
+        if lost is not None and self._requests.empty():
+            self.request(*lost)
 
     def finished(self) -> list[dict[str, float]]:
         """Return the metrics of evaluations that ended since the last look, oldest first, each with `val/version`; waits for nothing."""
@@ -55,6 +69,7 @@ class Evaluation:
             try:
                 self._results.put(self._evaluate(version, weights) | {"val/version": float(version)})
             except BaseException as error:
+                self._lost = request if isinstance(error, WorkerLost) else None
                 self._results.put(error)
 
 

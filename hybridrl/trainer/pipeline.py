@@ -12,24 +12,29 @@ shares in all, each made by the weights of its step. Its youngest tokens are one
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.columns import even_bounds
+from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.policy import PolicyGroups
 
 
 @dataclass
 class BatchAhead:
-    """A batch whose responses are being made. rest: the prompts' other columns; shares: of tokens, begun so far."""
+    """A batch whose responses are being made. rest: the prompts' other columns; shares: of tokens, begun so far.
+
+    prompts: what the rollout was given, if this process gave it.
+    """
 
     step: int
     epoch: int
     rest: DataProto
     responses: DataProtoFuture
     shares: int = 1
+    prompts: DataProto | None = None
     pushes: list = field(default_factory=list)  # what the rollout was told to take before, not looked at yet
 
 
@@ -61,9 +66,11 @@ class RolloutPipeline:
 
     def begin(self, prompts: DataProto, rest: DataProto, *, step: int, epoch: int) -> None:
         """Tell the rollout to make the responses of batch `step`."""
+        self._ahead.append(BatchAhead(step, epoch, rest, self._begun(prompts), prompts=prompts, pushes=self._take_pushes()))
+
+    def _begun(self, prompts: DataProto) -> DataProtoFuture:
         whole = len(self.widths) == 1
-        responses = self.policy.generate_later(prompts) if whole else self.policy.begin_later(prompts, self.widths[0])
-        self._ahead.append(BatchAhead(step, epoch, rest, responses, pushes=self._take_pushes()))
+        return self.policy.generate_later(prompts) if whole else self.policy.begin_later(prompts, self.widths[0])
 
     def go_on(self) -> None:
         """Tell the rollout to make the next share of every batch that was begun in an earlier step."""
@@ -94,6 +101,24 @@ class RolloutPipeline:
     def _take_pushes(self) -> list:
         pushes, self._pushes = self._pushes, []
         return pushes
+
+    # -- going back a step
+
+    def remember(self) -> list[BatchAhead]:
+        """Return what is on its way now, for `go_back`."""
+        return [replace(batch, pushes=[]) for batch in self._ahead]
+
+    def go_back(self, ahead: Sequence[BatchAhead]) -> None:
+        """Have on its way what was then. Responses that were lost with a process are begun again, by the weights the rollout has now."""
+        self._pushes = []
+        self._ahead = deque(replace(batch) for batch in ahead)
+        for batch in self._ahead:
+            try:
+                batch.responses.get()
+            except WorkerLost:
+                if batch.prompts is None:
+                    raise
+                batch.responses, batch.shares = self._begun(batch.prompts), 1
 
     # -- durable state
 

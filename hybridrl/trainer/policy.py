@@ -111,6 +111,11 @@ class PolicyGroups:
             return self.agent_loops.push_later(version, lambda: self._sync.receive_later(version, sent).check())
         return self._sync.push_later(version)
 
+    def reconnect(self) -> None:
+        """Open a new channel between actor and rollout before the next push: processes at its ends were replaced."""
+        if self.hybrid is None:
+            self._sync.reopen()
+
     def gather_later(self) -> Any:
         """Return a reference to the actor's full weights as they are now, as `receive_weights` takes it, whenever that is."""
         return self.actor.store_weights.later()[0]

@@ -32,6 +32,7 @@ from hybridrl.trainer.credit import add_advantages, add_token_rewards, make_kl_c
 from hybridrl.trainer.data import collate_fn
 from hybridrl.trainer.durable import restore, write_checkpoint
 from hybridrl.trainer.evaluation import Evaluation
+from hybridrl.trainer.failover import Failover
 from hybridrl.trainer.identity import compare_run, identity
 from hybridrl.trainer.leaving import NOTICE
 from hybridrl.trainer.ledger import StepLedger
@@ -133,14 +134,16 @@ class RayPPOTrainer:
             self.groups = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)
             for role, group in self.groups.items():
                 group.set_deadline(trainer.call_timeout_s)
-                group.init_model(self._total_optimizer_steps(role))
+                self.init_role(role)
         except BaseException:
             self.shutdown()
             raise
         self.policy = make_policy(self.groups, manager, self.config, agent_loops=self.agent_loops)
 
-    def _total_optimizer_steps(self, role: str) -> int:
-        return num_optimizer_steps(self.config, self.train_loader.batch_sizes(self.total_training_steps), role=role)
+    def init_role(self, role: str) -> None:
+        """Load this role's model into its processes, which have just been started."""
+        sizes = self.train_loader.batch_sizes(self.total_training_steps)
+        self.groups[role].init_model(num_optimizer_steps(self.config, sizes, role=role))
 
     def shutdown(self) -> None:
         """End the worker processes and give their devices back. Safe to call twice."""
@@ -171,6 +174,7 @@ class RayPPOTrainer:
     def _train(self) -> None:
         """Train from the step that is done to the last one."""
         trainer = self.config.trainer
+        self.failover = Failover(self, every=trainer.snapshot_freq if trainer.backend == "ray" else 0, directory=self.store.root)
         self.prompts.drawn = self.global_steps + len(self.pipeline)
         self.policy.push_weights(self.global_steps)
         remaining = 0 if trainer.val_only else self.total_training_steps - self.global_steps
@@ -179,14 +183,15 @@ class RayPPOTrainer:
                 self.tracking.log(validate(self, step=self.global_steps), self.global_steps)
             if remaining > 0:
                 self._fill_pipeline()
-                self._run(remaining)
+                self.evaluation = Evaluation(functools.partial(validate_elsewhere, self)) if str(Role.Evaluator) in self.groups else None
+                self.failover.remember(whatever_step=True)
+                self.failover.run(self._run)
             elif not trainer.val_only:
                 logger.info("nothing to train: step %d of %d is done", self.global_steps, self.total_training_steps)
 
-    def _run(self, num_steps: int) -> None:
-        self.evaluation = Evaluation(functools.partial(validate_elsewhere, self)) if str(Role.Evaluator) in self.groups else None
+    def _run(self) -> None:
         first, places = self.global_steps + 1, self.resource_pool_manager.places() if self.config.trainer.overlap else None
-        stages, change = self.stages(), self._apply_middleware
+        stages, change, num_steps = self.stages(), self._apply_middleware, self.total_training_steps - self.global_steps
         with NOTICE.kept(grace_s=self.config.trainer.grace_s):
             run_stages(stages, max_step=num_steps, first_step=first, change=change, places=places, wrappers=[self.ledger])
             for metrics in self.evaluation.finish() if self.evaluation is not None else ():
@@ -351,16 +356,19 @@ class RayPPOTrainer:
         """Tell the step's numbers to every logger."""
         ctx.timing["step"] = time.perf_counter() - ctx.started_at
         ctx.metrics |= step_metrics(ctx, self.config, num_gpus=self.resource_pool_manager.get_n_gpus()) | self.saver.metrics()
-        ctx.metrics |= self.ledger.metrics()
-        self.tracking.log(ctx.metrics, self.global_steps)
+        ctx.metrics |= self.ledger.metrics() | self.failover.metrics()
+        if self.failover.is_news(self.global_steps):
+            self.tracking.log(ctx.metrics, self.global_steps)
 
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
         """Commit every `trainer.save_freq` steps, after the last one, and before the run leaves because of SIGTERM."""
         self.ledger.end_step(self.global_steps, epoch=ctx.metrics.get("training/epoch"), prompts=ctx.get("prompt_rows", ()))
         leaving = NOTICE.received
-        if leaving or self._due(self.config.trainer.save_freq):
-            must = leaving or self.global_steps == self.total_training_steps
-            self.saver.save(self.global_steps, functools.partial(write_checkpoint, self), must=must)
+        due = leaving or self._due(self.config.trainer.save_freq)
+        self.failover.remember(whatever_step=due)
+        if due:
+            must, write = leaving or self.global_steps == self.total_training_steps, functools.partial(write_checkpoint, self)
+            self.failover.run(functools.partial(self.saver.save, self.global_steps, write, must=must))
         ctx.finish = ctx.finish or leaving
 
     def _due(self, freq: int) -> bool:

@@ -10,7 +10,7 @@ Shapes: S rows, n of them a group, R response tokens.
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,15 @@ class ReplayBuffer:
         """Return the rows of all pieces, their prompts padded on the left to one width."""
         width = max(piece.batch["prompts"].shape[1] for piece in pieces)
         return DataProto.concat([_widened(piece, width, self.pad_token_id) for piece in pieces])
+
+    # -- going back a step
+
+    def remember(self) -> list[Group]:
+        """Return what is held now, for `go_back`."""
+        return [replace(group) for group in self._groups]
+
+    def go_back(self, groups: Sequence[Group]) -> None:
+        self._groups = deque((replace(group) for group in groups), maxlen=self.config.size)
 
     # -- durable state
 

@@ -29,6 +29,7 @@ from hybridrl.workers.rollout.sampler import SamplingParams
 from hybridrl.workers.rollout.sampling import sampling_of
 from hybridrl.workers.rollout.serving import Request, TokenOutput, make_server
 from hybridrl.workers.rollout.transport import Address, Outgoing, Receivers, Sender, Sent, make_sender
+from hybridrl.workers.snapshot import Snapshots
 from hybridrl.workers.tokens import load_special_tokens
 
 PARTS = ("actor", "rollout", "ref")
@@ -36,7 +37,7 @@ ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same pro
 ROLLOUT_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH)
 
 
-class ActorRolloutRefWorker(EngineWorker):
+class ActorRolloutRefWorker(Snapshots, EngineWorker):
     """One process of the policy.
 
     config: the whole job's settings. role: parts joined by underscores, for instance "actor_rollout_ref" or "ref".
@@ -112,9 +113,8 @@ class ActorRolloutRefWorker(EngineWorker):
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
-        timeout_s = self.config.actor_rollout_ref.rollout.weight_sync.timeout_s
         self._server = make_server(self.rollout)
-        self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=timeout_s)
+        self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=self.config.trainer.call_timeout_s)
 
     @register(ROLLOUT_COMPUTE)
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:
@@ -218,8 +218,8 @@ class ActorRolloutRefWorker(EngineWorker):
             return None
         if self._sender is not None:
             self._sender.close()
-        settings, (host, _) = self.config.actor_rollout_ref.rollout.weight_sync, self.get_master_addr_port()
-        self._sender = make_sender(transport, settings, host=host, num_receivers=num_receivers, device=self.device)
+        host, _ = self.get_master_addr_port()
+        self._sender = self._make_sender(transport, host=host, num_receivers=num_receivers)
         return getattr(self._sender, "address", None)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -244,8 +244,11 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def store_weights(self) -> Sent | None:
         """Leave the actor's weights in the object store, for whoever wants them later; returns where (rank 0, None elsewhere)."""
-        sync = self.config.actor_rollout_ref.rollout.weight_sync
-        return self._send(make_sender("object_store", sync, host="", num_receivers=0, device=self.device) if self.rank == 0 else None, 0)
+        return self._send(self._make_sender("object_store", host="", num_receivers=0) if self.rank == 0 else None, 0)
+
+    def _make_sender(self, transport: str, *, host: str, num_receivers: int) -> Sender:
+        settings, timeout_s = self.config.actor_rollout_ref.rollout.weight_sync, self.config.trainer.call_timeout_s
+        return make_sender(transport, settings, host=host, num_receivers=num_receivers, device=self.device, timeout_s=timeout_s)
 
     def _send(self, sender: Sender | None, version: int, *, adapters: bool = False) -> Sent | None:
         with on_device(self.actor, self.device, params=self._offload.param_offload):

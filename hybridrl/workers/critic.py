@@ -9,9 +9,10 @@ from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_eng
 from hybridrl.workers.losses import critic_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process import enter_process
+from hybridrl.workers.snapshot import Snapshots
 
 
-class CriticWorker(EngineWorker):
+class CriticWorker(Snapshots, EngineWorker):
     """One process of the critic: a token-level value head on a language model. config: the whole job's settings."""
 
     def __init__(self, config: PPOConfig, role: str = "critic"):

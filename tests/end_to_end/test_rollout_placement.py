@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.launch import launch
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.trainer.policy import PolicyGroups
 from hybridrl.trainer.roles import ResourcePoolManager, Role

@@ -76,7 +76,7 @@ def policy(tmp_path, tiny_qwen2, ray_cluster):
     groups = []
 
     def start(transport, rollout_cls=ActorRolloutRefWorker, *, ahead=False, timeout_s=60, **more):
-        changes = {"actor_rollout_ref__rollout__weight_sync__timeout_s": timeout_s, **sync(transport, tmp_path), **more}
+        changes = {"trainer__call_timeout_s": timeout_s, **sync(transport, tmp_path), **more}
         words = settings(tmp_path, tiny_qwen2, **changes)
         config = load_config(PPOConfig, words, program="p", config_name="ppo_trainer")
         for pool, cls, role in zip(pools, (ActorRolloutRefWorker, rollout_cls), ("actor", "rollout"), strict=True):

@@ -38,8 +38,8 @@ def receive(address, device: str, answers) -> None:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
 def test_two_processes_of_one_device_hold_what_was_sent(device, transport):
-    settings = WeightSyncConfig(transport=transport, bucket_mb=2, timeout_s=120)
-    sender = make_sender(transport, settings, host="127.0.0.1", num_receivers=1, device=device)
+    settings = WeightSyncConfig(transport=transport, bucket_mb=2)
+    sender = make_sender(transport, settings, host="127.0.0.1", num_receivers=1, device=device, timeout_s=120)
     answers = SPAWN.Queue()
     process = SPAWN.Process(target=receive, args=(sender.address, device, answers), daemon=True)
     process.start()

@@ -55,8 +55,8 @@ def start(sender, versions: list[int], *, ranks=range(RECEIVERS), where=SPAWN.Pr
 
 
 def live_sender(name: str, *, timeout_s: float = 60.0, num_receivers: int = RECEIVERS):
-    settings = WeightSyncConfig(transport=name, bucket_mb=1, timeout_s=timeout_s)
-    return make_sender(name, settings, host=HOST, num_receivers=num_receivers, device="cpu")
+    settings = WeightSyncConfig(transport=name, bucket_mb=1)
+    return make_sender(name, settings, host=HOST, num_receivers=num_receivers, device="cpu", timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("name", LIVE)

@@ -31,14 +31,17 @@ LIVE: dict[str, tuple[type[LiveSender], type[LiveReceiver]]] = {
 }
 
 
-def make_sender(name: str, settings: WeightSyncConfig, *, host: str, num_receivers: int, device: str) -> Any:
-    """Return the sender of transport `name`. A live one has an `address` that its receivers connect to; `host` is where it listens."""
+def make_sender(name: str, settings: WeightSyncConfig, *, host: str, num_receivers: int, device: str, timeout_s: float = 1800.0) -> Any:
+    """Return the sender of transport `name`.
+
+    A live one has an `address` that its receivers connect to; `host` is where it listens. timeout_s: how long it waits for them.
+    """
     size = settings.bucket_mb << 20
     if name == object_store.NAME:
         return ObjectStoreSender(bucket_bytes=size)
     if name == disk.NAME:
         return DiskSender(settings.directory, bucket_bytes=size)
-    return LIVE[name][0](host=host, num_receivers=num_receivers, device=device, bucket_bytes=size, timeout_s=settings.timeout_s)
+    return LIVE[name][0](host=host, num_receivers=num_receivers, device=device, bucket_bytes=size, timeout_s=timeout_s)
 
 
 class Receivers:

@@ -91,7 +91,7 @@ class SenderEnd:
         ranks = ", ".join(map(str, self.missing(what))) or "none that can be named"
         return CallTimeout(
             f"{KEY}.transport={self.address.transport}: rollout rank {ranks} did not {doing} within {self.address.timeout_s:g} s "
-            f"({KEY}.timeout_s); is it alive, and was it told to receive?"
+            f"(trainer.call_timeout_s); is it alive, and was it told to receive?"
         )
 
     def _wait_for_all(self, what: str, doing: str) -> None:
@@ -145,5 +145,5 @@ class ReceiverEnd:
         """The error for a sender that is silent or gone."""
         return CallTimeout(
             f"{KEY}.transport={self.address.transport}: actor rank 0 did not {doing} within {self.address.timeout_s:g} s "
-            f"({KEY}.timeout_s); rollout rank {self.rank} holds no weights now"
+            f"(trainer.call_timeout_s); rollout rank {self.rank} holds no weights now"
         )
