@@ -12,6 +12,7 @@ shares in all, each made by the weights of its step. Its youngest tokens are one
 import os
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,7 +116,7 @@ class RolloutPipeline:
         for batch in self._ahead:
             try:
                 batch.responses.get()
-            except WorkerLost:
+            except (WorkerLost, CancelledError):  # the loss itself, or agent loops that ended with it
                 if batch.prompts is None:
                     raise
                 batch.responses, batch.shares = self._begun(batch.prompts), 1

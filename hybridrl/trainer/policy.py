@@ -52,8 +52,11 @@ class PolicyGroups:
             self._sync = WeightSync(self.actor, self.rollout, settings, ahead=ahead)
             self.rest()  # beside an actor it starts asleep, and its first push wakes it
         self._beside = ahead and agent_loops is not None and self.hybrid is None
-        if agent_loops is not None:
-            agent_loops.open(self.rollout, refill=None if self.hybrid else self._refill, beside=self._beside)
+        self._open_agent_loops()
+
+    def _open_agent_loops(self) -> None:
+        if self.agent_loops is not None:
+            self.agent_loops.open(self.rollout, refill=None if self.hybrid else self._refill, beside=self._beside)
 
     def generate(self, prompts: DataProto) -> DataProto:
         """Return responses; see `ActorRolloutRefWorker.generate_sequences`."""
@@ -112,9 +115,15 @@ class PolicyGroups:
         return self._sync.push_later(version)
 
     def reconnect(self) -> None:
-        """Open a new channel between actor and rollout before the next push: processes at its ends were replaced."""
-        if self.hybrid is None:
-            self._sync.reopen()
+        """Processes of the actor or the rollout were replaced: the next push is one of everything, over a new channel.
+
+        Agent loops begin anew, too. A rollout that sleeps between steps is woken by the push, whether it was replaced or not.
+        """
+        self._sync.reopen()
+        self._asleep = self.sleep
+        if self.agent_loops is not None:
+            self.agent_loops.close()
+            self._open_agent_loops()
 
     def gather_later(self) -> Any:
         """Return a reference to the actor's full weights as they are now, as `receive_weights` takes it, whenever that is."""
