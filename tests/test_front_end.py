@@ -111,7 +111,7 @@ def start_ray_elsewhere(num_nodes, **environment):
 
 def own(folder):
     """The environment of a Ray that shares neither its files nor its token with another on this machine."""
-    return {"RAY_TMPDIR": folder, "HOME": folder}
+    return {"RAY_TMPDIR": folder, "HOME": folder, "RAY_AUTH_MODE": "disabled"}  # `ray.init` of an earlier test may have turned tokens on
 
 
 def free_port():

@@ -56,6 +56,7 @@ def settings(folder: Path, model: Path, **changes: object) -> list[str]:
         "actor_rollout_ref.rollout.n": 3,
         "custom_reward_function.path": write_reward(folder / "reward.py"),
         "trainer.backend": "local",
+        "trainer.master": False,  # a process more for every run on Ray; tests of the master turn it on
         "trainer.device": "cpu",
         "trainer.num_threads": 1,
         "trainer.total_training_steps": 2,

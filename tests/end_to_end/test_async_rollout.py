@@ -27,7 +27,7 @@ class Echo(AgentLoop):
 '''
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen2, ray_cluster, backend):
     runs = {}
     for mode in ("sync", "async"):

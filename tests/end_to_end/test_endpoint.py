@@ -55,7 +55,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_had_it_say(tmp_path, tiny_qwen2, ray_cluster, backend):
     port = free_port()
     (tmp_path / "agents.py").write_text(AGENTS.format(port=port, model=tiny_qwen2.name))

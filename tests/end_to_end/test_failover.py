@@ -5,7 +5,7 @@ import pytest
 from tests.end_to_end.failing_runs import SAME, fault, hits, run_with
 from tests.end_to_end.runs import largest_difference, metrics, weights
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CRITIC = {"algorithm__adv_estimator": "gae", "trainer__colocate": "device"}
 
 

@@ -30,6 +30,7 @@ def test_a_run_with_adapters_learns_resumes_and_exports_a_plain_model(tmp_path, 
     assert changed == {name for name in started if name.endswith("proj.weight")}
 
 
+@pytest.mark.slow
 def test_pushes_between_processes_carry_the_adapters(tmp_path, tiny_qwen2, ray_cluster):
     """Merged, or alone: to another process, and inside the one process of trainer.backend=local."""
     steps = LORA | {"trainer__total_training_steps": 3, "trainer__save_freq": -1}

@@ -20,7 +20,6 @@ LAYOUT = "actor_rollout_ref__actor__megatron__"
 TP2, PP2 = {f"{LAYOUT}tensor_model_parallel_size": 2}, {f"{LAYOUT}pipeline_model_parallel_size": 2}
 # The way of the weights to a rollout in a pool of its own, and under which layout.
 WAYS = {"object_store": TP2, "shared_memory": PP2, "broadcast": TP2, "disk": PP2}
-QUICK = ("shared_memory",)
 
 pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(400)]
 
@@ -131,7 +130,8 @@ def test_two_data_parallel_ranks_of_two_processes_take_the_same_steps(by_fsdp, m
     assert_same_run(train(tmp_path, model, **ppo, **four, **TP2, **{f"{LAYOUT}sequence_parallel": True}), tmp_path, by_fsdp)
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_a_rollout_in_a_pool_of_its_own_gets_what_fsdp_would_give_it(by_fsdp, model, ppo, tmp_path, ray_cluster, way):
     key = "actor_rollout_ref__rollout__"
     apart = {f"{key}n_gpus_per_node": 1, f"{key}weight_sync__transport": way, f"{key}weight_sync__bucket_mb": 1}

@@ -17,6 +17,7 @@ SEPARATED = {Role.Actor: "train_pool", Role.Rollout: "rollout_pool"}
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_separated_actor_and_rollout_train_as_the_hybrid_does(tmp_path, tiny_qwen2, ray_cluster):
     train(tmp_path / "hybrid", tiny_qwen2)
     folder = tmp_path / "separated"
@@ -59,9 +60,7 @@ def test_a_pool_that_does_not_fit_beside_the_others_names_its_own_keys():
     manager = main_ppo.resource_pools(config, workers)
     plan = manager.plan("job", {str(role): manager.mapping[role] for role in workers}, colocate="process", use_gpu=True)
     check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 5})])
-    with pytest.raises(
-        PlacementError, match="'global_pool'.*1 GPU left, 1 GPU missing. Lower trainer.n_gpus_per_node"
-    ):
+    with pytest.raises(PlacementError, match="'global_pool'.*1 GPU left, 1 GPU missing. Lower trainer.n_gpus_per_node"):
         check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 4})])
     with pytest.raises(PlacementError, match="'rollout_pool'.*1 GPU missing. Lower actor_rollout_ref.rollout.n_gpus_per_node"):
         check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 2})])

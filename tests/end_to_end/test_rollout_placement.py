@@ -118,7 +118,7 @@ PLACEMENTS = {
     "hybrid, tensor-parallel": {"pools": {"pool": [2]}, "mapping": {Role.ActorRollout: "pool"}, TENSOR_PARALLEL: 2},
     "separated, tensor-parallel": {"pools": {"train_pool": [1], "rollout_pool": [2]}, "mapping": APART, TENSOR_PARALLEL: 2},
 }
-QUICK = ("hybrid", "separated", "hybrid, tensor-parallel")
+QUICK = ("hybrid",)
 
 
 @pytest.mark.vllm
@@ -132,6 +132,7 @@ def test_vllm_makes_what_hf_makes(placement, model_path, through_hf, tmp_path, r
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_colocated_rollout_trains_as_the_hybrid_does(model_path, tmp_path, ray_cluster):
     """Actor and rollout have a process each on the one device of the pool."""
     rows = {}

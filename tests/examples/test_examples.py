@@ -52,6 +52,7 @@ def test_remote_calls_are_typed_and_run():
     assert "workers: 2 [1, 2, 3, 4, 5]" in run(sys.executable, "examples/typed_calls.py")
 
 
+@pytest.mark.slow
 def test_gsm8k_is_one_command_line_and_resumes_by_the_same_command(tmp_path, tiny_qwen2):
     raw = ROOT / "tests" / "data" / "raw"
     small = [

@@ -53,6 +53,7 @@ def test_a_job_runs_its_trainer_on_the_workers_that_were_planned_and_leaves_noth
     wait_until(lambda: not left_of("first-"))
 
 
+@pytest.mark.slow
 def test_what_a_worker_raises_keeps_its_type_on_the_way_to_who_submitted(tmp_path):
     with pytest.raises(ArithmeticError, match="the worker's own mistake") as caught:
         described(FitTrainer, tmp_path / "out").build().submit("failing")
@@ -61,6 +62,7 @@ def test_what_a_worker_raises_keeps_its_type_on_the_way_to_who_submitted(tmp_pat
     wait_until(lambda: not left_of("failing-"))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_not_waited_for_can_be_stopped_and_two_of_a_name_run_at_once(tmp_path):
     def start(number):
         out = tmp_path / f"out{number}"

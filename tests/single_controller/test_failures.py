@@ -117,8 +117,8 @@ def test_ctrl_c_ends_a_driver_that_waits_and_leaves_no_process_and_no_reservatio
     assert len(processes_of("interrupted")) == 2
     start = time.monotonic()
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(timeout=10) == 130
-    assert time.monotonic() - start < 5
+    assert driver.wait(timeout=60) == 130
+    assert time.monotonic() - start < 30  # seconds on a machine with something else to do; two on an idle one
     assert processes_of("interrupted") == []
     left = [pg for pg in placement_group_table().values() if pg["name"].startswith("interrupted") and pg["state"] != "REMOVED"]
     assert left == []
@@ -133,7 +133,7 @@ def test_a_received_batch_may_be_written_to(pool):
 
 
 @pytest.mark.timeout(300)  # four processes start, one after the other
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGKILL, 0))])
 def test_a_process_that_died_froze_or_is_well_is_replaced_on_its_slot_and_its_peer_is_not_touched(pool, number):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="doubler") as group:
         before, names = list(group.process_ids), list(group.worker_names)

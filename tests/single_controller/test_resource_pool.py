@@ -114,6 +114,7 @@ def test_devices_are_made_visible_where_ray_was_told_not_to():
     assert visible_devices({"GPU": []}, {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}) == {}
 
 
+@pytest.mark.slow
 def test_groups_with_fractions_of_a_gpu_see_the_same_one():
     """A cluster of its own with four GPUs that Ray only counts: what processes may see is what is tested."""
     run = subprocess.run([sys.executable, str(GPU_DRIVER)], capture_output=True, text=True, timeout=110)

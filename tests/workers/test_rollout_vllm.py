@@ -358,6 +358,7 @@ def test_a_model_that_vllm_cannot_run_is_refused_at_the_start(tmp_path, rollout)
     assert len(rollout.generate(prompts_of([3]), SamplingParams(2))) == 1
 
 
+@pytest.mark.slow
 def test_two_fsdp_ranks_each_host_an_engine_in_their_process_group(tmp_path):
     """Both ranks push the gathered weights of a sharded model; rank 1 gets no prompts; the group still works afterwards."""
     path = save_model(tmp_path / "model")

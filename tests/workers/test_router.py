@@ -4,6 +4,7 @@ Two processes with the hf engine; each piece of work is a few tokens, so that a 
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,11 +28,20 @@ REQUESTS = [Request(f"r{i}", tuple(range(40 + 3 * i, 52 + 5 * i)), SAMPLING, see
 
 
 class SlowReplica(ReplicaWorker):
-    """Works in pieces of four tokens, so that responses take many calls."""
+    """Works in pieces of four tokens and rests after each, so that a response takes seconds on any machine."""
 
     def init_model(self) -> None:
         serving.PIECE_TOKENS = 4
         super().init_model()
+        engine = self._server.engine
+        step = engine.step
+
+        def step_and_rest() -> list[TokenOutput]:
+            done = step()
+            time.sleep(0.15)
+            return done
+
+        engine.step = step_and_rest
 
     def add_noise(self, version: int) -> None:
         """Other weights, the same in every process."""
@@ -68,9 +78,10 @@ async def in_pieces(router: Router, request: Request) -> list[TokenOutput]:
     return [piece async for piece in pieces(router, request)]
 
 
-async def until_some_are_open(router: Router) -> None:
-    """Wait until replicas have worked on something for a moment."""
+async def until_some_are_open(router: Router, *tasks: asyncio.Task) -> None:
+    """Wait until replicas have worked on something of these tasks for a moment."""
     while not any(router.table.load(replica) for replica in range(2)):
+        assert not all(task.done() for task in tasks), "everything has been said already"
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.15)
 
@@ -80,7 +91,7 @@ def test_a_response_that_was_paused_goes_on_with_the_tokens_of_an_undisturbed_on
         async with Router(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
             tasks = [asyncio.create_task(in_pieces(router, request)) for request in REQUESTS]
             for _ in range(3):
-                await until_some_are_open(router)
+                await until_some_are_open(router, *tasks)
                 await router.pause()
                 assert [router.table.load(replica) for replica in range(2)] == [0, 0]
                 router.resume()
@@ -101,7 +112,7 @@ def test_a_push_during_a_pause_gives_the_rest_of_a_response_other_weights_and_sa
         async with Router(replicas) as router:
             task = asyncio.create_task(in_pieces(router, request))
             late = None
-            await until_some_are_open(router)
+            await until_some_are_open(router, task)
             await router.pause()
             group.execute_all("add_noise", 1)
             replicas.version = 1
@@ -141,7 +152,7 @@ def test_an_aborted_request_answers_with_what_there_is_and_others_do_not_notice(
     async def run() -> list[TokenOutput]:
         async with Router(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
             tasks = [asyncio.create_task(router.generate(request)) for request in REQUESTS]
-            await until_some_are_open(router)
+            await until_some_are_open(router, *tasks)
             router.abort("r1")
             router.abort("nobody")
             return await asyncio.gather(*tasks)
