@@ -33,6 +33,7 @@ def test_the_first_step_is_the_synchronous_one_and_later_ones_are_not(tmp_path, 
     assert behind[2]["actor/grad_norm"] != level[2]["actor/grad_norm"]
 
 
+@pytest.mark.slow
 def test_separate_processes_that_really_run_ahead_train_as_one_process_does(tmp_path, tiny_qwen2, ray_cluster):
     train(tmp_path / "local", tiny_qwen2, trainer__lag=2, trainer__partial_rollout="true", **STEPS)
     changes = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2, "trainer__partial_rollout": "true"}

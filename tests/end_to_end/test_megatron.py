@@ -90,6 +90,7 @@ def test_tensor_parallel_ppo_takes_the_same_steps_as_fsdp_in_one_process(by_fsdp
     assert len({row["critic/score/mean"] for row in found if row["step"]}) == 2  # the reward model's, not one number for all
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_tensor_parallel_processes_goes_on_in_two_stages(by_fsdp, by_tensor_parallelism, model, ppo, tmp_path):
     _, folder = by_tensor_parallelism
     step = folder / "run" / "global_step_1"

@@ -35,7 +35,7 @@ def numbers(rows: list[dict]) -> list[list]:
     [
         pytest.param("object_store", {"trainer__lag": 1}, marks=pytest.mark.slow),
         pytest.param("shared_memory", {"trainer__n_gpus_per_node": 2}, marks=pytest.mark.slow),
-        ("broadcast", {"trainer__lag": 2, "trainer__partial_rollout": "true"}),
+        pytest.param("broadcast", {"trainer__lag": 2, "trainer__partial_rollout": "true"}, marks=pytest.mark.slow),
         pytest.param("disk", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow),
         pytest.param("shared_memory", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow),
     ],
@@ -117,7 +117,8 @@ def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
 ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__rollout__weight_sync__lora": "adapter"}
 
 
-@pytest.mark.parametrize("transport", [pytest.param(name, marks=[pytest.mark.slow] * (name != "shared_memory")) for name in TRANSPORTS])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.slow
 def test_a_replica_that_adapters_did_not_reach_makes_no_token(policy, transport):
     group = policy(transport, OnceDeaf, **ADAPTERS)
     group.push_weights(1)

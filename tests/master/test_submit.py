@@ -40,6 +40,7 @@ def wait_until(condition, timeout_s=120):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_job_runs_its_trainer_on_the_workers_that_were_planned_and_leaves_nothing(tmp_path):
     job = described(Trainer, tmp_path / "out").reward(A).resource(cpu=0.5).build()
     assert job.submit("first") == 0

@@ -3,6 +3,7 @@
 python interrupted_driver.py <address of the cluster> <path of the files that tell that the call has begun>
 """
 
+import signal
 import sys
 
 import ray
@@ -13,6 +14,7 @@ from tests.single_controller.sample_workers import Waiter
 
 
 def main(address: str, begun: str) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and what they start, ignore it
     ray.init(address=address, log_to_driver=False)
     try:
         with (

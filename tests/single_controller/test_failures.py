@@ -133,7 +133,8 @@ def test_a_received_batch_may_be_written_to(pool):
 
 
 @pytest.mark.timeout(300)  # four processes start, one after the other
-@pytest.mark.parametrize("number", [signal.SIGSTOP, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGKILL, 0))])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0])
+@pytest.mark.slow
 def test_a_process_that_died_froze_or_is_well_is_replaced_on_its_slot_and_its_peer_is_not_touched(pool, number):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="doubler") as group:
         before, names = list(group.process_ids), list(group.worker_names)

@@ -90,7 +90,8 @@ def test_a_receiver_that_was_never_told_is_named_before_long_and_the_others_hear
     assert rank == 0 and said.startswith("StaleWeightsError") and "rollout rank 1 did not take weights" in said
 
 
-@pytest.mark.parametrize("name", [LIVE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in LIVE[1:])])
+@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.slow
 def test_a_receiver_that_dies_on_the_way_is_an_error_at_the_deadline(name):
     sender = live_sender(name, timeout_s=15)
     processes, answers = start(sender, [1, 2])
