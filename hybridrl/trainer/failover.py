@@ -124,7 +124,7 @@ class Failover:
         groups, done = self._trainer.groups, []
         for role in sorted(roles):
             processes = groups[role].processes
-            if processes in done:
+            if any(processes is one for one in done):
                 continue
             done.append(processes)
             groups[role].rebuild()

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 ALL_ROLES = {
     "algorithm__adv_estimator": "gae",
     "algorithm__use_kl_in_reward": True,
-    "reward_model__enable": True,
     "trainer__colocate": "device",
     "trainer__n_gpus_per_node": 2,
     "actor_rollout_ref__rollout__n_gpus_per_node": 1,
@@ -26,7 +25,6 @@ CASES = [
     ("idle", "next_batch", "rollout", 0, 0.0),
     ("mid-generation", "gen", "rollout", 0, 0.02),
     ("mid-generation", "gen", "actor", 1, 0.02),
-    ("scoring", "reward", "rm", 0, 0.0),
     ("log-probs", "old_log_prob", "actor", 0, 0.0),
     ("log-probs", "ref", "ref", 1, 0.0),
     ("mid-update", "update_critic", "critic", 1, 0.02),
@@ -39,14 +37,10 @@ CASES = [
 ]
 
 
-def all_roles(model):
-    return ALL_ROLES | {"reward_model__model__path": model}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, tiny_qwen2):
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = run_with(folder, tiny_qwen2, timeout_s=900, **all_roles(tiny_qwen2))
+    done = run_with(folder, tiny_qwen2, timeout_s=900, **ALL_ROLES)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -70,7 +64,7 @@ def tell(folder, what):
 @pytest.mark.parametrize(("moment", "stage", "role", "rank", "after_s"), CASES)
 def test_a_killed_process_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undisturbed, moment, stage, role, rank, after_s):
     one = fault(3 if stage == "save_checkpoint" else 2, stage, role, rank, after_s=after_s)
-    done = run_with(tmp_path, tiny_qwen2, one, timeout_s=900, **all_roles(tiny_qwen2))
+    done = run_with(tmp_path, tiny_qwen2, one, timeout_s=900, **ALL_ROLES)
     assert done.returncode == 0, done.stderr
     failures = tell(tmp_path, f"{role}-{rank} {moment}")
     assert f"{role}-{rank}" in failures[0]["lost"]
@@ -79,7 +73,7 @@ def test_a_killed_process_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undi
 
 def test_a_process_killed_while_another_is_brought_back_is_brought_back_too(tmp_path, tiny_qwen2, undisturbed):
     faults = [fault(2, "update_critic", "critic", 0), fault(2, "update_critic", "actor", 1, after_s=4.0)]
-    done = run_with(tmp_path, tiny_qwen2, *faults, timeout_s=900, **all_roles(tiny_qwen2))
+    done = run_with(tmp_path, tiny_qwen2, *faults, timeout_s=900, **ALL_ROLES)
     assert done.returncode == 0, done.stderr
     tell(tmp_path, "two at once")
     check_ended_the_same(tmp_path, undisturbed, step=3)
