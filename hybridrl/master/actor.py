@@ -291,7 +291,11 @@ class JobMaster:
         return self.master.address
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that is known, as JSON has it: the state, and what each process said last."""
+        """Return everything that is known, as JSON has it: the state, and what each process said last.
+
+        "workers" has, by slot, what a new driver needs to find the living processes while they are busy, without asking them: name, pid,
+        node, rank, group_size, and the state of each.
+        """
         beats = {presence.slot: presence.beat for presence in list(self.master.monitor.presences.values())}
         doings = {doing.slot: asdict(doing) for doing in self.master.monitor.doings()}
         return {

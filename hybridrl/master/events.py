@@ -48,7 +48,10 @@ class Begun:
 
 @dataclass(frozen=True)
 class Joined:
-    """A process spoke for the first time, to this master or to the one before. slot: `{label}-{rank}`, or the trainer's."""
+    """A process spoke for the first time, to this master or to the one before. slot: `{label}-{rank}`, or the trainer's.
+
+    rank, group_size: its place among the processes of its label.
+    """
 
     slot: str
     name: str
@@ -56,6 +59,7 @@ class Joined:
     node: str
     machine: str = ""
     group_size: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class Monitor:
         presence.idle_since = presence.heard
         self._watch(presence)
         self.presences[presence.slot] = presence
-        size = hello.get("group_size", 1)
-        return Joined(presence.slot, presence.name, presence.pid, presence.node, presence.machine, size)
+        size, rank = hello.get("group_size", 1), hello.get("rank", 0)
+        return Joined(presence.slot, presence.name, presence.pid, presence.node, presence.machine, size, rank)
 
     def _take_beat(self, presence: Presence, beat: dict[str, Any]) -> None:
         before, doing = presence.beat, beat.get("doing")

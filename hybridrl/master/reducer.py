@@ -44,7 +44,7 @@ KEPT_FAILURES = 20
 
 @dataclass(frozen=True)
 class WorkerState:
-    """life: how often its slot was filled."""
+    """name, pid, node, rank, group_size: what a driver needs to find it again. life: how often its slot was filled."""
 
     state: str = Worker.STARTING
     name: str = ""
@@ -53,6 +53,8 @@ class WorkerState:
     machine: str = ""
     life: int = 0
     account: str = ""  # of its end, in words
+    rank: int = 0
+    group_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def _join(state: JobState, event: Joined) -> JobState:
     moved = advance(WORKER, advance(WORKER, worker.state, "replace"), "join")
     if moved != Worker.ALIVE:
         return state
-    worker = WorkerState(moved, event.name, event.pid, event.node, event.machine, worker.life + 1)
+    place = {"rank": event.rank, "group_size": event.group_size}
+    worker = WorkerState(moved, event.name, event.pid, event.node, event.machine, worker.life + 1, **place)
     label = label_of(event.slot)
     state = replace(state, workers=state.workers | {event.slot: worker})
     if event.slot == TRAINER:

@@ -11,6 +11,7 @@ from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.master.client import JobWatch, masters
 from hybridrl.master.journal import history, replay
 from hybridrl.master.states import Job
+from hybridrl.single_controller.naming import NAMESPACE
 from tests.master.watching import describe, wait_for, wait_until_left, watched_adders
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -36,6 +37,21 @@ def test_a_job_is_watched_from_its_beginning_to_its_end(tmp_path):
     assert (state.state, state.reason) == (Job.SUCCEEDED, "done")
     assert state.failures == ()  # that the group was shut down at the end is none
     assert len(history(str(tmp_path / watch.run))) == 7  # begun, 2 joined, 2 steps, a commit, ended
+
+
+def test_a_driver_finds_processes_that_are_busy_without_asking_them(tmp_path):
+    with watched_adders(tmp_path, num_ranks=2) as (watch, group):
+        busy = [group.execute_rank_async(rank, "doze", 30.0) for rank in range(2)]
+        wait_for(watch, lambda seen: all(seen["beats"][f"adder-{rank}"]["doing"] == "adder.doze" for rank in range(2)))
+        start = time.monotonic()
+        workers = describe(watch)["workers"]
+        assert time.monotonic() - start < 5 and not ray.wait(busy, timeout=0)[0]
+        here = ray.get_runtime_context().get_node_id()
+        for rank, (name, pid) in enumerate(zip(group.worker_names, group.process_ids, strict=True)):
+            found = workers[f"adder-{rank}"]
+            assert [found[key] for key in ("name", "pid", "node", "rank", "group_size")] == [name, pid, here, rank, 2]
+            assert found["state"] == "alive"
+            assert ray.get_actor(found["name"], namespace=NAMESPACE)._actor_id == group.workers[rank]._actor_id
 
 
 def test_a_death_is_told_with_its_reason_in_the_error_that_the_driver_gets(tmp_path):
