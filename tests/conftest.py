@@ -64,9 +64,12 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a two-layer Qwen2, random weights, and a byte-level BPE tokenizer with a chat template."""
+    return make_tiny_qwen2(tmp_path_factory.mktemp("tiny_qwen2"))
+
+
+def make_tiny_qwen2(folder: Path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny_qwen2")
     tokenizer = _train_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
