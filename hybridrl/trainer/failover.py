@@ -98,6 +98,7 @@ class Failover:
                 raise lost
             logger.warning("step %d: %s; going back to the end of step %d", step, lost, moment.step)
             try:
+                self._trainer.policy.disconnect(str(lost))
                 self._rebuild({role for one in dead for role in one.role.split("+")})
                 self._restore(moment)
                 break

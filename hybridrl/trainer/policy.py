@@ -114,16 +114,20 @@ class PolicyGroups:
             return self.agent_loops.push_later(version, lambda: self._sync.receive_later(version, sent).check())
         return self._sync.push_later(version)
 
+    def disconnect(self, reason: str) -> None:
+        """Processes of the actor or the rollout will be replaced: end pushes and agent loops that are under way. Safe to call twice."""
+        self._sync.abandon(reason)
+        if self.agent_loops is not None:
+            self.agent_loops.close(wait=True)
+
     def reconnect(self) -> None:
-        """Processes of the actor or the rollout were replaced: the next push is one of everything, over a new channel.
+        """They were, after `disconnect`: the next push is one of everything, over a new channel.
 
         Agent loops begin anew, too. A rollout that sleeps between steps is woken by the push, whether it was replaced or not.
         """
         self._sync.reopen()
         self._asleep = self.sleep
-        if self.agent_loops is not None:
-            self.agent_loops.close()
-            self._open_agent_loops()
+        self._open_agent_loops()
 
     def gather_later(self) -> Any:
         """Return a reference to the actor's full weights as they are now, as `receive_weights` takes it, whenever that is."""

@@ -25,6 +25,7 @@ class WeightSync:
     def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, ahead: bool):
         self._actor, self._rollout, self._settings, self._ahead = actor, rollout, settings, ahead
         self._transport: str | None = None  # chosen, and open
+        self._address: Any = None  # of the channel, if it has one
         self.held: tuple[int, Any] | None = None
 
     def push_later(self, version: int) -> "Push":
@@ -47,6 +48,11 @@ class WeightSync:
         health = self._rollout.receive_weights.later(version, where, adapters)
         return Push(self._rollout, health, version, sent=sent, after=partial(self._after, where))
 
+    def abandon(self, reason: str) -> None:
+        """Have an actor that waits for rollout processes wait no longer: one of them will never answer."""
+        if self._address is not None:
+            self._address.abandon(reason)
+
     def reopen(self) -> None:
         """Open a new channel before the next push: a process at its other end was replaced."""
         self._transport = None
@@ -55,9 +61,9 @@ class WeightSync:
         transport = self._settings.transport
         if transport in ("auto", "in_process"):
             transport = self._choose()
-        address = self._actor.open_weight_channel(transport, self._rollout.world_size)[0]
-        if address is not None:
-            self._rollout.join_weight_channel(address)
+        self._address = self._actor.open_weight_channel(transport, self._rollout.world_size)[0]
+        if self._address is not None:
+            self._rollout.join_weight_channel(self._address)
         return transport
 
     def _choose(self) -> str:
@@ -88,6 +94,9 @@ class InProcessSync:
         adapters = self._settings.lora == "adapter" and self._complete
         self._complete = True
         return Push(self._group, self._group.update_weights.later(version, adapters), version, after=self._after)
+
+    def abandon(self, reason: str) -> None:
+        """Nothing: nobody waits for another process."""
 
     def reopen(self) -> None:
         """Push everything next: a process was replaced."""

@@ -1,6 +1,7 @@
 """Running the real front ends on the tiny model, and reading what a run leaves behind."""
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -77,6 +78,25 @@ def train(folder: Path, model: Path, **changes: object) -> list[dict]:
 
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def processes_with(text: str) -> list[int]:
+    """Processes of this machine that have this text in their environment: a run's, Ray's for it, its workers."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def assert_none_is_left(text: str, *, within_s: float = 10.0) -> None:
+    until = time.monotonic() + within_s
+    while left := processes_with(text):
+        assert time.monotonic() < until, f"processes {left} are left {within_s:g} s after the end"
+        time.sleep(0.2)
 
 
 def weights(checkpoint: Path, export_to: Path) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import multiprocessing
 import socket
 import time
-from threading import Thread
+from threading import Thread, Timer
 
 import pytest
 import torch
@@ -105,6 +105,19 @@ def test_a_receiver_that_dies_on_the_way_is_an_error_at_the_deadline(name):
         sender.send(2, Outgoing(model_like(2), torch.float32))
     assert time.monotonic() - began < 30 and "15 s" in str(caught.value)
     processes[0].kill()
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_sender_that_waits_for_the_dead_is_told_so_and_tells_the_living(name):
+    sender = live_sender(name, timeout_s=60)
+    _, answers = start(sender, [1], ranks=[0], where=Thread)
+    began = time.monotonic()
+    Timer(1.0, sender.address.abandon, ("rollout-1 was lost",)).start()
+    with pytest.raises(StaleWeightsError, match="the push was given up: rollout-1 was lost"):
+        sender.send(1, Outgoing(model_like(1), torch.float32))
+    assert time.monotonic() - began < 10
+    rank, _, said = answers.get(timeout=20)
+    assert rank == 0 and "rollout-1 was lost" in said
 
 
 @pytest.mark.parametrize("name", LIVE)

@@ -141,6 +141,16 @@ class AgentBatch:
             self._settled.set()
 
     @property
+    def was_ended(self) -> bool:
+        """Whether loops were ended in the middle, with the event loop that they ran on; what they said is known."""
+        return any(task.cancelled() for task in self._tasks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every response has come to its own end."""
+        return all(policy.is_over for policy in self.policies) and not self.was_ended
+
+    @property
     def outputs(self) -> list[AgentLoopOutput]:
         return [task.result() for task in self._tasks]
 

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from hybridrl.workers.agent_loop.turns import Turn, Turns
 from hybridrl.workers.endpoint import Endpoint, Served
 from hybridrl.workers.engine.model import overridden_config
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
-from hybridrl.workers.rollout.router import GroupReplicas, Router
+from hybridrl.workers.rollout.router import GroupReplicas, Outage, Router
 from hybridrl.workers.rollout.sampler import SamplingParams, row_seeds
 from hybridrl.workers.rollout.sampling import sampling_of
 from hybridrl.workers.rollout.service import PolicyService
@@ -48,9 +49,13 @@ class AgentFuture:
     sampling: SamplingParams
     batch: AgentBatch
     turn: Turn
+    limit: int = 0  # tokens of each response that were asked for
 
     def get(self) -> DataProto:
-        """Return what `generate_sequences` would; where responses are to go on, the prompts of all S rows with a column `said`."""
+        """Return what `generate_sequences` would; where responses are to go on, the prompts of all S rows with a column `said`.
+
+        Raises CancelledError if the service was closed before they were made, or if they have gone on since.
+        """
         self.turn.wait()
         return self.manager.collect(self)
 
@@ -79,17 +84,19 @@ class AgentLoopManager:
         self._loop(rollout.agent.default_agent_loop)  # refused here, not after the start
         self._num_calls = 0
         self._turns: Turns | None = None
+        self._outages: list[Outage] = []  # of routers before this one
         self.metrics: dict[str, float] = {"rollout/replicas_lost": 0.0, "rollout/requests_retried": 0.0}
 
     # -- the rollout's processes
 
     def open(self, group: Any, *, refill: Callable[[int], None] | None, beside: bool) -> None:
-        """Serve from these processes until `close`.
+        """Serve from these processes until `close`; again after it, when some of them were replaced.
 
         refill: gives a process that was started anew the current weights; None if none can be. beside: they have nothing to do but to
         generate, so requests are served while the job does other things; if not, only within a call that wants responses.
         """
         rollout = self.config.actor_rollout_ref.rollout
+        self._loops = {}  # a loop may hold things that belong to one event loop
         self._service = PolicyService(self._replicas(group, version=None, refill=refill))
         self._turns = Turns(self._service, beside=beside)
         if rollout.endpoint_port:
@@ -97,11 +104,12 @@ class AgentLoopManager:
             self._service.call(endpoint.start())
             self._service.at_end.append(endpoint.stop)
 
-    def close(self) -> None:
-        """End what is being made. Safe to call twice, and before `open`."""
+    def close(self, *, wait: bool = False) -> None:
+        """End what is being made. wait: until nothing is asked of the processes any more. Safe to call twice, and before `open`."""
         if self._turns is not None:
-            self._turns.close()
+            self._turns.close(wait=wait)
             self._turns = None
+            self._outages += self._service.router.outages
 
     def _served(self) -> Served:
         """The policy as the endpoint shows it, called by the last part of its path."""
@@ -135,7 +143,11 @@ class AgentLoopManager:
 
     def continue_later(self, begun: Any, max_new_tokens: int, *, version: int | None) -> AgentFuture:
         """Have responses go on that were begun, here or (a future of what `get` returned) by the run that wrote the checkpoint."""
-        return self._advance(begun if isinstance(begun, AgentFuture) else self._restored(begun.get()), max_new_tokens, version=version)
+        if not isinstance(begun, AgentFuture):
+            begun = self._restored(begun.get())
+        elif begun.batch.was_ended:
+            begun = self._restored(self._unfinished(begun))
+        return self._advance(begun, max_new_tokens, version=version)
 
     def generate_on(self, group: Any, prompts: DataProto, *, version: int | None, refill: Callable[[int], None] | None = None) -> DataProto:
         """Return whole responses of other processes, while the caller waits; for an evaluator, in any thread."""
@@ -156,13 +168,15 @@ class AgentLoopManager:
         limit = min(batch.planned + more, self.setting.max_response_length)
         batch.planned = limit
         turn = self._turns.generate(version, lambda service: service.call(batch.advance(service.router, limit, timeout_s=timeout_s)))
-        return replace(future, turn=turn)
+        return replace(future, turn=turn, limit=limit)
 
     def collect(self, future: AgentFuture) -> DataProto:
         """Return the columns of a future whose turn is over, and look at what happened to replicas."""
-        outages = self._service.router.outages
+        outages = [*self._outages, *self._service.router.outages]
         self.metrics["rollout/replicas_lost"] = float(len(outages))
         self.metrics["rollout/requests_retried"] = float(sum(outage.retried for outage in outages))
+        if future.batch.limit != future.limit and not future.batch.is_whole:
+            raise CancelledError(f"responses of {future.limit} tokens have gone on to {future.batch.limit} since")
         if future.batch.limit < self.setting.max_response_length:
             return self._unfinished(future)
         outputs = future.batch.outputs

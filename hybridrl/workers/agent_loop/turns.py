@@ -76,8 +76,10 @@ class Turns:
             self._failure = error
             raise
 
-    def close(self) -> None:
-        """End the service, and with it the turn that is being taken; none of those that wait begins."""
+    def close(self, *, wait: bool = False) -> None:
+        """End the service, and with it the turn that is being taken; none of those that wait begins. wait: as `PolicyService.close`."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
-        self.service.close()
+        self.service.close(wait=wait)
+        if self._threads is not None:
+            self._threads.shutdown(wait=wait)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
-from hybridrl.errors import CallTimeout, WorkerLost
+from hybridrl.errors import CallTimeout, HybridRLError, WorkerLost
 from hybridrl.single_controller.references import References
 from hybridrl.workers.rollout.routing import RoutingTable
 from hybridrl.workers.rollout.serving import Request, TokenOutput
@@ -35,6 +35,10 @@ MOST_TRIES = 3  # of one request: a request that ends every process it meets mus
 MOST_RESPAWNS = 3  # of one replica without an answer in between
 
 
+class NotReplaceable(Exception):
+    """A lost replica is not the router's to bring back: whoever waits for its requests is told of the loss itself."""
+
+
 class Replicas(Protocol):
     """Where requests are served. Methods block, and are called from threads, for one replica one at a time."""
 
@@ -44,7 +48,7 @@ class Replicas(Protocol):
         """Hand over requests and work on them for a moment; WorkerLost or CallTimeout if the replica cannot be relied on any more."""
 
     def respawn(self, replica: int) -> None:
-        """Have a new process in place of this one, with the current weights; raises what makes that impossible."""
+        """Have a new process in place of this one, with the current weights; raises what makes that impossible, or NotReplaceable."""
 
 
 class GroupReplicas:
@@ -65,7 +69,7 @@ class GroupReplicas:
 
     def respawn(self, replica: int) -> None:
         if self.refill is None:
-            raise RuntimeError(f"{self.group.role}-{replica} cannot be replaced: it is a process of the trainer's, too")
+            raise NotReplaceable(f"{self.group.role}-{replica} is a process of the trainer's, too, which brings it back")
         self.group.respawn(replica)
         self.group.execute_rank(replica, "init_model")
         self.refill(replica)
@@ -130,13 +134,25 @@ class Router:
         await asyncio.gather(*self._pumps)
         self._threads.shutdown()
 
-    async def leave(self) -> None:
-        """End at once, in place of `__aexit__`: calls that are on their way are not waited for, because their processes end, too."""
+    async def leave(self, *, wait: bool = False) -> None:
+        """End at once, in place of `__aexit__`.
+
+        wait: for calls that are on their way, and for replicas that are well to drop what is open there: another router will ask them.
+        Not needed where their processes end, too.
+        """
         self._end()
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._threads.shutdown, wait=wait, cancel_futures=True)
+        if wait:
+            await asyncio.to_thread(self._drop_what_is_open)
+
+    def _drop_what_is_open(self) -> None:
+        for replica, inbox in enumerate(self._inboxes):
+            if inbox.aborted and replica not in self._gone:
+                with contextlib.suppress(HybridRLError):  # one that is not well will be replaced
+                    self.replicas.serve(replica, [], inbox.aborted)
 
     def _end(self) -> None:
         self._ending = True
@@ -322,14 +338,11 @@ class Router:
             if failures > MOST_RESPAWNS:
                 raise error
             await asyncio.get_running_loop().run_in_executor(self._threads, self.replicas.respawn, replica)
+        except NotReplaceable as why:
+            return self._give_up(replica, error, why)
         except Exception as reason:
-            logger.error("replica %d stays out: %s", replica, reason)
             reason.__cause__ = None if reason is error else error
-            self._gone.add(replica)
-            self._note_rest()
-            if len(self._gone) == self.replicas.num_replicas:
-                self._fail(reason)
-            return False
+            return self._give_up(replica, reason, reason)
         outage.back_at = time.monotonic()
         logger.warning("replica %d is back after %.1f s", replica, outage.back_at - outage.out_at)
         self.table.restore(replica)
@@ -337,3 +350,12 @@ class Router:
         for name in homeless:
             self._send(name)
         return True
+
+    def _give_up(self, replica: int, error: Exception, why: Exception) -> bool:
+        """A replica stays out. Without any other all requests end with `error`. Returns False."""
+        logger.error("replica %d stays out: %s", replica, why)
+        self._gone.add(replica)
+        self._note_rest()
+        if len(self._gone) == self.replicas.num_replicas:
+            self._fail(error)
+        return False

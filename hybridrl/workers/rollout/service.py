@@ -63,20 +63,22 @@ class PolicyService:
     async def _resume(self) -> None:
         self.router.resume()
 
-    def close(self) -> None:
-        """End everything that runs here, without waiting for replicas: their processes are about to end, too."""
+    def close(self, *, wait: bool = False) -> None:
+        """End everything that runs here. wait: for what replicas are doing, because others will ask their processes; as long as the
+        calls' deadlines allow. Without it they are not waited for: their processes are about to end, too.
+        """
         if not self._thread.is_alive():
             return
         try:
-            self.submit(self._end()).result(END_TIMEOUT_S)
+            self.submit(self._end(wait=wait)).result(None if wait else END_TIMEOUT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(END_TIMEOUT_S)
 
-    async def _end(self) -> None:
+    async def _end(self, *, wait: bool) -> None:
         for end in self.at_end:
             await end()
-        await self.router.leave()
+        await self.router.leave(wait=wait)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

@@ -2,11 +2,15 @@
 
 Both ends of a channel count pushes. In push k every receiver says that it is ready and where it is; the sender announces bucket after
 bucket; each receiver says of each bucket that it has taken it; the last announcement carries the fingerprint. All of it are keys in
-a TCP store that the sender's process holds. Every wait has a deadline and an error that names who was waited for. A channel on which
-something went wrong is of no more use: the next push opens another.
+a TCP store that the sender's process holds. Every wait has a deadline and an error that names who was waited for; who knows better, such
+as a driver that was told of a death, ends them all before (`Address.abandon`). A channel on which something went wrong is of no more use:
+the next push opens another.
 """
 
+import contextlib
 import json
+import socket
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +22,9 @@ from hybridrl.workers.rollout.transport.base import KEY
 
 # The sender knows who is missing: it gives up first, so that the receivers hear why instead of finding only that it is silent.
 GRACE_S = 3.0
+ABANDONED = "abandoned"  # key of the reason
+LOOK_S = 0.5  # how often a sender that waits looks for it
+KNOCK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,13 @@ class Address:
     port: int
     num_receivers: int
     timeout_s: float
+
+    def abandon(self, reason: str) -> None:
+        """Have the sender stop waiting for receivers, if it does, with a StaleWeightsError of this reason. Nothing if it is gone."""
+        with contextlib.suppress(OSError, dist.DistError):
+            socket.create_connection((self.host, self.port), timeout=KNOCK_S).close()  # a store would try again and again
+            store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=KNOCK_S), False)
+            store.set(ABANDONED, reason)
 
 
 @dataclass(frozen=True)
@@ -96,10 +110,15 @@ class SenderEnd:
 
     def _wait_for_all(self, what: str, doing: str) -> None:
         keys = [f"{self._push}/{what}/{rank}" for rank in range(self.address.num_receivers)]
-        try:
-            self.store.wait(keys, timedelta(seconds=self.address.timeout_s))
-        except dist.DistError as error:
-            raise self.late(what, doing) from error
+        until = time.monotonic() + self.address.timeout_s
+        while True:
+            try:
+                return self.store.wait(keys, timedelta(seconds=max(0.001, min(LOOK_S, until - time.monotonic()))))
+            except dist.DistError as error:
+                if self.store.check([ABANDONED]):
+                    raise StaleWeightsError(f"the push was given up: {self.store.get(ABANDONED).decode()}") from error
+                if time.monotonic() >= until:
+                    raise self.late(what, doing) from error
 
     def _take(self, key: str) -> bytes:
         value = self.store.get(f"{self._push}/{key}")
