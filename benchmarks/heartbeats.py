@@ -105,7 +105,10 @@ def beat(connections: list[socket.socket], seconds: float) -> None:
     for second in range(int(seconds)):
         for i, connection in enumerate(connections):
             time.sleep(max(0.0, start + second + i / len(connections) - time.monotonic()))
-            word = {"doing": "actor.update_actor", "for_s": 1.5, "calls": 7, "memory": 2**30, "cpu_s": 10.0, "oom_kills": 0}
+            word = {"doing": "actor.update_actor", "for_s": 1.5, "calls": 7, "cpu_s": 10.0, "oom_kills": 0}
+            room = {"memory": [2**34, 2**35], "/dev/shm": [2**33, 2**34], "Ray's directory": [2**36, 2**37]}
+            word |= {"memory": 2**30, "private": 2**29, "room": room}
+            word |= {"did": "actor.compute_log_prob", "ended": {"actor.compute_log_prob": [0.5 + second / 100]}}
             connection.sendall(json.dumps({"beat": word}).encode() + b"\n")
 
 

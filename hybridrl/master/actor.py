@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridrl.master.connections import Connection, Connections
-from hybridrl.master.diagnosis import Diagnosis, all_in_one_method, compare_stacks, find_culprit
 from hybridrl.master.events import (
     TRAINER,
     Begun,
@@ -25,13 +24,17 @@ from hybridrl.master.events import (
     EndJob,
     EndProcess,
     Event,
+    Failed,
     Joined,
-    Noticed,
+    Kind,
     Recover,
     StopAsked,
     StopTrainer,
+    TellTrainer,
     decode,
+    holds,
 )
+from hybridrl.master.hangs import HangWatch
 from hybridrl.master.journal import JobContext
 from hybridrl.master.monitor import Monitor, Presence
 from hybridrl.master.processes import Condition, condition
@@ -44,7 +47,7 @@ from hybridrl.single_controller.naming import NAMESPACE
 logger = logging.getLogger(__name__)
 TICK_S, QUICK_TICK_S = 0.25, 0.02  # between looks; the quick one while a death is looked into
 NODES_EVERY_S = 1.0
-STACKS_WITHIN_S = 2.0
+THERE = (Worker.ALIVE, Worker.SILENT)
 LEAVE_S = 5.0  # after the end of the job, for its processes to end by themselves
 
 
@@ -62,18 +65,15 @@ class Master:
         import ray
 
         self.context = JobContext(journal)
-        self._journal, self._hang_s = journal, watchfulness.hang_s
         self._token = secrets.token_hex(16)
         self._host = ray.util.get_node_ip_address()
         self.connections = Connections(self._host, token=self._token)
         self.here = machine()
-        self.monitor = Monitor(self.here, self._ask_elsewhere)
+        self.monitor = Monitor(self.here, self._ask_elsewhere, run_directory=os.path.dirname(os.path.abspath(journal)))
+        self._hangs = HangWatch(self.monitor, self._ask_for_stacks, journal=journal, hang_s=watchfulness.hang_s)
         self._asked: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._questions: list[tuple[Any, Callable[[Condition | None], None]]] = []
         self._by_slot: dict[str, Connection] = {}
-        self._stacks: dict[str, str] = {}
-        self._stacks_asked: tuple[float, tuple[str, ...], Diagnosis | None] | None = None
-        self._noticed: set[tuple[str, str | None]] = set()
         self._ending_since = 0.0
         self._looked = self._nodes_looked = 0.0
         self._dead_nodes: set[str] = set()
@@ -117,7 +117,9 @@ class Master:
         for event in self.monitor.look():
             self._apply(event)
         self._hear_answers()
-        self._look_for_hang()
+        if (found := self._hangs.look()) is not None:
+            logger.warning("%s: %s", found.slot, found.text)
+            self._apply(found)
         if not self.context.is_durable:
             self.context.flush()
 
@@ -131,10 +133,14 @@ class Master:
             self._by_slot[slot] = connection
             self._carry_out(effect for effect in pending(self.context.state) if isinstance(effect, StopTrainer))
         if "tell" in word:
-            self._apply(decode({name: value for name, value in word["tell"].items() if name != "number"}))
+            told = {name: value for name, value in word["tell"].items() if name != "number"}
+            if "deadline" in told:
+                self._hear_of_deadline(**told["deadline"])
+            else:
+                self._apply(decode(told))
             connection.send({"acknowledge": word["tell"]["number"]})
         if "stacks" in word:
-            self._stacks[slot] = word["stacks"]
+            self._hangs.take(slot, word["stacks"])
 
     def _apply(self, event: Event) -> None:
         self._carry_out(self.context.apply(event))
@@ -155,6 +161,9 @@ class Master:
             case StopTrainer():
                 if TRAINER in self._by_slot:
                     self._by_slot[TRAINER].send({"stop": effect.reason})
+            case TellTrainer():
+                if TRAINER in self._by_slot:
+                    self._by_slot[TRAINER].send({"notice": effect.text})
             case EndJob():
                 logger.info("the job %s is over: %s", self.context.state.run, effect.reason)
                 self._ending_since = self._ending_since or time.monotonic()
@@ -211,54 +220,22 @@ class Master:
                 self._dead_nodes.add(node["NodeID"])
                 self.monitor.lose_node(node["NodeID"], f"its node {node['NodeManagerAddress']} is gone")
 
-    # -- hangs
+    # -- calls and hangs
 
-    def _look_for_hang(self) -> None:
-        doings = self.monitor.doings()
-        if self._stacks_asked is not None:
-            return self._conclude()
-        in_progress = [doing.method for doing in doings if doing.method]
-        patience_s = max([self._hang_s, *(3 * self.monitor.longest_s.get(method, 0.0) for method in in_progress)])
-        found, alike = find_culprit(doings, patience_s=patience_s), all_in_one_method(doings, patience_s=patience_s)
-        if found is not None:
-            asked, key = (found.culprit, *found.waiting[:1]), (found.culprit, found.waiting[0])
-        elif len(alike) > 1:
-            asked, key = tuple(doing.slot for doing in alike), (alike[0].method or "", None)
-        else:
-            self._noticed.clear()
-            return None
-        if key not in self._noticed:
-            self._noticed.add(key)
-            self._stacks.clear()
-            self._stacks_asked = (time.monotonic(), asked, found)
-            for slot in asked:
-                if slot in self._by_slot:
-                    self._by_slot[slot].send({"stacks": True})
-        return None
-
-    def _conclude(self) -> None:
-        """Name the culprit once the stacks are there, or those that come in time."""
-        assert self._stacks_asked is not None
-        since, asked, found = self._stacks_asked
-        if not set(asked) <= self._stacks.keys() and time.monotonic() - since < STACKS_WITHIN_S:
+    def _hear_of_deadline(self, role: str, ranks: list[int], method: str, timeout_s: float) -> None:
+        """A call on a group ran past its deadline: note it, and find out who holds it up."""
+        workers = self.context.state.workers
+        known = [slot for slot, one in workers.items() for rank in ranks if holds(slot, role, rank) and one.state in THERE]
+        if not known:  # of another job, not set up yet, or lost
             return
-        self._stacks_asked = None
-        if found is None:
-            method = next((doing.method for doing in self.monitor.doings() if doing.slot == asked[0] and doing.method), "")
-            found = compare_stacks(self._stacks, method=method) if len(self._stacks) > 1 else None
-        if found is not None:
-            path = self._write_stacks(found.culprit)
-            logger.warning("%s holds up the job: %s; stacks: %s", found.culprit, found.evidence, path)
-            self._apply(Noticed(found.culprit, f"it holds up the job: {found.evidence}; stacks: {path}"))
+        silent = ", ".join(map(str, ranks))
+        evidence = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}"
+        self._apply(Failed(Kind.CALL, known[0], workers[known[0]].pid, evidence))
+        self._hangs.suspect(tuple(known), f"{role}.{method}")
 
-    def _write_stacks(self, culprit: str) -> str:
-        """Keep the stacks beside a journal on a local disk."""
-        path = os.path.join(self._journal, f"stacks-{culprit}-{self.context.num_events}.txt")
-        if not os.path.isdir(self._journal):
-            return "; ".join(self._stacks)
-        with open(path, "w", encoding="utf-8") as f:
-            f.writelines(f"== {slot}\n{text}\n" for slot, text in self._stacks.items())
-        return path
+    def _ask_for_stacks(self, slot: str) -> None:
+        if slot in self._by_slot:
+            self._by_slot[slot].send({"stacks": True})
 
 
 def _end_elsewhere(name: str, pid: int, node: str) -> None:

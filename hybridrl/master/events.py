@@ -22,7 +22,7 @@ class Level(IntEnum):
 class Kind(StrEnum):
     """What a failure is. Its value is what the journal and the report say."""
 
-    CALL = "call"  # a call that did not answer; its process is well
+    CALL = "call"  # a call that did not answer before its deadline; its process is there
     DIED = "died"
     FROZEN = "frozen"  # its process is there and does nothing; it is ended, and then lost
     NODE = "node"
@@ -37,6 +37,7 @@ class Begun:
     """The first event. roles: label of the processes (roles joined by "+") -> number of them.
 
     replicas: labels whose processes do not talk to each other. levels: those that somebody in this job can carry out.
+    limits_itself: whoever that is counts failures, and ends the job after too many.
     """
 
     job: str
@@ -44,6 +45,7 @@ class Begun:
     roles: dict[str, int] = field(default_factory=dict)
     replicas: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
+    limits_itself: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,10 @@ class Left:
 
 @dataclass(frozen=True)
 class Noticed:
-    """Something that is told and not acted on: who holds up a job that hangs, a process that is slow."""
+    """Something that is told and not acted on: who holds up a job that hangs, a process that is slow, a disk that is nearly full.
+
+    slot: whom it is about; what is no process is said in words.
+    """
 
     slot: str
     text: str
@@ -153,6 +158,12 @@ def label_of(slot: str) -> str:
     return slot.rpartition("-")[0] or slot
 
 
+def holds(slot: str, role: str, rank: int) -> bool:
+    """Whether a slot's process is that of a role's rank: `actor+rollout-3` is that of `rollout` and 3."""
+    label, _, number = slot.rpartition("-")
+    return number == str(rank) and (label == role or role in label.split("+"))
+
+
 # -- effects
 
 
@@ -183,10 +194,17 @@ class StopTrainer:
 
 
 @dataclass(frozen=True)
+class TellTrainer:
+    """Have the trainer say it, where whoever started the job sees it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class EndJob:
     """End whatever process of the job is left, then the master."""
 
     reason: str
 
 
-Effect = EndProcess | Recover | StopTrainer | EndJob
+Effect = EndProcess | Recover | StopTrainer | TellTrainer | EndJob

@@ -5,6 +5,7 @@ at from outside: one that is stopped is frozen, one that works is only told abou
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,16 @@ from hybridrl.master.diagnosis import Doing
 from hybridrl.master.events import TRAINER, Event, Failed, Joined, Kind, Left, Silenced, Spoke
 from hybridrl.master.processes import STOPPED, Condition, ProcessWatch, condition
 from hybridrl.master.reducer import JobState
+from hybridrl.master.shortage import Shortages, memory_in_words
+from hybridrl.master.slowness import CALLS, Slowness
 from hybridrl.master.states import Worker
 
 SILENT_S = 4.5  # with a look every quarter of a second, a freeze is told within 5 s
 ACCOUNT_S = 0.3  # how a process ended is known once its parent has collected it
 AWAY_S = 2.0  # a master that was not looking for so long was stopped itself, and blames nobody for it
 RETURN_S = 15.0  # for a process of another machine whose connection ended, if nobody can say more
+SIZES, SIZES_EVERY_S = 7, 10.0  # growth is told over the last minute
+ROOM_EVERY_S, PACE_EVERY_S = 1.0, 5.0  # between looks at what is about to run out, and at who is slow
 
 
 @dataclass(eq=False)
@@ -39,6 +44,31 @@ class Presence:
     idle_since: float = 0.0
     is_silent: bool = False
     looked: float = 0.0  # when it was last looked at from outside
+    host: str = ""
+    ended: dict[str, deque[float]] = field(default_factory=dict)  # method -> seconds of its last calls
+    sizes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=SIZES))  # when it had so many bytes of its own
+
+    @property
+    def private(self) -> int:
+        """Bytes of memory that only this process holds, as far as it has told."""
+        return self.beat.get("private", 0)
+
+    @property
+    def growth(self) -> int:
+        """Bytes that it has more than `grown_in_s` ago."""
+        return self.private - self.sizes[0][1] if self.sizes else 0
+
+    @property
+    def grown_in_s(self) -> float:
+        return self.heard - self.sizes[0][0] if self.sizes else 0.0
+
+    def take_beat(self, beat: dict[str, Any]) -> None:
+        """Keep what a heartbeat says."""
+        self.beat = beat
+        for method, seconds in beat.get("ended", {}).items():
+            self.ended.setdefault(method, deque(maxlen=CALLS)).extend(seconds)
+        if not self.sizes or self.heard - self.sizes[-1][0] > SIZES_EVERY_S:
+            self.sizes.append((self.heard, self.private))
 
 
 # Asks about a process of another machine and calls back with a `Condition`, or with None where nobody can say.
@@ -46,14 +76,16 @@ AskElsewhere = Callable[[Presence, Callable[[Condition | None], None]], None]
 
 
 class Monitor:
-    """here: the master's own machine. ask_elsewhere: looks at a process of another one."""
+    """here: the master's own machine. ask_elsewhere: looks at a process of another one. run_directory: whose disk is watched."""
 
-    def __init__(self, here: str, ask_elsewhere: AskElsewhere, *, silent_s: float = SILENT_S) -> None:
+    def __init__(self, here: str, ask_elsewhere: AskElsewhere, *, silent_s: float = SILENT_S, run_directory: str = "") -> None:
         self.presences: dict[str, Presence] = {}
         self.longest_s: dict[str, float] = {}  # of each method, as far as heartbeats have seen it
         self._here, self._ask_elsewhere, self._silent_s = here, ask_elsewhere, silent_s
         self._looked = time.monotonic()
         self._events: list[Event] = []
+        self._shortages, self._slowness = Shortages(run_directory), Slowness()
+        self._next_look = {self._shortages: 0.0, self._slowness: 0.0}
 
     def expect(self, state: JobState) -> None:
         """Wait for the processes that a master before this one knew."""
@@ -96,7 +128,7 @@ class Monitor:
         hello = connection.introduction
         self.forget(hello["slot"])
         presence = Presence(hello["slot"], hello["name"], hello["pid"], hello["node"], hello["machine"], time.monotonic(), connection)
-        presence.idle_since = presence.heard
+        presence.idle_since, presence.host = presence.heard, hello.get("host", presence.node)
         self._watch(presence)
         self.presences[presence.slot] = presence
         size, rank = hello.get("group_size", 1), hello.get("rank", 0)
@@ -110,7 +142,7 @@ class Monitor:
             self.longest_s[before["doing"]] = max(self.longest_s[before["doing"]], before.get("for_s", 0.0))
         if doing is not None or beat.get("calls") != before.get("calls"):
             presence.idle_since = presence.heard
-        presence.beat = beat
+        presence.take_beat(beat)
 
     def forget(self, slot: str) -> None:
         """Look at this process no more."""
@@ -141,7 +173,16 @@ class Monitor:
                 presence.looked = now
                 self._ask_elsewhere(presence, lambda seen, presence=presence: self._judge(presence, seen))
         events, self._events = self._events, []
-        return events
+        return [*events, *self._look_ahead(now)]
+
+    def _look_ahead(self, now: float) -> list[Event]:
+        """Return what is no failure yet."""
+        found: list[Event] = []
+        for watch, every_s in ((self._shortages, ROOM_EVERY_S), (self._slowness, PACE_EVERY_S)):
+            if now >= self._next_look[watch]:
+                self._next_look[watch] = now + every_s
+                found += watch.look(self.presences.values())
+        return found
 
     def lose_node(self, node: str, evidence: str) -> None:
         """Count every process of a node as lost."""
@@ -195,7 +236,7 @@ class Monitor:
         for presence in list(self.presences.values()):  # asked from other threads, too
             method = presence.beat.get("doing")
             seconds = presence.beat.get("for_s", 0.0) + now - presence.heard if method else now - presence.idle_since
-            found.append(Doing(presence.slot, method, seconds))
+            found.append(Doing(presence.slot, method, seconds, presence.beat.get("did")))
         return found
 
 
@@ -203,7 +244,8 @@ def _last_words(presence: Presence) -> str:
     """What a process was last heard of, for an account of its end."""
     method, memory = presence.beat.get("doing"), presence.beat.get("memory")
     does = f"; in {method} for {presence.beat.get('for_s', 0.0):.1f} s when last heard" if method else ""
-    return does + (f"; resident memory {memory / 2**30:.2f} GiB" if memory else "")
+    holds = f"; resident memory {memory / 2**30:.2f} GiB" if memory else ""
+    return does + holds + memory_in_words(presence)
 
 
 def _seen_in_words(seen: Condition | None, presence: Presence) -> str:

@@ -33,6 +33,7 @@ from hybridrl.master.events import (
     Stepped,
     StopAsked,
     StopTrainer,
+    TellTrainer,
     label_of,
 )
 from hybridrl.master.states import JOB, JOB_ENDS, ROLE, WORKER, Job, Role, Table, Worker, advance
@@ -67,6 +68,7 @@ class JobState:
     workers: dict[str, WorkerState] = field(default_factory=dict)
     replicas: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
+    limits_itself: bool = False
     spent: dict[int, int] = field(default_factory=dict)  # level -> failures answered since the last refill
     healthy_steps: int = 0  # since the last failure
     step: int = 0
@@ -116,7 +118,8 @@ def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]
         case Left():
             return _of_worker(state, event.slot, event.pid, "end"), ()
         case Noticed():
-            return replace(state, notices=(*state.notices, f"{event.slot}: {event.text}")[-KEPT_FAILURES:]), ()
+            text = f"{event.slot}: {event.text}"
+            return replace(state, notices=(*state.notices, text)[-KEPT_FAILURES:]), (TellTrainer(text),)
         case StopAsked():
             following = _advance_job(replace(state, reason=event.reason), "stop")
             return following, (StopTrainer(event.reason),) if following.state == Job.STOPPING else ()
@@ -138,7 +141,7 @@ def _begin(state: JobState, event: Begun) -> JobState:
         return state
     roles = dict.fromkeys(event.roles, str(Role.STARTING))
     known = replace(state, job=event.job, run=event.run, roles=roles, sizes=dict(event.roles))
-    return replace(known, replicas=tuple(event.replicas), levels=tuple(event.levels))
+    return replace(known, replicas=tuple(event.replicas), levels=tuple(event.levels), limits_itself=event.limits_itself)
 
 
 def _join(state: JobState, event: Joined) -> JobState:
@@ -171,7 +174,7 @@ def _step(state: JobState, event: Stepped) -> JobState:
     if event.step <= state.step:  # told twice, or played again
         return state
     steps = state.healthy_steps + 1
-    return replace(state, step=event.step, healthy_steps=steps, spent={} if steps >= REFILL_STEPS else state.spent)
+    return _when_whole(replace(state, step=event.step, healthy_steps=steps, spent={} if steps >= REFILL_STEPS else state.spent))
 
 
 def _commit(state: JobState, event: Committed) -> JobState:
@@ -237,8 +240,12 @@ def _level(state: JobState, event: Failed) -> int:
         lowest = Level.TRAINER
     elif label_of(event.slot) in state.replicas and event.kind != Kind.EXCEPTION:
         lowest = Level.REPLICA
-    able = (level for level in range(lowest, Level.ABORT) if level in state.levels and state.spent.get(level, 0) < BUDGETS[level])
-    return next(able, Level.ABORT)
+    fit = [level for level in range(lowest, Level.ABORT) if level != Level.REPLICA or label_of(event.slot) in state.replicas]
+    return next((level for level in fit if level in state.levels and _has_budget(state, level)), Level.ABORT)
+
+
+def _has_budget(state: JobState, level: int) -> bool:
+    return state.limits_itself or state.spent.get(level, 0) < BUDGETS[level]
 
 
 def _lose(state: JobState, event: Failed) -> JobState:

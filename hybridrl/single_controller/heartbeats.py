@@ -20,10 +20,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridrl.single_controller.naming import NAMESPACE
+from hybridrl.single_controller.room import MemoryGauge, disk_room
 
 logger = logging.getLogger(__name__)
 MASTER_VARIABLE = "HYBRIDRL_MASTER"  # environment variable: the master's name
@@ -31,12 +32,16 @@ INTERVAL_S = 1.0
 LOOK_AGAIN_S = 0.5  # for a master that is gone
 CONNECT_TIMEOUT_S = 5.0
 KEPT_TELLS = 10_000  # while there is no master
+MEMORY, SHARED_MEMORY, RAY_DISK = "memory", "/dev/shm", "Ray's directory"  # whose room a heartbeat tells
+
+_own: "Heartbeats | None" = None  # this process's
 
 
 class Heartbeats:
     """introduction: told first on every connection. progress: returns what a heartbeat says, called in the thread.
 
-    commands: what the master may ask, by name; called in the thread with the master's word. `stacks` is answered here.
+    commands: what the master may ask, by name; called in the thread with the master's word. `stacks` is answered here, and a `notice`
+    is logged.
     """
 
     def __init__(
@@ -46,16 +51,20 @@ class Heartbeats:
         progress: Callable[[], Mapping[str, Any]],
         commands: Mapping[str, Callable[[Any], None]] | None = None,
     ) -> None:
-        self._master, self._introduction, self._progress = master, {**introduction, **identity()}, progress
-        self._commands = {"stacks": self._send_stacks, "acknowledge": self._forget_told, **(commands or {})}
+        global _own
+        host = {"host": socket.gethostname()}
+        self._master, self._introduction, self._progress = master, {**introduction, **identity(), **host}, progress
+        self._commands = {"stacks": self._send_stacks, "acknowledge": self._forget_told, "notice": logger.warning, **(commands or {})}
         self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=KEPT_TELLS)  # what the master has not acknowledged
         self._number, self._sent = 0, 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._woken, self._wake = os.pipe()
         self._connection: socket.socket | None = None
+        self._vital_signs = VitalSigns()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
+        _own = self
 
     def tell(self, data: Mapping[str, Any]) -> None:
         """Have the master told, in order and exactly once, whether it is there now or comes back later."""
@@ -73,6 +82,9 @@ class Heartbeats:
 
     def stop(self, *, timeout_s: float = 2.0) -> None:
         """Say good-bye and end the thread."""
+        global _own
+        if _own is self:
+            _own = None
         self._stopped.set()
         os.write(self._wake, b".")
         self._thread.join(timeout_s)
@@ -108,7 +120,7 @@ class Heartbeats:
         next_beat, received = time.monotonic(), b""
         while not self._stopped.is_set():
             if time.monotonic() >= next_beat:
-                self._send({"beat": {**self._progress(), **_vital_signs()}})
+                self._send({"beat": {**self._progress(), **self._vital_signs.read()}})
                 next_beat = max(next_beat + INTERVAL_S, time.monotonic())
             self._send_told()
             ready = select.select([connection.fileno(), self._woken], [], [], max(0.0, next_beat - time.monotonic()))[0]
@@ -165,14 +177,33 @@ def identity() -> dict[str, Any]:
     return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "machine": machine()}
 
 
-def _vital_signs() -> dict[str, float]:
-    """Resident memory in bytes, seconds of CPU so far, and how many processes of this machine the kernel ended for want of memory."""
-    with open("/proc/self/statm", encoding="ascii") as f:
-        resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"memory": resident, "cpu_s": time.process_time(), "oom_kills": oom_kills()}
+class VitalSigns:
+    """What every process of a job says of itself and of its machine."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._memory, self._disks = MemoryGauge(), {SHARED_MEMORY: SHARED_MEMORY, RAY_DISK: ray.get_runtime_context().get_temp_dir()}
+
+    def read(self) -> dict[str, Any]:
+        """Return a heartbeat's part.
+
+        memory, private: bytes that are resident, and those of them that no other process shares. cpu_s: seconds of CPU so far. oom_kills:
+        see there. room: (bytes left, bytes in all) of the machine's memory and of its own disks.
+        """
+        with open("/proc/self/statm", encoding="ascii") as f:
+            resident, shared = (int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in f.read().split()[1:3])
+        room = {MEMORY: self._memory.read()} | {name: found for name, path in self._disks.items() if (found := disk_room(path))}
+        return {"memory": resident, "private": resident - shared, "cpu_s": time.process_time(), "oom_kills": oom_kills(), "room": room}
 
 
 def oom_kills() -> int:
     """Return how many processes the kernel of this machine has ended for want of memory since it was started."""
     with open("/proc/vmstat", encoding="ascii") as f:
         return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
+
+
+def tell_of_deadline(role: str, ranks: Sequence[int], method: str, timeout_s: float) -> None:
+    """Have this process's master told, if it has one, that workers did not answer a call in time."""
+    if _own is not None:
+        _own.tell({"deadline": {"role": role, "ranks": list(ranks), "method": method, "timeout_s": timeout_s}})

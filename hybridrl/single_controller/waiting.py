@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import CallTimeout, WorkerLost
+from hybridrl.single_controller.heartbeats import tell_of_deadline
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.spans import wait_span
 
@@ -80,8 +81,10 @@ def gather(
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=until, fetch_local=False)
             values |= waiting.values(done, rank_of) if done else {}
             if pending and left is not None and left <= look_s:
-                silent = ", ".join(str(rank) for rank in sorted(rank_of[p] for p in pending))
-                raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}{way_out}")
+                silent = sorted(rank_of[p] for p in pending)
+                tell_of_deadline(role, silent, method, timeout_s or 0.0)
+                names = ", ".join(map(str, silent))
+                raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{way_out}")
             look_s = min(2 * look_s, LONGEST_LOOK_S)
     return [values[reference] for reference in references]
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from hybridrl.single_controller.worker import Worker, WorkerPlace
 from hybridrl.single_controller.worker_group import free_port
 
 CONCURRENT = "concurrent"  # Ray's group of threads for methods that run beside the others
+MOST_ENDED = 50  # calls whose seconds one heartbeat tells
 
 
 class WorkerHost:
@@ -35,6 +37,8 @@ class WorkerHost:
         self.running: dict[int, tuple[str, float]] = {}  # calls in progress: `role.method` and when it began, oldest first
         self.call_numbers = itertools.count(1)
         self.num_calls = 0  # begun so far
+        self.did: str | None = None  # the call that ended last
+        self.ended: deque[tuple[str, float]] = deque(maxlen=MOST_ENDED)  # calls that no heartbeat has told yet, with their seconds
 
     def rendezvous(self) -> tuple[str, int]:
         """Return an address of this node and a free port, where rank 0 of a group may listen."""
@@ -73,9 +77,16 @@ class WorkerHost:
         self.heartbeats = Heartbeats(master, introduction, self.progress)
 
     def progress(self) -> dict[str, Any]:
-        """Return what this process does: the call that began first among those in progress, and its seconds; asked from a thread."""
+        """Return what this process does: the call that began first among those in progress, and its seconds; asked from a thread.
+
+        did: the call that ended last. ended: `role.method` -> seconds of its calls that have ended since this was asked before.
+        """
         doing, start = next(iter(list(self.running.values())), (None, 0.0))
-        return {"doing": doing, "for_s": round(time.perf_counter() - start, 3) if doing else 0.0, "calls": self.num_calls}
+        ended: dict[str, list[float]] = {}
+        for method, seconds in [self.ended.popleft() for _ in range(len(self.ended))]:
+            ended.setdefault(method, []).append(round(seconds, 4))
+        for_s = round(time.perf_counter() - start, 3) if doing else 0.0
+        return {"doing": doing, "for_s": for_s, "calls": self.num_calls, "did": self.did, "ended": ended}
 
     def describe(self) -> dict[str, Any]:
         """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id, its node."""
@@ -97,8 +108,10 @@ class WorkerHost:
             raise
         finally:
             self.running.pop(number, None)
-            name = f"{role}.{method}"
-            self.busy_s[name] = self.busy_s.get(name, 0.0) + time.perf_counter() - start
+            name, seconds = f"{role}.{method}", time.perf_counter() - start
+            self.busy_s[name] = self.busy_s.get(name, 0.0) + seconds
+            self.ended.append((name, seconds))
+            self.did = name
 
     def call_sized(self, role: str, method: str, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
         """Return the answer and its number of rows, as two objects: who needs a part of several answers asks for the numbers first."""

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -7,7 +8,8 @@ import time
 import pytest
 import ray
 
-from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
+from hybridrl.master import console
 from hybridrl.master.client import JobWatch, masters
 from hybridrl.master.journal import history, replay
 from hybridrl.master.states import Job
@@ -103,6 +105,41 @@ def test_a_driver_that_dies_before_its_first_word_leaves_no_master_behind(tmp_pa
     subprocess.run([sys.executable, "-c", program, address, str(tmp_path)], timeout=100)
     wait_until_left("job-e", timeout_s=60)
     assert replay(str(tmp_path))[0].state == Job.FAILED
+
+
+def test_a_rank_that_is_regularly_slower_is_told_to_the_trainer_and_in_the_status(tmp_path, caplog):
+    with watched_adders(tmp_path, num_ranks=2) as (watch, group):
+        for _ in range(10):
+            group.fetch([group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.05, 0.25))])
+        notice = wait_for(watch, lambda seen: seen["notices"])["notices"][0]
+        assert re.match(r"adder-1: it is slow: adder.doze took 0\.2\d s .* and 0\.0\d s for its peer, \d\.\d times as long", notice)
+        wait_for(watch, lambda seen: notice in caplog.messages)
+        assert f"notice: {notice}\n" in console.status(watch.run, None)
+
+
+def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_looked_at_at_once(tmp_path):
+    with watched_adders(tmp_path, num_ranks=2) as (watch, group):
+        late = [group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.01, 60.0))]
+        with pytest.raises(CallTimeout, match="did not answer within 2 s; still waiting for rank 1;"):
+            group.fetch(late, method="doze", timeout_s=2.0)
+        start = time.monotonic()
+        seen = wait_for(watch, lambda seen: seen["notices"])
+        assert time.monotonic() - start < 2
+        assert seen["failures"] == ("adder-1 at step 0: adder.doze() did not answer within 2 s; still waiting for rank 1",)
+        assert re.match(
+            r"adder-1: adder.doze is past its deadline: it stands at .*sample_workers.py:\d+ in doze; stacks: ", seen["notices"][0]
+        )
+        with open(seen["notices"][0].partition("stacks: ")[2]) as f:
+            assert f.read().startswith("== adder-1\n")
+        assert seen["workers"]["adder-1"]["state"] == "alive"
+
+
+def test_heartbeats_say_what_is_left_of_the_machine(tmp_path):
+    with watched_adders(tmp_path) as (watch, group):
+        beat = describe(watch)["beats"]["adder-0"]
+        assert 0 < beat["private"] < beat["memory"]
+        assert set(beat["room"]) == {"memory", "/dev/shm", "Ray's directory"}
+        assert all(0 < left <= total for left, total in beat["room"].values())
 
 
 def test_telling_waits_for_nobody_and_what_was_told_meanwhile_arrives(tmp_path):

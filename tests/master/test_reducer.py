@@ -15,12 +15,14 @@ from hybridrl.master.events import (
     Kind,
     Left,
     Level,
+    Noticed,
     Recover,
     Silenced,
     Spoke,
     Stepped,
     StopAsked,
     StopTrainer,
+    TellTrainer,
 )
 from hybridrl.master.reducer import BUDGETS, REFILL_STEPS, JobState, from_json, pending, reduce, to_json
 from hybridrl.master.states import JOB_ENDS, Job, Role, Worker
@@ -141,6 +143,24 @@ def test_a_stop_is_told_to_the_trainer_again_by_a_master_that_comes_back():
     assert pending(state) == effects
 
 
+def test_a_call_past_its_deadline_is_a_failure_that_costs_no_process_and_a_step_that_ends_shows_that_all_is_well():
+    late = Failed(Kind.CALL, "actor-0", PIDS["actor-0"], "actor.update() did not answer within 60 s; still waiting for rank 0")
+    state, (effect,) = reduce(running(), late)
+    assert (effect.level, effect.slots, state.spent) == (Level.CALL, (), {Level.CALL: 1})
+    assert (state.state, state.workers["actor-0"].state) == (Job.RUNNING, Worker.ALIVE)
+    assert state.failures == (f"actor-0 at step 0: {late.evidence}",)
+    spent, (effect,) = fold([late] * BUDGETS[Level.CALL], state)
+    assert (effect.level, spent.state) == (Level.ROLE, Job.RECOVERING)
+    assert fold([Stepped(1)], spent)[0].state == Job.RUNNING
+    assert fold([died("rollout-0"), Stepped(1)], spent)[0].state == Job.RECOVERING  # that one is still missing
+
+
+def test_what_is_noticed_is_told_to_the_trainer_and_moves_nothing():
+    state, effects = reduce(running(), Noticed("machine a", "memory is nearly full"))
+    assert effects == (TellTrainer("machine a: memory is nearly full"),)
+    assert replace(state, notices=()) == running() and state.notices == ("machine a: memory is nearly full",)
+
+
 slots = st.sampled_from((*SLOTS, "critic-0"))
 pids = st.sampled_from((*PIDS.values(), 200, 201))
 events = st.one_of(
@@ -151,6 +171,7 @@ events = st.one_of(
     st.builds(Stepped, st.integers(0, 5)),
     st.builds(lambda step: Committed(step, f"global_step_{step}"), st.integers(1, 5)),
     st.builds(Left, slots, pids),
+    st.builds(Noticed, slots, st.just("slow")),
     st.builds(StopAsked, st.just("asked")),
     st.builds(Ended, st.booleans(), st.just("done")),
 )
