@@ -36,6 +36,7 @@ class JobWatch:
 
     job: its name. run: this run of it, unlike every other. journal: a directory, on any fsspec path. levels: failures that this job
     survives, see `reducer.py`. on_stop: called, in a thread, when somebody asked for the end; by default the process gets SIGTERM.
+    limits_itself: whoever makes this counts the failures; the master ends the job for none of them.
     Raises PlacementError when this run has a master.
     """
 
@@ -49,11 +50,12 @@ class JobWatch:
         replicas: Iterable[str] = (),
         hang_s: float = Watchfulness.hang_s,
         on_stop: Callable[[str], None] | None = None,
+        limits_itself: bool = False,
     ) -> None:
         self.run, self.step, self.commit = run, 0, ""
         self._doing: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
-        begun = Begun(job, run, replicas=tuple(replicas), levels=tuple(levels))
+        begun = Begun(job, run, replicas=tuple(replicas), levels=tuple(levels), limits_itself=limits_itself)
         self.master = start_master(begun, journal, Watchfulness(hang_s))
         introduction = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
         self._on_stop, self._stop_heard = on_stop or _stop_process, False
