@@ -146,14 +146,14 @@ class JobWatch:
 
 
 def start_master(begun: Begun, journal: str, watchfulness: Watchfulness) -> Any:
-    """Start the master of a run whose trainer this process is, on this machine if it may be; return the actor without waiting for it.
+    """Start the master of a run whose trainer this process is, on the same node; return the actor without waiting for it.
 
     Raises PlacementError when the run has one.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # a soft wish is often not heard
     options = {
         "name": master_name(begun.run),
         "namespace": NAMESPACE,
