@@ -135,7 +135,7 @@ class Failover:
     def _restore(self, moment: Moment) -> None:
         trainer = self._trainer
         for role, group in trainer.trained_groups().items():
-            group.load_snapshot(*moment.engines[role])
+            group.load_snapshot(moment.engines[role])
         load_driver_state(trainer, moment.driver)
         trainer.ledger.go_back(moment.step)
         trainer.policy.reconnect()

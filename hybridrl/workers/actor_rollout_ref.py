@@ -17,7 +17,7 @@ from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine.base import Engine, MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, adapters_of, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import actor_loss
@@ -115,6 +115,10 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
         self._server = make_server(self.rollout)
         self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=self.config.trainer.call_timeout_s)
+
+    @property
+    def trained(self) -> Engine:
+        return self.actor
 
     @register(ROLLOUT_COMPUTE)
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:

@@ -4,7 +4,7 @@ from hybridrl.config.plugs import load_plugs
 from hybridrl.config.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, register
-from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine.base import Engine, MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.losses import critic_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
@@ -38,6 +38,10 @@ class CriticWorker(Snapshots, EngineWorker):
             grad_clip=critic.grad_clip,
         )
         self.critic = self._set_up(make_engine(critic.strategy, spec))
+
+    @property
+    def trained(self) -> Engine:
+        return self.critic
 
     @register(ENGINE_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:

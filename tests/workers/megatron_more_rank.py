@@ -15,9 +15,12 @@ import torch.distributed as dist
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.megatron.layout import leave_layout
+from hybridrl.workers.snapshot import part_of, put_back
 from tests.workers.engine_cases import make_batch, num_response_tokens, train, whole_weights
 from tests.workers.megatron_models import CP, MICRO, MOVES, PLAIN, POLICY, PP, SP, TP, value_loss
 from tests.workers.megatron_rank import make_engine, rows_of
+
+OFFLOADED = {"dtype": "bfloat16", "param_offload": True, "optimizer_offload": True}
 
 
 def heads(folder: Path) -> dict:
@@ -71,6 +74,38 @@ def moves(folder: Path) -> dict:
     return found
 
 
+def snapshots(folder: Path) -> dict[str, bool]:
+    """Whether an engine, and a new one, goes on from a snapshot bit for bit as the first did after it."""
+    found = {}
+    batch, num_tokens = make_batch(), num_response_tokens(make_batch())
+    layouts = {"TP2": (TP, {}), "PP2": (PP | PLAIN, {}), "DP2": ({}, {}), "DP2, bfloat16, offloaded": ({}, OFFLOADED)}
+    for name, (layout, settings) in layouts.items():
+
+        def made(layout=layout, settings=settings):
+            return make_engine(str(folder / "four layers"), layout, **settings)
+
+        def goes_on(engine):
+            said = train(engine, rows_of(engine, batch), MICRO, num_tokens=num_tokens)
+            return [step["grad_norm"] for step in said], whole_weights(engine)
+
+        engine = made()
+        first = part_of(engine)
+        goes_on(engine)
+        part = part_of(engine)
+        norms, wanted = goes_on(engine)
+        same = []
+        for again in (engine, made()):
+            put_back(again, part)
+            its_norms, its = goes_on(again)
+            same.append(its_norms == norms and all(torch.equal(its[key], wanted[key]) for key in wanted))
+            put_back(again, first)
+            goes_on(again)
+            same.append(bool((part_of(again)["tensors"] == part["tensors"]).all()))
+        found[name] = all(same)
+        leave_layout()
+    return found
+
+
 def refusals(folder: Path) -> dict[str, str]:
     batch = make_batch()
     engine = make_engine(str(folder / "qwen2"), TP)
@@ -101,7 +136,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "more store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=150))
-    found = {**heads(folder), **narrow(folder), "moves": moves(folder), "refusals": refusals(folder)}
+    found = {**heads(folder), **narrow(folder), "moves": moves(folder), "snapshots": snapshots(folder), "refusals": refusals(folder)}
     if rank == 0:
         torch.save(found, folder / "more.pt")
     dist.barrier()

@@ -63,6 +63,10 @@ def test_a_checkpoint_goes_on_under_another_layout(found, move):
     assert said[-1]["skipped"] == 0
 
 
+def test_a_snapshot_goes_back_bit_for_bit(found):
+    assert found["snapshots"] == dict.fromkeys(("TP2", "PP2", "DP2", "DP2, bfloat16, offloaded"), True)
+
+
 def test_a_step_with_an_infinite_gradient_is_skipped(found):
     assert found["refusals"]["skipped"]["skipped"] == 1.0 and found["refusals"]["unchanged"]
 

@@ -1,4 +1,4 @@
-"""What a training engine is: its settings and its eight methods.
+"""What a training engine is: its settings and its methods.
 
 An engine says *how* a model is parallel (FSDP2, Megatron-core); the worker that owns it says *what* is computed, by naming the
 outputs it wants and handing in a loss. Nothing here imports an engine.
@@ -8,7 +8,7 @@ Shapes: B rows of a batch on this rank, b rows of one micro-batch, R response wi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -87,8 +87,15 @@ class MicroBatching:
     max_tokens: int | None = None
 
 
+class Durable(NamedTuple):
+    """modules, optimizers: those whose tensors on this rank are its part of the durable state, but for random generators."""
+
+    modules: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+
+
 class Engine(Protocol):
-    """One model on all ranks of the process group. Every method but `to` is collective: all ranks call it, in the same order.
+    """One model on all ranks of the process group. Every method but `to` and `durable` is collective: all ranks call it, in the same order.
 
     `place` and `num_updates` (optimizer steps that were taken, not skipped; part of the durable state) are there after `setup`.
     """
@@ -144,6 +151,10 @@ class Engine(Protocol):
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote, also with another number of ranks. Raises CheckpointError if something is missing."""
+        ...
+
+    def durable(self) -> Durable:
+        """Return where the state is that `save` would write. Optimizers have a state for each parameter, also before the first step."""
         ...
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:

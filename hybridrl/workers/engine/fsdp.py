@@ -21,7 +21,7 @@ from hybridrl.algos.partition import micro_batches
 from hybridrl.config.workers import OptimConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching, Place
+from hybridrl.workers.engine.base import Durable, EngineConfig, LossFn, MicroBatching, Place
 from hybridrl.workers.engine.finite import check_finite, log_skipped, tensors_of
 from hybridrl.workers.engine.fsdp_state import load_state, save_state
 from hybridrl.workers.engine.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
@@ -128,6 +128,16 @@ class FSDPEngine:
         if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
             for group in self._optimizer.param_groups:
                 group.update(_hyperparameters(self.config.optim))
+
+    def durable(self) -> Durable:
+        self._reshard()
+        if self._optimizer is None:
+            return Durable([self.model], [])
+        for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
+            if not self._optimizer.state[parameter]:  # what the first step would make
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self._optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        return Durable([self.model], [self._optimizer])
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
         target = self._device if device == self._device.type else torch.device(device)

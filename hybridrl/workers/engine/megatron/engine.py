@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from hybridrl.algos.partition import micro_batches
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.base import Durable, EngineConfig, LossFn, MicroBatching
 from hybridrl.workers.engine.finite import check_finite, log_skipped, tensors_of
 from hybridrl.workers.engine.layout import lay_out, placeholder_grid, token_grid
 from hybridrl.workers.engine.megatron.architecture import transformer_config
@@ -28,7 +28,7 @@ from hybridrl.workers.engine.megatron.hf_weights import HFTensors, read_weights,
 from hybridrl.workers.engine.megatron.layout import enter_layout, place
 from hybridrl.workers.engine.megatron.network import Network
 from hybridrl.workers.engine.megatron.pieces import Piece, Sharing, piece_of
-from hybridrl.workers.engine.megatron.state import load_state, save_state
+from hybridrl.workers.engine.megatron.state import load_state, prepare_torch_adam, save_state
 from hybridrl.workers.engine.megatron.vocabulary import sharded_log_probs_and_entropy
 from hybridrl.workers.engine.model import hf_config
 from hybridrl.workers.engine.outputs import check_outputs
@@ -155,6 +155,11 @@ class MegatronEngine:
         if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
             for group in self._optimizer.param_groups:
                 group.update({"betas": tuple(self.config.optim.betas), "weight_decay": self.config.optim.weight_decay})
+
+    def durable(self) -> Durable:
+        if self._optimizer is not None:
+            prepare_torch_adam(self._optimizer)
+        return Durable(list(self.chunks), self._inner_optimizers())
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
         target = self._device if device == self._device.type else torch.device(device)

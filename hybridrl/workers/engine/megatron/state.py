@@ -88,7 +88,7 @@ def _state(chunks: list[Network], optimizer: MegatronOptimizer | None, *, is_loa
     model = {name: chunk.sharded_state_dict(metadata=dict(FORMAT)) for name, chunk in zip(names, chunks, strict=True)}
     if optimizer is None:
         return model
-    _prepare_torch_adam(optimizer)
+    prepare_torch_adam(optimizer)
     return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=dict(FORMAT))}
 
 
@@ -108,7 +108,7 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
 # -- What megatron-core 0.16 does not know about torch's own Adam, which it uses where neither Transformer Engine nor apex is.
 
 
-def _prepare_torch_adam(optimizer: MegatronOptimizer) -> None:
+def prepare_torch_adam(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that has not stepped the state that saving and loading expect, and make a distributed one leave `step` out.
 
     Torch keeps `step` with each parameter, megatron-core with each group: copying it from where it is not stored fails.
