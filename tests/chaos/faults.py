@@ -1,23 +1,51 @@
 """Middleware that plants faults into a real run: `trainer.middleware=[tests/chaos/faults.py:plant]`, told what by the environment.
 
-FAULTS: JSON, a list of {"step", "stage", "after_s", "role", "rank", "signal"}. So many seconds after that stage of that step has begun, the
-process is hit, once. FAULTS_LOG: a file that gets one JSON line per hit, {"pid", "at"} (`time.time`) and what was asked for.
+FAULTS: JSON, a list of {"step", "stage", "role", "rank", "kind", "method", "after_s"}. When that stage of that step begins the process
+is told, once, and does it to itself when it has been in `method` for so many seconds: "" is when it does nothing, None at once whatever
+it does. kind: see `victim.py`, which has to be in `actor_rollout_ref.model.external_lib`. The role "trainer" is the driver; "master"
+knows nothing of this and is killed from here.
+
+FAULTS_LOG: a file that gets one JSON line for everything that happens, with "at" (`time.time`) and "what":
+    hit      a fault, as it was told, with "pid" and what the process was "doing"
+    stage    a stage begins: "step", "name", and the "pids" of all workers
+    said     the library said "text"
+    back     Ray has started the master again: "pid"
 """
 
 import functools
 import json
+import logging
 import os
+import signal
+import socket
 import threading
 import time
 
+import ray
+
 from hybridrl.framework.stage import spec_of
+from hybridrl.master.client import masters
 
 TO_COME = json.loads(os.environ.get("FAULTS", "[]"))
 """This module outlives the loop, which is made anew after a loss: what was planted once is not planted again."""
+LIBRARY = logging.getLogger("hybridrl")
+STARTS_WITHIN_S = 10.0
 
 
 def plant(task, trainer):
+    if not any(isinstance(handler, Listener) for handler in LIBRARY.handlers):
+        LIBRARY.addHandler(Listener())
     task.use_wrapper(lambda fn: with_faults(fn, trainer))
+
+
+class Listener(logging.Handler):
+    def emit(self, record):
+        note("said", at=record.created, text=record.getMessage())
+
+
+def note(what, **entry):
+    with open(os.environ["FAULTS_LOG"], "a") as log:
+        log.write(json.dumps({"what": what, "at": time.time()} | entry) + "\n")
 
 
 def with_faults(fn, trainer):
@@ -26,24 +54,48 @@ def with_faults(fn, trainer):
     @functools.wraps(fn)
     def run(ctx):
         step = trainer.global_steps + (name == "next_batch")  # that stage counts it
+        note("stage", step=step, name=name, pids=[pid for group in trainer.groups.values() for pid in group.process_ids])
         now = {(one["role"], one["rank"]): one for one in reversed(TO_COME) if (one["step"], one["stage"]) == (step, name)}
         for fault in now.values():  # one for each process; another for the same one is for the next time
             TO_COME.remove(fault)
-            hit_later(fault, trainer)
+            tell(fault, trainer)
         return fn(ctx)
 
     return run
 
 
-def hit_later(fault, trainer):
-    if not fault["after_s"]:
-        hit(fault, trainer)
+def tell(fault, trainer):
+    if fault["role"] == "master":
+        threading.Timer(fault["after_s"], kill_master, (fault, masters()[trainer.job])).start()
         return
-    threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
+    pid = os.getpid() if fault["role"] == "trainer" else trainer.groups[fault["role"]].process_ids[fault["rank"]]
+    send(pid, json.dumps(fault | {"log": os.environ["FAULTS_LOG"]}).encode())
 
 
-def hit(fault, trainer):
-    pid = trainer.groups[fault["role"]].process_ids[fault["rank"]]
-    with open(os.environ["FAULTS_LOG"], "a") as log:
-        log.write(json.dumps(fault | {"pid": pid, "at": time.time()}) + "\n")
-    os.kill(pid, fault["signal"])
+def kill_master(fault, master):
+    pid = process_of(master)
+    note("hit", **fault, pid=pid)
+    os.kill(pid, signal.SIGKILL)
+    while (its := process_of(master)) in (None, pid):
+        time.sleep(0.01)
+    note("back", pid=its)
+
+
+def process_of(master):
+    """Its process id, or None while it is away."""
+    try:
+        return ray.get(master.describe.remote(), timeout=60)["pid"]
+    except ray.exceptions.RayError:
+        return None
+
+
+def send(pid, order):
+    until = time.monotonic() + STARTS_WITHIN_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+        while True:
+            try:
+                return outbox.sendto(order, f"\0hybridrl-victim-{pid}")
+            except ConnectionRefusedError:  # a process that was started anew and has not loaded its model yet
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,22 +16,26 @@ ON_RAY = {
     "trainer__test_freq": -1,
     "trainer__save_freq": 3,
     "trainer__middleware": f"[{ROOT / 'tests/chaos/faults.py'}:plant]",
+    "actor_rollout_ref__model__external_lib": f"[{ROOT / 'tests/chaos/victim.py'}]",
     "actor_rollout_ref__actor__shuffle": True,
 }
 SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "critic/vf_loss", "training/global_step")
 """Figures of a step that do not depend on the clock."""
 
 
-def fault(step: int, stage: str, role: str, rank: int, *, after_s: float = 0.0, number: int = signal.SIGKILL) -> dict:
-    return {"step": step, "stage": stage, "after_s": after_s, "role": role, "rank": rank, "signal": number}
+def fault(
+    step: int, stage: str, role: str, rank: int = 0, *, kind: str = "kill", method: str | None = None, after_s: float = 0.0
+) -> dict[str, object]:
+    """See `tests/chaos/faults.py`."""
+    return {"step": step, "stage": stage, "role": role, "rank": rank, "kind": kind, "method": method, "after_s": after_s}
 
 
 def run_with(folder: Path, model: Path, *faults: dict, timeout_s: float = 240.0, **changes: object) -> subprocess.CompletedProcess:
-    """Run to the end, whatever that is; `folder` gets hits.jsonl, and run/ with the metrics."""
+    """Run to the end, whatever that is; `folder` gets log.jsonl, see `events`, and run/ with the metrics."""
     folder.mkdir(exist_ok=True)
     environment = os.environ | {
         "FAULTS": json.dumps(faults),
-        "FAULTS_LOG": str(folder / "hits.jsonl"),
+        "FAULTS_LOG": str(folder / "log.jsonl"),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
@@ -40,5 +43,10 @@ def run_with(folder: Path, model: Path, *faults: dict, timeout_s: float = 240.0,
     return subprocess.run(command, env=environment, cwd=ROOT, timeout=timeout_s, capture_output=True, text=True)
 
 
+def events(folder: Path, what: str) -> list[dict]:
+    """What was noted of this kind: "hit", "stage" or "said"."""
+    return [entry for line in (folder / "log.jsonl").read_text().splitlines() if (entry := json.loads(line))["what"] == what]
+
+
 def hits(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "hits.jsonl").read_text().splitlines()]
+    return events(folder, "hit")

@@ -18,7 +18,10 @@ def undisturbed(tmp_path_factory, tiny_qwen2):
 
 
 def test_an_actor_and_a_critic_die_in_their_updates_and_the_run_ends_the_same(tmp_path, tiny_qwen2, undisturbed):
-    faults = [fault(2, "update_actor", "actor_rollout", 1, after_s=0.02), fault(3, "update_critic", "critic", 0)]
+    faults = [
+        fault(2, "update_actor", "actor_rollout", 1, method="update_actor", after_s=0.02),
+        fault(3, "update_critic", "critic", 0, method="update_critic"),
+    ]
     done = run_with(tmp_path, tiny_qwen2, *faults, **CRITIC)
     assert done.returncode == 0, done.stderr
     assert len(hits(tmp_path)) == 2
