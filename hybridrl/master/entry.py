@@ -1,5 +1,6 @@
-"""What a process runs, as text that another process can load: `module:Class` or `file.py:Class`."""
+"""What a process runs, as text that another process can load: `module:Class`, `file.py:Class`, `module:function`, `program.py --x 1`."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ import cloudpickle
 
 from hybridrl.config.import_path import load_object
 from hybridrl.errors import ConfigError
+from hybridrl.master.spec import is_script
 
 
 def entry_of(role: str, target: Any, class_name: str | None = None) -> str:
-    """Return the entry for a class or function, for `module:Class`, `module.Class` or `module::Class`, or for a module and a class's name.
+    """Return the entry for a class or function, for `module:Class`, `module.Class` or `module::Class`, for a module and a class's name, or
+    for a program with its arguments, whose path becomes an absolute one if it is a file here.
 
     A class of the program itself becomes one of its file, which is run again where the entry is loaded: what the program does belongs
     under `if __name__ == "__main__":`. Raises ConfigError for what no other process could load.
@@ -20,6 +23,9 @@ def entry_of(role: str, target: Any, class_name: str | None = None) -> str:
         return _entry_of_object(role, target)
     if class_name is not None:
         return f"{target}:{class_name}"
+    if is_script(target):
+        program, *arguments = shlex.split(target)
+        return shlex.join([str(Path(program).resolve()) if Path(program).is_file() else program, *arguments])
     target = target.replace("::", ":")
     if ":" in target:
         return target

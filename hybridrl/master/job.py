@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.entry import entry_of
 from hybridrl.master.placement import check_declared, plan_job
 from hybridrl.master.pools import RoleDraft, pools_of_roles
+from hybridrl.master.role_builder import RoleBuilder
 from hybridrl.master.spec import TRAINER, EdgeSpec, JobSpec, Resource, TrainerSpec
 from hybridrl.master.submit import RunningJob, submit
+from hybridrl.master.torchrun import parse
 from hybridrl.single_controller.plan import Plan
-
-# Names that DLRover's resource() also takes.
-RESOURCE_ALIASES = {"mem": "memory", "gpu": "accelerator", "acc": "accelerator"}
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,11 @@ class Job:
         """Return which process runs where. job: the prefix of all names."""
         return plan_job(self.spec, job)
 
-    def submit(self, job_name: str | None = None, blocking: bool = True, *, dry_run: bool = False) -> "int | RunningJob":
+    def submit(
+        self, job_name: str | None = None, blocking: bool = True, *, dry_run: bool = False, journal: str | None = None
+    ) -> "int | RunningJob":
         """Start the job; see `submit.submit`."""
-        return submit(self.spec, job_name, blocking=blocking, dry_run=dry_run)
+        return submit(self.spec, job_name, blocking=blocking, dry_run=dry_run, journal=journal)
 
     def model_dump_json(self, indent: int | None = None) -> str:
         """Return the spec as JSON."""
@@ -114,19 +114,19 @@ class DLJobBuilder:
         self._all_but = tuple(role.lower() for role in exclude)
         return self
 
-    def feeds(self, source: str, target: str) -> Self:
-        """Say that `target` works on what `source` makes."""
-        self._edges.append(EdgeSpec("feeds", source.lower(), target.lower()))
+    def feeds(self, source: str, target: str, *, weight: float = 1.0) -> Self:
+        """Say that `target` works on what `source` makes. weight: how much, in any unit; the heaviest edges stay on one machine."""
+        self._edges.append(EdgeSpec("feeds", source.lower(), target.lower(), weight))
         return self
 
-    def weights(self, source: str, target: str) -> Self:
-        """Say that `target` gets the weights of `source`."""
-        self._edges.append(EdgeSpec("weights", source.lower(), target.lower()))
+    def weights(self, source: str, target: str, *, weight: float = 1.0) -> Self:
+        """Say that `target` gets the weights of `source`. weight: as of `feeds`."""
+        self._edges.append(EdgeSpec("weights", source.lower(), target.lower(), weight))
         return self
 
     # -- its roles
 
-    def role(self, name: str) -> "RoleBuilder":
+    def role(self, name: str) -> RoleBuilder:
         """Begin a role; `run` or `train` says what its workers are. Raises ConfigError for a name that is taken."""
         name = name.lower()
         taken = name in self._drafts or (name == TRAINER and self._trainer is not None)
@@ -140,11 +140,17 @@ class DLJobBuilder:
         self._last = RoleBuilder(self, draft)
         return self._last
 
-    def workload(self, role: str, entry: Any, class_name: str | None = None) -> "RoleBuilder":
+    def workload(self, role: str, entry: Any, class_name: str | None = None) -> RoleBuilder:
         """Begin a role and say what its workers are; entry: see `RoleBuilder.run`."""
         return self.role(role).run(entry, class_name)
 
-    def trainer(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
+    def by_dlrover_run_cmd(self, command: str) -> RoleBuilder:
+        """Begin a role from a command of torchrun or dlrover-run, `torchrun --nproc_per_node=4 train.py --lr 0.1`; it is called elastic."""
+        said = parse(command)
+        role = self.workload("elastic", said.program).nnodes(said.num_nodes).nproc_per_node(said.per_node)
+        return role if said.max_restart is None else role.max_restart(said.max_restart)
+
+    def trainer(self, entry: Any, class_name: str | None = None) -> RoleBuilder:
         """Say what runs the loop: a class with `run`, or a function, see docs/master.md."""
         return self.workload(TRAINER, entry, class_name)
 
@@ -160,7 +166,7 @@ class DLJobBuilder:
 
     def _trainer_spec(self) -> TrainerSpec | None:
         draft = self._trainer
-        return draft and TrainerSpec(draft.entry, draft.resource or Resource(), draft.env, draft.labels)
+        return draft and TrainerSpec(draft.entry, draft.resource or Resource(), draft.env, draft.labels, draft.max_restart)
 
     def _collocations(self) -> list[tuple[str, ...]]:
         sets = list(self._together)
@@ -188,23 +194,23 @@ class RLJobBuilder(DLJobBuilder):
 
     job_class = RLJob
 
-    def actor(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
+    def actor(self, entry: Any, class_name: str | None = None) -> RoleBuilder:
         """The policy that is trained."""
         return self.workload("actor", entry, class_name)
 
-    def rollout(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """Who generates."""
-        return self.workload("rollout", entry, class_name)
+    def rollout(self, entry: Any, class_name: str | None = None) -> RoleBuilder:
+        """Who generates: processes that do not talk to each other, unless `restart("role")` says so."""
+        return self.workload("rollout", entry, class_name).restart("process")
 
-    def reference(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
+    def reference(self, entry: Any, class_name: str | None = None) -> RoleBuilder:
         """The policy that the trained one must stay near."""
         return self.workload("reference", entry, class_name)
 
-    def reward(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """Who judges."""
-        return self.workload("reward", entry, class_name)
+    def reward(self, entry: Any, class_name: str | None = None) -> RoleBuilder:
+        """Who judges: processes that do not talk to each other, unless `restart("role")` says so."""
+        return self.workload("reward", entry, class_name).restart("process")
 
-    def critic(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
+    def critic(self, entry: Any, class_name: str | None = None) -> RoleBuilder:
         """Who estimates values."""
         return self.workload("critic", entry, class_name)
 
@@ -213,95 +219,6 @@ class RLJobBuilder(DLJobBuilder):
         if "actor" not in self._drafts:
             raise ConfigError("RLJobBuilder: there is no actor; add .actor('module:Class'), or describe the job with DLJobBuilder")
         return super().build()
-
-
-class RoleBuilder:
-    """Describes one role. What is not a method here is one of the job's, so that the chain goes on."""
-
-    def __init__(self, job: DLJobBuilder, draft: RoleDraft):
-        self._job, self._draft = job, draft
-
-    def run(self, entry: Any, class_name: str | None = None) -> Self:
-        """Say what its workers are: a class, 'module:Class', 'module.Class', 'file.py:Class', or a module and a class's name."""
-        self._draft.entry = entry_of(self._draft.name, entry, class_name)
-        return self
-
-    train = run
-
-    def total(self, num: int = 1) -> Self:
-        """How many processes."""
-        return self._count("total", num)
-
-    def per_node(self, num: int = 1) -> Self:
-        """How many of them on one node, together on one machine; the last node has what is left."""
-        return self._count("per_node", num)
-
-    per_group = per_node
-
-    def nproc_per_node(self, num: int) -> Self:
-        """As `per_node`; with `nnodes`, the total is their product."""
-        return self._count("per_node", num)
-
-    def nnodes(self, num: int) -> Self:
-        """On how many nodes."""
-        return self._count("num_nodes", num)
-
-    def _count(self, what: str, num: int) -> Self:
-        if not isinstance(num, int) or num < 1:
-            raise ConfigError(f"role {self._draft.name!r}: {what}={num!r} must be a whole number, 1 or more")
-        if self._draft.name == TRAINER and num != 1:
-            raise ConfigError(f"role {TRAINER!r}: {what}={num}, but the trainer is one process; leave it out")
-        setattr(self._draft, what, num)
-        return self
-
-    def resource(self, cpu: float | None = None, memory: int | None = None, accelerator: float | None = None, **more: float) -> Self:
-        """What each process takes: cores, memory in MB of 2**20 bytes, devices or a part of one, Ray's custom resources by name.
-
-        Without it: a device, and a core for it. With it: no device, unless it is said or the role shares devices.
-        """
-        for alias, name in RESOURCE_ALIASES.items():
-            if alias in more and name == "memory":
-                memory = int(more.pop(alias))
-            elif alias in more:
-                accelerator = more.pop(alias)
-        self._draft.resource = Resource(cpu, memory, accelerator, more)
-        return self
-
-    def env(self, env: Mapping[str, str]) -> Self:
-        """Environment of the role's processes, before `global_env`."""
-        self._draft.env.update(env)
-        return self
-
-    def pack(self, strict: bool = False) -> Self:
-        """Its nodes may lie on the same machine. strict: all processes on one machine."""
-        return self._lie("strict_pack" if strict else "pack")
-
-    def spread(self, strict: bool = False) -> Self:
-        """Its nodes are different machines where there are enough. strict: or it does not start."""
-        return self._lie("strict_spread" if strict else "spread")
-
-    def _lie(self, strategy: str) -> Self:
-        self._draft.strategy = strategy
-        return self
-
-    def node_labels(self, labels: Mapping[str, str]) -> Self:
-        """Only on machines with these labels of Ray: `{"zone": "a"}`, `"!a"`, `"in(a,b)"`, `"!in(a,b)"`."""
-        self._draft.labels.update(labels)
-        return self
-
-    def anti_affinity(self, *roles: str) -> Self:
-        """Never on a machine where one of these roles is."""
-        self._draft.apart_from += tuple(role.lower() for role in roles)
-        return self
-
-    def end(self) -> DLJobBuilder:
-        """Return to the job; may be left out."""
-        return self._job
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._job, name)
 
 
 def plain_config(config: Any, *, key: str = "config") -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.spec import PoolSpec, Resource, RoleSpec
+from hybridrl.master.spec import MAX_RESTART, RESTART_TIMEOUT_S, PoolSpec, Resource, RoleSpec
 
 
 @dataclass
@@ -22,6 +22,10 @@ class RoleDraft:
     strategy: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
     apart_from: tuple[str, ...] = ()
+    max_restart: int = MAX_RESTART
+    restart: str = "role"
+    restart_label: str = ""
+    restart_timeout_s: float = RESTART_TIMEOUT_S
 
 
 def pools_of_roles(
@@ -47,8 +51,13 @@ def pools_of_roles(
                 resource = Resource(resource.cpu, resource.memory_mb, 0.0, resource.more)
             elif len(own) == 1 and resource.accelerator is None:
                 resource = Resource(accelerator=1.0)
-            roles[draft.name] = RoleSpec(draft.name, pool_of[draft.name], on_nodes[draft.name], draft.entry, resource, draft.env)
+            roles[draft.name] = _role(draft, pool_of[draft.name], on_nodes[draft.name], resource)
     return tuple(roles[name] for name in drafts), tuple(pools)
+
+
+def _role(draft: RoleDraft, pool: str, on_nodes: tuple[int, ...], resource: Resource) -> RoleSpec:
+    losses = (draft.max_restart, draft.restart, draft.restart_label, draft.restart_timeout_s)
+    return RoleSpec(draft.name, pool, on_nodes, draft.entry, resource, draft.env, *losses)
 
 
 def _on_nodes(drafts: Sequence[RoleDraft]) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ A builder makes one (`job.py`), and so does a trainer's `ResourcePoolManager`. W
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -18,6 +19,10 @@ COLOCATIONS = ("process", "device")
 DEVICE_TYPES = ("GPU", "CPU", "TPU", "NPU")
 EDGE_KINDS = ("feeds", "weights")
 TRAINER = "trainer"
+# Who is started again with a process that was lost: all of its role, those of its node, nobody else.
+RESTARTS = ("role", "node", "process")
+MAX_RESTART = 10
+RESTART_TIMEOUT_S = 300.0
 RESERVED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NAME", "ROLE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,7 +44,10 @@ class Resource:
 class RoleSpec:
     """A role: its processes on every node of its pool, what they run and what each takes.
 
-    entry: `module:Class` or `file.py:Class` of its workers; empty when the trainer brings the classes. on_nodes: processes per node.
+    entry: `module:Class` or `file.py:Class` of its workers, a function of the same form, or a program with its arguments (`train.py -x`);
+    empty when the trainer brings the classes. on_nodes: processes per node.
+    max_restart: losses that it survives. restart: one of `RESTARTS`. restart_label: machines with the same value of this label are one
+    node. restart_timeout_s: for those that were started again to be there.
     """
 
     name: str
@@ -48,6 +56,10 @@ class RoleSpec:
     entry: str = ""
     resource: Resource = field(default_factory=Resource)
     env: Mapping[str, str] = field(default_factory=dict)
+    max_restart: int = MAX_RESTART
+    restart: str = "role"
+    restart_label: str = ""
+    restart_timeout_s: float = RESTART_TIMEOUT_S
 
     @property
     def total(self) -> int:
@@ -74,21 +86,23 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """The process that runs the loop and calls the others. entry: a class with `run`, or a function."""
+    """The process that runs the loop and calls the others. entry: a class with `run`, or a function. max_restart: see `RoleSpec`."""
 
     entry: str
     resource: Resource = field(default_factory=Resource)
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    max_restart: int = MAX_RESTART
 
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """kind "feeds": target works on what source made; "weights": target gets source's weights."""
+    """kind "feeds": target works on what source made; "weights": target gets source's weights. weight: how much, in any unit."""
 
     kind: str
     source: str
     target: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,9 @@ class JobSpec:
 
     def pool(self, name: str) -> PoolSpec:
         return next(pool for pool in self.pools if pool.name == name)
+
+    def role(self, name: str) -> RoleSpec:
+        return next(role for role in self.roles if role.name == name)
 
     def roles_on(self, pool: str) -> list[RoleSpec]:
         return [role for role in self.roles if role.pool == pool]
@@ -165,12 +182,18 @@ def check_spec(spec: JobSpec) -> None:
         _check_role(spec, role)
     if spec.trainer is not None:
         _check_entry(TRAINER, spec.trainer.entry)
+        if is_script(spec.trainer.entry):
+            _refuse(
+                f"role {TRAINER!r}: entry={spec.trainer.entry!r} is a program, which nobody can give the groups; name a class or function"
+            )
         _check_resource(TRAINER, spec.trainer.resource)
         _check_env(TRAINER, "env", spec.trainer.env)
     for edge in spec.edges:
         _known(edge.kind, EDGE_KINDS, "kind of edge")
         for end in (edge.source, edge.target):
             _known(end, [role.name for role in spec.roles], f"{edge.kind}({edge.source!r}, {edge.target!r}): role")
+        if not (isinstance(edge.weight, int | float) and math.isfinite(edge.weight) and edge.weight >= 0):
+            _refuse(f"{edge.kind}({edge.source!r}, {edge.target!r}): weight={edge.weight!r} must be a number, 0 or more")
 
 
 def _check_pool(spec: JobSpec, pool: PoolSpec) -> None:
@@ -207,12 +230,23 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> None:
         _check_entry(name, role.entry)
     _check_resource(name, role.resource)
     _check_env(name, "env", role.env)
+    _known(role.restart, RESTARTS, f"role {name!r}: restart")
+
+
+def is_script(entry: str) -> bool:
+    """Return whether an entry is a program with its arguments, and no class or function."""
+    try:
+        return shlex.split(entry)[0].endswith(".py")
+    except (ValueError, IndexError):  # quotes that do not close, nothing
+        return False
 
 
 def _check_entry(role: str, entry: str) -> None:
+    if is_script(entry):
+        return
     module, separator, name = entry.rpartition(":")
     if not (separator and module and name.isidentifier()):
-        _refuse(f"role {role!r}: entry={entry!r} is no class; write 'module:Class', 'file.py:Class', or the class itself")
+        _refuse(f"role {role!r}: entry={entry!r} is no class; write 'module:Class', 'file.py:Class', or the class itself, or 'program.py'")
 
 
 def _check_resource(role: str, resource: Resource) -> None:

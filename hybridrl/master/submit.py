@@ -1,4 +1,4 @@
-"""`submit`: a job starts. The trainer gets a process of its own on the cluster, which launches the others and runs the loop.
+"""`submit`: a job starts. A process on the cluster keeps it: starts its trainer and all others, and starts them again.
 
 What is needed there is imported there: who submits needs neither torch nor the user's modules.
 """
@@ -6,42 +6,50 @@ What is needed there is imported there: who submits needs neither torch nor the 
 import logging
 import os
 import sys
+import tempfile
 import threading
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.import_path import load_object
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.master.placement import plan_job
 from hybridrl.master.plan_table import plan_table
-from hybridrl.master.spec import TRAINER, JobSpec
+from hybridrl.master.spec import JobSpec
 from hybridrl.single_controller.feasibility import check_feasible
-from hybridrl.single_controller.naming import NAMESPACE
-from hybridrl.single_controller.plan import Plan, actor_options
+from hybridrl.single_controller.naming import KEEPER, NAMESPACE, NOTES, RECOVERIES, master_name
+from hybridrl.single_controller.plan import Plan
 from hybridrl.single_controller.reservation import machines_of_cluster, remove_left
 from hybridrl.single_controller.waiting import gather
 
 logger = logging.getLogger(__name__)
 NAME_VARIABLE = "DLROVER_UNIFIED_JOB_NAME"  # as DLRover's users set it
-RUN_JOB = ("hybridrl.master.driver", "run_job")
-# A trainer's process outlives its loop so long, for its answer to arrive at who waits for it.
+KEEPER_CLASS = ("hybridrl.master.driver", "JobKeeper")
+# A keeper outlives its job so long, for its answer to arrive at who waits for it.
 LINGER_S = 2.0
 FIRST_ANSWER_S = 120.0  # of a process that starts; longer means that nobody gives it its core
+STOP_WITHIN_S = 45.0  # a trainer has 30 s to leave
+JOURNALS = os.path.join(tempfile.gettempdir(), f"hybridrl-{os.getuid()}", "jobs")
 
 
 @dataclass
 class RunningJob:
-    """A job that was submitted. name: the given one and six letters, so that the same job can run twice at once."""
+    """A job that was submitted.
+
+    name: of this run, the given one and six letters, so that the same job can run twice at once. journal: where its master keeps what
+    happens, on the machine of the keeper: `hybridrl job logs` reads it also when the job is over.
+    """
 
     name: str
-    trainer: Any
+    journal: str
+    keeper: Any
     outcome: Any
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return 0 when the job is over. What its trainer raised is raised here; past the time, CallTimeout."""
-        gather([self.outcome], role=TRAINER, method="run", timeout_s=timeout_s)
-        return 0
+        """Return 0 when the job is over, 143 when it was stopped. What it failed of is raised here; past the time, CallTimeout."""
+        [code] = gather([self.outcome], role=KEEPER, method="run", timeout_s=timeout_s)
+        return code
 
     def is_over(self) -> bool:
         """Return whether the job has ended, well or not."""
@@ -49,39 +57,54 @@ class RunningJob:
 
         return bool(ray.wait([self.outcome], timeout=0)[0])
 
-    def stop(self) -> None:
-        """End the job's processes, whatever they are doing, and give its devices back."""
+    def stop(self, reason: str = "RunningJob.stop()") -> None:
+        """Have the job leave, as `hybridrl job stop` does: its trainer gets SIGTERM, and 30 s later all that is left is ended."""
         import ray
 
-        ray.kill(self.trainer, no_restart=True)
+        if not self.is_over() and (master := _master(self.name)) is not None:
+            master.stop.remote(reason)
+            ray.wait([self.outcome], timeout=STOP_WITHIN_S)
+        ray.kill(self.keeper, no_restart=True)
         remove_left(self.name)
 
 
-def submit(spec: JobSpec, job_name: str | None = None, *, blocking: bool = True, dry_run: bool = False) -> int | RunningJob:
+def _master(run: str) -> Any:
+    """The master of a run; None before it has one."""
+    import ray
+
+    try:
+        return ray.get_actor(master_name(run), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def submit(
+    spec: JobSpec, job_name: str | None = None, *, blocking: bool = True, dry_run: bool = False, journal: str | None = None
+) -> int | RunningJob:
     """Start a job on the Ray cluster that this process is connected to, or RAY_ADDRESS names; without either, on one started here.
 
-    blocking: return 0 when it is over, and raise what its trainer raised; else return a `RunningJob` at once, which goes on when this
-    process ends. dry_run: print the plan, start nothing, return 0.
-    job_name: or the environment variable DLROVER_UNIFIED_JOB_NAME.
-    Raises PlacementError before anything starts when the cluster cannot hold the job, and ConfigError for a job without a trainer.
+    blocking: return 0 when it is over, 143 when somebody stopped it, and raise what it failed of; else return a `RunningJob` at once,
+    which goes on when this process ends. dry_run: print the plan, start nothing, return 0.
+    job_name: or the environment variable DLROVER_UNIFIED_JOB_NAME. journal: a directory on any fsspec path, in which every run gets one of
+    its own; by default one for temporary files, on the machine of the job's first process.
+    Raises PlacementError before anything starts when the cluster cannot hold the job.
     """
     name = job_name or os.environ.get(NAME_VARIABLE) or "job"
     if dry_run:
         sys.stdout.write(plan_table(plan_job(spec, name), spec.edges))
         return 0
     plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
-    if plan.driver is None:
-        raise ConfigError("this job has no trainer, so nothing would happen in it; add .trainer('module:Class')")
     _connect(blocking=blocking)
     check_feasible(plan.reservations(), machines_of_cluster())
-    running = _start(spec, plan, detached=not blocking)
-    logger.info("job %s has started: one trainer, worker processes: %d", plan.job, len(plan.workers()))
+    running = _start(spec, plan, name, journal=os.path.join(journal or JOURNALS, plan.job), detached=not blocking)
+    count = len(plan.workers()) + (plan.driver is not None)
+    logger.info("job %s has started; its processes: %d, its journal: %s", plan.job, count, running.journal)
     if not blocking:
         return running
     try:
         return running.wait()
     finally:
-        running.stop()
+        running.stop("who submitted the job does not wait for it any more")
 
 
 def _connect(*, blocking: bool) -> None:
@@ -95,43 +118,56 @@ def _connect(*, blocking: bool) -> None:
     ray.init(address=address or "local", include_dashboard=False if not address else None, logging_level=logging.ERROR)
 
 
-def _start(spec: JobSpec, plan: Plan, *, detached: bool) -> RunningJob:
+def _start(spec: JobSpec, plan: Plan, name: str, *, journal: str, detached: bool) -> RunningJob:
     import ray
 
-    driver = plan.driver
-    assert driver is not None
-    [bundle] = driver.reservation.bundles
-    options = actor_options(bundle) | ({"lifetime": "detached"} if detached else {})
-    if driver.reservation.labels:
-        options["label_selector"] = dict(driver.reservation.labels)
-    if driver.environment:
-        options["runtime_env"] = {"env_vars": dict(driver.environment)}
-    process = ray.remote(TrainerProcess).options(
-        name=f"{plan.job}/{TRAINER}-0", namespace=NAMESPACE, max_restarts=0, max_concurrency=2, **options
+    options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
+    if plan.driver is not None and plan.driver.reservation.labels:
+        options["label_selector"] = dict(plan.driver.reservation.labels)
+    threads = {group: 1 for group in (NOTES, RECOVERIES)}
+    process = ray.remote(num_cpus=0, concurrency_groups=threads)(JobProcess).options(
+        name=f"{plan.job}/{KEEPER}", namespace=NAMESPACE, max_restarts=0, **options
     )
-    trainer = process.remote()
+    keeper = process.remote()
     try:
-        gather([trainer.ping.remote()], role=TRAINER, method="ping", timeout_s=FIRST_ANSWER_S)
-        return RunningJob(plan.job, trainer, trainer.run.remote(spec.model_dump_json(), plan.job))
+        gather([keeper.ping.remote()], role=KEEPER, method="ping", timeout_s=FIRST_ANSWER_S)
+        return RunningJob(plan.job, journal, keeper, keeper.run.remote(spec.model_dump_json(), name, plan.job, journal))
     except BaseException:
-        ray.kill(trainer, no_restart=True)
+        ray.kill(keeper, no_restart=True)
         raise
 
 
-class TrainerProcess:
-    """The Ray actor in which a trainer runs. It owns the other processes: when it ends, they do."""
+class JobProcess:
+    """The Ray actor that keeps a job, see `driver.JobKeeper`. It owns the job's processes: when it ends, they do."""
+
+    def __init__(self) -> None:
+        self._keeper: Any = None
 
     def ping(self) -> None:
         """Return: the process is there."""
 
-    def run(self, spec: str, job: str) -> None:
-        """Launch the job and run its trainer, then end this process."""
+    def run(self, spec: str, job: str, run: str, journal: str) -> int:
+        """Run the job to its end, then end this process. Returns the exit code."""
+        import ray
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        me = ray.get_runtime_context().current_actor
         try:
-            load_object(*RUN_JOB)(JobSpec.model_validate_json(spec), job)
+            keeper_class = load_object(*KEEPER_CLASS)
+            self._keeper = keeper_class(JobSpec.model_validate_json(spec), job=job, run=run, journal=journal, me=me)
+            return self._keeper.run()
         finally:
             end = threading.Timer(LINGER_S, _end_this_process)
             end.daemon = True
             end.start()
+
+    def note(self, step: int, commit: str | None) -> None:
+        """The trainer says which step begins, or what is committed."""
+        self._keeper.note(step, commit)
+
+    def recover(self, lost: WorkerLost, names: dict[str, list[str]]) -> dict[str, Any]:
+        """The trainer has lost somebody; see `JobKeeper.recover`."""
+        return self._keeper.recover(lost, names)
 
 
 def _end_this_process() -> None:

@@ -6,12 +6,17 @@ import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hybridrl.single_controller.living_nodes import living
+
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 20.0  # for another node to end processes
 
 
-def kill_processes(places: Iterable[tuple[str, int]]) -> None:
-    """Kill the processes of worker hosts that are still there. places: node and process id of each. A node that is gone has none."""
+def kill_processes(places: Iterable[tuple[str, int]], *, gently: bool = False) -> None:
+    """Kill the processes of worker hosts that are still there. places: node and process id of each. A node that is gone has none.
+
+    gently: with SIGTERM, which they may answer as they like; else with SIGKILL.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -19,11 +24,11 @@ def kill_processes(places: Iterable[tuple[str, int]]) -> None:
     for node, process_id in places:
         on_node.setdefault(node, []).append(process_id)
     for process_id in on_node.pop(ray.get_runtime_context().get_node_id(), []):
-        kill_process(process_id)
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if on_node else set()
+        kill_process(process_id, gently=gently)
+    alive = living(on_node) if on_node else set()
     there = ray.remote(num_cpus=0)(_kill_all)
     calls = [
-        there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(ids)
+        there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(ids, gently)
         for node, ids in on_node.items()
         if node in alive
     ]
@@ -34,17 +39,17 @@ def kill_processes(places: Iterable[tuple[str, int]]) -> None:
         )
 
 
-def _kill_all(process_ids: Sequence[int]) -> None:
+def _kill_all(process_ids: Sequence[int], gently: bool) -> None:
     for process_id in process_ids:
-        kill_process(process_id)
+        kill_process(process_id, gently=gently)
 
 
-def kill_process(process_id: int) -> None:
+def kill_process(process_id: int, *, gently: bool = False) -> None:
     """Kill a process of a worker host on this node; one that is gone, or another program's by now, is left alone."""
     command = Path(f"/proc/{process_id}/cmdline")
     try:
         if b"WorkerHost" in command.read_bytes():
-            os.kill(process_id, signal.SIGKILL)
+            os.kill(process_id, signal.SIGTERM if gently else signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return
 

@@ -12,6 +12,8 @@ from hybridrl.single_controller.plan import Reservation
 
 # Packing is hard in the worst case. A search that has made so many choices stops, and Ray shall try: only what is proven is refused.
 MOST_CHOICES = 5_000
+# Reservations that share a machine.
+Unit = tuple[Reservation, ...]
 ROUNDING = 1e-6  # of amounts that add up
 SHOWN_MACHINES = 4
 SELECTOR = re.compile(r"(?P<no>!?)(?:in\((?P<many>[^()]*)\)|(?P<one>[^()!]*))")
@@ -42,36 +44,57 @@ def _matches(wanted: str, value: str | None) -> bool:
 
 def check_feasible(reservations: Sequence[Reservation], machines: Sequence[Machine]) -> None:
     """Raise PlacementError if the machines, empty but for these reservations, cannot hold all of them, each on one machine."""
-    search = _Search(sorted(reservations, key=_weight, reverse=True), machines)
+    search = _Search(sorted(((one,) for one in reservations), key=_weight, reverse=True), machines)
     search.run()
     if search.stuck_at is not None and search.choices <= MOST_CHOICES:
         raise PlacementError(search.shortage())
 
 
-def _weight(one: Reservation) -> tuple:
+def assign(units: Sequence[Unit], machines: Sequence[Machine]) -> list[int] | None:
+    """Return a machine for each unit, by its number, so that all of its reservations are there. None where none was found."""
+    order = sorted(range(len(units)), key=lambda number: _weight(units[number]), reverse=True)
+    search = _Search([units[number] for number in order], machines)
+    search.run()
+    if search.stuck_at is not None:
+        return None
+    homes = dict(zip(order, search.homes, strict=True))
+    return [homes[number] for number in range(len(units))]
+
+
+def _weight(unit: Unit) -> tuple:
     """Hardest first: what few machines suit, then what is large."""
-    scarce = sum(amount for name, amount in one.resources.items() if name not in ("CPU", "memory"))
-    return bool(one.labels), scarce, one.resources.get("CPU", 0), len(one.apart_from)
+    need = _sum(unit)
+    scarce = sum(amount for name, amount in need.items() if name not in ("CPU", "memory"))
+    return any(one.labels for one in unit), scarce, need.get("CPU", 0), sum(len(one.apart_from) for one in unit)
+
+
+def _sum(unit: Unit) -> dict[str, float]:
+    need: dict[str, float] = {}
+    for one in unit:
+        for name, amount in one.resources.items():
+            need[name] = round(need.get(name, 0) + amount, 4)
+    return need
 
 
 class _Search:
-    """Depth first over the reservations, the first machine that suits first. Machines that are alike at that moment are tried once.
+    """Depth first over units, the first machine that suits first. Machines that are alike at that moment are tried once.
 
-    stuck_at: the furthest reservation for which there was no machine, None if all have one; left, holds: what was left of every machine
-    then, and whose reservations it held.
+    homes: the machine of each unit when it has ended well. stuck_at: the furthest unit for which there was no machine, None if all have
+    one; left, holds: what was left of every machine then, and whose reservations it held.
     """
 
-    def __init__(self, order: Sequence[Reservation], machines: Sequence[Machine]):
+    def __init__(self, order: Sequence[Unit], machines: Sequence[Machine]):
         self.order, self.machines = order, machines
-        self.needs = [one.resources for one in order]
+        self.needs = [_sum(unit) for unit in order]
         self.apart: dict[str, set[str]] = {}
-        for one in order:
+        for one in (one for unit in order for one in unit):
             for other in one.apart_from:
                 self.apart.setdefault(one.pool, set()).add(other)
                 self.apart.setdefault(other, set()).add(one.pool)
         self.left = [dict(machine.resources) for machine in machines]
         self.holds: list[list[str]] = [[] for _ in machines]
         self.choices = 0
+        self.homes: list[int] = []
         self.stuck_at: int | None = None
 
     def run(self) -> None:
@@ -92,6 +115,7 @@ class _Search:
             self._take(index, home)
             taken.append(home)
             if len(taken) == len(self.order):
+                self.homes = taken
                 return
             open_choices.append(self._homes(index + 1))
         if self.order:
@@ -100,22 +124,33 @@ class _Search:
     def _homes(self, index: int) -> Iterator[int]:
         seen = set()
         for number, machine in enumerate(self.machines):
-            if self._refusal(index, number):
+            if not self._fits(index, number):
                 continue
-            labels = tuple(sorted(machine.labels.items())) if any(one.labels for one in self.order[index + 1 : index + 2]) else ()
+            labels_matter = any(one.labels for unit in self.order[index + 1 : index + 2] for one in unit)  # those with labels come first
+            labels = tuple(sorted(machine.labels.items())) if labels_matter else ()
             alike = (tuple(sorted(self.left[number].items())), labels, frozenset(self.apart.keys() & self.holds[number]))
             if alike not in seen:
                 seen.add(alike)
                 yield number
 
+    def _fits(self, index: int, number: int) -> bool:
+        """Whether a machine can hold a unit now; asked a million times for a thousand units."""
+        left = self.left[number]
+        for name, amount in self.needs[index].items():
+            if left.get(name, 0) + ROUNDING < amount:
+                return False
+        return not (self.apart or any(one.labels for one in self.order[index])) or not self._refusal(index, number)
+
     def _refusal(self, index: int, number: int) -> str:
-        """Why a machine cannot hold a reservation now, in words; empty if it can."""
-        one, left = self.order[index], self.left[number]
-        if not selects(one.labels, self.machines[number]):
-            have = {key: self.machines[number].labels.get(key, "none") for key in one.labels}
-            return f"label {_pairs(have)}, wanted {_pairs(one.labels)}"
-        if self.apart.get(one.pool, set()).intersection(self.holds[number]):
-            return f"holds {', '.join(sorted(self.apart[one.pool].intersection(self.holds[number])))}, from which it has to be apart"
+        """Why a machine cannot hold a unit now, in words; empty if it can."""
+        unit, left, held = self.order[index], self.left[number], list(self.holds[number])
+        for one in unit:
+            if not selects(one.labels, self.machines[number]):
+                have = {key: self.machines[number].labels.get(key, "none") for key in one.labels}
+                return f"label {_pairs(have)}, wanted {_pairs(one.labels)}"
+            if apart := self.apart.get(one.pool, set()).intersection(held):
+                return f"holds {', '.join(sorted(apart))}, from which it has to be apart"
+            held.append(one.pool)
         short = {name: amount for name, amount in self.needs[index].items() if left.get(name, 0) + ROUNDING < amount}
         missing = [f"{in_words(name, amount - left.get(name, 0))} missing" for name, amount in short.items()]
         return f"{', '.join(in_words(name, left.get(name, 0)) for name in short)} left, {', '.join(missing)}" if short else ""
@@ -124,17 +159,17 @@ class _Search:
         self.choices += 1
         for name, amount in self.needs[index].items():
             self.left[machine][name] -= amount
-        self.holds[machine].append(self.order[index].pool)
+        self.holds[machine] += [one.pool for one in self.order[index]]
 
     def _take_back(self, index: int, machine: int) -> None:
         for name, amount in self.needs[index].items():
             self.left[machine][name] += amount
-        self.holds[machine].pop()
+        del self.holds[machine][-len(self.order[index]) :]
 
     def shortage(self) -> str:
         """What is missing where, of the reservation it got stuck at."""
         assert self.stuck_at is not None
-        one = self.order[self.stuck_at]
+        [one] = self.order[self.stuck_at]
         wanted = ", ".join(in_words(name, amount) for name, amount in one.resources.items())
         count = len(one.bundles)
         what = f"{count} worker processes" if count > 1 else "1 worker process"

@@ -3,6 +3,8 @@
 # Names are looked up here; a driver's own namespace would hide its processes from every other driver.
 NAMESPACE = "hybridrl"
 MASTER = "master"
+KEEPER = "keeper"  # of a submitted job: the process that starts the others, and starts them again
+NOTES, RECOVERIES = "notes", "recoveries"  # its threads for what the trainer says
 
 
 def master_name(run: str) -> str:

@@ -24,6 +24,7 @@ class Reservation:
     bundles: Ray's names of resources -> amounts, memory in bytes. labels: what the machine's labels must be, as a label selector of Ray.
     apart_from: names of pools that have nothing on its machine; with its own, each of the pool's reservations is on another machine.
     spread: that too, but only where there are enough machines. way_out: what to change when no machine can hold it.
+    rather_on: the node, by Ray's id, that it should be on if there is room; "" for any.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Reservation:
     apart_from: tuple[str, ...] = ()
     spread: bool = False
     way_out: str = ""
+    rather_on: str = ""
 
     @property
     def resources(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ def reserve(reservations: Sequence[Reservation], *, strategy: str = "STRICT_PACK
     """Return one placement group for each, with all its bundles there. When one cannot be had, none stays reserved.
 
     strategy: Ray's, of the bundles of one group. Those that keep apart are reserved one after the other, each where the others are not;
-    that goes for those of other pools of the same job, too.
+    that goes for those of other pools of the same job, too. One that would rather be on some node is there if it has room.
     """
     groups: list[PlacementGroup] = []
     try:
@@ -89,6 +89,7 @@ def _ask(one: Reservation, avoided: Collection[str] = (), *, strategy: str, deta
         name=one.name,
         lifetime="detached" if detached else None,
         bundle_label_selector=[labels] * len(one.bundles) if labels else None,
+        _soft_target_node_id=one.rather_on or None if strategy == "STRICT_PACK" else None,
     )
 
 

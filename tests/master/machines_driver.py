@@ -5,14 +5,16 @@ from ray.cluster_utils import Cluster
 
 from hybridrl.errors import PlacementError
 from hybridrl.master.job import DLJobBuilder
+from hybridrl.master.packing import pack_plan
 from hybridrl.single_controller.launch import pools_of
-from hybridrl.single_controller.reservation import nodes_of
+from hybridrl.single_controller.reservation import machines_of_cluster, nodes_of
 
 ENTRY = "some.module:Class"
 
 
 def lie(name, builder):
-    pools = pools_of(builder.build().plan("job"))
+    built = builder.build()
+    pools = pools_of(pack_plan(built.plan("job"), built.spec, machines_of_cluster()))
     try:
         where = {pool: "".join(SIGN[node] for node in nodes_of(pools[pool].get_placement_groups())) for pool in pools}
         print(name, *(f"{pool}={''.join(sorted(signs))}" for pool, signs in where.items()), flush=True)
@@ -41,5 +43,10 @@ lie("spread", job().workload("a", ENTRY).total(4).spread())
 lie("labels", job().workload("a", ENTRY).node_labels({"zone": "!b"}).workload("b", ENTRY).total(2).per_node(2).node_labels({"zone": "b"}))
 lie("apart", job().workload("a", ENTRY).total(4).per_node(4).workload("b", ENTRY).total(2).spread().anti_affinity("a"))
 lie("strict_pack", job().workload("a", ENTRY).total(4).pack(strict=True))
+for name, heavy in (("heavy", ("a", "b")), ("other", ("c", "b"))):
+    three = job()
+    for role in "abc":
+        three.workload(role, ENTRY).total(2).per_node(2)
+    lie(name, three.feeds("a", "b").feeds(*heavy, weight=9).weights("b", "c"))
 ray.shutdown()
 cluster.shutdown()

@@ -21,3 +21,5 @@ def test_roles_lie_on_machines_as_was_said():
     assert out[3] in ("labels a=A b=B", "labels a=A b=C")
     assert out[4] == "apart a=A b=BC"
     assert out[5] == "strict_pack a=A"
+    assert out[6] in ("heavy a=A b=A c=B", "heavy a=A b=A c=C")  # only two of the three fit on A
+    assert out[7] in ("other a=B b=A c=A", "other a=C b=A c=A")

@@ -1,5 +1,6 @@
 """Jobs that really run: a trainer's process, worker processes, and nothing left of them."""
 
+import re
 import time
 
 import pytest
@@ -7,8 +8,11 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from hybridrl.errors import ConfigError, PlacementError
+from hybridrl.master.console import list_jobs, logs, status, stop
 from hybridrl.master.job import DLJobBuilder, RLJobBuilder
-from tests.master.sample_job import FitTrainer, Trainer, wait_for_ever
+from hybridrl.master.journal import replay
+from hybridrl.master.states import Job
+from tests.master.sample_job import FitTrainer, Leaves, Trainer, wait_for_ever
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 A = "tests.master.sample_job:Adder"
@@ -75,11 +79,27 @@ def test_a_job_that_is_not_waited_for_can_be_stopped_and_two_of_a_name_run_at_on
     (first, out1), (second, out2) = start(1), start(2)
     wait_until(lambda: out1.exists() and out2.exists())
     assert first.name != second.name and not first.is_over()
-    first.stop()
+    first.stop("asked by a test")
+    assert first.wait(timeout_s=10) == 143 and out1.read_text() == "waiting"
+    state, _ = replay(first.journal)
+    assert (state.state, state.reason) == (Job.STOPPED, "asked by a test")
     wait_until(lambda: not left_of(first.name))
     (tmp_path / "end2").write_text("")
     assert second.wait(timeout_s=120) == 0 and second.is_over() and out2.read_text() == "done"
     wait_until(lambda: not left_of(second.name))
+
+
+@pytest.mark.slow
+def test_hybridrl_job_finds_a_submitted_job_and_stops_it_and_its_trainer_may_tidy_up(tmp_path):
+    job = DLJobBuilder().device_type("CPU").config({"out": str(tmp_path / "out")}).trainer(Leaves).resource(**SMALL)
+    running = job.workload("actor", A).resource(**SMALL).build().submit("found", blocking=False, journal=str(tmp_path))
+    wait_until((tmp_path / "out").exists)
+    assert re.search(rf"^{running.name} +found +\w+ +0 +3/3 alive", list_jobs(), re.MULTILINE)
+    assert "trainer-0  alive" in status("found", None) and "trainer.run for" in status(running.name, None)
+    assert stop("found", None, timeout_s=60) == f"{running.name} has ended\n"
+    assert running.wait(timeout_s=10) == 143 and (tmp_path / "out").read_text().split() == ["works", "leaves"]
+    assert "StopAsked" in logs(running.journal, None)
+    wait_until(lambda: not left_of("found-"))
 
 
 def test_what_the_cluster_cannot_hold_is_refused_before_anything_starts(tmp_path):
@@ -88,10 +108,11 @@ def test_what_the_cluster_cannot_hold_is_refused_before_anything_starts(tmp_path
     assert not left_of("huge-")
 
 
-def test_a_job_without_a_trainer_is_described_but_not_started(capsys):
-    job = DLJobBuilder().workload("a", A).build()
+@pytest.mark.slow
+def test_workers_that_nobody_would_call_are_described_but_not_started(capsys):
+    job = DLJobBuilder().device_type("CPU").workload("a", A).resource(**SMALL).build()
     assert job.submit("quiet", dry_run=True) == 0 and "a 0 of 1" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="no trainer"):
+    with pytest.raises(ConfigError, match=r"role 'a': nobody calls Adder in a job without a trainer, and it has no run\(\)"):
         job.submit("quiet")
 
 
