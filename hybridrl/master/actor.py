@@ -42,6 +42,7 @@ from hybridrl.master.reducer import pending, to_json
 from hybridrl.master.states import JOB_ENDS, Worker
 from hybridrl.single_controller.ending import kill_process, kill_processes
 from hybridrl.single_controller.heartbeats import machine
+from hybridrl.single_controller.living_nodes import answers
 from hybridrl.single_controller.naming import NAMESPACE
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class Master:
         self._host = ray.util.get_node_ip_address()
         self.connections = Connections(self._host, token=self._token)
         self.here = machine()
-        self.monitor = Monitor(self.here, self._ask_elsewhere, run_directory=os.path.dirname(os.path.abspath(journal)))
+        self._nodes: dict[str, dict[str, Any]] = {}  # by id, as Ray tells of them
+        run_directory = os.path.dirname(os.path.abspath(journal))
+        self.monitor = Monitor(self.here, self._ask_elsewhere, self._look_at_node, run_directory=run_directory)
         self._hangs = HangWatch(self.monitor, self._ask_for_stacks, journal=journal, hang_s=watchfulness.hang_s)
         self._asked: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._questions: list[tuple[Any, Callable[[Condition | None], None]]] = []
@@ -215,10 +218,18 @@ class Master:
         if time.monotonic() - self._nodes_looked < NODES_EVERY_S:
             return
         self._nodes_looked = time.monotonic()
-        for node in ray.nodes():
-            if not node["Alive"] and node["NodeID"] not in self._dead_nodes:
-                self._dead_nodes.add(node["NodeID"])
-                self.monitor.lose_node(node["NodeID"], f"its node {node['NodeManagerAddress']} is gone")
+        self._nodes = {node["NodeID"]: node for node in ray.nodes()}
+        for node_id, node in self._nodes.items():
+            if not node["Alive"] and node_id not in self._dead_nodes:
+                self._dead_nodes.add(node_id)
+                self.monitor.lose_node(node_id, f"its node {node['NodeManagerAddress']} is gone")
+
+    def _look_at_node(self, node_id: str) -> str:
+        """Return how a node is gone, in words, if it is: Ray itself notices late that one went without a word."""
+        node = self._nodes.get(node_id)
+        if node is None or (node["Alive"] and answers(node)):
+            return ""
+        return f"its node {node['NodeManagerAddress']} is gone"
 
     # -- calls and hangs
 

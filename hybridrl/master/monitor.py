@@ -76,12 +76,23 @@ AskElsewhere = Callable[[Presence, Callable[[Condition | None], None]], None]
 
 
 class Monitor:
-    """here: the master's own machine. ask_elsewhere: looks at a process of another one. run_directory: whose disk is watched."""
+    """here: the master's own machine. ask_elsewhere: looks at a process of another one. look_at_node: returns how a node is gone, in words,
+    and "" if it is there. run_directory: whose disk is watched.
+    """
 
-    def __init__(self, here: str, ask_elsewhere: AskElsewhere, *, silent_s: float = SILENT_S, run_directory: str = "") -> None:
+    def __init__(
+        self,
+        here: str,
+        ask_elsewhere: AskElsewhere,
+        look_at_node: Callable[[str], str],
+        *,
+        silent_s: float = SILENT_S,
+        run_directory: str = "",
+    ) -> None:
         self.presences: dict[str, Presence] = {}
         self.longest_s: dict[str, float] = {}  # of each method, as far as heartbeats have seen it
         self._here, self._ask_elsewhere, self._silent_s = here, ask_elsewhere, silent_s
+        self._look_at_node = look_at_node
         self._looked = time.monotonic()
         self._events: list[Event] = []
         self._shortages, self._slowness = Shortages(run_directory), Slowness()
@@ -171,7 +182,8 @@ class Monitor:
                 self._look_here(presence, is_late=is_late)
             elif is_late or (presence.closed and not presence.looked):
                 presence.looked = now
-                self._ask_elsewhere(presence, lambda seen, presence=presence: self._judge(presence, seen))
+                if not self._is_lost_with_its_node(presence):
+                    self._ask_elsewhere(presence, lambda seen, presence=presence: self._judge(presence, seen))
         events, self._events = self._events, []
         return [*events, *self._look_ahead(now)]
 
@@ -190,9 +202,18 @@ class Monitor:
             if presence.node == node:
                 self._lose(presence, Kind.NODE, evidence)
 
+    def _is_lost_with_its_node(self, presence: Presence) -> bool:
+        """Whether it is gone because its node is; then all of that node's processes are counted as lost."""
+        evidence = self._look_at_node(presence.node) if self.presences.get(presence.slot) is presence else ""
+        if evidence:
+            self.lose_node(presence.node, evidence)
+        return bool(evidence)
+
     def _look_here(self, presence: Presence, *, is_late: bool) -> None:
         assert presence.watch is not None
         if presence.watch.is_dead:
+            if self._is_lost_with_its_node(presence):
+                return
             account = presence.watch.account()
             if account is not None or time.monotonic() - (presence.closed or presence.heard) > ACCOUNT_S:
                 self._lose(presence, Kind.DIED, account or "its process is gone")

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import CallTimeout, WorkerLost
+from hybridrl.errors import CallTimeout, ObjectLost, WorkerLost
 from hybridrl.single_controller.heartbeats import tell_of_deadline
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.spans import wait_span
 
 if TYPE_CHECKING:
-    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 # A worker that dies in a collective makes its peers fail too, often before Ray has noticed the death (15-25 ms after it): an error of
 # one rank is held back this long to see whether it is the echo of a death.
@@ -23,7 +23,14 @@ ECHO_S = 0.5
 # A look waits so long for all answers, then takes those that are there: short calls end in one, and a death is told this late at most.
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.1
 
+RAN_OUT_OF_MEMORY = re.compile(r"killed due to the node running low on memory.*?was (\S+ used / \S+) limit", re.DOTALL)
 END_OF_CONNECTION = "connection error code 2"  # all that Ray sees of a process that is killed
+END_OF_NODE = "node has died"
+UNAVAILABLE = "is temporarily unavailable"  # what Ray says while it does not know why
+GONE_WITH_ITS_NODE = (
+    "what it was given, or what it answered, lay in the memory of a node that is gone; "
+    "a run that is started again goes on from its newest commit"
+)
 LONGER = "; if it is slow and not stuck, raise trainer.call_timeout_s (or the timeout_s that the method is registered with)"
 
 
@@ -123,14 +130,25 @@ class _Waiting:
     def value(self, reference, rank: int) -> Any:
         """The value of an answer that is ready, or the exception in its place."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+        from ray.exceptions import (
+            GetTimeoutError,
+            ObjectLostError,
+            OutOfMemoryError,
+            OwnerDiedError,
+            RayActorError,
+            RayTaskError,
+            WorkerCrashedError,
+        )
 
         try:
             return ray.get(reference, timeout=self.seconds_to_arrive())
-        except (RayActorError, WorkerCrashedError) as error:
+        except (OutOfMemoryError, RayActorError, WorkerCrashedError) as error:
             raise _lost(error, self.role, rank, self.method) from None
-        except RayTaskError as error:
-            raise own_exception(error) from None
+        except (ObjectLostError, RayTaskError) as error:
+            lost = error if isinstance(error, ObjectLostError) else error.cause
+            if isinstance(lost, ObjectLostError) and not isinstance(lost, OwnerDiedError):  # which is the death of a process
+                raise ObjectLost(f"{self.role}-{rank}, {self.method}(): {GONE_WITH_ITS_NODE}") from None
+            raise (own_exception(error) if isinstance(error, RayTaskError) else error) from None
         except GetTimeoutError:
             raise CallTimeout(
                 f"{self.role}.{self.method}(): the answer of rank {rank} is ready but did not arrive in time; is its node reachable?"
@@ -159,7 +177,7 @@ def own_exception(error: "RayTaskError") -> BaseException:
     return cause
 
 
-def _lost(error: "RayActorError | WorkerCrashedError", role: str, rank: int, method: str) -> WorkerLost:
+def _lost(error: "OutOfMemoryError | RayActorError | WorkerCrashedError", role: str, rank: int, method: str) -> WorkerLost:
     """The error for a death. Whoever died is named: a worker that is well fails too when its argument is a dead one's answer."""
     died, its_rank = _ADDRESSES.get(getattr(error, "actor_id", None) or "", (role, rank))
     if its_rank != rank or role not in died.split("+"):
@@ -170,12 +188,18 @@ def _lost(error: "RayActorError | WorkerCrashedError", role: str, rank: int, met
 def in_words(report: str) -> str:
     """Return why a worker is dead, from Ray's report of it: in words where Ray only tells that a connection has ended."""
     where = " on ".join(found[1] for name in ("pid", "ip") if (found := re.search(rf"^\s*{name}: (\S+)", report, re.MULTILINE)))
+    if END_OF_NODE in report:
+        return f"its node is gone ({where})" if where else "its node is gone"
+    if UNAVAILABLE in report:
+        return "the connection to its process has ended: it is gone, or its node is"
     if END_OF_CONNECTION in report:
         process = f"its process ({where})" if where else "its process"
         return (
             f"{process} ended without a word: it was killed by a signal, crashed or left through os._exit. If its machine ran out of "
             "memory, the kernel's log says so (dmesg)"
         )
+    if short := RAN_OUT_OF_MEMORY.search(report):
+        return f"Ray ended its process because the machine ran low on memory ({short[1]})"
     # Without identifiers, and without the advice for every other case.
     wanted = [line.strip() for line in report.split("Some common causes")[0].splitlines()[:8]]
     return " ".join(line for line in wanted if line and not line.startswith(("class_name:", "actor_id:", "namespace:", "name:")))

@@ -92,18 +92,22 @@ class WorkerProcesses:
         calls = [host.setup.remote(parcel, place, environment) for host, place in zip(self.hosts, self.places, strict=True)]
         self.process_ids = gather(calls, role=self.label, method="setup", timeout_s=timeout_s)
 
-    def respawn(self, rank: int, *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """End one process, whatever it is doing, and start a new one in its place, on the same slot and with the same workers.
+    def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """End these processes, whatever they are doing, and start new ones in their places, on the same slots and with the same workers.
 
-        It is called what the old one was called, with the number of its life behind a dot. Its peers are not told: this is for groups
-        whose processes do not talk to each other. Raises PlacementError for processes that another driver started.
+        Each is called what the old one was called, with the number of its life behind a dot. Their peers are not told: this is for groups
+        whose processes do not talk to each other. Raises PlacementError for processes that another driver started, and where a slot's
+        node was lost and no other has room.
         """
-        again, pool = self._require_own(rank)
-        self._end_for_certain([rank])
-        self._start_next_life(rank, again, pool)
+        again, pool = self._require_own(ranks[0])
+        self._end_for_certain(ranks)
+        pool.wait_placed()
+        for rank in ranks:
+            self._start_next_life(rank, again, pool)
         parcel = cloudpickle.dumps(again.recipes)
-        call = self.hosts[rank].setup.remote(parcel, self.places[rank], again.environment)
-        [self.process_ids[rank]] = gather([call], [rank], role=self.label, method="setup", timeout_s=timeout_s)
+        calls = [self.hosts[rank].setup.remote(parcel, self.places[rank], again.environment) for rank in ranks]
+        for rank, process_id in zip(ranks, gather(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s), strict=True):
+            self.process_ids[rank] = process_id
 
     def rebuild(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """End all processes, whatever they are doing, and start new ones in their places, which meet at an address of their own.
@@ -112,6 +116,7 @@ class WorkerProcesses:
         """
         again, pool = self._require_own(0)
         self._end_for_certain(list(range(len(self.hosts))))
+        pool.wait_placed()
         for rank in range(len(self.hosts)):
             self._start_next_life(rank, again, pool)
         self._set_up(pool, again.recipes, again.environment, timeout_s=timeout_s)
