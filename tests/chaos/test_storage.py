@@ -3,6 +3,7 @@
 The run has a mount of its own, a tmpfs of some megabytes, in a user namespace: no privileges needed where the kernel allows that.
 """
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from hybridrl.trainer.checkpoint import verify
 from tests.end_to_end.runs import settings
+from tests.workers.engine_cases import save_tiny_qwen2
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,13 @@ def fill():
             os.write(ballast, bytes(4096))
     except OSError:
         os.close(ballast)
+"""
+SAVED = """
+from tests.workers.engine_cases import make_engine
+try:
+    make_engine({model!r}).save({disk!r})
+except Exception as error:
+    print(type(error).__name__ + ":", error)
 """
 
 
@@ -77,3 +86,15 @@ def test_a_disk_that_takes_no_checkpoint_costs_that_checkpoint_only(tmp_path, ti
     assert words[harm] in said and "run/global_step_1 is committed as before; training goes on" in said
     there = sorted(path.name for path in (kept / "run").glob("global_step*"))
     assert there == ["global_step_1", "global_step_3"] and [verify(str(kept / "run" / name)) for name in there] == [1, 3]
+
+
+@pytest.mark.parametrize("size", ["16k", "64k", "128k"])
+def test_wherever_in_a_file_the_disk_is_full_it_is_told_as_full(tmp_path, size):
+    if not can_mount():
+        pytest.skip("this kernel lets nobody but root mount a tmpfs")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    code = SAVED.format(disk=str(disk), model=save_tiny_qwen2(tmp_path / "model"))
+    shell = f"mount -t tmpfs -o size={size} tmpfs {disk} && exec {sys.executable} -c {shlex.quote(code)}"
+    done = subprocess.run([*NAMESPACE, "sh", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "StorageError: rank 0 cannot write" in done.stdout, done.stderr

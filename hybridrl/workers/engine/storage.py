@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.errors import CheckpointError, StorageError
 
-STREAM_ERROR = "PytorchStreamWriter"  # in the RuntimeError of torch's own file format, where a file cannot be written
+STREAM_ERRORS = ("PytorchStreamWriter", "inline_container.cc")  # in the RuntimeErrors of torch's file format where a file cannot be written
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def raise_together(problem: Exception | None, directory: str) -> None:
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    return isinstance(error, OSError) or STREAM_ERROR in str(error)
+    return isinstance(error, OSError) or any(name in str(error) for name in STREAM_ERRORS)
 
 
 def _in_a_line(error: BaseException) -> str:
