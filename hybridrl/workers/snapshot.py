@@ -67,8 +67,9 @@ def put_back(engine: Engine, part: Part) -> None:
         )
     start = 0
     for tensor, size in zip(tensors, sizes, strict=True):
-        own = torch.from_numpy(part["tensors"][start : start + size].copy())
-        tensor.copy_(own.view(tensor.dtype).view(tensor.shape))
+        if size:  # a small tensor has no part on some ranks
+            own = torch.from_numpy(part["tensors"][start : start + size].copy())
+            tensor.copy_(own.view(tensor.dtype).view(tensor.shape))
         start += size
     for optimizer, groups in zip(durable.optimizers, part["groups"], strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.snapshot import part_of, put_back
 from tests.workers.engine_cases import (
     WHOLE,
     gradients,
@@ -52,6 +53,7 @@ def main(rank: int, folder: Path) -> None:
     found = {name: two_steps(rank, folder, case) for name, case in CASES.items()}
     found["value head"] = whole_weights(make_engine(str(folder / "tied"), kind="value", optim=None, dtype="bfloat16"))
     found |= checkpoints(rank, folder, share(batch, rank, 17), num_response_tokens(batch))
+    found["snapshot"] = snapshot(folder, share(batch, rank, 17))
     found["too long"] = refusal(lambda: too_long(rank, folder))
     found["damaged"] = refusal(lambda: make_engine(str(folder / "damaged")))
     torch.save(found, folder / f"rank_{rank}.pt")
@@ -102,6 +104,28 @@ def checkpoints(rank: int, folder: Path, mine, num_tokens: float) -> dict:
         "from one rank": from_one_rank,
         "from one rank, a step later": whole_weights(other),
     }
+
+
+def snapshot(folder: Path, mine) -> bool:
+    """Whether a critic, and a new one, goes on from a snapshot bit for bit. Rank 1 has nothing of the value head's one row."""
+
+    def goes_on(engine) -> tuple[dict, dict]:
+        engine.forward_backward(mine, WHOLE, lambda out, rows: (out["values"].square().sum(), {}), outputs=("values",))
+        return engine.optimizer_step(), whole_weights(engine)
+
+    def made():
+        return make_engine(str(folder / "tied"), kind="value")
+
+    engine = made()
+    goes_on(engine)
+    part = part_of(engine)
+    said, wanted = goes_on(engine)
+    same = []
+    for again in (engine, made()):
+        put_back(again, part)
+        its, found = goes_on(again)
+        same.append(its == said and all(torch.equal(found[name], wanted[name]) for name in wanted))
+    return all(same)
 
 
 def too_long(rank: int, folder: Path) -> None:

@@ -134,6 +134,10 @@ def test_a_new_head_is_the_same_for_any_number_of_ranks(ranks, folder):
         assert all(torch.equal(rank["value head"][name], tensor) for name, tensor in expected.items())
 
 
+def test_a_critic_goes_on_from_a_snapshot_bit_for_bit_also_where_a_rank_has_nothing_of_a_tensor(ranks):
+    assert [rank["snapshot"] for rank in ranks] == [True, True]
+
+
 def test_two_ranks_go_on_from_their_checkpoint_bit_by_bit(ranks):
     for rank in ranks:
         assert rank["same draw"]
