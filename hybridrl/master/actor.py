@@ -119,6 +119,8 @@ class Master:
         self._look_at_nodes()
         for event in self.monitor.look():
             self._apply(event)
+            if isinstance(event, Failed) and event.kind == Kind.NODE:
+                self._tell_of_loss(event)
         self._hear_answers()
         if (found := self._hangs.look()) is not None:
             logger.warning("%s: %s", found.slot, found.text)
@@ -223,6 +225,13 @@ class Master:
             if not node["Alive"] and node_id not in self._dead_nodes:
                 self._dead_nodes.add(node_id)
                 self.monitor.lose_node(node_id, f"its node {node['NodeManagerAddress']} is gone")
+
+    def _tell_of_loss(self, lost: Failed) -> None:
+        """Have the trainer's calls of a worker end whose machine went without a word: Ray would let them wait until it notices."""
+        connection, trainer = self._by_slot.get(lost.slot), self._by_slot.get(TRAINER)
+        introduced = connection.introduction if connection is not None else {}
+        if trainer is not None and introduced.get("pid") == lost.pid and "actor" in introduced:
+            trainer.send({"lost": {"actor": introduced["actor"], "account": lost.evidence}})
 
     def _look_at_node(self, node_id: str) -> str:
         """Return how a node is gone, in words, if it is: Ray itself notices late that one went without a word."""

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hybridrl.single_controller import losses
 from hybridrl.single_controller.naming import NAMESPACE
 from hybridrl.single_controller.room import MemoryGauge, disk_room
 
@@ -40,8 +41,8 @@ _own: "Heartbeats | None" = None  # this process's
 class Heartbeats:
     """introduction: told first on every connection. progress: returns what a heartbeat says, called in the thread.
 
-    commands: what the master may ask, by name; called in the thread with the master's word. `stacks` is answered here, and a `notice`
-    is logged.
+    commands: what the master may ask, by name; called in the thread with the master's word. `stacks` is answered here, a `notice`
+    is logged, and calls of a worker that is said to be `lost` end.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Heartbeats:
         global _own
         host = {"host": socket.gethostname()}
         self._master, self._introduction, self._progress = master, {**introduction, **identity(), **host}, progress
-        self._commands = {"stacks": self._send_stacks, "acknowledge": self._forget_told, "notice": logger.warning, **(commands or {})}
+        answered = {"stacks": self._send_stacks, "acknowledge": self._forget_told, "notice": logger.warning}
+        self._commands = {**answered, "lost": lambda word: losses.declare(**word), **(commands or {})}
         self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=KEPT_TELLS)  # what the master has not acknowledged
         self._number, self._sent = 0, 0
         self._lock = threading.Lock()

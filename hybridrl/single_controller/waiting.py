@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import CallTimeout, ObjectLost, WorkerLost
+from hybridrl.single_controller import losses
 from hybridrl.single_controller.heartbeats import tell_of_deadline
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.spans import wait_span
@@ -87,6 +88,9 @@ def gather(
             until = look_s if left is None else min(look_s, left)
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=until, fetch_local=False)
             values |= waiting.values(done, rank_of) if done else {}
+            for answer in pending:
+                if account := losses.account_of(answer):
+                    raise WorkerLost(role, rank_of[answer], method, account)
             if pending and left is not None and left <= look_s:
                 silent = sorted(rank_of[p] for p in pending)
                 tell_of_deadline(role, silent, method, timeout_s or 0.0)

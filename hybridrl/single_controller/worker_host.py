@@ -72,8 +72,9 @@ class WorkerHost:
     def _report_to(self, master: str, place: WorkerPlace) -> None:
         import ray
 
-        name = ray.get_runtime_context().get_actor_name() or "worker"
-        introduction = {"slot": slot_of(name), "name": name, "rank": place.rank, "group_size": place.world_size}
+        context = ray.get_runtime_context()
+        name, actor = context.get_actor_name() or "worker", context.get_actor_id()
+        introduction = {"slot": slot_of(name), "name": name, "actor": actor, "rank": place.rank, "group_size": place.world_size}
         self.heartbeats = Heartbeats(master, introduction, self.progress)
 
     def progress(self) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""A node is removed without a word: how soon that is known, and what goes on. Each test has a cluster of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import metrics
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+
+def run(module, *words, timeout_s=500):
+    command = [sys.executable, "-m", f"tests.chaos.{module}", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done, said
+
+
+def told(tmp_path, *words):
+    done, said = run("lost_node_workers", tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    print(*said, sep="\n")
+    return {one["told"]: one for one in said}
+
+
+def test_a_lost_node_is_told_in_six_seconds_and_its_workers_move_to_another_without_what_it_held(tmp_path):
+    seen = told(tmp_path, "room")
+    assert seen["driver"]["seconds"] < 6 and seen["master"]["seconds"] < 6
+    assert (
+        " was lost while running doze(): its node " in seen["driver"]["text"] and " is gone; in holder.doze for " in seen["driver"]["text"]
+    )
+    assert all(account.startswith("its node ") for account in seen["master"]["accounts"])
+    assert len(set(seen["rebuilt"]["nodes"])) == 1
+    assert "lay in the memory of a node that is gone; a run that is started again goes on" in seen["object"]["text"]
+    assert seen["object"]["seconds"] < 10
+    assert seen["new"]["sizes"] == [2_000_000, 2_000_000]
+
+
+def test_without_another_node_it_is_said_what_is_missing(tmp_path):
+    seen = told(tmp_path, "none")
+    assert "no node can hold 2 worker processes" in seen["placement"]["text"] and "2 CPU missing" in seen["placement"]["text"]
+
+
+def trained(tmp_path, model, role, room="room"):
+    changes = {
+        "trainer.n_gpus_per_node": 1,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+        "trainer.total_training_steps": 4,
+        "trainer.save_freq": 2,
+        "trainer.test_freq": -1,
+    }
+    return run("lost_node", tmp_path, model, role, room, *(f"{key}={value}" for key, value in changes.items()))
+
+
+def test_a_run_goes_on_without_the_node_of_its_rollout(tmp_path, tiny_qwen2):
+    done, said = trained(tmp_path, tiny_qwen2, "rollout")
+    assert done.returncode == 0, done.stderr
+    print(*said, sep="\n")
+    failures = next(one["failures"] for one in said if "failures" in one)
+    assert "rollout-0 at step 3: its node " in failures[0] and " is gone" in failures[0]
+    assert [row["training/global_step"] for row in metrics(tmp_path / "run") if "actor/grad_norm" in row] == [1, 2, 3, 4]
+
+
+def test_a_run_that_lost_the_node_with_its_actor_says_so_and_ends_and_its_commit_is_there(tmp_path, tiny_qwen2):
+    done, said = trained(tmp_path, tiny_qwen2, "actor")
+    print(*said, done.stderr, sep="\n")
+    assert done.returncode != 0
+    assert "lay in the memory of a node that is gone" in done.stderr
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_2"]
