@@ -44,8 +44,10 @@ def run_with(folder: Path, model: Path, *faults: dict, timeout_s: float = 240.0,
 
 
 def events(folder: Path, what: str) -> list[dict]:
-    """What was noted of this kind: "hit", "stage" or "said"."""
-    return [entry for line in (folder / "log.jsonl").read_text().splitlines() if (entry := json.loads(line))["what"] == what]
+    """What was noted of this kind: "hit", "stage", "said" or "back"."""
+    path = folder / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [entry for line in lines if (entry := json.loads(line))["what"] == what]
 
 
 def hits(folder: Path) -> list[dict]:

@@ -1,0 +1,367 @@
+"""What it costs to lose a process: `python benchmarks/recovery.py [--quick]`, a row for every kind of loss, role and moment.
+
+Real runs of PPO on Ray with a tiny model: two actor, critic, reference and reward processes each, a rollout process of its own, a master.
+Processes are hit in the very call that is meant (`tests/chaos`). For each loss: seconds until the master and until the trainer knew,
+until the processes were back and the step was taken again; steps that had ended and were lost; commits that were lost; optimizer
+updates per step that is in the weights. At the end of its run, whether the parameters are those of the undisturbed run, bit for bit, and
+the seconds until no process and no file in /dev/shm was left of it. A mistake in a worker's code (exception) has to end the run: the
+seconds until it had.
+
+Rows are kept in --out/rows.jsonl: what is there is not measured again. Seconds are of this machine under its present load.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hybridrl.master.events import Failed  # noqa: E402
+from hybridrl.master.journal import history  # noqa: E402
+from hybridrl.master.processes import condition  # noqa: E402
+from hybridrl.trainer.ledger import account, read_ledger  # noqa: E402
+from tests.conftest import make_tiny_qwen2  # noqa: E402
+from tests.end_to_end.failing_runs import SAME, events, fault, hits, run_with  # noqa: E402
+from tests.end_to_end.runs import largest_difference, metrics, processes_with, weights  # noqa: E402
+
+STEPS, PER_RUN = 6, 4  # one loss in each of the steps 2 to 5
+NOTHING: dict[str, Any] = {"updates": {}}
+LEAK_WITHIN_S = 30.0
+MEMORY = Path("/dev/shm")
+ALL_ROLES = {
+    "algorithm__adv_estimator": "gae",
+    "algorithm__use_kl_in_reward": True,
+    "reward_model__enable": True,
+    "actor_rollout_ref__rollout__n_gpus_per_node": 1,
+    "trainer__colocate": "device",
+    "trainer__total_training_steps": STEPS,
+    "trainer__save_freq": 1,
+    "trainer__max_ckpt_to_keep": 2,
+    "trainer__master": True,
+}
+ROUTED = ALL_ROLES | {
+    "algorithm__adv_estimator": "grpo",
+    "algorithm__use_kl_in_reward": False,
+    "reward_model__enable": False,
+    "trainer__n_gpus_per_node": 1,
+    "actor_rollout_ref__rollout__mode": "async",
+    "actor_rollout_ref__rollout__n_gpus_per_node": 2,
+    "data__max_response_length": 40,
+}
+CONFIGS = {"all roles": ALL_ROLES, "routed": ROUTED}
+# role -> moment -> (stage, the call that it is in: "" is in none, None any). "recovery": while another role is brought back.
+MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
+    "actor": {
+        "idle": ("next_batch", ""),
+        "update": ("update_actor", "update_actor"),
+        "push": ("update_weights", "send_weights"),
+        "checkpoint": ("save_checkpoint", "save_checkpoint"),
+        "recovery": ("update_critic", "load_snapshot"),
+    },
+    "rollout": {
+        "idle": ("next_batch", ""),
+        "generation": ("gen", "generate_sequences"),
+        "push": ("update_weights", "receive_weights"),
+        "recovery": ("update_critic", "receive_weights"),
+    },
+    "ref": {"idle": ("next_batch", ""), "log-probs": ("ref", "compute_ref_log_prob"), "recovery": ("update_critic", "")},
+    "rm": {"idle": ("next_batch", ""), "scoring": ("reward", "compute_rm_score"), "recovery": ("update_critic", "")},
+    "critic": {
+        "idle": ("next_batch", ""),
+        "update": ("update_critic", "update_critic"),
+        "checkpoint": ("save_checkpoint", "save_checkpoint"),
+        "recovery": ("update_actor", "load_snapshot"),
+    },
+    "master": {
+        "idle": ("next_batch", None),
+        "generation": ("gen", None),
+        "update": ("update_actor", None),
+        "push": ("update_weights", None),
+        "checkpoint": ("save_checkpoint", None),
+        "recovery": ("update_actor", None),
+    },
+}
+AT_WORK = {"actor": "update", "rollout": "generation", "ref": "log-probs", "rm": "scoring", "critic": "update"}
+LOST = re.compile(r"step (\d+): worker (\S+)-(\d+) was lost .*going back to the end of step (\d+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Cell:
+    kind: str
+    role: str
+    rank: int
+    moment: str
+    config: str = "all roles"
+
+    def faults(self, step: int) -> list[dict]:
+        routed = self.config == "routed" and self.moment == "generation"
+        stage, method = ("gen", "serve") if routed else MOMENTS[self.role][self.moment]
+        own = fault(step, stage, self.role, self.rank, kind=self.kind, method=method, after_s=0.01 if method else 0.0)
+        if self.moment != "recovery":
+            return [own]
+        other = "actor" if stage == "update_actor" else "critic"
+        return [fault(step, stage, other, 1, method=stage), own | {"after_s": 1.0 if self.role == "master" else 0.0}]
+
+    def key(self) -> str:
+        return f"{self.kind} {self.role}-{self.rank} {self.moment} {self.config}"
+
+
+def cells() -> list[Cell]:
+    """Every cell that means something: a kind of death is the same death elsewhere, so all kinds are shown where each role works."""
+    found = []
+    for role, moments in MOMENTS.items():
+        for rank in (0, 1) if role == "actor" else (0,):
+            kinds = ("kill",) if role == "master" else ("kill", "freeze")
+            found += [Cell(kind, role, rank, moment) for kind, moment in itertools.product(kinds, moments)]
+    found += [Cell(kind, role, 0, moment) for kind in ("exit", "memory") for role, moment in AT_WORK.items()]
+    found += [Cell(kind, "rollout", 1, moment, "routed") for kind in ("kill", "freeze") for moment in ("idle", "generation")]
+    return found + [Cell("exception", role, 0, moment) for role, moment in AT_WORK.items()]
+
+
+QUICK = [
+    Cell("kill", "rollout", 0, "generation"),
+    Cell("kill", "actor", 1, "update"),
+    Cell("memory", "critic", 0, "update"),
+    Cell("freeze", "actor", 0, "update"),
+    Cell("kill", "master", 0, "update"),
+    Cell("exception", "critic", 0, "update"),
+]
+
+
+def runs_of(wanted: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells that can share a run: what is survived, of one configuration, a few at a time; a mistake ends its run."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in wanted:
+        alone = cell.kind == "exception" or (cell.role, cell.moment) == ("master", "recovery")
+        name = cell.key() if alone else f"{cell.config}, {'master' if cell.role == 'master' else 'worker'}"
+        groups.setdefault(name, []).append(cell)
+    return [group[start : start + PER_RUN] for group in groups.values() for start in range(0, len(group), PER_RUN)]
+
+
+class Bench:
+    """out: where models, runs and rows are."""
+
+    def __init__(self, out: Path):
+        self.out, self.path = out, out / "rows.jsonl"
+        out.mkdir(parents=True, exist_ok=True)
+        self.rows = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        self.model, self.judge = out / "model", out / "judge"
+        if not self.judge.is_dir():
+            self.model.mkdir(exist_ok=True)
+            make_judge(make_tiny_qwen2(self.model), self.judge)
+
+    def run(self, name: str, config: str, faults: list[dict]) -> tuple[Path, Any, float]:
+        """Returns its folder, how it ended and when."""
+        folder = self.out / f"{name}-{time.time():.0f}"
+        changes = CONFIGS[config] | ({"reward_model__model__path": self.judge} if config == "all roles" else {})
+        done = run_with(folder, self.model, *faults, timeout_s=900, **changes)
+        return folder, done, time.time()
+
+    def undisturbed(self, config: str) -> Path:
+        for folder in sorted(self.out.glob(f"undisturbed-{config.replace(' ', '-')}-*")):
+            if (folder / f"run/global_step_{STEPS}").is_dir():
+                return folder
+        folder, done, _ = self.run(f"undisturbed-{config.replace(' ', '-')}", config, [])
+        if done.returncode:
+            sys.exit(done.stderr)
+        return folder
+
+    def measure(self, group: list[Cell]) -> None:
+        faults = {cell: cell.faults(step) for step, cell in enumerate(group, 2)}
+        wanted = self.undisturbed(group[0].config)
+        files_before = {path.name for path in MEMORY.iterdir()}
+        folder, done, ended = self.run("run", group[0].config, list(itertools.chain(*faults.values())))
+        if not events(folder, "stage"):
+            print(f"{folder} did not start; its cells are for the next time\n{done.stderr}", file=sys.stderr)
+            return
+        left_s = seconds_until_nothing_is_left(folder, ended, files_before)
+        if group[0].kind == "exception":
+            same = done.returncode == 1 and "planted" in done.stderr
+        else:
+            same = done.returncode == 0 and is_same(folder, wanted)
+        if not same:
+            print(f"not as it should be: {folder}\n{done.stderr}", file=sys.stderr)
+        for cell, planted in faults.items():
+            row = asdict(cell) | {"key": cell.key(), "same": same, "left_s": left_s, "run": str(folder)}
+            row |= ended_by(folder, ended) if cell.kind == "exception" else measured(folder, wanted, cell, planted[-1])
+            self.rows.append(row)
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(line_of(row), flush=True)
+
+
+def make_judge(policy: Path, folder: Path) -> None:
+    """A reward model that reads the policy's tokens."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+
+
+def is_same(folder: Path, wanted: Path) -> bool:
+    """Whether a run ended as the other one, in every parameter and figure."""
+    ends = [weights(f / f"run/global_step_{STEPS}", f / f"hf-{time.time_ns()}") for f in (folder, wanted)]
+    rows = [[[row.get(name) for name in SAME] for row in metrics(f / "run")] for f in (folder, wanted)]
+    return largest_difference(*ends) == 0 and rows[0] == rows[1]
+
+
+def seconds_until_nothing_is_left(folder: Path, ended: float, files_before: set[str]) -> float | None:
+    """Of its processes and their files in memory; None if that did not come."""
+    pids = {pid for stage in events(folder, "stage") for pid in stage["pids"]} | {hit["pid"] for hit in hits(folder)}
+    while time.time() < ended + LEAK_WITHIN_S:
+        alive = processes_with(f"FAULTS_LOG={folder}/") or any(condition(pid).state for pid in pids)
+        if not alive and not nobodys_files(files_before):
+            return time.time() - ended
+        time.sleep(0.1)
+    return None
+
+
+def nobodys_files(before: set[str]) -> set[str]:
+    """New files in memory that no process has mapped or open: those of others, who run beside this, are somebody's."""
+    new, used = {path.name for path in MEMORY.iterdir()} - before, ""
+    for process in Path("/proc").glob("[0-9]*") if new else ():
+        with contextlib.suppress(OSError):  # it has ended
+            used += (process / "maps").read_text() + "".join(os.readlink(link) for link in (process / "fd").iterdir())
+    return {name for name in new if str(MEMORY / name) not in used}
+
+
+def ended_by(folder: Path, ended: float) -> dict[str, Any]:
+    return {"ended_s": ended - hits(folder)[0]["at"]}
+
+
+def measured(folder: Path, wanted: Path, cell: Cell, planted: dict) -> dict[str, Any]:
+    """The figures of one loss."""
+    hit = next((h for h in hits(folder) if all(h[name] == planted[name] for name in ("step", "stage", "role", "rank"))), None)
+    how = of_master if cell.role == "master" else of_replica if cell.config == "routed" else of_process
+    found = None if hit is None else how(folder, cell, hit)
+    return {"missed": True} if found is None or hit is None else found | of_ledger(folder, wanted, hit["step"])
+
+
+def of_process(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
+    """Of a process that the trainer brings back."""
+    said = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
+    told = next((e for e in said if (m := LOST.match(e["text"])) and (m[2], int(m[3])) == (cell.role, cell.rank)), None)
+    if told is None or (lost := LOST.match(told["text"])) is None:
+        return None
+    return {
+        "known_s": known(folder, hit),
+        "told_s": since(hit["at"], told["at"]),
+        "back_s": since(told["at"], first(said, "back at the end of step", after=told["at"])),
+        "again_s": since(told["at"], begun(folder, hit["step"] + 1, after=told["at"])),
+        "lost_steps": max(0, int(lost[1]) - 1 - int(lost[4])),
+    }
+
+
+def of_replica(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
+    """Of a process that the router brings back."""
+    said = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
+    out, back = (first(said, f"replica {cell.rank} {what}", after=hit["at"]) for what in ("is out of", "is back after"))
+    if out is None:
+        return None
+    return {"known_s": known(folder, hit), "told_s": since(hit["at"], out), "back_s": since(out, back), "lost_steps": 0}
+
+
+def of_master(folder: Path, cell: Cell, hit: dict) -> dict[str, Any]:
+    back = next((entry["at"] for entry in events(folder, "back") if entry["at"] > hit["at"]), None)
+    processes = {tuple(stage["pids"]) for stage in events(folder, "stage")}
+    start = begun(folder, hit["step"], after=0.0)
+    return {
+        "back_s": since(hit["at"], back),
+        "step_s": since(start, begun(folder, hit["step"] + 1, after=hit["at"])),
+        "pids_changed": len(processes) - 1,
+    }
+
+
+def begun(folder: Path, step: int, *, after: float) -> float | None:
+    """When a step began, the first time since."""
+    stages = (e for e in events(folder, "stage") if (e["name"], e["step"]) == ("next_batch", step))
+    return next((entry["at"] for entry in stages if entry["at"] >= after), None)
+
+
+def first(said: list[dict], text: str, *, after: float) -> float | None:
+    return next((entry["at"] for entry in said if entry["at"] >= after and text in entry["text"]), None)
+
+
+def since(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+def known(folder: Path, hit: dict) -> float | None:
+    """Seconds until the master had it in its journal."""
+    for journal in (folder / "run/master").iterdir():
+        for entry in history(str(journal)):
+            if isinstance(entry.event, Failed) and entry.event.pid == hit["pid"]:
+                return entry.at - hit["at"]
+    return None
+
+
+def of_ledger(folder: Path, wanted: Path, step: int) -> dict[str, Any]:
+    """Updates of the step that are in the weights, as a share of those of the undisturbed run, and what is missing."""
+    told, expected = (account(read_ledger(str(f / "run/ledger.jsonl"))) for f in (folder, wanted))
+    share = updates_of(told.steps, step) / updates_of(expected.steps, step)
+    return {"updates": share, "lost_commits": STEPS - len(told.steps), "problems": told.problems()}
+
+
+def updates_of(steps: dict[int, dict], step: int) -> int:
+    """Optimizer steps of all roles in a step of a ledger."""
+    return sum(steps.get(step, NOTHING)["updates"].values()) - sum(steps.get(step - 1, NOTHING)["updates"].values())
+
+
+# -- the table
+
+COLUMNS = "loss, of, in, master knew, trainer knew, back, step again, steps lost, commits lost, updates per step, same end, nothing left"
+HEAD = f"| {COLUMNS.replace(', ', ' | ')} |\n|{'---|' * (1 + COLUMNS.count(','))}"
+
+
+def line_of(row: dict[str, Any]) -> str:
+    who = "master" if row["role"] == "master" else f"{row['role']}-{row['rank']}" + (" (routed)" if row["config"] == "routed" else "")
+    begin = f"| {row['kind']} | {who} | {row['moment']} |"
+    end = f" {'yes' if row['same'] else 'NO'} | {seconds(row['left_s'])} |"
+    if row.get("missed"):
+        return f"{begin} not hit, or not told | | | | | | |{end}"
+    if "ended_s" in row:
+        return f"{begin} | the run ended after {row['ended_s']:.1f} | | | - | - | - |{end}"
+    counts = f" {row['lost_commits']} | {row['updates']:g} |{end}"
+    if row["role"] == "master":
+        return f"{begin} | {row['pids_changed']} workers changed | {seconds(row['back_s'])} | {seconds(row['step_s'])} | 0 |{counts}"
+    times = " | ".join(seconds(row.get(name)) for name in ("known_s", "told_s", "back_s", "again_s"))
+    return f"{begin} {times} | {row['lost_steps']} |{counts}"
+
+
+def seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 1 else f"{value:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a handful of cells")
+    parser.add_argument("--only", default="", help="cells whose name has this in it, for instance 'freeze actor-0'")
+    parser.add_argument("--out", type=Path, default=Path("outputs/recovery"))
+    options = parser.parse_args()
+    bench = Bench(options.out.resolve())
+    wanted = [cell for cell in (QUICK if options.quick else cells()) if options.only in cell.key()]
+    done = {row["key"]: row for row in bench.rows}
+    print(HEAD)
+    for cell in wanted:
+        if cell.key() in done:
+            print(line_of(done[cell.key()]))
+    for group in runs_of(cell for cell in wanted if cell.key() not in done):
+        bench.measure(group)
+    if not all(row["same"] and not row.get("problems") for row in bench.rows):
+        sys.exit("not everything was as it should be")
+
+
+if __name__ == "__main__":
+    main()
