@@ -273,6 +273,8 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     if arguments.replicas < 1:
         raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(f"--port={arguments.port}: must be from 0, which is any that is free, to 65535")
     with _model_directory(arguments.model) as path:
         model = StandaloneModel(
             path=path,

@@ -1,16 +1,18 @@
 """The endpoint of the policy while it trains, and outside agents whose answers are trained on."""
 
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from hybridrl import main_ppo
+from hybridrl import cli, main_ppo
 from hybridrl.trainer.ppo import RayPPOTrainer
-from tests.end_to_end.runs import metrics, settings
+from tests.end_to_end.runs import assert_none_is_left, metrics, processes_with, settings, train
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
 pytestmark = pytest.mark.timeout(300)
@@ -55,12 +57,21 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_had_it_say(tmp_path, tiny_qwen2, ray_cluster, backend):
+@pytest.mark.parametrize(
+    ("backend", "engine"),
+    [
+        ("local", "hf"),
+        pytest.param("ray", "hf", marks=pytest.mark.slow),
+        pytest.param("ray", "vllm", marks=[pytest.mark.slow, pytest.mark.vllm]),
+    ],
+)
+def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_had_it_say(
+    tmp_path, tiny_qwen2, ray_cluster, backend, engine
+):
     port = free_port()
     (tmp_path / "agents.py").write_text(AGENTS.format(port=port, model=tiny_qwen2.name))
     seen: dict[int, list[int]] = {}
-    asked: list[int] = []
+    asked: dict[int, float] = {}  # version -> log-prob of the likeliest first token
 
     class Asking(RayPPOTrainer):
         def generate(self, ctx):
@@ -70,7 +81,10 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
         def ask(self) -> None:
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             question = [{"role": "user", "content": "How many?"}]
-            asked.append(client.chat.completions.create(model=tiny_qwen2.name, messages=question, max_tokens=4).weights_version)
+            answer = client.chat.completions.create(
+                model=tiny_qwen2.name, messages=question, max_tokens=4, logprobs=True, extra_body={"top_k": 1}
+            )
+            asked[answer.weights_version] = answer.choices[0].logprobs.content[0].logprob
 
         def update_actor(self, ctx):
             if backend == "ray":  # the rollout has processes of its own, which have time while the actor trains
@@ -85,6 +99,8 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
         actor_rollout_ref__rollout__endpoint_port=port,
         actor_rollout_ref__rollout__agent__path=tmp_path / "agents.py",
         actor_rollout_ref__rollout__agent__default_agent_loop="outside",
+        actor_rollout_ref__rollout__name=engine,
+        actor_rollout_ref__rollout__kv_cache_memory_mb=8,
         trainer__backend=backend,
         trainer__val_before_train="false",
         trainer__test_freq=-1,
@@ -93,7 +109,8 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
     )
     assert main_ppo.main(arguments, trainer_cls=Asking) == 0
     assert seen == {1: [0] * 12, 2: [1] * 12}
-    assert asked == ([0, 1] if backend == "ray" else [])
+    assert list(asked) == ([0, 1] if backend == "ray" else [])
+    assert len(set(asked.values())) == len(asked)
     last = [row for row in metrics(tmp_path / "run") if "training/rollout_probs_diff_max" in row][-1]
     assert last["training/rollout_probs_diff_max"] < 1e-4
     with pytest.raises(openai.APIConnectionError):
@@ -142,3 +159,60 @@ def test_serve_answers_with_a_models_directory_until_ctrl_c(tiny_qwen2):
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--port", "99999"], "--port=99999: must be from 0, which is any that is free, to 65535"),
+        (["--replicas", "0"], "--replicas=0: must be 1 or more"),
+        (["--max-length", "100000"], "--max-length=100000: must be from 2 to the 512 positions that the model has"),
+    ],
+)
+def test_what_serve_cannot_do_is_refused_in_one_line(tiny_qwen2, capsys, words, message):
+    assert cli.main(["serve", str(tiny_qwen2), "--device", "cpu", *words]) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+def serving(model: Path, folder: Path, *words: str) -> subprocess.Popen:
+    """`hybridrl serve` in a process group of its own; what it makes for itself goes into `folder`."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "hybridrl.cli", "serve", str(model), "--port", "0", "--device", "cpu", *words]
+    environment = os.environ | {"TMPDIR": str(folder), "RAY_TMPDIR": "/tmp", "SERVED_FOR": str(folder)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+
+
+def address_of(process: subprocess.Popen) -> str:
+    for line in process.stdout:
+        if found := re.search(r"serving \S+ at (http://127.0.0.1:\d+/v1)", line):
+            return found[1]
+    raise AssertionError(f"it ended with {process.wait()} before it answered")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_serve_by_two_vllm_processes_of_a_runs_checkpoint_survives_the_death_of_one_and_leaves_nothing(tmp_path, tiny_qwen2):
+    train(tmp_path / "run", tiny_qwen2, trainer__total_training_steps=1, trainer__test_freq=-1, trainer__val_before_train="false")
+    checkpoint, folder = tmp_path / "run/run/global_step_1", tmp_path / "s"
+    with serving(checkpoint, folder, "--engine", "vllm", "--replicas", "2", "--max-length", "64") as process:
+        try:
+            client = openai.OpenAI(base_url=address_of(process), api_key="none", max_retries=0, timeout=200)
+            asked = {"model": "global_step_1", "prompt": "Tom buys", "max_tokens": 20, "seed": 2, "extra_body": {"ignore_eos": True}}
+            whole = [client.completions.create(**asked, n=8).choices for _ in range(2)]
+            assert [choice.text for choice in whole[0]] == [choice.text for choice in whole[1]]
+            streamed = "".join(event.choices[0].text for event in client.completions.create(**asked, stream=True))
+            assert streamed == whole[0][0].text
+            [victim, _] = sorted(pid for pid in processes_with(f"SERVED_FOR={folder}") if is_replica(pid))
+            os.kill(victim, signal.SIGKILL)
+            after = client.completions.create(**asked, n=8).choices
+            assert [choice.text for choice in after] == [choice.text for choice in whole[0]]
+        finally:
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.wait(60) == 0
+    assert_none_is_left(f"SERVED_FOR={folder}")
+    assert list(folder.iterdir()) == []
+
+
+def is_replica(process_id: int) -> bool:
+    return "WorkerHost" in Path(f"/proc/{process_id}/cmdline").read_text()

@@ -74,7 +74,9 @@ class Endpoint:
             await web.TCPSite(self._runner, self.host, self.port).start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"the endpoint cannot listen on {self.host}:{self.port} ({error.strerror}); choose another port") from error
+            raise ConfigError(
+                f"the endpoint cannot listen on {self.host}:{self.port} ({error.strerror}); choose another port or host"
+            ) from error
         self.port = self._runner.addresses[0][1]
         logger.info("the policy answers at http://%s:%d/v1 as model %r", self.host, self.port, self.served.name)
 
