@@ -1,5 +1,6 @@
 """Ending worker processes for certain. `ray.kill` asks a process to end itself, and one that is frozen does not hear."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -7,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hybridrl.single_controller.living_nodes import living
+from hybridrl.single_controller.naming import NAMESPACE
+from hybridrl.single_controller.reservation import remove_left
 
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 20.0  # for another node to end processes
@@ -52,6 +55,17 @@ def kill_process(process_id: int, *, gently: bool = False) -> None:
             os.kill(process_id, signal.SIGTERM if gently else signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return
+
+
+def end_run(run: str, *, but: str = "") -> None:
+    """End every process of a run on the connected cluster, but the one of that name, and give back what the run has reserved."""
+    import ray
+
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{run}/") and entry["name"] != but:
+            with contextlib.suppress(ValueError):  # gone meanwhile
+                kill_actors([ray.get_actor(entry["name"], namespace=NAMESPACE)])
+    remove_left(run)
 
 
 def kill_actors(hosts: Sequence) -> None:

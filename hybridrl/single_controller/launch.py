@@ -26,20 +26,26 @@ def launch(
     pools: Mapping[str, Any],
     *,
     group_cls: GroupClass = RayWorkerGroup,
+    take_up: bool = False,
 ) -> dict[str, Any]:
     """Start the plan's processes on these pools and return one worker group per role. When one cannot start, none is left running.
 
+    Those on detached pools outlive the driver; take_up: go on with the ones that an earlier driver of the plan's job has left there.
     Raises PlacementError before anything starts when the connected cluster cannot hold all of the plan.
     """
     if not issubclass(group_cls, LocalWorkerGroup):
-        check_feasible(plan.reservations(), machines_of_cluster())
+        if take_up:
+            for pool in pools.values():
+                pool.take_up()
+        else:
+            check_feasible(plan.reservations(), machines_of_cluster())
         pools = {process.label: PlannedSlots(pools[process.pool], process, job=plan.job) for process in plan.processes}
     else:
         pools = {process.label: pools[process.pool] for process in plan.processes}
     groups: dict[str, Any] = {}
     try:
         for process in plan.processes:
-            groups |= _launch_process(plan, process, classes, pools[process.label], group_cls)
+            groups |= _launch_process(plan, process, classes, pools[process.label], group_cls, take_up=take_up)
     except BaseException:
         for group in groups.values():
             group.shutdown()
@@ -48,7 +54,7 @@ def launch(
 
 
 def _launch_process(
-    plan: Plan, process: ProcessPlan, classes: Mapping[str, RayClassWithInitArgs], pool: Any, group_cls: GroupClass
+    plan: Plan, process: ProcessPlan, classes: Mapping[str, RayClassWithInitArgs], pool: Any, group_cls: GroupClass, *, take_up: bool
 ) -> dict[str, Any]:
     if issubclass(group_cls, LocalWorkerGroup):
         return {role: group_cls(pool, classes[role], role=role) for role in process.roles}
@@ -60,6 +66,8 @@ def _launch_process(
         role=process.label,
         name_prefix=plan.job,
         share=process.share,
+        detached=pool.detached,
+        take_up=take_up,
         worker_env={**plan.worker_env, **process.environment},
     )
     return group.spawn(process.roles)

@@ -11,6 +11,10 @@ def master_name(run: str) -> str:
     return f"{run}/{MASTER}"
 
 
+def memory_name(run: str) -> str:
+    return f"{run}/memory"
+
+
 def slot_of(name: str) -> str:
     """Return the slot that a process fills: `run/actor-0` and `run/actor-0.2`, its second life, are both of `actor-0`."""
     return name.rpartition("/")[2].split(".")[0]

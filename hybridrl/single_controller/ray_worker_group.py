@@ -16,8 +16,10 @@ from typing import Any, Self
 from hybridrl.data_plane.batches import is_batch, size_in_bytes
 from hybridrl.single_controller.aliveness import AlivenessWatch
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
+from hybridrl.single_controller.memory import HOLD_S
 from hybridrl.single_controller.references import References
 from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.taking_up import take_up_processes
 from hybridrl.single_controller.waiting import LONGER, Fetch, gather
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
 from hybridrl.single_controller.worker_host import CONCURRENT
@@ -63,7 +65,8 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     name_prefix: the job; processes are called `{name_prefix}/{role}-{rank}`. share: part of each slot that a process takes, when
     several groups live on one pool; default: one of the pool's `max_colocate_count` parts. detached: the processes outlive this
-    driver, as the pool must too. worker_env: environment of the processes, set before anything is imported. timeout_s: for starting.
+    driver, as the pool must too. worker_env: environment of the processes, set before anything is imported. take_up: go on with the
+    processes that an earlier driver of this job has left here, if they are all there; `is_new` tells. timeout_s: for starting.
     """
 
     def __init__(
@@ -76,25 +79,26 @@ class RayWorkerGroup(WorkerGroup[W]):
         share: float | None = None,
         detached: bool = False,
         worker_env: Mapping[str, str] | None = None,
+        take_up: bool = False,
         timeout_s: float = START_TIMEOUT_S,
     ):
         if detached and not resource_pool.detached:
             raise ValueError(f"detached=True, but pool {resource_pool.name_prefix!r} ends with this driver; make it with detached=True")
         self.recipes = ray_cls_with_init.recipes(role)
-        processes = WorkerProcesses.start(
-            resource_pool,
-            self.recipes,
-            label=role,
-            name_prefix=name_prefix or f"job-{uuid.uuid4().hex[:6]}",
-            share=share or 1 / resource_pool.max_colocate_count,
-            options=ray_cls_with_init.actor_options | ({"lifetime": "detached"} if detached else {}),
-            environment=worker_env or {},
-            timeout_s=timeout_s,
-        )
+        how: dict[str, Any] = {
+            "label": role,
+            "name_prefix": name_prefix or f"job-{uuid.uuid4().hex[:6]}",
+            "share": share or 1 / resource_pool.max_colocate_count,
+            "options": ray_cls_with_init.actor_options | ({"lifetime": "detached"} if detached else {}),
+            "environment": worker_env or {},
+        }
+        processes = take_up_processes(resource_pool, self.recipes, **how) if take_up else None
+        processes = processes or WorkerProcesses.start(resource_pool, self.recipes, timeout_s=timeout_s, **how)
         self._join(processes, ray_cls_with_init.cls, role=role)
 
     def _join(self, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> None:
         super().__init__(worker_cls, role=role, world_size=len(processes.hosts))
+        self.is_new = processes.is_new
         self.processes = processes
         self._watch: AlivenessWatch | None = None
 
@@ -142,9 +146,21 @@ class RayWorkerGroup(WorkerGroup[W]):
         for rank, own_args, own_kwargs in zip(ranks, args, kwargs, strict=True):
             host = self.processes.hosts[rank]
             call = host.call_sized if sized else host.call
-            answers.append((call.options(**options) if options else call).remote(self.role, method, *own_args, **own_kwargs))
+            call = call.options(**options) if options else call
+            answers.append(call.remote(self.processes.life, self.role, method, *own_args, **own_kwargs))
         values, sizes = zip(*answers, strict=True) if sized else (answers, None)
+        return self._references(method, ranks, values, sizes)
+
+    def ask_through(self, memory: Any, method: str) -> References:
+        """Call a method on all ranks, without arguments, in the name of a `JobMemory`: the answers then outlive this driver."""
+        import ray
+
+        answers = ray.get(memory.ask.remote(self.workers, self.processes.life, self.role, method), timeout=HOLD_S)
+        return self._references(method, range(self.world_size), *answers)
+
+    def _references(self, method: str, ranks: Sequence[int], values: Sequence, sizes: Sequence | None) -> References:
         rank_of = {value.hex(): rank for value, rank in zip(values, ranks, strict=True)}
+        invocation = self.invocations.get(method)
         timeout_s = DEFAULT_TIMEOUT_S if invocation is None else invocation.timeout_s
         return References(values, ranks=ranks, fetch=Fetch(self.role, method, rank_of, self.processes.addresses, timeout_s), sizes=sizes)
 

@@ -107,10 +107,15 @@ def _nodes_of_pools(one: Reservation, pools: Collection[str]) -> set[str]:
     return {node for entry in table if entry["name"].startswith(prefixes) for node in entry["bundles_to_node_id"].values()}
 
 
-def remove_left(job: str) -> None:
-    """Give back what a job has reserved under its name and nobody holds any more."""
+def find_left(job: str) -> "dict[str, PlacementGroup]":
+    """Return what a job has reserved under its name, by name: also what an earlier driver of it has left."""
     from ray._raylet import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, placement_group_table
 
     left = [entry for entry in placement_group_table().values() if entry["name"].startswith(f"{job}/") and entry["state"] != "REMOVED"]
-    remove([PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for entry in left])
+    return {entry["name"]: PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for entry in left}
+
+
+def remove_left(job: str) -> None:
+    """Give back what a job has reserved under its name and nobody holds any more."""
+    remove(list(find_left(job).values()))

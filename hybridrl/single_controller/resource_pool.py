@@ -9,7 +9,7 @@ from hybridrl.errors import PlacementError
 from hybridrl.single_controller.feasibility import check_feasible
 from hybridrl.single_controller.plan import PoolPlan, Reservation
 from hybridrl.single_controller.rescheduling import wait_placed
-from hybridrl.single_controller.reservation import machines_of_cluster, nodes_of, remove, reserve
+from hybridrl.single_controller.reservation import find_left, machines_of_cluster, nodes_of, remove, reserve
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -146,6 +146,14 @@ class RayResourcePool(ResourcePool):
     def adopt(self, groups: "list[PlacementGroup]") -> None:
         """Take these reserved groups as the pool's nodes, one for each entry of `store` and of that size."""
         self._groups = _by_address(groups)
+
+    def take_up(self) -> None:
+        """Take as the pool's nodes what an earlier driver of the same run reserved. Raises PlacementError if that is not there."""
+        names = [one.name for one in self.reservations()]
+        found = find_left(names[0].rsplit("/", 2)[0])
+        if missing := [name for name in names if name not in found]:
+            raise PlacementError(f"{missing} are not reserved any more; the job has to be started anew")
+        self.adopt([found[name] for name in names])
 
     def slots(self) -> list[Slot]:
         """Return the place of every rank, reserved on the first call."""

@@ -36,6 +36,7 @@ class WorkerGroup(ABC, Generic[W]):
 
     def __init__(self, worker_cls: type[W], *, role: str, world_size: int):
         self.worker_cls, self.role, self.world_size = worker_cls, role, world_size
+        self.is_new = True  # not so where the workers were taken up from an earlier driver, and know their models
         self._dp_layouts: dict[str, tuple[list[int], list[bool]]] = {}
         self.invocations = invocations_of(worker_cls)
         for name, invocation in self.invocations.items():

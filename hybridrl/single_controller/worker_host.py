@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from hybridrl.errors import PlacementError
 from hybridrl.single_controller.coroutines import finish
 from hybridrl.single_controller.devices import visible_devices
 from hybridrl.single_controller.heartbeats import MASTER_VARIABLE, Heartbeats
@@ -39,6 +40,7 @@ class WorkerHost:
         self.num_calls = 0  # begun so far
         self.did: str | None = None  # the call that ended last
         self.ended: deque[tuple[str, float]] = deque(maxlen=MOST_ENDED)  # calls that no heartbeat has told yet, with their seconds
+        self.life = 1  # of the driver that may call
 
     def rendezvous(self) -> tuple[str, int]:
         """Return an address of this node and a free port, where rank 0 of a group may listen."""
@@ -92,10 +94,19 @@ class WorkerHost:
     def describe(self) -> dict[str, Any]:
         """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id, its node."""
         classes = cloudpickle.dumps({role: type(worker) for role, worker in self.workers.items()})
-        return {"classes": classes, "place": self.place, "process_id": os.getpid(), "node": _node()}
+        return {"classes": classes, "place": self.place, "process_id": os.getpid(), "node": _node(), "life": self.life}
 
-    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of one role's worker. References and futures among the arguments arrive as their values."""
+    def obey(self, life: int) -> None:
+        """From now on do what this life of the driver says; what an earlier one said and nobody has begun is refused."""
+        self.life = max(self.life, life)
+
+    def call(self, life: int, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of one role's worker. References and futures among the arguments arrive as their values.
+
+        life: of the driver who calls.
+        """
+        if life < self.life:
+            raise PlacementError(f"{role}-{self.place.rank}: {method}() was called by a driver that has been replaced meanwhile")
         start = time.perf_counter()
         number = self.num_calls = next(self.call_numbers)
         self.running[number] = (f"{role}.{method}", start)
@@ -114,9 +125,9 @@ class WorkerHost:
             self.ended.append((name, seconds))
             self.did = name
 
-    def call_sized(self, role: str, method: str, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
+    def call_sized(self, life: int, role: str, method: str, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
         """Return the answer and its number of rows, as two objects: who needs a part of several answers asks for the numbers first."""
-        value = self.call(role, method, *args, **kwargs)
+        value = self.call(life, role, method, *args, **kwargs)
         return value, len(value) if hasattr(value, "__len__") else None
 
     def ping(self) -> None:

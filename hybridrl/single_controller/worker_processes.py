@@ -39,6 +39,8 @@ class WorkerProcesses:
     places: list[WorkerPlace] = field(default_factory=list)
     start_again: "StartAgain | None" = None
     nodes: list[str] = field(default_factory=list)  # Ray's id of each process's node
+    life: int = 1  # of the driver, as the processes know it
+    is_new: bool = True
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -62,14 +64,14 @@ class WorkerProcesses:
         share: of each slot. options: further options of the Ray actors. environment: set before anything is imported.
         """
         names = [f"{name_prefix}/{label}-{rank}" for rank in range(pool.world_size)]
-        options = _actor_options(pool, recipes, share=share, options=options, environment=environment)
+        options = actor_options(pool, recipes, share=share, options=options, environment=environment)
         pool.take(f"{name_prefix}/{label}", share)
         hosts: list = []
         try:
             for name, slot in zip(names, pool.slots(), strict=True):
                 hosts.append(_start_host(name, slot, options))
             started = cls(label, hosts, names, {role: recipe.cls for role, recipe in recipes.items()}, pool=pool, nodes=_nodes_of(pool))
-            environment = {"WG_PREFIX": name_prefix, "WG_BACKEND": "ray", **_master_of(name_prefix), **environment}
+            environment = environment_of(name_prefix, environment)
             started._set_up(pool, recipes, environment, timeout_s=timeout_s)
             started.start_again = StartAgain(dict(recipes), options, environment)
             return started
@@ -135,6 +137,8 @@ class WorkerProcesses:
         stem = self.names[rank].split(f"/{self.label}-")[0]
         self.names[rank] = f"{stem}/{self.label}-{rank}.{again.lives[rank]}"
         self.hosts[rank] = _start_host(self.names[rank], pool.slots()[rank], again.options)
+        if self.life > 1:
+            self.hosts[rank].obey.remote(self.life)  # in the order of calls: before any other
         self.nodes = _nodes_of(pool)
         self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         introduce(self.addresses)
@@ -151,8 +155,10 @@ class WorkerProcesses:
         classes = cloudpickle.loads(found[0]["classes"])
         ids = [found[i]["process_id"] for i in order]
         master = (place.master_addr, place.master_port)
-        nodes = [found[i]["node"] for i in order]
-        return cls("+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, master, nodes=nodes)
+        attached = cls("+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, master, is_new=False)
+        attached.nodes, attached.places = [found[i]["node"] for i in order], [found[i]["place"] for i in order]
+        attached.life = max(entry["life"] for entry in found)
+        return attached
 
     def end(self) -> None:
         """End the processes, whatever they are doing and also if they are frozen, and give their share of the pool back."""
@@ -172,6 +178,11 @@ class StartAgain:
     options: dict[str, Any]
     environment: dict[str, str]
     lives: dict[int, int] = field(default_factory=dict)
+
+
+def environment_of(run: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what the processes of a run find in their environment, besides their place."""
+    return {"WG_PREFIX": run, "WG_BACKEND": "ray", **_master_of(run), **environment}
 
 
 def _master_of(run: str) -> dict[str, str]:
@@ -195,7 +206,7 @@ def named_host(name: str):
         raise PlacementError(f"no worker process called {name!r} is running on this cluster") from None
 
 
-def _actor_options(
+def actor_options(
     pool: RayResourcePool,
     recipes: Mapping[str, ClassWithInitArgs],
     *,
@@ -203,6 +214,7 @@ def _actor_options(
     options: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
+    """Return the options of the Ray actors behind a group, see `start`."""
     chosen: dict[str, Any] = {"num_cpus": share, "num_gpus": share if pool.use_gpu else 0, "max_restarts": 0}
     threads = max((call.concurrency for recipe in recipes.values() for call in invocations_of(recipe.cls).values()), default=1)
     if threads > 1:

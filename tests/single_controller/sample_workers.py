@@ -191,3 +191,20 @@ class Waiter(Worker):
     @register(Dispatch.DIRECT_ROLLOUT_METHOD)
     def direct(self, number: int) -> int:
         return number + self.rank
+
+
+class Counter(Worker):
+    """Remembers from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, amount: int) -> int:
+        self.number += amount
+        return self.number
+
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self) -> int:
+        return self.number

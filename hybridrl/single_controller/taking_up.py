@@ -1,0 +1,86 @@
+"""Going on with the processes that an earlier driver of the same run has left: found by their names, told who commands now."""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
+from hybridrl.single_controller.ending import kill_actors
+from hybridrl.single_controller.naming import NAMESPACE
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.waiting import gather
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.single_controller.worker_processes import StartAgain, WorkerProcesses, actor_options, environment_of, named_host
+
+logger = logging.getLogger(__name__)
+ANSWER_WITHIN_S = 30.0  # behind the call that a process is still busy with; who takes longer is started anew
+GONE_WITHIN_S = 20.0
+
+
+def take_up_processes(
+    pool: RayResourcePool,
+    recipes: Mapping[str, ClassWithInitArgs],
+    *,
+    label: str,
+    name_prefix: str,
+    share: float,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> WorkerProcesses | None:
+    """Return the processes that an earlier driver started with these arguments (of `WorkerProcesses.start`).
+
+    Calls of that driver that they have not begun are refused from now on. None when a process is missing, or does not answer because it
+    waits for one that is: what is left of the group is ended then.
+    """
+    living = names_of_living(name_prefix, label)
+    try:
+        if sorted(living) != list(range(pool.world_size)):
+            raise PlacementError(f"of {pool.world_size} processes, {len(living)} are left")
+        names = [living[rank] for rank in range(pool.world_size)]
+        hosts = [named_host(name) for name in names]
+        processes = WorkerProcesses.attach(hosts, names, timeout_s=ANSWER_WITHIN_S)
+        processes.life += 1
+        gather([host.obey.remote(processes.life) for host in hosts], role=label, method="obey", timeout_s=ANSWER_WITHIN_S)
+    except (WorkerLost, CallTimeout, PlacementError) as error:
+        logger.info("%s is started anew: %s", label, error)
+        _end(list(living.values()))
+        return None
+    again = actor_options(pool, recipes, share=share, options=options, environment=environment)
+    lives = {rank: _life(name) for rank, name in enumerate(names)}
+    processes.pool, processes.start_again = pool, StartAgain(dict(recipes), again, environment_of(name_prefix, environment), lives)
+    pool.take(f"{name_prefix}/{label}", share)
+    return processes
+
+
+def names_of_living(run: str, label: str) -> dict[int, str]:
+    """Return the newest life of every process of a group that Ray knows, by rank."""
+    import ray
+
+    pattern = re.compile(rf"{re.escape(run)}/{re.escape(label)}-(\d+)(\.\d+)?")
+    entries = ray.util.list_named_actors(all_namespaces=True)
+    names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
+    newest: dict[int, str] = {}
+    for match in filter(None, map(pattern.fullmatch, sorted(names, key=_life))):
+        newest[int(match[1])] = match[0]
+    return newest
+
+
+def _life(name: str) -> int:
+    number = name.rpartition("/")[2].partition(".")[2]
+    return int(number) if number.isdigit() else 1
+
+
+def _end(names: list[str]) -> None:
+    """End processes, and wait until their names are free."""
+    import ray
+
+    until = time.monotonic() + GONE_WITHIN_S
+    while names and time.monotonic() < until:
+        for name in list(names):
+            try:
+                kill_actors([ray.get_actor(name, namespace=NAMESPACE)])
+            except ValueError:
+                names.remove(name)
+        time.sleep(0.05)
