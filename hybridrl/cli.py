@@ -5,6 +5,7 @@ hybridrl job ls                           the jobs that run on a Ray cluster
 hybridrl job status JOB                   a job's state, processes, last commit, failures; JOB is a run, a job's name or a run's directory
 hybridrl job logs JOB                     what happened to it, from its master's journal
 hybridrl job stop JOB                     have it end, as SIGTERM would
+hybridrl job resume DIRECTORY             go on with a run that has ended or died, from its last commit, by the command that began it
 hybridrl job states                       the states of a job, its roles and its workers, and what may follow what
 hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and chrome://tracing
 hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
@@ -16,6 +17,7 @@ What computes is imported by the command that needs it: torch takes seconds, and
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = commands.add_parser("job", help="look at a job, or stop it").add_subparsers(dest="what", required=True)
     _add_graph(job)
     _add_running(job)
+    _add_resume(job)
     _add_states(job)
     _add_trace(commands)
     _add_export(commands)
@@ -171,6 +174,28 @@ def _running(arguments: argparse.Namespace) -> None:
         sys.stdout.write(console.logs(arguments.job, arguments.address))
     else:
         sys.stdout.write(console.stop(arguments.job, arguments.address, timeout_s=arguments.timeout))
+
+
+# -- hybridrl job resume
+
+
+def _add_resume(job: argparse._SubParsersAction) -> None:
+    what = "go on with a run that has ended or died, from its last commit, by the command that began it"
+    resume = job.add_parser("resume", help=what, description=what)
+    resume.add_argument("directory", help="the directory the run wrote to")
+    resume.add_argument("settings", nargs="*", metavar="key=value", help="what is to be different, for instance trainer.nnodes=2")
+    resume.add_argument("--print", action="store_true", help="say what would be run, and run nothing")
+    resume.set_defaults(run_command=_resume)
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    from hybridrl.master.command import resume, resuming
+
+    if arguments.print:
+        command, where = resuming(arguments.directory, arguments.settings)
+        sys.stdout.write(f"cd {shlex.quote(where)} && {shlex.join(command)}\n")
+    else:
+        resume(arguments.directory, arguments.settings)
 
 
 # -- hybridrl job states

@@ -1,0 +1,25 @@
+import json
+import sys
+
+import pytest
+
+from hybridrl.errors import ConfigError
+from hybridrl.master.command import FILE, note_command, resuming
+
+
+def test_the_command_of_a_run_is_given_again_and_goes_on_from_its_last_commit(tmp_path, monkeypatch):
+    begun = [sys.executable, "-m", "hybridrl.main_ppo", "data.seed=1", "trainer.resume_mode=resume_path", "trainer.resume_from_path=x"]
+    monkeypatch.setattr(sys, "orig_argv", begun)
+    monkeypatch.chdir(tmp_path)
+    note_command(str(tmp_path))
+    command, where = resuming(str(tmp_path), ["data.seed=2"])
+    assert where == str(tmp_path)
+    assert command == [sys.executable, "-m", "hybridrl.main_ppo", "trainer.resume_mode=auto", "data.seed=2"]
+
+
+@pytest.mark.parametrize("content", [None, "{", json.dumps({"command": ["python"]})])
+def test_a_directory_without_a_command_is_refused_with_the_way_out(tmp_path, content):
+    if content is not None:
+        (tmp_path / FILE).write_text(content)
+    with pytest.raises(ConfigError, match="name a run's directory"):
+        resuming(str(tmp_path))
