@@ -1,5 +1,6 @@
 """What every `python -m hybridrl.main_*` does around its work: start Ray, and say what went wrong in a line a person can act on."""
 
+import contextlib
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 from hybridrl.trainer.checkpoint import CheckpointStore
 from hybridrl.trainer.leaving import EXIT_CODE, NOTICE, Terminated
+from hybridrl.trainer.life import LIFE
 
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster: workers that share a core are slow, not wrong, but each takes memory
@@ -105,6 +107,32 @@ def start_ray(*, num_nodes: int = 1) -> None:
     if num_nodes > 1:
         logger.warning("no `ray start` was run here and RAY_ADDRESS names no cluster: all %d machines of this job are this one", num_nodes)
     logger.info("starting Ray on this machine")
+    if LIFE.is_kept:
+        _join_own()
+    else:
+        start_local_cluster()
+    NOTICE.listen_again()  # Ray's own handler would end the process at once
+
+
+def _join_own() -> None:
+    """Connect to the cluster that outlives this driver."""
+    import ray
+
+    try:
+        address = LIFE.cluster()
+        with contextlib.suppress(ImportError, AttributeError):  # Ray has read its environment, and with it the way it authenticates
+            ray._raylet.Config.initialize("")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, OSError) as error:
+        if LIFE.number > 1:
+            LIFE.lost_the_job("the Ray cluster of this machine is gone")
+        raise ConfigError(f"{error}; set RAY_ADDRESS to a cluster that runs, or trainer.backend=local for one process") from error
+
+
+def start_local_cluster() -> str:
+    """Start a Ray cluster on this machine, which ends with this process, and return its address, HOST:PORT."""
+    import ray
+
     ray.init(
         address="local",
         num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
@@ -113,7 +141,7 @@ def start_ray(*, num_nodes: int = 1) -> None:
         logging_level=logging.ERROR,
         object_store_memory=None if cuda_machine() else OBJECT_STORE_BYTES,
     )
-    NOTICE.listen_again()  # Ray's own handler would end the process at once
+    return ray.get_runtime_context().gcs_address
 
 
 def _join(address: str) -> None:

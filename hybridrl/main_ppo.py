@@ -3,6 +3,7 @@
 Parse, check, map roles to worker classes and pools, run. This file is the map; what it points to does the work.
 """
 
+import functools
 import logging
 import signal
 import sys
@@ -15,9 +16,14 @@ from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.config.plugs import load_plugs
-from hybridrl.front_end import run_front_end, set_up_logging, start_ray
+from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
+from hybridrl.front_end import run_front_end, set_up_logging, start_local_cluster, start_ray
+from hybridrl.master.command import note_command
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
+from hybridrl.supervisor import can_keep_running, keep_running
+from hybridrl.trainer.life import LIFE
+from hybridrl.trainer.memory import go_on_with, is_kept_running
 from hybridrl.trainer.ppo import RayPPOTrainer
 from hybridrl.trainer.report import report_run
 from hybridrl.trainer.roles import ResourcePoolManager, Role
@@ -56,16 +62,33 @@ def main(
     set_up_logging()
     directory: list[str] = []
 
-    def work() -> None:
+    wanted: list[PPOConfig] = []
+
+    def prepare() -> None:
         config = load_config(PPOConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="ppo_trainer")
         if config is not None:
             check(config)
             directory.append(claim_directory(config.trainer))
             tell_what_is_left_out(config)
-            classes = (workers or worker_classes)(config)
-            run(config, classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
+            if argv is None:
+                note_command(directory[0])
+            wanted.append(config)
 
-    return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
+    def work() -> None:
+        [config] = wanted
+        classes = (workers or worker_classes)(config)
+        run(go_on_with(config), classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
+
+    def front_end(what: Callable[[], None]) -> int:
+        return run_front_end(what, log_directory=lambda: directory[0] if directory else None)
+
+    code = front_end(prepare)
+    if code or not wanted:
+        return code
+    train = functools.partial(front_end, work)
+    if argv is None and is_kept_running(wanted[0].trainer) and can_keep_running():
+        return keep_running(train, start_cluster=start_local_cluster)
+    return train()
 
 
 def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
@@ -105,6 +128,10 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
         with watched(trainer):
             trainer.init_workers()
             trainer.fit()
+    except (WorkerLost, ObjectLost, PlacementError) as error:
+        if trainer.global_steps:
+            LIFE.lost_the_job(str(error))
+        raise
     finally:
         trainer.shutdown()
         reward_fn.close()

@@ -21,12 +21,14 @@ from hybridrl.master.events import (
     TRAINER,
     Begun,
     Effect,
+    Ended,
     EndJob,
     EndProcess,
     Event,
     Failed,
     Joined,
     Kind,
+    Level,
     Recover,
     StopAsked,
     StopTrainer,
@@ -40,15 +42,16 @@ from hybridrl.master.monitor import Monitor, Presence
 from hybridrl.master.processes import Condition, condition
 from hybridrl.master.reducer import pending, to_json
 from hybridrl.master.states import JOB_ENDS, Worker
-from hybridrl.single_controller.ending import kill_process, kill_processes
+from hybridrl.single_controller.ending import end_run, kill_process, kill_processes
 from hybridrl.single_controller.heartbeats import machine
 from hybridrl.single_controller.living_nodes import answers
-from hybridrl.single_controller.naming import NAMESPACE
+from hybridrl.single_controller.naming import NAMESPACE, master_name
 
 logger = logging.getLogger(__name__)
 TICK_S, QUICK_TICK_S = 0.25, 0.02  # between looks; the quick one while a death is looked into
 NODES_EVERY_S = 1.0
 THERE = (Worker.ALIVE, Worker.SILENT)
+TRAINER_WITHIN_S = 20.0  # a trainer that is started again speaks
 LEAVE_S = 5.0  # after the end of the job, for its processes to end by themselves
 
 
@@ -78,6 +81,7 @@ class Master:
         self._questions: list[tuple[Any, Callable[[Condition | None], None]]] = []
         self._by_slot: dict[str, Connection] = {}
         self._ending_since = 0.0
+        self._trainer_due: float | None = None
         self._looked = self._nodes_looked = 0.0
         self._dead_nodes: set[str] = set()
         self._apply(begun)
@@ -106,6 +110,7 @@ class Master:
                 time.sleep(TICK_S)
         self.context.close()
         self.connections.close()
+        end_run(self.context.state.run, but=master_name(self.context.state.run))
 
     def _turn(self) -> None:
         every_s = QUICK_TICK_S if self.monitor.is_waiting or self._questions else TICK_S
@@ -117,6 +122,7 @@ class Master:
             return  # a thousand workers say a thousand words a second; nobody is looked at for each of them
         self._looked = time.monotonic()
         self._look_at_nodes()
+        self._look_for_trainer()
         for event in self.monitor.look():
             self._apply(event)
             if isinstance(event, Failed) and event.kind == Kind.NODE:
@@ -163,6 +169,8 @@ class Master:
                 self._end_process(effect.name, effect.pid, effect.node, effect.machine)
             case Recover():
                 logger.warning("level %d for %s: %s", effect.level, ", ".join(effect.slots) or "the call", effect.reason)
+                if effect.level == Level.TRAINER:
+                    self._trainer_due = time.monotonic() + TRAINER_WITHIN_S
             case StopTrainer():
                 if TRAINER in self._by_slot:
                     self._by_slot[TRAINER].send({"stop": effect.reason})
@@ -213,6 +221,14 @@ class Master:
             except ray.exceptions.RayError:
                 tell(None)
         self._questions = waiting
+
+    def _look_for_trainer(self) -> None:
+        """End the job whose trainer is not started again, although somebody was to do it."""
+        if self._trainer_due is None or time.monotonic() < self._trainer_due:
+            return
+        self._trainer_due = None
+        if self.context.state.workers[TRAINER].state == Worker.LOST:
+            self._apply(Ended(False, f"the trainer was lost, and no other came within {TRAINER_WITHIN_S:g} s"))
 
     def _look_at_nodes(self) -> None:
         import ray

@@ -35,7 +35,8 @@ class JobWatch:
     """Watches over a job from its beginning to its end. A `with` block that is left by an exception has the job fail.
 
     job: its name. run: this run of it, unlike every other. journal: a directory, on any fsspec path. levels: failures that this job
-    survives, see `reducer.py`. on_stop: called, in a thread, when somebody asked for the end; by default the process gets SIGTERM.
+    survives, see `reducer.py`. again: the trainer was lost, and this is the next one: its master is there.
+    on_stop: called, in a thread, when somebody asked for the end; by default the process gets SIGTERM.
     limits_itself: whoever makes this counts the failures; the master ends the job for none of them.
     Raises PlacementError when this run has a master.
     """
@@ -48,6 +49,7 @@ class JobWatch:
         journal: str,
         levels: Iterable[int] = TRAINER_LEVELS,
         replicas: Iterable[str] = (),
+        again: bool = False,
         hang_s: float = Watchfulness.hang_s,
         on_stop: Callable[[str], None] | None = None,
         limits_itself: bool = False,
@@ -56,7 +58,7 @@ class JobWatch:
         self._doing: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
         begun = Begun(job, run, replicas=tuple(replicas), levels=tuple(levels), limits_itself=limits_itself)
-        self.master = start_master(begun, journal, Watchfulness(hang_s))
+        self.master = (again and find_master(run)) or start_master(begun, journal, Watchfulness(hang_s))
         introduction = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
         self._on_stop, self._stop_heard = on_stop or _stop_process, False
         commands = {"stop": self._stop}
@@ -116,11 +118,11 @@ class JobWatch:
 
     # -- the end
 
-    def end(self, *, succeeded: bool, reason: str) -> None:
-        """Tell how the job ended, before its workers are ended, so that nobody takes that for a failure."""
+    def end(self, *, succeeded: bool, reason: str, within_s: float = TOLD_WITHIN_S) -> None:
+        """Tell how the job ended, before its workers are ended, so that nobody takes that for a failure. within_s: to be heard."""
         self.end_stage()
         self.tell(Ended(succeeded, reason))
-        if not self._heartbeats.drain(TOLD_WITHIN_S):
+        if not self._heartbeats.drain(within_s):
             logger.warning("the master of %s was not there to hear the end of the job", self.run)
 
     def close(self) -> None:
@@ -167,6 +169,16 @@ def start_master(begun: Begun, journal: str, watchfulness: Watchfulness) -> Any:
         return ray.remote(JobMaster).options(**options).remote(begun, journal, watchfulness, identity())
     except ValueError as error:
         raise PlacementError(f"the run {begun.run!r} has a master on this cluster already; give this one another name") from error
+
+
+def find_master(run: str) -> Any:
+    """Return the master of a run, or None."""
+    import ray
+
+    try:
+        return ray.get_actor(master_name(run), namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def masters() -> dict[str, Any]:

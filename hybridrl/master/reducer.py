@@ -133,7 +133,10 @@ def pending(state: JobState) -> tuple[Effect, ...]:
     """Return the effects that a master which was just started again has to carry out (again)."""
     if state.state in JOB_ENDS:
         return (EndJob(state.reason),)
-    return (StopTrainer(state.reason),) if state.state == Job.STOPPING else ()
+    if state.state == Job.STOPPING:
+        return (StopTrainer(state.reason),)
+    lost = Level.TRAINER in state.levels and state.workers.get(TRAINER, WorkerState()).state == Worker.LOST
+    return (Recover(Level.TRAINER, (TRAINER,), state.workers[TRAINER].account),) if lost else ()
 
 
 def _begin(state: JobState, event: Begun) -> JobState:

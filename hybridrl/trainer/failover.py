@@ -18,12 +18,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import WorkerLost
-from hybridrl.single_controller.references import References
-from hybridrl.trainer.pipeline import BatchAhead
+from hybridrl.master.events import TRAINER
+from hybridrl.trainer.life import LIFE
+from hybridrl.trainer.memory import Moment
 
 if TYPE_CHECKING:
     from hybridrl.trainer.ppo import RayPPOTrainer
@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MOST_LOSSES = 3
 FILE = "failures.jsonl"
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The end of a step.
-
-    engines: role -> one reference per rank to what `take_snapshot` returned. driver: of the trainer itself. ahead: batches on their way.
-    """
-
-    step: int
-    engines: dict[str, References]
-    driver: dict[str, Any]
-    ahead: list[BatchAhead]
 
 
 class Failover:
@@ -72,11 +59,28 @@ class Failover:
         if not self._every or (trainer.global_steps % self._every and not whatever_step):
             return
         start = time.perf_counter()
-        engines = {role: group.take_snapshot.later() for role, group in trainer.trained_groups().items()}
+        engines = {role: trainer.past.ask(group, "take_snapshot") for role, group in trainer.trained_groups().items()}
         for parts in engines.values():
             parts.fetch(parts.sizes or [])  # small, and there when the parts are; the parts stay where they are
         self._moment = Moment(trainer.global_steps, engines, driver_state(trainer), trainer.pipeline.remember())
+        trainer.past.keep(self._moment)
+        LIFE.reached(trainer.global_steps)
         self._losses, self._snapshot_s = 0, time.perf_counter() - start
+
+    def begin(self, moment: Moment | None) -> None:
+        """Have everybody begin at the same step: the trainer's, or the end of the one at which another driver was lost."""
+        trainer = self._trainer
+        if moment is None:
+            trainer.prompts.drawn = trainer.global_steps + len(trainer.pipeline)
+            trainer.policy.push_weights(trainer.global_steps)
+            return
+        start, self._newest, trainer.global_steps = time.time(), moment.step, moment.step
+        self._go_back([], moment)
+        seconds = time.time() - start
+        logger.warning("the next driver goes on at the end of step %d, after %.1f s", moment.step, seconds)
+        self._record({"step": moment.step + 1, "lost": [TRAINER], "told_at": start, "seconds": seconds, "back_at_step": moment.step})
+        if moment.step and trainer.commit_is_due() and moment.step not in trainer.store.steps():
+            trainer.commit()
 
     def is_news(self, step: int) -> bool:
         """Whether this step ends for the first time."""
@@ -91,20 +95,7 @@ class Failover:
     def _recover(self, lost: WorkerLost, moment: Moment) -> None:
         """Bring back what was lost, and what is lost meanwhile. Raises the loss that was one too many."""
         told_at, step, dead = time.time(), self._trainer.global_steps, [lost]
-        while True:
-            self._losses += 1
-            if self._losses > MOST_LOSSES:
-                lost.add_note(f"it was the loss number {self._losses} since step {moment.step} ended; what comes so often is no accident")
-                raise lost
-            logger.warning("step %d: %s; going back to the end of step %d", step, lost, moment.step)
-            try:
-                self._trainer.policy.disconnect(str(lost))
-                self._rebuild({role for one in dead for role in one.role.split("+")})
-                self._restore(moment)
-                break
-            except WorkerLost as another:
-                dead.append(another)
-                lost = another
+        self._go_back(dead, moment)
         seconds = time.time() - told_at
         self._recoveries, self._seconds = self._recoveries + 1, self._seconds + seconds
         logger.warning("back at the end of step %d after %.1f s", moment.step, seconds)
@@ -112,6 +103,26 @@ class Failover:
         self._record(
             {"step": step, "lost": names, "method": dead[0].method, "told_at": told_at, "seconds": seconds, "back_at_step": moment.step}
         )
+
+    def _go_back(self, dead: list[WorkerLost], moment: Moment) -> None:
+        """Bring back the dead, to whom those are added that are lost meanwhile, and take everybody to the moment."""
+        step = self._trainer.global_steps
+        while True:
+            if dead:
+                self._count(dead[-1], step, moment)
+            try:
+                self._trainer.policy.disconnect(str(dead[-1]) if dead else "its driver was lost")
+                self._rebuild({role for one in dead for role in one.role.split("+")})
+                return self._restore(moment)
+            except WorkerLost as another:
+                dead.append(another)
+
+    def _count(self, lost: WorkerLost, step: int, moment: Moment) -> None:
+        self._losses += 1
+        if self._losses > MOST_LOSSES:
+            lost.add_note(f"it was the loss number {self._losses} since step {moment.step} ended; what comes so often is no accident")
+            raise lost
+        logger.warning("step %d: %s; going back to the end of step %d", step, lost, moment.step)
 
     def _record(self, entry: dict[str, Any]) -> None:
         try:

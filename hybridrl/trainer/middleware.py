@@ -34,6 +34,12 @@ def _load(path: str) -> Middleware:
     return loaded
 
 
+def apply_middleware(task: Task, trainer: Any) -> None:
+    """Let the trainer's middleware change its loop."""
+    for change in trainer.middleware:
+        change(task, trainer)
+
+
 def changed_stages(specs: Iterable[StageSpec], config: PPOConfig) -> list[StageSpec]:
     """Return what the stages say about themselves once `trainer.middleware` has changed the loop. Nothing is run."""
     task = Task()

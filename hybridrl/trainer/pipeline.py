@@ -33,7 +33,7 @@ class BatchAhead:
     step: int
     epoch: int
     rest: DataProto
-    responses: DataProtoFuture
+    responses: DataProtoFuture | None
     shares: int = 1
     prompts: DataProto | None = None
     pushes: list = field(default_factory=list)  # what the rollout was told to take before, not looked at yet
@@ -115,11 +115,13 @@ class RolloutPipeline:
         self._ahead = deque(replace(batch) for batch in ahead)
         for batch in self._ahead:
             try:
-                batch.responses.get()
+                if batch.responses is not None:
+                    batch.responses.get()
+                    continue
             except (WorkerLost, CancelledError):  # the loss itself, or agent loops that ended with it
                 if batch.prompts is None:
                     raise
-                batch.responses, batch.shares = self._begun(batch.prompts), 1
+            batch.responses, batch.shares = self._begun(batch.prompts), 1
 
     # -- durable state
 

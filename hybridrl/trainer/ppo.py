@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
 from hybridrl.config.megatron import data_parallel_size
-from hybridrl.framework import OnlineRLContext, Task
+from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.launch import launch
@@ -37,8 +36,9 @@ from hybridrl.trainer.identity import compare_run, identity
 from hybridrl.trainer.leaving import NOTICE
 from hybridrl.trainer.ledger import StepLedger
 from hybridrl.trainer.make_policy import make_policy
+from hybridrl.trainer.memory import look_back
 from hybridrl.trainer.metrics import global_seqlen_metrics, mean_metrics, rollout_mismatch_metrics
-from hybridrl.trainer.middleware import load_middleware
+from hybridrl.trainer.middleware import apply_middleware, load_middleware
 from hybridrl.trainer.nonfinite import UpdateWatch, train_with_rollbacks
 from hybridrl.trainer.open_data import open_data
 from hybridrl.trainer.optimizer_steps import num_optimizer_steps, training_rows
@@ -92,7 +92,8 @@ class RayPPOTrainer:
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
         self.agent_loops = agent_loops
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
-        self.job = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
+        self.past = look_back(config.trainer)
+        self.job = self.past.run
         self.middleware = load_middleware(config.trainer.middleware)
         check_roles(config, set(role_worker_mapping), has_reward=reward_fn is not None, has_agent_loops=agent_loops is not None)
         self.collate = functools.partial(collate_fn, pad_token_id=pad_token_id(tokenizer))
@@ -102,9 +103,8 @@ class RayPPOTrainer:
         self.store = CheckpointStore(run_directory(config.trainer), keep=config.trainer.max_ckpt_to_keep)
         self.saver = Saver(self.store, config.trainer, least_bytes=least_bytes(config.actor_rollout_ref.model))
         self.ledger = StepLedger(self.store.root, rows=len(self.train_loader.dataset))
-        self.update_watch = UpdateWatch(config.trainer.nonfinite)
+        self.update_watch, self.reward_watch = UpdateWatch(config.trainer.nonfinite), RewardWatch()
         self.groups: dict[str, Any] = {}
-        self.reward_watch = RewardWatch()
         self.global_steps = 0  # the step in progress, or the last one done; also the version of the weights it leaves
 
     def _plan_steps(self) -> None:
@@ -129,12 +129,14 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         manager.check_colocation(trainer.colocate)
         plan = manager.plan(self.job, pool_of_role, colocate=trainer.colocate, worker_env=open_trace(trainer, self.job))
-        manager.create_resource_pool(plan=plan)
+        manager.create_resource_pool(plan=plan, detached=self.past.is_kept)
         try:
-            self.groups = launch(plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls)
+            how = {"group_cls": self.ray_worker_group_cls, "take_up": self.past.moment is not None}
+            self.groups = launch(plan, classes, manager.resource_pool_dict, **how)
             for role, group in self.groups.items():
                 group.set_deadline(trainer.call_timeout_s)
-                self.init_role(role)
+                if group.is_new:
+                    self.init_role(role)
         except BaseException:
             self.shutdown()
             raise
@@ -152,6 +154,7 @@ class RayPPOTrainer:
         for group in self.groups.values():
             group.shutdown()
         self.groups = {}
+        self.past.forget()
         self.resource_pool_manager.release()
         stop_recording()
 
@@ -175,15 +178,13 @@ class RayPPOTrainer:
         """Train from the step that is done to the last one."""
         trainer = self.config.trainer
         self.failover = Failover(self, every=trainer.snapshot_freq if trainer.backend == "ray" else 0, directory=self.store.root)
-        self.prompts.drawn = self.global_steps + len(self.pipeline)
-        self.policy.push_weights(self.global_steps)
-        remaining = 0 if trainer.val_only else self.total_training_steps - self.global_steps
+        self.evaluation = Evaluation(functools.partial(validate_elsewhere, self)) if str(Role.Evaluator) in self.groups else None
+        self.failover.begin(self.past.take_moment())
         with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0 and self.val_dataset is not None):
                 self.tracking.log(validate(self, step=self.global_steps), self.global_steps)
-            if remaining > 0:
+            if self.global_steps < self.total_training_steps and not trainer.val_only:
                 self._fill_pipeline()
-                self.evaluation = Evaluation(functools.partial(validate_elsewhere, self)) if str(Role.Evaluator) in self.groups else None
                 self.failover.remember(whatever_step=True)
                 self.failover.run(self._run)
             elif not trainer.val_only:
@@ -191,17 +192,13 @@ class RayPPOTrainer:
 
     def _run(self) -> None:
         first, places = self.global_steps + 1, self.resource_pool_manager.places() if self.config.trainer.overlap else None
-        stages, change, num_steps = self.stages(), self._apply_middleware, self.total_training_steps - self.global_steps
+        change, num_steps = functools.partial(apply_middleware, trainer=self), self.total_training_steps - self.global_steps
         with NOTICE.kept(grace_s=self.config.trainer.grace_s):
-            run_stages(stages, max_step=num_steps, first_step=first, change=change, places=places, wrappers=[self.ledger])
+            run_stages(self.stages(), max_step=num_steps, first_step=first, change=change, places=places, wrappers=[self.ledger])
             for metrics in self.evaluation.finish() if self.evaluation is not None else ():
                 self.tracking.log(metrics, self.global_steps)
         if self.global_steps < self.total_training_steps:
             NOTICE.leave_if_received()
-
-    def _apply_middleware(self, task: Task) -> None:
-        for change in self.middleware:
-            change(task, self)
 
     def _fill_pipeline(self) -> None:
         """Begin the batches that the first steps find on their way."""
@@ -364,12 +361,19 @@ class RayPPOTrainer:
         """Commit every `trainer.save_freq` steps, after the last one, and before the run leaves because of SIGTERM."""
         self.ledger.end_step(self.global_steps, epoch=ctx.metrics.get("training/epoch"), prompts=ctx.get("prompt_rows", ()))
         leaving = NOTICE.received
-        due = leaving or self._due(self.config.trainer.save_freq)
+        due = leaving or self.commit_is_due()
         self.failover.remember(whatever_step=due)
         if due:
-            must, write = leaving or self.global_steps == self.total_training_steps, functools.partial(write_checkpoint, self)
-            self.failover.run(functools.partial(self.saver.save, self.global_steps, write, must=must))
+            self.commit(must=leaving)
         ctx.finish = ctx.finish or leaving
+
+    def commit_is_due(self) -> bool:
+        return self._due(self.config.trainer.save_freq)
+
+    def commit(self, *, must: bool = False) -> None:
+        """Commit what is there now. must: a failure ends the run whatever `trainer.save_failure` says, as that of the last step does."""
+        must, write = must or self.global_steps == self.total_training_steps, functools.partial(write_checkpoint, self)
+        self.failover.run(functools.partial(self.saver.save, self.global_steps, write, must=must))
 
     def _due(self, freq: int) -> bool:
         return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
@@ -379,6 +383,9 @@ class RayPPOTrainer:
     def _resume(self) -> None:
         self.identity, self.pipeline = identity(self.config), make_pipeline(self.policy, self.config)
         path = find_resume(self.store, self.config.trainer)
+        if self.past.moment is not None:
+            self.saver.committed = path
+            return self.ledger.go_on_from(None, path=None, step=self.past.moment.step, taken={})
         if path is None:
             self.ledger.begin()
             return

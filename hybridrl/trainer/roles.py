@@ -91,13 +91,16 @@ class ResourcePoolManager:
         spec = self.job_spec(pool_of_role, colocate=colocate, device_type="GPU" if use_gpu else "CPU")
         return plan_job(spec, job, worker_env=worker_env)
 
-    def create_resource_pool(self, *, job: str = "hybridrl", plan: Plan | None = None) -> None:
-        """Make the pools, of a plan if there is one. Devices are reserved when the first group starts on a pool."""
+    def create_resource_pool(self, *, job: str = "hybridrl", plan: Plan | None = None, detached: bool = False) -> None:
+        """Make the pools, of a plan if there is one; detached ones outlive the driver.
+
+        Devices are reserved when the first group starts on a pool.
+        """
         if self.backend == "local":
             self.resource_pool_dict = {name: ResourcePool(processes) for name, processes in self.resource_pool_spec.items()}
             return
         plan = plan or self.plan(job, {}, colocate="process")
-        self.resource_pool_dict = {**pools_of(plan, max_colocate_count=self.max_colocate_count)}
+        self.resource_pool_dict = {**pools_of(plan, max_colocate_count=self.max_colocate_count, detached=detached)}
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         return self.resource_pool_dict[self.mapping[role]]

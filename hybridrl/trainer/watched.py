@@ -9,8 +9,10 @@ from typing import Any
 from hybridrl.errors import WorkerLost
 from hybridrl.framework import Task, spec_of
 from hybridrl.framework.stage import StageFn
-from hybridrl.master.client import JobWatch
+from hybridrl.master.client import TRAINER_LEVELS, JobWatch
+from hybridrl.master.events import Level
 from hybridrl.single_controller.naming import MASTER
+from hybridrl.trainer.life import LIFE
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run import run_directory
 
@@ -29,7 +31,10 @@ def watched(trainer: Any) -> Iterator[None]:
     rollout = trainer.config.actor_rollout_ref.rollout
     alone = rollout.mode == "async" and rollout.n_gpus_per_node and rollout.tensor_model_parallel_size == 1
     replicas = (str(Role.Rollout),) if alone else ()  # the router goes on without one of them
-    with JobWatch(job=settings.experiment_name, run=trainer.job, journal=journal, replicas=replicas) as watch:
+    levels = TRAINER_LEVELS + ((Level.TRAINER,) if trainer.past.is_kept else ())
+    again = trainer.past.moment is not None
+    with JobWatch(job=settings.experiment_name, run=trainer.job, journal=journal, levels=levels, replicas=replicas, again=again) as watch:
+        LIFE.on_orphaned = functools.partial(watch.end, succeeded=False, reason="its program was killed", within_s=0.5)
         trainer.middleware = [*trainer.middleware, tells(watch)]
         try:
             yield

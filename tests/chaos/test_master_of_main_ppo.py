@@ -14,6 +14,7 @@ from hybridrl.master.client import masters
 from hybridrl.master.journal import history, replay
 from hybridrl.master.processes import condition
 from hybridrl.master.states import Job
+from hybridrl.single_controller.reservation import find_left
 from tests.end_to_end.runs import settings
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
@@ -21,7 +22,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400), pytest.mark.usefixtur
 
 def started(folder, model):
     """A run in a process of its own, on this cluster, when its second step has begun: (process, run, master's description)."""
-    argv = settings(folder, model, trainer__backend="ray", trainer__experiment_name="left", trainer__total_training_steps=500)
+    changes = {"trainer__master": True, "trainer__experiment_name": "left", "trainer__total_training_steps": 500}
+    argv = settings(folder, model, trainer__backend="ray", **changes)
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "OMP_NUM_THREADS": "1"}
     with open(folder / "run.log", "w") as log:
         process = subprocess.Popen([sys.executable, "-m", "hybridrl.main_ppo", *argv], env=environment, stdout=log, stderr=log)
@@ -45,7 +47,7 @@ def seconds_until_nothing_is_left(run, seen):
     return time.monotonic() - start
 
 
-def test_a_driver_that_is_killed_leaves_nothing_behind_not_even_a_frozen_worker(tmp_path, tiny_qwen2):
+def test_a_program_that_is_killed_leaves_nothing_behind_not_even_a_frozen_worker(tmp_path, tiny_qwen2):
     process, run, seen = started(tmp_path, tiny_qwen2)
     os.kill(seen["workers"]["actor_rollout-0"]["pid"], signal.SIGSTOP)
     process.kill()
@@ -55,7 +57,19 @@ def test_a_driver_that_is_killed_leaves_nothing_behind_not_even_a_frozen_worker(
     assert seconds < 10
     state, _ = replay(seen["journal"])
     assert state.state == Job.FAILED
-    assert state.reason.startswith("trainer: killed by SIGKILL")
+    assert state.reason == "its program was killed"
+    assert not find_left(run)
+
+
+def test_a_program_and_its_driver_that_are_killed_at_once_leave_nothing_behind(tmp_path, tiny_qwen2):
+    process, run, seen = started(tmp_path, tiny_qwen2)
+    for pid in (process.pid, seen["workers"]["trainer"]["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    process.wait(30)
+    seconds = seconds_until_nothing_is_left(run, seen)
+    print(f"nothing left {seconds:.1f} s after program and driver were killed")
+    assert seconds < 40  # no other driver came
+    assert not find_left(run)
 
 
 def test_a_job_that_is_stopped_commits_and_leaves(tmp_path, tiny_qwen2):

@@ -205,3 +205,14 @@ def test_reducing_changes_nothing_of_the_state_before(begun, story):
         following, _ = reduce(state, event)
         assert state == kept
         state = following
+
+
+def test_a_lost_trainer_is_waited_for_if_somebody_starts_the_next_one_and_ends_the_job_if_not():
+    state, effects = reduce(running(), died("trainer"))
+    assert state.state == Job.RECOVERING
+    assert effects[0].level == Level.TRAINER and effects[0].slots == ("trainer",)
+    assert [(effect.level, effect.slots) for effect in pending(state)] == [(Level.TRAINER, ("trainer",))]
+    back, _ = reduce(state, join("trainer", 300))
+    assert back.state == Job.RUNNING and pending(back) == ()
+    alone, effects = reduce(running([Level.ROLE]), died("trainer"))
+    assert alone.state == Job.FAILED and effects == (EndJob("trainer: killed by SIGKILL"),)

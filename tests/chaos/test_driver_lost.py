@@ -1,0 +1,107 @@
+"""The driver is killed, stopped or ends, whatever it is doing: the next one takes up the workers, and the run ends bit-equal.
+
+`pytest -m chaos -s tests/chaos/test_driver_lost.py` prints a line per case.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hybridrl.trainer.ledger import account, read_ledger
+from tests.end_to_end.failing_runs import ON_RAY, ROOT, SAME
+from tests.end_to_end.runs import largest_difference, metrics, settings, weights
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+STEPS = 4
+CASES = [
+    ("SIGKILL", "next_batch", 0.0),
+    ("SIGKILL", "gen", 0.02),
+    ("SIGKILL", "old_log_prob", 0.0),
+    ("SIGKILL", "update_actor", 0.02),
+    ("SIGKILL", "update_weights", 0.005),
+    ("SIGKILL", "save_checkpoint", 0.02),
+    ("SIGSTOP", "update_actor", 0.02),
+    ("exit", "gen", 0.02),
+]
+
+
+def run_with(folder, model, *faults, **changes):
+    folder.mkdir(exist_ok=True)
+    wanted = {
+        "trainer__total_training_steps": STEPS,
+        "trainer__save_freq": 2,
+        "trainer__master": True,
+        "actor_rollout_ref__model__external_lib": "null",  # what starts a thread when it is imported cannot be forked
+        "trainer__middleware": f"[{ROOT / 'tests/chaos/driver_faults.py'}:plant]",
+    }
+    environment = os.environ | {
+        "DRIVER_FAULTS": json.dumps(faults),
+        "DRIVER_FAULTS_LOG": str(folder / "hits.jsonl"),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "hybridrl.main_ppo", *settings(folder, model, **(ON_RAY | wanted | changes))]
+    done = subprocess.run(command, env=environment, cwd=ROOT, timeout=600, capture_output=True, text=True)
+    print(done.stderr)
+    return done
+
+
+def fault(how, stage, after_s, *, step=2, **more):
+    return {"step": step, "stage": stage, "after_s": after_s, "how": how, **more}
+
+
+def hits(folder):
+    return [json.loads(line) for line in (folder / "hits.jsonl").read_text().splitlines()]
+
+
+def seconds_back(done):
+    return [float(found) for found in re.findall(r"goes on at the end of step \d+, after ([\d.]+) s", done.stderr)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tiny_qwen2):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run_with(folder, tiny_qwen2).returncode == 0
+    return folder
+
+
+def check_ended_the_same(folder, undisturbed, *, step=STEPS):
+    found, wanted = (weights(f / f"run/global_step_{step}", f / f"hf-{time.monotonic_ns()}") for f in (folder, undisturbed))
+    assert largest_difference(found, wanted) == 0
+    rows, expected = ([[row.get(name) for name in SAME] for row in metrics(f / "run")] for f in (folder, undisturbed))
+    assert rows == expected
+    ledger = account(read_ledger(str(folder / "run/ledger.jsonl")))
+    assert not ledger.problems() and len(ledger.steps) == step
+
+
+@pytest.mark.parametrize(("how", "stage", "after_s"), CASES)
+def test_a_lost_driver_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undisturbed, how, stage, after_s):
+    done = run_with(tmp_path, tiny_qwen2, fault(how, stage, after_s))
+    assert done.returncode == 0
+    assert len(seconds_back(done)) == 1 and "is started anew" not in done.stderr
+    check_ended_the_same(tmp_path, undisturbed)
+
+
+def test_workers_outlive_their_driver_more_than_once(tmp_path, tiny_qwen2, undisturbed):
+    faults = [fault("SIGKILL", "update_actor", 0.02), fault("SIGKILL", "gen", 0.0, step=3), fault("exit", "next_batch", 0.0, step=4)]
+    done = run_with(tmp_path, tiny_qwen2, *faults)
+    assert done.returncode == 0 and len(seconds_back(done)) == 3
+    assert len({tuple(hit["pids"]) for hit in hits(tmp_path)}) == 1
+    check_ended_the_same(tmp_path, undisturbed)
+
+
+def test_a_driver_and_a_worker_lost_together_are_both_brought_back(tmp_path, tiny_qwen2, undisturbed):
+    done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "update_actor", 0.02, role="actor_rollout"))
+    assert done.returncode == 0 and len(seconds_back(done)) == 1
+    check_ended_the_same(tmp_path, undisturbed)
+
+
+def test_a_driver_lost_before_its_first_step_begins_anew(tmp_path, tiny_qwen2, undisturbed):
+    done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "next_batch", 0.0, step=1))
+    assert done.returncode == 0
+    check_ended_the_same(tmp_path, undisturbed)
