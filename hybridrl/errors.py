@@ -10,6 +10,7 @@
     ├── PlacementError           the cluster cannot hold what was asked for
     ├── StaleWeightsError        a rollout's weights are not the ones that were pushed
     ├── WorkerLost               a worker process is gone: role, rank, method
+    ├── ObjectLost               what a node held in its memory is gone with it
     └── CallTimeout              a call did not answer before its deadline (also a TimeoutError)
 
 A user's own exception in a worker keeps its type; it gains an address (`role`, `rank`, `method`) as a note.
@@ -61,6 +62,10 @@ class WorkerLost(HybridRLError):
 
     def __str__(self) -> str:
         return f"worker {self.role}-{self.rank} was lost while running {self.method}(): {self.cause}"
+
+
+class ObjectLost(HybridRLError):
+    """An argument or an answer of a call lay in the memory of a node that is gone; the message names the call."""
 
 
 class CallTimeout(HybridRLError, TimeoutError):
