@@ -177,6 +177,8 @@ class Monitor:
                 presence.heard += now - self._looked
         self._looked = now
         for presence in list(self.presences.values()):
+            if self.presences.get(presence.slot) is not presence:  # lost with its node a moment ago
+                continue
             is_late = now - presence.heard > self._silent_s and now - presence.looked > 1.0
             if presence.watch is not None and (presence.closed or is_late):
                 self._look_here(presence, is_late=is_late)
@@ -204,7 +206,7 @@ class Monitor:
 
     def _is_lost_with_its_node(self, presence: Presence) -> bool:
         """Whether it is gone because its node is; then all of that node's processes are counted as lost."""
-        evidence = self._look_at_node(presence.node) if self.presences.get(presence.slot) is presence else ""
+        evidence = self._look_at_node(presence.node)
         if evidence:
             self.lose_node(presence.node, evidence)
         return bool(evidence)

@@ -55,9 +55,7 @@ def lose(cluster, node, watch, group):
     try:
         group.doze(120.0)
     except WorkerLost as lost:
-        seconds = time.monotonic() - removed[0]
-        watch.explain(lost)
-        say(told="driver", seconds=seconds, text=str(lost))
+        say(told="driver", seconds=time.monotonic() - removed[0], text=str(lost))  # by the master, before Ray knows
     seen = wait_for(watch, lambda seen: seen["workers"]["holder-1"]["state"] == seen["workers"]["holder-0"]["state"] == "lost")
     say(told="master", seconds=time.monotonic() - removed[0], accounts=[seen["workers"][f"holder-{rank}"]["account"] for rank in range(2)])
 
