@@ -188,11 +188,11 @@ class Master:
             threading.Thread(target=_end_elsewhere, args=(name, pid, node), daemon=True).start()
 
     def _may_leave(self) -> bool:
-        """Whether the job has ended and none of its workers is left; those who do not go are ended."""
+        """Whether the job has ended and none of its workers is left; those who do not go, or have no trainer to end them, are ended."""
         if not self._ending_since:
             return False
         left = [presence for presence in self.monitor.presences.values() if presence.slot != TRAINER]
-        if left and time.monotonic() - self._ending_since < LEAVE_S:
+        if left and TRAINER in self.monitor.presences and time.monotonic() - self._ending_since < LEAVE_S:
             return False
         for presence in left:
             self._end_process(presence.name, presence.pid, presence.node, presence.machine)

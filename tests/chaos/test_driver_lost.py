@@ -36,7 +36,6 @@ def run_with(folder, model, *faults, **changes):
         "trainer__total_training_steps": STEPS,
         "trainer__save_freq": 2,
         "trainer__master": True,
-        "actor_rollout_ref__model__external_lib": "null",  # what starts a thread when it is imported cannot be forked
         "trainer__middleware": f"[{ROOT / 'tests/chaos/driver_faults.py'}:plant]",
     }
     environment = os.environ | {
@@ -45,7 +44,9 @@ def run_with(folder, model, *faults, **changes):
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "hybridrl.main_ppo", *settings(folder, model, **(ON_RAY | wanted | changes))]
+    values = ON_RAY | wanted | changes
+    del values["actor_rollout_ref__model__external_lib"]  # it starts a thread when it is imported, which no fork has
+    command = [sys.executable, "-m", "hybridrl.main_ppo", *settings(folder, model, **values)]
     done = subprocess.run(command, env=environment, cwd=ROOT, timeout=600, capture_output=True, text=True)
     print(done.stderr)
     return done
