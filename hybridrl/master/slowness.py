@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CALLS = 10  # the last ones of each process that are compared
 SLOW, WELL_AGAIN = 1.5, 1.2  # times the median of the peers
-LEAST_S = 0.05  # less than this between two medians is no reason to say anything
+LEAST_S = 0.5  # less than this between two medians is no reason to say anything
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,9 @@ def test_a_driver_that_dies_before_its_first_word_leaves_no_master_behind(tmp_pa
 def test_a_rank_that_is_regularly_slower_is_told_to_the_trainer_and_in_the_status(tmp_path, caplog):
     with watched_adders(tmp_path, num_ranks=2) as (watch, group):
         for _ in range(10):
-            group.fetch([group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.05, 0.25))])
+            group.fetch([group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.05, 0.65))])
         notice = wait_for(watch, lambda seen: seen["notices"])["notices"][0]
-        assert re.match(r"adder-1: it is slow: adder.doze took 0\.2\d s .* and 0\.0\d s for its peer, \d\.\d times as long", notice)
+        assert re.match(r"adder-1: it is slow: adder.doze took 0\.[67]\d s .* and 0\.\d\d s for its peer, \d+\.\d times as long", notice)
         wait_for(watch, lambda seen: notice in caplog.messages)
         assert f"notice: {notice}\n" in console.status(watch.run, None)
 
