@@ -41,8 +41,8 @@ KILLED = {
     ],
     "push": [("update_weights", "rollout", 0, "receive_weights", 0.0), ("update_weights", "actor", 0, "send_weights", 0.0)],
     "snapshot and checkpoint": [
-        ("save_checkpoint", "actor", 1, "take_snapshot", 0.005),
-        ("save_checkpoint", "critic", 0, "take_snapshot", 0.005),
+        ("save_checkpoint", "actor", 1, "take_snapshot", 0.0),  # which takes milliseconds
+        ("save_checkpoint", "critic", 0, "take_snapshot", 0.0),
         ("save_checkpoint", "actor", 1, "save_checkpoint", 0.005),
         ("save_checkpoint", "critic", 0, "save_checkpoint", 0.005),
     ],
@@ -188,6 +188,6 @@ def storm(dice):
     for step in sorted(dice.sample(range(2, 200), 20)):
         role, moments = dice.choice((("actor_rollout", policy), ("critic", critic)))
         stage, method = dice.choice(moments)
-        kind, after_s = dice.choice(("kill", "kill", "exit", "memory", "freeze")), dice.choice((0.0, 0.005))
+        kind, after_s = dice.choice(("kill", "kill", "exit", "memory", "freeze")), 0.0 if method == "take_snapshot" else 0.005
         faults.append(fault(step, stage, role, dice.randrange(2), kind=kind, method=method, after_s=after_s))
     return faults

@@ -19,7 +19,7 @@ from types import FrameType
 
 from hybridrl.single_controller.worker_host import WorkerHost
 
-LOOK_EVERY_S = 0.001
+LOOK_EVERY_S = 0.0002  # the shortest calls take a millisecond
 WORKERS = f"{os.sep}workers{os.sep}"  # a frame of a worker's own method, and not of what called it
 WATCHED = WorkerHost.call.__code__
 
@@ -39,6 +39,7 @@ def listen() -> None:
 def carry_out(order: dict) -> None:
     """Wait for the moment, note it, and do it."""
     method, kind = order["method"], KINDS[order["kind"]]
+    sys.setswitchinterval(LOOK_EVERY_S)  # or this thread sleeps until that call is over
     while method is not None and calls_in_progress() != ([method] if method else []):
         time.sleep(LOOK_EVERY_S)
     time.sleep(order["after_s"])
