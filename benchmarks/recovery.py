@@ -347,11 +347,11 @@ def seconds(value: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a handful of cells")
-    parser.add_argument("--only", default="", help="cells whose name has this in it, for instance 'freeze actor-0'")
+    parser.add_argument("--only", default="", help="cells that this regular expression finds, for instance 'freeze actor-0'")
     parser.add_argument("--out", type=Path, default=Path("outputs/recovery"))
     options = parser.parse_args()
     bench = Bench(options.out.resolve())
-    wanted = [cell for cell in (QUICK if options.quick else cells()) if options.only in cell.key()]
+    wanted = [cell for cell in (QUICK if options.quick else cells()) if re.search(options.only, cell.key())]
     done = {row["key"]: row for row in bench.rows}
     print(HEAD)
     for cell in wanted:
