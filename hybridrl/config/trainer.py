@@ -25,7 +25,9 @@ class TrainerConfig:
     backend: str = setting(
         "ray", "Run workers on Ray, or in this process (local: one process, no Ray, pdb works).", choices=("ray", "local")
     )
-    master: bool = setting(True, "On Ray, have a process beside the job that sees it: deaths, freezes, hangs, `hybridrl job status`; a lost driver is started again.")
+    master: bool = setting(
+        True, "On Ray, have a process see the job's deaths, freezes, hangs (`hybridrl job status`), and start a lost driver again."
+    )
     device: str = setting("auto", "Device of the workers; auto is cuda where there is one.", choices=("auto", "cpu", "cuda"))
     call_timeout_s: float = setting(
         3600.0, "Longest wait for one call of workers, in seconds: a step's generation, a validation, an update, a save.", gt=0
