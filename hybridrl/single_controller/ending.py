@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hybridrl.single_controller.living_nodes import living
-from hybridrl.single_controller.naming import NAMESPACE
+from hybridrl.single_controller.naming import KEEPER, NAMESPACE
 from hybridrl.single_controller.reservation import remove_left
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,15 @@ def kill_process(process_id: int, *, gently: bool = False) -> None:
 
 
 def end_run(run: str, *, but: str = "") -> None:
-    """End every process of a run on the connected cluster, but the one of that name, and give back what the run has reserved."""
+    """End every process of a run on the connected cluster, but the one of that name, and give back what the run has reserved.
+
+    A keeper is left to end itself: it still has to tell who submitted the job how it ended.
+    """
     import ray
 
+    left_alone = (but, f"{run}/{KEEPER}")
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{run}/") and entry["name"] != but:
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{run}/") and entry["name"] not in left_alone:
             with contextlib.suppress(ValueError):  # gone meanwhile
                 kill_actors([ray.get_actor(entry["name"], namespace=NAMESPACE)])
     remove_left(run)
