@@ -118,6 +118,8 @@ def refusals(folder: Path) -> dict[str, str]:
     said["too long"] = refusal(lambda: engine.forward(batch, MicroBatching(max_tokens=4 if dist.get_rank() else 40), outputs=POLICY))
     said["no checkpoint"] = refusal(lambda: engine.load(str(folder / "qwen2")))
     leave_layout()
+    said["one word less"] = refusal(lambda: make_engine(str(folder / "one word less"), TP))
+    leave_layout()
     said["three anew"] = refusal(lambda: make_engine(str(folder / "qwen2"), {"tensor_model_parallel_size": 3}))
     said["sliding"] = refusal(lambda: make_engine(str(folder / "sliding"), {}))
     return said

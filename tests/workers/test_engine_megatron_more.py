@@ -1,11 +1,13 @@
 """The Megatron engine on two real processes: critic and reward model, bfloat16, checkpoints that change layout, refusals."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.workers.engine_cases import make_batch, save_scorer, save_tiny_qwen2
+from tests.workers.engine_cases import VOCAB, make_batch, save_scorer, save_tiny_qwen2
 from tests.workers.engine_cases import make_engine as make_fsdp
 from tests.workers.megatron_models import MICRO, MOVES, NEEDS_MEGATRON, run_ranks, save_models, value_loss
 from tests.workers.megatron_parity import by_hand, difference
@@ -23,6 +25,9 @@ def folder(tmp_path_factory) -> Path:
     save_scorer(str(path / "qwen2"), path / "scorer")
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     save_tiny_qwen2(path / "sliding", **window, layer_types=["full_attention", "sliding_attention"])
+    shutil.copytree(path / "qwen2", path / "one word less")  # which padding for two processes makes up for
+    config = path / "one word less/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": VOCAB - 1}))
     return path
 
 
@@ -79,6 +84,7 @@ def test_a_step_with_an_infinite_gradient_is_skipped(found):
         ("no checkpoint", "holds no state of a Megatron engine: .metadata is missing"),
         ("three anew", "= 3 does not divide the 2 processes"),
         ("sliding", "attention over a sliding window is not in the Megatron engine; use strategy=fsdp"),
+        ("one word less", f"ConfigError: vocab_size={VOCAB - 1}: model.embed_tokens.weight has {VOCAB} rows in the model's files"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(found, what, words):

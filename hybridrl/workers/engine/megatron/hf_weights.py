@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.workers.engine.megatron.architecture import Recipe, recipe_of
 from hybridrl.workers.engine.megatron.network import Network
 
@@ -79,7 +79,13 @@ def read_weights(chunks: list[Network], tensors: HFTensors, *, kind: str, tied: 
             if kind == "value" and names[0] in NEW_HEAD and names[0] not in tensors:
                 _draw_head(names[0], parameter, deviation=chunk.init_std, seed=seed)
                 continue
-            whole = _join([tensors[part] for part in names], recipe, chunk.config, peers)
+            parts = [tensors[part] for part in names]
+            if recipe.kind == "vocabulary" and len(parts[0]) != chunk.vocab:  # padding could hide it
+                raise ConfigError(
+                    f"vocab_size={chunk.vocab}: {names[0]} has {len(parts[0])} rows in the model's files; leave vocab_size out of "
+                    "actor_rollout_ref.model.override_config, and see that config.json has the number of the files"
+                )
+            whole = _join(parts, recipe, chunk.config, peers)
             parameter.copy_(whole if recipe.cut is None else whole.chunk(peers, recipe.cut)[rank])
 
 
