@@ -44,6 +44,29 @@ def test_pushes_between_processes_carry_the_adapters(tmp_path, tiny_qwen2, ray_c
     assert others == [expected] * 3  # alpha / rank is 2, so that scaling B rounds nothing
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("pool", [0, 2], ids=["in the actors' processes", "in a pool of its own"])
+def test_adapters_alone_reach_an_engine_over_two_processes(tmp_path, tiny_qwen2, tiny_tokenizer, ray_cluster, pool):
+    """After every push the engine's probabilities are the trainer's.
+
+    Entropy moves by 2e-3 nats: among some 300 tokens of about equal probability one has to move by 1e-6 for that, which is ten times more.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, rollout = tmp_path / "two_groups", "actor_rollout_ref__rollout__"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_qwen2, num_key_value_heads=2)).save_pretrained(model)
+    tiny_tokenizer.save_pretrained(model)
+    engine = {f"{rollout}name": "vllm", f"{rollout}tensor_model_parallel_size": 2, f"{rollout}kv_cache_memory_mb": 8}
+    more = {f"{rollout}weight_sync__lora": "adapter", f"{rollout}n_gpus_per_node": pool, "trainer__n_gpus_per_node": 1 if pool else 2}
+    fast = {"actor_rollout_ref__actor__optim__lr": 0.05, "trainer__total_training_steps": 4, "trainer__save_freq": -1}
+    rows = train(tmp_path / "run", model, **LORA, **engine, **more, **fast, trainer__backend="ray")
+    steps = [row for row in rows if "training/rollout_probs_diff_max" in row]
+    assert len(steps) == 4 and all(row["training/rollout_probs_diff_max"] < 1e-7 for row in steps)
+    assert max(row["actor/entropy"] for row in steps) - min(row["actor/entropy"] for row in steps) > 2e-3
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
