@@ -17,12 +17,16 @@ COLLECTIVE = ("distributed_c10d.py", "torch/distributed", "process_group")
 
 @dataclass(frozen=True)
 class Doing:
-    """What one process does. method: None while it is idle. for_s: seconds in it, or idle. did: the method that it ended last."""
+    """What one process does. method: None while it is idle. for_s: seconds in it, or idle. did: the method that it ended last.
+
+    turn: which call it is of that method, the one in progress or the one that ended last; peers get the same calls.
+    """
 
     slot: str
     method: str | None
     for_s: float
     did: str | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ def _odd_one(group: Sequence[Doing], patience_s: float) -> Diagnosis | None:
         return None
     method = Counter(doing.method for doing in late).most_common(1)[0][0]
     waiting = tuple(doing.slot for doing in late if doing.method == method)
-    entered = min(doing.for_s for doing in late if doing.method == method)
-    done = [doing for doing in group if doing.method is None and doing.did == method and doing.for_s < entered]
+    turn = max(doing.turn for doing in late if doing.method == method)
+    done = [doing for doing in group if doing.method is None and doing.did == method and doing.turn >= turn]
     others = [doing for doing in group if doing.method != method and doing not in done]
     if not others:
         return _left_alone(late, done)

@@ -259,7 +259,7 @@ class Monitor:
         for presence in list(self.presences.values()):  # asked from other threads, too
             method = presence.beat.get("doing")
             seconds = presence.beat.get("for_s", 0.0) + now - presence.heard if method else now - presence.idle_since
-            found.append(Doing(presence.slot, method, seconds, presence.beat.get("did")))
+            found.append(Doing(presence.slot, method, seconds, presence.beat.get("did"), presence.beat.get("turn", 0)))
         return found
 
 

@@ -39,6 +39,7 @@ class WorkerHost:
         self.call_numbers = itertools.count(1)
         self.num_calls = 0  # begun so far
         self.did: str | None = None  # the call that ended last
+        self.turns: dict[str, int] = {}  # calls of each `role.method` begun so far
         self.ended: deque[tuple[str, float]] = deque(maxlen=MOST_ENDED)  # calls that no heartbeat has told yet, with their seconds
         self.life = 1  # of the driver that may call
 
@@ -82,14 +83,16 @@ class WorkerHost:
     def progress(self) -> dict[str, Any]:
         """Return what this process does: the call that began first among those in progress, and its seconds; asked from a thread.
 
-        did: the call that ended last. ended: `role.method` -> seconds of its calls that have ended since this was asked before.
+        did: the call that ended last. turn: which one it is of its method, that in progress or the last one.
+        ended: `role.method` -> seconds of its calls that have ended since this was asked before.
         """
         doing, start = next(iter(list(self.running.values())), (None, 0.0))
         ended: dict[str, list[float]] = {}
         for method, seconds in [self.ended.popleft() for _ in range(len(self.ended))]:
             ended.setdefault(method, []).append(round(seconds, 4))
         for_s = round(time.perf_counter() - start, 3) if doing else 0.0
-        return {"doing": doing, "for_s": for_s, "calls": self.num_calls, "did": self.did, "ended": ended}
+        turn = self.turns.get(doing or self.did or "", 0)
+        return {"doing": doing, "for_s": for_s, "calls": self.num_calls, "did": self.did, "turn": turn, "ended": ended}
 
     def describe(self) -> dict[str, Any]:
         """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id, its node."""
@@ -109,7 +112,9 @@ class WorkerHost:
             raise PlacementError(f"{role}-{self.place.rank}: {method}() was called by a driver that has been replaced meanwhile")
         start = time.perf_counter()
         number = self.num_calls = next(self.call_numbers)
-        self.running[number] = (f"{role}.{method}", start)
+        name = f"{role}.{method}"
+        self.running[number] = (name, start)
+        self.turns[name] = self.turns.get(name, 0) + 1
         try:
             with call_span(role, self.place.rank, method):
                 if (role, method) not in self.takes_futures:
@@ -120,7 +125,7 @@ class WorkerHost:
             raise
         finally:
             self.running.pop(number, None)
-            name, seconds = f"{role}.{method}", time.perf_counter() - start
+            seconds = time.perf_counter() - start
             self.busy_s[name] = self.busy_s.get(name, 0.0) + seconds
             self.ended.append((name, seconds))
             self.did = name

@@ -29,6 +29,9 @@ def test_a_job_is_watched_from_its_beginning_to_its_end(tmp_path):
         assert [worker["pid"] for slot, worker in sorted(seen["workers"].items())] == [*group.process_ids, os.getpid()]
         beat = seen["beats"]["adder-0"]
         assert beat["memory"] > 2**24 and beat["doing"] is None
+        assert 0 < beat["private"] < beat["memory"]
+        assert set(beat["room"]) == {"memory", "/dev/shm", "Ray's directory"}
+        assert all(0 < left <= total for left, total in beat["room"].values())
         with open(f"/proc/{seen['pid']}/maps") as maps:
             assert "libtorch" not in maps.read()  # a master is light
         call = group.execute_rank_async(0, "doze", 3.0)
@@ -132,14 +135,6 @@ def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_looked_at_at_onc
         with open(seen["notices"][0].partition("stacks: ")[2]) as f:
             assert f.read().startswith("== adder-1\n")
         assert seen["workers"]["adder-1"]["state"] == "alive"
-
-
-def test_heartbeats_say_what_is_left_of_the_machine(tmp_path):
-    with watched_adders(tmp_path) as (watch, group):
-        beat = describe(watch)["beats"]["adder-0"]
-        assert 0 < beat["private"] < beat["memory"]
-        assert set(beat["room"]) == {"memory", "/dev/shm", "Ray's directory"}
-        assert all(0 < left <= total for left, total in beat["room"].values())
 
 
 def test_telling_waits_for_nobody_and_what_was_told_meanwhile_arrives(tmp_path):

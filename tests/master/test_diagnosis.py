@@ -1,8 +1,8 @@
 from hybridrl.master.diagnosis import Doing, all_in_one_method, compare_stacks, find_culprit
 
 
-def doing(slot, method=None, for_s=100.0, did=None):
-    return Doing(slot, method, for_s, did)
+def doing(slot, method=None, for_s=100.0, did=None, turn=7):
+    return Doing(slot, method, for_s, did, turn)
 
 
 def test_the_idle_rank_holds_up_those_that_wait_in_a_method():
@@ -21,7 +21,7 @@ def test_who_has_just_ended_a_method_does_not_hold_up_the_one_that_is_still_in_i
     found = find_culprit([still, done], patience_s=60)
     assert (found.culprit, found.waiting, found.method) == ("rollout-0", ("rollout-1",), "rollout.generate")
     assert found.evidence == "it is in rollout.generate for 100 s, which rollout-1 ended 70 s ago or earlier"
-    ended_before = doing("rollout-1", None, 130, did="rollout.generate")  # a call before this one
+    ended_before = doing("rollout-1", None, 99, did="rollout.generate", turn=6)  # the call before this one
     assert find_culprit([still, ended_before], patience_s=60).culprit == "rollout-1"
     assert find_culprit([still, done, doing("rollout-2")], patience_s=60).culprit == "rollout-2"
     assert find_culprit([still, doing("rollout-2", "rollout.generate", 90), done], patience_s=60) is None  # stacks would have to tell
