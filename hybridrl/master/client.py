@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.master.actor import JobMaster, Watchfulness
-from hybridrl.master.events import TRAINER, Begun, Committed, Ended, Event, Failed, Kind, Level, Stepped, encode
+from hybridrl.master.events import TRAINER, Begun, Committed, Ended, Event, Failed, Kind, Level, Stepped, encode, holds
 from hybridrl.master.states import JOB_ENDS
 from hybridrl.single_controller.heartbeats import Heartbeats, identity
 from hybridrl.single_controller.naming import MASTER, NAMESPACE, master_name
@@ -108,7 +108,7 @@ class JobWatch:
         slot = f"{error.role}-{error.rank}"
         try:
             known = ray.get(self.master.describe.remote(), timeout=ACCOUNT_WITHIN_S)["workers"]
-            slots = [name for name in known if _holds(name, error.role, error.rank)] or [slot]
+            slots = [name for name in known if holds(name, error.role, error.rank)] or [slot]
             account = ray.get(self.master.account.remote(slots[0], ACCOUNT_WITHIN_S), timeout=2 * ACCOUNT_WITHIN_S)
         except (ray.exceptions.RayError, TimeoutError):
             return
@@ -199,11 +199,6 @@ def masters() -> dict[str, Any]:
 def is_over(description: dict[str, Any]) -> bool:
     """Return whether a job that was described has ended."""
     return description["state"] in JOB_ENDS
-
-
-def _holds(slot: str, role: str, rank: int) -> bool:
-    label, _, number = slot.rpartition("-")
-    return number == str(rank) and (label == role or role in label.split("+"))
 
 
 def _stop_process(reason: str) -> None:
