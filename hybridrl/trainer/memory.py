@@ -81,11 +81,12 @@ class Past:
 
     def forget(self) -> None:
         """End the memory."""
+        if self._memory is None:
+            return
         import ray
 
-        if self._memory is not None:
-            ray.kill(self._memory, no_restart=True)
-            self._memory = None
+        ray.kill(self._memory, no_restart=True)
+        self._memory = None
 
 
 def is_kept_running(config: TrainerConfig) -> bool:
