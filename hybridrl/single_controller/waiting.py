@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 # A worker that dies in a collective makes its peers fail too, often before Ray has noticed the death (15-25 ms after it): an error of
-# one rank is held back this long to see whether it is the echo of a death.
-ECHO_S = 0.5
+# one rank is held back this long to see whether it is the echo of a death. A busy machine notices late, and an echo that passes
+# for a mistake ends the run.
+ECHO_S = 2.0
 # A look waits so long for all answers, then takes those that are there: short calls end in one, and a death is told this late at most.
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.1
 
@@ -125,7 +126,7 @@ class _Waiting:
     def _value_or_death(self, reference, rank_of: Mapping) -> Any:
         try:
             return self.value(reference, rank_of[reference])
-        except (WorkerLost, CallTimeout):
+        except WorkerLost:
             raise
         except Exception as error:
             self.look_for_death([other for other in rank_of if other != reference], rank_of, error)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from hybridrl.errors import CallTimeout
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.single_controller.worker import Worker
@@ -59,6 +60,14 @@ class Adder(Worker):
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(20)
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=30)
+    def give_up_on(self, rank: int) -> None:
+        """Whoever waits for this rank gives up before its death is noticed."""
+        if self.rank == rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise CallTimeout("nothing came")
 
     @register(Dispatch.ONE_TO_ALL)
     def doze(self, seconds: float) -> None:

@@ -39,6 +39,14 @@ def test_a_death_in_a_collective_is_told_as_a_death_and_not_as_its_echo(pool):
             group.reduce_until_killed(1)
 
 
+def test_a_worker_that_gave_up_waiting_for_one_that_dies_is_its_echo_too(pool):
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group,
+        pytest.raises(WorkerLost, match=r"worker adder-1 was lost while running give_up_on\(\)"),
+    ):
+        group.give_up_on(1)
+
+
 def test_an_answer_that_died_with_its_worker_is_blamed_on_that_worker(pool):
     recipe = RayClassWithInitArgs(Waiter)
     with RayWorkerGroup(pool, recipe, role="maker", share=0.5) as maker, RayWorkerGroup(pool, recipe, role="user", share=0.5) as user:

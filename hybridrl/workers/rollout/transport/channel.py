@@ -150,6 +150,11 @@ class ReceiverEnd:
         try:
             self.store.wait([f"{self._push}/{key}"], timedelta(seconds=self.address.timeout_s + GRACE_S))
             message = json.loads(self.store.get(f"{self._push}/{key}"))
+        except dist.DistNetworkError as error:
+            raise StaleWeightsError(
+                f"{KEY}.transport={self.address.transport}: actor rank 0 was to {doing}, and its connection ended; "
+                f"rollout rank {self.rank} holds no weights now"
+            ) from error
         except dist.DistError as error:
             raise self.late(doing) from error
         if "failed" in message:
