@@ -25,6 +25,7 @@ import ray
 
 from hybridrl.framework.stage import spec_of
 from hybridrl.master.client import masters
+from tests.chaos import victim
 
 TO_COME = json.loads(os.environ.get("FAULTS", "[]"))
 """This module outlives the loop, which is made anew after a loss: what was planted once is not planted again."""
@@ -68,8 +69,12 @@ def tell(fault, trainer):
     if fault["role"] == "master":
         threading.Timer(fault["after_s"], kill_master, (fault, masters()[trainer.job])).start()
         return
-    pid = os.getpid() if fault["role"] == "trainer" else trainer.groups[fault["role"]].process_ids[fault["rank"]]
-    send(pid, json.dumps(fault | {"log": os.environ["FAULTS_LOG"]}).encode())
+    order = fault | {"log": os.environ["FAULTS_LOG"]}
+    if fault["role"] == "trainer":
+        threading.Thread(target=victim.carry_out, args=(order,), daemon=True).start()
+        return
+    pid = trainer.groups[fault["role"]].process_ids[fault["rank"]]
+    send(pid, json.dumps(order).encode())
 
 
 def kill_master(fault, master):
@@ -94,7 +99,7 @@ def send(pid, order):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
         while True:
             try:
-                return outbox.sendto(order, f"\0hybridrl-victim-{pid}")
+                return outbox.sendto(order, victim.address(pid))
             except ConnectionRefusedError:  # a process that was started anew and has not loaded its model yet
                 if time.monotonic() > until:
                     raise

@@ -1,4 +1,4 @@
-"""In every process of a run with faults: waits to be told what is to happen to it, and does that to itself in the very call that is meant.
+"""In every worker of a run with faults: waits to be told what is to happen to it, and does that to itself in the very call that is meant.
 
     actor_rollout_ref.model.external_lib=[tests/chaos/victim.py]
 
@@ -102,4 +102,12 @@ KINDS = {
     "exception": make_a_mistake,
 }
 
-threading.Thread(target=listen, name="victim", daemon=True).start()
+
+def is_worker() -> bool:
+    """Whether this is a process of Ray's. The program imports this file, too, and is forked after that: it may have no threads."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
+if is_worker():
+    threading.Thread(target=listen, name="victim", daemon=True).start()
