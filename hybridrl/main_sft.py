@@ -18,6 +18,7 @@ from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
 from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.tokenizer import load_tokenizer
+from hybridrl.trainer.watched import watched
 from hybridrl.workers.sft import SFTWorker
 
 logger = logging.getLogger("hybridrl.main_sft")  # __name__ is __main__ when this is the program
@@ -53,8 +54,9 @@ def run(config: SFTConfig) -> None:
     trainer = SFTTrainer(config, tokenizer, SFTWorker, manager, WORKER_GROUPS[config.trainer.backend])
     logger.info("loading %s into the workers", config.model.path)
     try:
-        trainer.init_workers()
-        trainer.fit()
+        with watched(trainer):
+            trainer.init_workers()
+            trainer.fit()
     finally:
         trainer.shutdown()
     sys.stdout.write(report_run(run_directory(config.trainer), checkpoint=own_checkpoint(config.trainer)))

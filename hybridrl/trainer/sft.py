@@ -3,6 +3,7 @@
 Every checkpoint holds `huggingface/`, the model as other programs (and `main_ppo`) read it.
 """
 
+import functools
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from hybridrl.trainer.identity import IDENTITY, compare_run, identity
 from hybridrl.trainer.leaving import NOTICE
 from hybridrl.trainer.ledger import LEDGER, StepLedger
 from hybridrl.trainer.metrics import mean_metrics
+from hybridrl.trainer.middleware import Middleware, apply_middleware
 from hybridrl.trainer.nonfinite import UpdateWatch, train_with_rollbacks
 from hybridrl.trainer.prompt_loader import PromptLoader
 from hybridrl.trainer.roles import ResourcePoolManager
@@ -61,6 +63,7 @@ class SFTTrainer:
         self.ledger = StepLedger(self.store.root, rows=len(train))
         self.update_watch = UpdateWatch(config.trainer.nonfinite)
         self.global_steps = 0
+        self.middleware: list[Middleware] = []  # of who watches over it; the user's are for PPO
 
     def init_workers(self) -> None:
         """Reserve devices, start the worker processes and load the model."""
@@ -107,8 +110,9 @@ class SFTTrainer:
         remaining, first = self.total_training_steps - self.global_steps, self.global_steps + 1
         with open_tracking(self.config, start_step=self.global_steps, total_steps=self.total_training_steps) as self.tracking:
             if remaining > 0:
+                watched_loop = functools.partial(apply_middleware, trainer=self)
                 with NOTICE.kept(grace_s=self.config.trainer.grace_s):
-                    run_stages(self.stages(), max_step=remaining, first_step=first, wrappers=[self.ledger])
+                    run_stages(self.stages(), max_step=remaining, first_step=first, change=watched_loop, wrappers=[self.ledger])
         if self.global_steps < self.total_training_steps:
             NOTICE.leave_if_received()
 

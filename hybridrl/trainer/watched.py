@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hybridrl.config import SFTConfig
 from hybridrl.errors import WorkerLost
 from hybridrl.framework import Task, spec_of
 from hybridrl.framework.stage import StageFn
@@ -21,19 +22,15 @@ from hybridrl.trainer.run import run_directory
 def watched(trainer: Any) -> Iterator[None]:
     """Have a master watch over what is done inside, as `trainer.master` says; a lost worker's error then says how the worker ended.
 
-    trainer: a `RayPPOTrainer` whose workers do not run yet. They have to be ended after this, so that their end is no failure.
+    trainer: a `RayPPOTrainer` or an `SFTTrainer` whose workers do not run yet. They have to be ended after this, so that their end is no
+    failure.
     """
     settings = trainer.config.trainer
     if not settings.master or settings.backend != "ray":
         yield
         return
     journal = os.path.join(os.path.abspath(run_directory(settings)), MASTER, trainer.job)
-    rollout = trainer.config.actor_rollout_ref.rollout
-    alone = rollout.mode == "async" and rollout.n_gpus_per_node and rollout.tensor_model_parallel_size == 1
-    replicas = (str(Role.Rollout),) if alone else ()  # the router goes on without one of them
-    levels = TRAINER_LEVELS + ((Level.TRAINER,) if trainer.past.is_kept else ())
-    again = trainer.past.moment is not None
-    with JobWatch(job=settings.experiment_name, run=trainer.job, journal=journal, levels=levels, replicas=replicas, again=again) as watch:
+    with JobWatch(job=settings.experiment_name, run=trainer.job, journal=journal, **_survives(trainer)) as watch:
         LIFE.on_orphaned = functools.partial(watch.end, succeeded=False, reason="its program was killed", within_s=0.5)
         trainer.middleware = [*trainer.middleware, tells(watch)]
         try:
@@ -41,6 +38,20 @@ def watched(trainer: Any) -> Iterator[None]:
         except WorkerLost as error:
             watch.explain(error)
             raise
+
+
+def _survives(trainer: Any) -> dict[str, Any]:
+    """Which failures the trainer goes on after, for `JobWatch`."""
+    if isinstance(trainer.config, SFTConfig):
+        return {"levels": ()}
+    rollout = trainer.config.actor_rollout_ref.rollout
+    alone = rollout.mode == "async" and rollout.n_gpus_per_node and rollout.tensor_model_parallel_size == 1
+    return {
+        "replicas": (str(Role.Rollout),) if alone else (),  # the router goes on without one of them
+        "levels": TRAINER_LEVELS + ((Level.TRAINER,) if trainer.past.is_kept else ()),
+        "limits_itself": True,  # how many losses are too many says `failover.py`
+        "again": trainer.past.moment is not None,
+    }
 
 
 def tells(watch: JobWatch) -> Callable[[Task, Any], None]:

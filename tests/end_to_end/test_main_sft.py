@@ -7,6 +7,8 @@ from safetensors.torch import load_file
 
 from data_preprocess import full_hh_rlhf
 from hybridrl import main_sft
+from hybridrl.master.journal import replay
+from hybridrl.master.states import Job
 from tests.end_to_end.runs import largest_difference, metrics
 
 
@@ -82,3 +84,7 @@ def test_two_ranks_with_packing_take_the_same_steps_as_one_without(tmp_path, tin
         model__use_remove_padding=True, data__max_token_len_per_gpu=128,
     )  # fmt: skip
     assert largest_difference(exported(tmp_path / "one", 3), exported(tmp_path / "two", 3)) < 1e-5
+    [journal] = (tmp_path / "two" / "run" / "master").iterdir()  # on Ray it is watched over
+    state, _ = replay(str(journal))
+    assert (state.state, state.step, set(state.workers)) == (Job.SUCCEEDED, 3, {"trainer", "sft-0", "sft-1"})
+    assert state.commit.endswith("global_step_3")
