@@ -52,6 +52,7 @@ def side_by_side(run: Path) -> set[frozenset[str]]:
     return {frozenset({a.name, b.name}) for a, b in pairs if a.step == b.step and a.begin < b.end and b.begin < a.end}
 
 
+@pytest.mark.slow
 def test_stages_on_pools_of_their_own_overlap_and_the_run_is_the_same(tmp_path, tiny_qwen2, ray_cluster):
     pools = {"policy": [Role.ActorRollout], "reference": [Role.RefPolicy], "critic": [Role.Critic]}
     together = train_on(pools, tmp_path / "together", tiny_qwen2)

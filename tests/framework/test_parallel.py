@@ -148,6 +148,7 @@ def test_one_that_fails_is_begun_again_with_its_peers(kind):
     assert (retries, retries_1) == (0, 1) and heard == [process], "the peer hears the process that came back"
 
 
+@pytest.mark.slow
 def test_retries_are_counted_over_exceptions_and_deaths():
     with pytest.raises(LookupError):
         Parallel.runner(2, auto_recover=True, max_retries=2)(programs.fail, "raise", 1, 5)

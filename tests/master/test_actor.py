@@ -110,6 +110,7 @@ def test_a_driver_that_dies_before_its_first_word_leaves_no_master_behind(tmp_pa
     assert replay(str(tmp_path))[0].state == Job.FAILED
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_regularly_slower_is_told_to_the_trainer_and_in_the_status(tmp_path, caplog):
     with watched_adders(tmp_path, num_ranks=2) as (watch, group):
         for _ in range(10):
@@ -120,6 +121,7 @@ def test_a_rank_that_is_regularly_slower_is_told_to_the_trainer_and_in_the_statu
         assert f"notice: {notice}\n" in console.status(watch.run, None)
 
 
+@pytest.mark.slow
 def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_looked_at_at_once(tmp_path):
     with watched_adders(tmp_path, num_ranks=2) as (watch, group):
         late = [group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.01, 60.0))]

@@ -156,7 +156,8 @@ def test_a_process_that_died_froze_or_is_well_is_replaced_on_its_slot_and_its_pe
 
 
 @pytest.mark.timeout(300)  # four processes start
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rebuilt_group_meets_again_and_what_it_answered_before_stays(pool, number):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group:
         answers = group.add_later(DataProto.from_dict({"x": torch.arange(200_000)}))

@@ -43,6 +43,7 @@ def test_the_next_driver_goes_on_with_the_processes_and_what_they_know(left):
     assert new.add(1) == [4, 4]
 
 
+@pytest.mark.slow
 def test_the_driver_before_is_refused_from_then_on(left):
     old, _ = left
     new = taken_up()
@@ -56,6 +57,7 @@ def test_the_driver_before_is_refused_from_then_on(left):
     assert third.add(1) == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_group_that_lost_a_process_is_started_anew(left):
     old, _ = left
     os.kill(old.process_ids[1], signal.SIGKILL)
@@ -75,6 +77,7 @@ def test_what_is_asked_for_through_a_memory_outlives_who_asked(left):
     assert description == b"step 5" and ray.get(parts["counter"]) == [5, 5]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_leaves_nothing_of_it(left):
     start_memory(RUN)
     end_run(RUN)

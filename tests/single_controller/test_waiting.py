@@ -41,6 +41,7 @@ def test_a_lost_node_is_said_to_be_and_a_connection_that_ended_leaves_open_what_
     assert in_words(report) == "the connection to its process has ended: it is gone, or its node is"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_call_ends_at_once_when_its_worker_is_declared_lost_and_the_next_life_is_not_meant():
     with RayResourcePool([1]) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group:
