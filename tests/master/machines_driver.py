@@ -1,5 +1,7 @@
 """Prints how reservations lie on a cluster of three machines of its own, with 4, 2 and 2 cores in the zones a, b and b."""
 
+import time
+
 import ray
 from ray.cluster_utils import Cluster
 
@@ -9,6 +11,7 @@ from hybridrl.master.packing import pack_plan
 from hybridrl.single_controller.launch import pools_of
 from hybridrl.single_controller.reservation import machines_of_cluster, nodes_of
 
+CORES, FREE_WITHIN_S = 8, 30.0
 ENTRY = "some.module:Class"
 
 
@@ -23,6 +26,9 @@ def lie(name, builder):
     finally:
         for pool in pools.values():
             pool.release()
+        until = time.monotonic() + FREE_WITHIN_S  # Ray gives back when it has time, and a wish is only for what is free
+        while ray.available_resources().get("CPU", 0) < CORES and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 cluster = Cluster()
