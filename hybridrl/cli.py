@@ -183,7 +183,7 @@ def _add_resume(job: argparse._SubParsersAction) -> None:
     what = "go on with a run that has ended or died, from its last commit, by the command that began it"
     resume = job.add_parser("resume", help=what, description=what)
     resume.add_argument("directory", help="the directory the run wrote to")
-    resume.add_argument("settings", nargs="*", metavar="key=value", help="what is to be different, for instance trainer.nnodes=2")
+    resume.add_argument("changes", nargs="*", metavar="key=value", help="what is to be different, for instance trainer.nnodes=2")
     resume.add_argument("--print", action="store_true", help="say what would be run, and run nothing")
     resume.set_defaults(run_command=_resume)
 
@@ -192,10 +192,10 @@ def _resume(arguments: argparse.Namespace) -> None:
     from hybridrl.master.command import resume, resuming
 
     if arguments.print:
-        command, where = resuming(arguments.directory, arguments.settings)
+        command, where = resuming(arguments.directory, arguments.changes)
         sys.stdout.write(f"cd {shlex.quote(where)} && {shlex.join(command)}\n")
     else:
-        resume(arguments.directory, arguments.settings)
+        resume(arguments.directory, arguments.changes)
 
 
 # -- hybridrl job states

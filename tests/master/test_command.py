@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from hybridrl import cli
 from hybridrl.errors import ConfigError
 from hybridrl.master.command import FILE, note_command, resuming
 
@@ -15,6 +16,12 @@ def test_the_command_of_a_run_is_given_again_and_goes_on_from_its_last_commit(tm
     command, where = resuming(str(tmp_path), ["data.seed=2"])
     assert where == str(tmp_path)
     assert command == [sys.executable, "-m", "hybridrl.main_ppo", "trainer.resume_mode=auto", "data.seed=2"]
+
+
+def test_the_command_line_shows_what_it_would_run(tmp_path, capsys):
+    (tmp_path / FILE).write_text(json.dumps({"command": ["python", "data.seed=1", "a=b c"], "directory": "/where"}))
+    assert cli.main(["job", "resume", str(tmp_path), "data.seed=2", "--print"]) == 0
+    assert capsys.readouterr().out == "cd /where && python 'a=b c' trainer.resume_mode=auto data.seed=2\n"
 
 
 @pytest.mark.parametrize("content", [None, "{", json.dumps({"command": ["python"]})])
