@@ -72,6 +72,7 @@ class _Driver:
     end: int | None = None  # the exit code that it announced
     again: str | None = None
     stopped_at: float | None = None
+    is_ended: bool = False  # by the parent
 
 
 class _Supervisor:
@@ -90,6 +91,8 @@ class _Supervisor:
             self._hear(driver)
             driver.channel.close()
             os.close(driver.signals)
+            if self.cluster.is_lost():
+                self.cluster.end()
             code = self._what_next(driver, status)
             if code is not None:
                 return code
@@ -136,6 +139,8 @@ class _Supervisor:
                     self._to_pass_on.append((time.monotonic(), info.si_signo))
             self._hear(driver)
             self._pass_on(driver)
+            if self.cluster.is_lost() and not driver.is_ended:
+                self._end(driver, "the Ray cluster of this machine was lost, and its driver is ended")  # Ray would wait for a minute
             pid, status = os.waitpid(driver.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
                 return status
@@ -143,9 +148,13 @@ class _Supervisor:
                 frozen = os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
                 driver.stopped_at = time.monotonic() if frozen else None
             elif driver.stopped_at is not None and time.monotonic() - driver.stopped_at > FROZEN_S:
-                logger.warning("the driver has been stopped (SIGSTOP) for %g s; it is ended", FROZEN_S)
-                os.kill(driver.pid, signal.SIGKILL)
+                self._end(driver, f"the driver has been stopped (SIGSTOP) for {FROZEN_S:g} s; it is ended")
                 driver.stopped_at = None
+
+    def _end(self, driver: _Driver, why: str) -> None:
+        logger.warning(why)
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.is_ended = True
 
     def _pass_on(self, driver: _Driver) -> None:
         """Give the driver what only the parent got. A signal for the whole group of processes has reached it already."""
@@ -219,10 +228,12 @@ class _Cluster:
     def want(self, *, beside: Sequence[int]) -> None:
         """Have the cluster, which may be there; `answer` returns it. beside: file descriptors that are not its process's to hold open."""
         self._wanted = True
-        if self._pid is not None and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            self.end()  # it has ended already
         if self._pid is None:
             self._fork(beside)
+
+    def is_lost(self) -> bool:
+        """Whether there was one, and its process has ended."""
+        return self._pid is not None and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def answer(self) -> dict[str, Any] | None:
         """Return, once for each time that it was wanted, what `Life.cluster` reads, as soon as it is known."""

@@ -1,7 +1,8 @@
 """Middleware that ends the driver itself: `trainer.middleware=[tests/chaos/driver_faults.py:plant]`, told what by the environment.
 
-DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit. DRIVER_FAULTS_LOG: a file that gets a JSON
-line per hit; the next life of the driver reads there what has been planted already. A fault may name a "role" too, whose rank 0 is killed.
+DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, or cluster: the process that keeps the Ray
+cluster is killed. DRIVER_FAULTS_LOG: a file that gets a JSON line per hit; the next life of the driver reads there what has been planted
+already. A fault may name a "role" too, whose rank 0 is killed.
 """
 
 import functools
@@ -56,4 +57,10 @@ def hit(fault, trainer):
         os.kill(trainer.groups[fault["role"]].process_ids[0], signal.SIGKILL)
     if fault["how"] == "exit":
         os._exit(3)
+    if fault["how"] == "cluster":
+        parent = os.getppid()
+        with open(f"/proc/{parent}/task/{parent}/children") as children:
+            [keeper] = {int(pid) for pid in children.read().split()} - {os.getpid()}
+        os.kill(keeper, signal.SIGKILL)
+        return
     os.kill(os.getpid(), getattr(signal, fault["how"]))

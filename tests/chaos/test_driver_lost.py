@@ -102,6 +102,12 @@ def test_a_driver_and_a_worker_lost_together_are_both_brought_back(tmp_path, tin
     check_ended_the_same(tmp_path, undisturbed)
 
 
+def test_a_job_whose_cluster_is_lost_begins_anew_on_another_from_its_last_commit(tmp_path, tiny_qwen2, undisturbed):
+    done = run_with(tmp_path, tiny_qwen2, fault("cluster", "gen", 0.0, step=4))
+    assert done.returncode == 0 and "everything is started anew" in done.stderr and "global_step_2, step 2 of 4" in done.stderr
+    check_ended_the_same(tmp_path, undisturbed)
+
+
 def test_a_driver_lost_before_its_first_step_begins_anew(tmp_path, tiny_qwen2, undisturbed):
     done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "next_batch", 0.0, step=1))
     assert done.returncode == 0
