@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hybridrl.errors import ConfigError, PlacementError
 from hybridrl.master.placement import check_declared, plan_job
 from hybridrl.master.spec import JobSpec, PoolSpec, Resource, RoleSpec, TrainerSpec
+from hybridrl.single_controller.resource_pool import ROUNDING
 
 HALF = {"CPU": 0.5, "GPU": 0.5}
 
@@ -162,4 +163,4 @@ def test_ranks_and_devices_are_those_of_counting_them_one_by_one(slots, per_role
         of = {process.roles[0]: process.resources for process in plan.processes}
         bundle = plan.pool("p").reservations[node].bundles[slot]
         for resource in ("GPU", "CPU"):
-            assert sum(of[name][resource] for name, *_ in hand) <= bundle[resource] == 1.0
+            assert bundle[resource] == 1.0 and sum(of[name][resource] for name, *_ in hand) <= 1.0 + ROUNDING
