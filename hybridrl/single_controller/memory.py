@@ -50,3 +50,24 @@ def find_memory(run: str) -> Any:
         return ray.get_actor(memory_name(run), namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def keep(memory: Any, description: bytes, parts: Mapping[str, Sequence]) -> bool:
+    """Have it remembered; return whether it is, which it is not where the memory was lost."""
+    import ray
+
+    try:
+        ray.get(memory.keep.remote(description, parts), timeout=HOLD_S)
+        return True
+    except (ray.exceptions.RayActorError, TimeoutError):
+        return False
+
+
+def kept(memory: Any) -> tuple[bytes, Mapping[str, Sequence]] | None:
+    """Return what was kept last, or None where nothing was, or the memory is lost."""
+    import ray
+
+    try:
+        return None if memory is None else ray.get(memory.kept.remote(), timeout=HOLD_S)
+    except (ray.exceptions.RayError, TimeoutError):
+        return None

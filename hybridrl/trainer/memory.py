@@ -16,7 +16,7 @@ import cloudpickle
 from hybridrl.config import PPOConfig
 from hybridrl.config.trainer import TrainerConfig
 from hybridrl.single_controller.ending import end_run
-from hybridrl.single_controller.memory import HOLD_S, find_memory, start_memory
+from hybridrl.single_controller.memory import find_memory, keep, kept, start_memory
 from hybridrl.trainer.checkpoint import CheckpointStore
 from hybridrl.trainer.life import LIFE
 from hybridrl.trainer.pipeline import BatchAhead
@@ -69,13 +69,9 @@ class Past:
         """Have the next driver find this moment."""
         if not self.is_kept:
             return
-        import ray
-
         described = replace(moment, engines={}, ahead=[_begun_again(batch) for batch in moment.ahead])
         parts = {role: list(references) for role, references in moment.engines.items()}
-        try:
-            ray.get(self._memory.keep.remote(cloudpickle.dumps(described), parts), timeout=HOLD_S)
-        except (ray.exceptions.RayActorError, TimeoutError):
+        if not keep(self._memory, cloudpickle.dumps(described), parts):
             logger.warning("the memory of %s was lost; the next step has another one", self.run)
             self._memory = None
 
@@ -110,24 +106,13 @@ def look_back(config: TrainerConfig) -> Past:
     if LIFE.number == 1:
         return Past(run, is_kept=True)
     memory = find_memory(run)
-    kept = _kept(memory)
-    if kept is None:
+    found = kept(memory)
+    if found is None:
         logger.warning("the last driver left nothing in memory to go on from: everything is started anew")
         end_run(run)
         return Past(f"{run}.{LIFE.number}", is_kept=True)
-    description, parts = kept
+    description, parts = found
     return Past(run, moment=replace(cloudpickle.loads(description), engines=parts), memory=memory, is_kept=True)
-
-
-def _kept(memory: Any) -> Any:
-    import ray
-
-    if memory is None:
-        return None
-    try:
-        return ray.get(memory.kept.remote(), timeout=HOLD_S)
-    except (ray.exceptions.RayError, TimeoutError):
-        return None
 
 
 def _begun_again(batch: BatchAhead) -> BatchAhead:
