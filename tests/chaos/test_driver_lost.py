@@ -64,6 +64,13 @@ def seconds_back(done):
     return [float(found) for found in re.findall(r"goes on at the end of step \d+, after ([\d.]+) s", done.stderr)]
 
 
+def tell(folder, what):
+    """Print the seconds from each hit until the next driver goes on."""
+    failures = [json.loads(line) for line in (folder / "run/failures.jsonl").read_text().splitlines()]
+    for hit, failure in zip(hits(folder), (one for one in failures if one["lost"] == ["trainer"]), strict=False):
+        print(f"\n{what}: the next driver went on after {failure['told_at'] + failure['seconds'] - hit['at']:.1f} s")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, tiny_qwen2):
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -85,6 +92,7 @@ def test_a_lost_driver_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undistu
     done = run_with(tmp_path, tiny_qwen2, fault(how, stage, after_s))
     assert done.returncode == 0
     assert len(seconds_back(done)) == 1 and "is started anew" not in done.stderr
+    tell(tmp_path, f"{how} in {stage}")
     check_ended_the_same(tmp_path, undisturbed)
 
 
