@@ -6,7 +6,6 @@ goes wrong there, an import that is missing on this node included, reaches the c
 
 import itertools
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -161,10 +160,7 @@ def _node() -> str:
 
 
 def _node_address() -> str:
-    """The address of the interface that leads outside; the loopback on a machine without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        try:
-            s.connect(("192.0.2.1", 9))  # TEST-NET-1: no packet is sent by connecting a datagram socket
-            return s.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
+    """The address at which Ray's own processes on other nodes find those of this one, so that other workers do."""
+    import ray
+
+    return ray.util.get_node_ip_address()

@@ -5,7 +5,6 @@
 * ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
 """
 
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_roll
 from hybridrl.workers.rollout.sampler import SamplingParams
 from hybridrl.workers.rollout.sampling import sampling_of
 from hybridrl.workers.rollout.serving import Request, TokenOutput, make_server
-from hybridrl.workers.rollout.transport import Address, Outgoing, Receivers, Sender, Sent, make_sender
+from hybridrl.workers.rollout.transport import Address, Outgoing, Receivers, Sender, Sent, make_sender, this_machine
 from hybridrl.workers.snapshot import Snapshots
 from hybridrl.workers.tokens import load_special_tokens
 
@@ -228,8 +227,8 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def machine(self) -> str:
-        """Return the name of the machine this process is on."""
-        return socket.gethostname()
+        """Return the name of the machine this process is on, see `this_machine`."""
+        return this_machine()
 
     @register(Dispatch.ONE_TO_ALL)
     def join_weight_channel(self, address: Address) -> None:

@@ -19,11 +19,11 @@ from hybridrl.workers.rollout.transport.broadcast import BroadcastReceiver, Broa
 from hybridrl.workers.rollout.transport.buckets import Outgoing
 from hybridrl.workers.rollout.transport.channel import Address
 from hybridrl.workers.rollout.transport.disk import DiskSender
-from hybridrl.workers.rollout.transport.live import LiveReceiver, LiveSender
+from hybridrl.workers.rollout.transport.live import LiveReceiver, LiveSender, this_machine
 from hybridrl.workers.rollout.transport.object_store import ObjectStoreSender
 from hybridrl.workers.rollout.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-__all__ = ["Address", "Incoming", "Outgoing", "Receiver", "Receivers", "Sender", "Sent", "make_sender"]
+__all__ = ["Address", "Incoming", "Outgoing", "Receiver", "Receivers", "Sender", "Sent", "make_sender", "this_machine"]
 
 LIVE: dict[str, tuple[type[LiveSender], type[LiveReceiver]]] = {
     "shared_memory": (SharedMemorySender, SharedMemoryReceiver),

@@ -122,4 +122,16 @@ class LiveReceiver(ABC):
 def here(device: str) -> Place:
     """Return where this process is."""
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else None
-    return Place(machine=socket.gethostname(), process=os.getpid(), gpu=gpu)
+    return Place(machine=this_machine(), process=os.getpid(), gpu=gpu)
+
+
+def this_machine() -> str:
+    """Return a name that only processes have in common that can share memory: same kernel, same file system of memory.
+
+    Containers on different machines may have the same host name, and those on one machine a /dev/shm each.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+            return f"{socket.gethostname()} ({f.read()[:8]}-{os.stat('/dev/shm').st_dev})"
+    except FileNotFoundError:  # not Linux
+        return socket.gethostname()
