@@ -16,6 +16,8 @@
 A user's own exception in a worker keeps its type; it gains an address (`role`, `rank`, `method`) as a note.
 """
 
+from collections.abc import Sequence
+
 
 class HybridRLError(Exception):
     """Root of the tree above."""
@@ -69,4 +71,11 @@ class ObjectLost(HybridRLError):
 
 
 class CallTimeout(HybridRLError, TimeoutError):
-    """A call on a worker group ran past its deadline; the message names who was waited for."""
+    """A call on a worker group ran past its deadline; the message names who was waited for.
+
+    role, ranks, method: of workers that did not answer; "" and () where it was no call of a worker.
+    """
+
+    def __init__(self, text: str, *, role: str = "", ranks: Sequence[int] = (), method: str = ""):
+        super().__init__(text)
+        self.role, self.ranks, self.method = role, tuple(ranks), method

@@ -96,7 +96,8 @@ def gather(
                 silent = sorted(rank_of[p] for p in pending)
                 tell_of_deadline(role, silent, method, timeout_s or 0.0)
                 names = ", ".join(map(str, silent))
-                raise CallTimeout(f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{way_out}")
+                text = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{way_out}"
+                raise CallTimeout(text, role=role, ranks=silent, method=method)
             look_s = min(2 * look_s, LONGEST_LOOK_S)
     return [values[reference] for reference in references]
 

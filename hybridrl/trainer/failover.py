@@ -6,7 +6,8 @@ When a call raises `WorkerLost`, the processes of that role are ended and starte
 that are well, too: they may have taken their step already), the rollout gets the weights of the moment, and the step begins again, with
 the same prompts and the same random numbers. Nothing is left of the step that was lost, so every step that ends was taken exactly once.
 
-What is tried, and how often: a process that was lost, three times between two steps that end well. Everything else that a worker raises
+What is tried, and how often: a process that was lost, three times between two steps that end well; one that does not answer before the
+deadline of its call (`trainer.call_timeout_s`), once: it is ended, as if it had been lost. Everything else that a worker raises
 is raised to the user at once: a mistake would only be made again. What the store of a lost machine held is gone with it; then, and when
 three times were not enough, the newest commit is where a new start of the job goes on. `failures.jsonl` in the run's directory tells what
 was lost, and when the run was back.
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import WorkerLost
+from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.master.events import TRAINER
 from hybridrl.trainer.life import LIFE
 from hybridrl.trainer.memory import Moment
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from hybridrl.trainer.ppo import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
-MOST_LOSSES = 3
+MOST_LOSSES, MOST_TIMEOUTS = 3, 1
 FILE = "failures.jsonl"
 
 
@@ -39,7 +40,7 @@ class Failover:
     def __init__(self, trainer: "RayPPOTrainer", *, every: int, directory: str):
         self._trainer, self._every, self._path = trainer, every, os.path.join(directory, FILE)
         self._moment: Moment | None = None
-        self._losses = 0  # since the last moment
+        self._losses = self._timeouts = 0  # since the last moment
         self._newest = -1  # step that has ended
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
 
@@ -48,10 +49,10 @@ class Failover:
         while True:
             try:
                 return work()
-            except WorkerLost as lost:
+            except (WorkerLost, CallTimeout) as error:
                 if self._moment is None:
                     raise
-                self._recover(lost, self._moment)
+                self._recover(self._loss(error), self._moment)
 
     def remember(self, *, whatever_step: bool = False) -> None:
         """Have the end of this step remembered, if it is its turn. Returns when every rank has given its part."""
@@ -65,7 +66,7 @@ class Failover:
         self._moment = Moment(trainer.global_steps, engines, driver_state(trainer), trainer.pipeline.remember())
         trainer.past.keep(self._moment)
         LIFE.reached(trainer.global_steps)
-        self._losses, self._snapshot_s = 0, time.perf_counter() - start
+        self._losses, self._timeouts, self._snapshot_s = 0, 0, time.perf_counter() - start
 
     def begin(self, moment: Moment | None) -> None:
         """Have everybody begin at the same step: the trainer's, or the end of the one at which another driver was lost."""
@@ -114,8 +115,17 @@ class Failover:
                 self._trainer.policy.disconnect(str(dead[-1]) if dead else "its driver was lost")
                 self._rebuild({role for one in dead for role in one.role.split("+")})
                 return self._restore(moment)
-            except WorkerLost as another:
-                dead.append(another)
+            except (WorkerLost, CallTimeout) as another:
+                dead.append(self._loss(another))
+
+    def _loss(self, error: WorkerLost | CallTimeout) -> WorkerLost:
+        """The loss that an error is. Raises a timeout that is none of a worker's, or one too many."""
+        if isinstance(error, WorkerLost):
+            return error
+        self._timeouts += 1
+        if not error.role or self._timeouts > MOST_TIMEOUTS:
+            raise error
+        return WorkerLost(error.role, error.ranks[0], error.method, f"{error}; its processes are ended")
 
     def _count(self, lost: WorkerLost, step: int, moment: Moment) -> None:
         self._losses += 1

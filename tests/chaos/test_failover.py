@@ -129,6 +129,17 @@ def test_a_process_killed_while_another_is_brought_back_is_brought_back_too(tmp_
     check_ended_the_same(tmp_path, undisturbed, step=STEPS)
 
 
+def test_a_process_that_hangs_is_ended_at_the_deadline_of_its_call_and_once_more_ends_the_run(tmp_path, tiny_qwen2):
+    for name, count in (("once", 1), ("twice", 2)):
+        faults = [fault(3, "update_actor", "actor_rollout", 1, kind="hang", method="update_actor") for _ in range(count)]
+        done = run_with(tmp_path / name, tiny_qwen2, *faults, trainer__save_freq=2, trainer__call_timeout_s=30)
+        text = "actor_rollout.update_actor() did not answer within 30 s; still waiting for rank"
+        assert text in done.stderr
+        assert done.returncode == count - 1, done.stderr
+    assert [row["training/global_step"] for row in metrics(tmp_path / "once/run") if "actor/grad_norm" in row] == [1, 2, 3]
+    assert [path.name for path in (tmp_path / "twice/run").glob("global_step_*")] == ["global_step_2"]
+
+
 @pytest.mark.parametrize(("stage", "method", "role", "rank"), MISTAKES)
 def test_a_mistake_in_a_worker_ends_the_run_at_once_with_its_text_and_keeps_the_commits(tmp_path, tiny_qwen2, stage, method, role, rank):
     one = fault(2, stage, role, rank, kind="exception", method=method)

@@ -20,6 +20,7 @@ from types import FrameType
 from hybridrl.single_controller.worker_host import WorkerHost
 
 LOOK_EVERY_S = 0.0002  # the shortest calls take a millisecond
+HANG_S = 3600.0
 WORKERS = f"{os.sep}workers{os.sep}"  # a frame of a worker's own method, and not of what called it
 WATCHED = WorkerHost.call.__code__
 
@@ -71,13 +72,21 @@ class PlantedMistake(RuntimeError):
         super().__init__(text)
 
 
-def make_a_mistake() -> None:
+class PlantedHang(BaseException):
+    """Whatever raises it does not go on: it waits in a line of Python, and the other threads of its process work."""
+
+    def __init__(self) -> None:
+        super().__init__("planted: a hang")
+        time.sleep(HANG_S)
+
+
+def raise_in_call(error: type[BaseException]) -> None:
     """Have the thread that runs a worker's method raise, as if the line that it is in did."""
     while True:
         for thread, (_, frame) in _calls().items():
             while frame.f_code is not WATCHED:
                 if WORKERS in frame.f_code.co_filename:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(PlantedMistake))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
                     return
                 frame = frame.f_back
         time.sleep(LOOK_EVERY_S)
@@ -99,7 +108,8 @@ KINDS = {
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda: os._exit(7),
     "memory": run_out_of_memory,
-    "exception": make_a_mistake,
+    "exception": lambda: raise_in_call(PlantedMistake),
+    "hang": lambda: raise_in_call(PlantedHang),
 }
 
 
