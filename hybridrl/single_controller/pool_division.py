@@ -17,18 +17,25 @@ if TYPE_CHECKING:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Some slots of other pools, which must outlive it."""
+    """Some slots of other pools, which must outlive it. places: pool and rank in it, of each slot."""
 
-    def __init__(self, slots: Sequence[Slot], *, like: RayResourcePool, name_prefix: str):
-        runs = [len(list(run)) for _, run in itertools.groupby(slots, key=lambda slot: slot.group.id)]
+    def __init__(self, places: Sequence[tuple[RayResourcePool, int]], *, like: RayResourcePool, name_prefix: str):
+        self._places, self._pools = list(places), list({id(pool): pool for pool, _ in places}.values())
+        runs = [len(list(run)) for _, run in itertools.groupby(self.slots(), key=lambda slot: slot.group.id)]
         super().__init__(
             runs, like.use_gpu, name_prefix, like.max_colocate_count, detached=like.detached, accelerator_type=like.accelerator_type
         )
-        self._slots = list(slots)
-        self._groups = list({slot.group.id: slot.group for slot in slots}.values())
 
     def slots(self) -> list[Slot]:
-        return list(self._slots)
+        slots = {id(pool): pool.slots() for pool in self._pools}
+        return [slots[id(pool)][rank] for pool, rank in self._places]
+
+    def get_placement_groups(self, strategy: str = "STRICT_PACK") -> "list[PlacementGroup]":
+        return list({slot.group.id: slot.group for slot in self.slots()}.values())
+
+    def move_from_lost_nodes(self) -> None:
+        for pool in self._pools:
+            pool.move_from_lost_nodes()
 
     def release(self) -> None:
         """Do nothing: the bundles belong to the pools this one was made of."""
@@ -41,8 +48,8 @@ class PlannedSlots(SubRayResourcePool):
     """
 
     def __init__(self, pool: RayResourcePool, process: ProcessPlan, *, job: str):
-        groups = pool.get_placement_groups()
-        super().__init__([Slot(groups[node], bundle) for node, bundle in process.slots], like=pool, name_prefix=pool.name_prefix)
+        ranks = [sum(pool.store[:node]) + bundle for node, bundle in process.slots]
+        super().__init__([(pool, rank) for rank in ranks], like=pool, name_prefix=pool.name_prefix)
         self._pool, self._process, self._job = pool, process, job
         of_slot = [process.slots.count(slot) for slot in dict.fromkeys(process.slots)]
         self._times = min(of_slot) if len(of_slot) == pool.world_size else 0
@@ -65,9 +72,9 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
         raise ValueError(
             f"split_size={split_size} does not divide a pool of {world_size} processes; give sizes that add up to {world_size}"
         )
-    slots = iter(resource_pool.slots())
+    places = iter([(resource_pool, rank) for rank in range(world_size)])
     return [
-        SubRayResourcePool(list(itertools.islice(slots, size)), like=resource_pool, name_prefix=f"{resource_pool.name_prefix}/part-{i}")
+        SubRayResourcePool(list(itertools.islice(places, size)), like=resource_pool, name_prefix=f"{resource_pool.name_prefix}/part-{i}")
         for i, size in enumerate(sizes)
     ]
 
@@ -77,7 +84,8 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubR
     for setting in ("use_gpu", "max_colocate_count", "detached"):
         if getattr(first, setting) != getattr(second, setting):
             raise ValueError(f"pools with {setting}={getattr(first, setting)} and {getattr(second, setting)} cannot be merged")
-    return SubRayResourcePool(first.slots() + second.slots(), like=first, name_prefix=f"{first.name_prefix}+{second.name_prefix}")
+    places = [(pool, rank) for pool in (first, second) for rank in range(pool.world_size)]
+    return SubRayResourcePool(places, like=first, name_prefix=f"{first.name_prefix}+{second.name_prefix}")
 
 
 def extract_pg_from_exist(

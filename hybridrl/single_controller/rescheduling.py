@@ -1,43 +1,50 @@
-"""When a node is lost, Ray looks for another one with room for what was reserved there; until it has found one, nothing can start there."""
+"""When a node is lost, what was reserved there is reserved on another one with room. Ray would do that, too, but it counts a node as lost
+after some ten seconds of silence and more; here its own process there is asked (`living_nodes.py`).
+"""
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import PlacementError
+from hybridrl.errors import CallTimeout, PlacementError
 from hybridrl.single_controller.feasibility import Machine, check_feasible, in_words
 from hybridrl.single_controller.living_nodes import living
 from hybridrl.single_controller.plan import Reservation
-from hybridrl.single_controller.reservation import NODE_LABEL, machines_of_cluster
+from hybridrl.single_controller.reservation import NODE_LABEL, machines_of_cluster, remove, reserve
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 logger = logging.getLogger(__name__)
-LOOK_EVERY_S = 0.1
-# Ray notices the loss of a machine that went without a word after some ten seconds, and looks for another one then.
-RESCHEDULING_TIMEOUT_S = 90.0
+MOVING_TIMEOUT_S = 90.0  # a cluster that grows by itself may take as long to bring another node
 
 
-def wait_placed(groups: "Sequence[PlacementGroup]", wanted: Sequence[Reservation], *, timeout_s: float = RESCHEDULING_TIMEOUT_S) -> None:
-    """Return when every bundle of these groups is on a node that lives; at once where no node was lost.
+def move_from_lost_nodes(
+    groups: "Sequence[PlacementGroup]", wanted: Sequence[Reservation], *, detached: bool, timeout_s: float = MOVING_TIMEOUT_S
+) -> "list[PlacementGroup]":
+    """Return the groups with those replaced of which something is on a node that is gone; the same where none is.
 
-    wanted: what the groups were made from. Raises PlacementError when there is no room within the time, saying what is missing where.
+    wanted: what the groups were made from, in any order. Raises PlacementError when there is no room within the time, saying what is
+    missing where; what was on nodes that are gone is not reserved any more then.
     """
-    until, homeless = time.monotonic() + timeout_s, _homeless(groups)
-    if homeless:
-        logger.warning("%s lost its node; Ray looks for another one with room, for %g s", " and ".join(map(_named, homeless)), timeout_s)
-    while homeless:
-        if time.monotonic() > until:
+    tables = [_table(group) for group in groups]
+    there = living({node for table in tables for node in table["bundles_to_node_id"].values()})
+    reservations, moved = {one.name: one for one in wanted}, list(groups)
+    for place, table in enumerate(tables):
+        gone = set(table["bundles_to_node_id"].values()) - there
+        if table["state"] == "CREATED" and not gone:
+            continue
+        logger.warning("%s lost its node; looking for another one with room, for %g s", _named(table), timeout_s)
+        remove([groups[place]])
+        try:
+            [moved[place]] = reserve([reservations[table["name"]]], detached=detached, avoided=gone, timeout_s=timeout_s)
+        except CallTimeout:
             check_feasible(wanted, _living_machines())  # says more, where not even an empty cluster has room
-            what = "; ".join(f"{_named(table)} ({_needs(table)})" for table in homeless)
             raise PlacementError(
-                f"the node of {what} was lost, and no other had room for it within {timeout_s:g} s: others use what the cluster has. "
-                "End them, or add a node, and start the job again: it goes on from its last commit"
-            )
-        time.sleep(LOOK_EVERY_S)
-        homeless = _homeless(groups)
+                f"the node of {_named(table)} ({_needs(table)}) was lost, and no other had room for it within {timeout_s:g} s: others use "
+                "what the cluster has. End them, or add a node, and start the job again: it goes on from its last commit"
+            ) from None
+    return moved
 
 
 def _living_machines() -> list[Machine]:
@@ -46,13 +53,10 @@ def _living_machines() -> list[Machine]:
     return [machine for node, machine in machines.items() if node in there]
 
 
-def _homeless(groups: "Sequence[PlacementGroup]") -> list[dict[str, Any]]:
-    """Ray's tables of those groups of which something is on no node, or on one that is gone."""
+def _table(group: "PlacementGroup") -> dict[str, Any]:
     from ray.util.placement_group import placement_group_table
 
-    tables = [placement_group_table(group) for group in groups]
-    there = living({node for table in tables for node in table["bundles_to_node_id"].values()})
-    return [table for table in tables if table["state"] != "CREATED" or not there.issuperset(table["bundles_to_node_id"].values())]
+    return placement_group_table(group)
 
 
 def _named(table: dict[str, Any]) -> str:

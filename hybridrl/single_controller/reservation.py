@@ -26,21 +26,29 @@ def machines_of_cluster() -> list[Machine]:
     return [Machine(f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", node["Resources"], node.get("Labels", {})) for node in nodes]
 
 
-def reserve(reservations: Sequence[Reservation], *, strategy: str = "STRICT_PACK", detached: bool = False) -> "list[PlacementGroup]":
+def reserve(
+    reservations: Sequence[Reservation],
+    *,
+    strategy: str = "STRICT_PACK",
+    detached: bool = False,
+    avoided: Collection[str] = (),
+    timeout_s: float = PLACEMENT_TIMEOUT_S,
+) -> "list[PlacementGroup]":
     """Return one placement group for each, with all its bundles there. When one cannot be had, none stays reserved.
 
     strategy: Ray's, of the bundles of one group. Those that keep apart are reserved one after the other, each where the others are not;
     that goes for those of other pools of the same job, too. One that would rather be on some node is there if it has room.
+    avoided: ids of nodes. Raises CallTimeout for what is not there in time.
     """
     groups: list[PlacementGroup] = []
     try:
         for one in reservations:
             if one.apart_from or one.spread:
-                groups.append(_reserve_apart(one, strategy=strategy, detached=detached))
+                groups.append(_reserve_apart(one, avoided, strategy=strategy, detached=detached, timeout_s=timeout_s))
             else:
-                groups.append(_ask(one, strategy=strategy, detached=detached))
+                groups.append(_ask(one, avoided, strategy=strategy, detached=detached))
         for one, group in zip(reservations, groups, strict=True):
-            _wait(one, group, PLACEMENT_TIMEOUT_S)
+            _wait(one, group, timeout_s)
     except BaseException:
         remove(groups)
         raise
@@ -62,24 +70,26 @@ def nodes_of(groups: "Sequence[PlacementGroup]") -> list[str]:
     return [placement_group_table(group)["bundles_to_node_id"][0] for group in groups]
 
 
-def _reserve_apart(one: Reservation, *, strategy: str, detached: bool) -> "PlacementGroup":
-    never = _nodes_of_pools(one, one.apart_from)
+def _reserve_apart(
+    one: Reservation, avoided: Collection[str], *, strategy: str, detached: bool, timeout_s: float
+) -> "PlacementGroup":
+    never = _nodes_of_pools(one, one.apart_from) | set(avoided)
     rather_not = _nodes_of_pools(one, (one.pool,)) - never if one.spread else set()
     if not {machine.labels.get(NODE_LABEL) for machine in machines_of_cluster()} - never - rather_not:
         rather_not = set()  # every machine has one of the pool
-    for avoided, timeout_s in ((never | rather_not, SPREAD_TIMEOUT_S if rather_not else PLACEMENT_TIMEOUT_S), (never, PLACEMENT_TIMEOUT_S)):
-        group = _ask(one, avoided, strategy=strategy, detached=detached)
+    for elsewhere, within_s in ((never | rather_not, SPREAD_TIMEOUT_S if rather_not else timeout_s), (never, timeout_s)):
+        group = _ask(one, elsewhere, strategy=strategy, detached=detached)
         try:
-            _wait(one, group, timeout_s)
+            _wait(one, group, within_s)
             return group
         except BaseException as error:
             remove([group])
-            if not isinstance(error, CallTimeout) or avoided == never:
+            if not isinstance(error, CallTimeout) or elsewhere == never:
                 raise
     raise AssertionError("the second round returns or raises")
 
 
-def _ask(one: Reservation, avoided: Collection[str] = (), *, strategy: str, detached: bool) -> "PlacementGroup":
+def _ask(one: Reservation, avoided: Collection[str], *, strategy: str, detached: bool) -> "PlacementGroup":
     from ray.util.placement_group import placement_group
 
     labels = {**one.labels, **({NODE_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided else {})}
@@ -89,7 +99,7 @@ def _ask(one: Reservation, avoided: Collection[str] = (), *, strategy: str, deta
         name=one.name,
         lifetime="detached" if detached else None,
         bundle_label_selector=[labels] * len(one.bundles) if labels else None,
-        _soft_target_node_id=one.rather_on or None if strategy == "STRICT_PACK" else None,
+        _soft_target_node_id=one.rather_on if strategy == "STRICT_PACK" and one.rather_on not in {"", *avoided} else None,
     )
 
 

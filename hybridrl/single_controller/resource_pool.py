@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.feasibility import check_feasible
 from hybridrl.single_controller.plan import PoolPlan, Reservation
-from hybridrl.single_controller.rescheduling import wait_placed
+from hybridrl.single_controller.rescheduling import move_from_lost_nodes
 from hybridrl.single_controller.reservation import find_left, machines_of_cluster, nodes_of, remove, reserve
 
 if TYPE_CHECKING:
@@ -159,9 +159,9 @@ class RayResourcePool(ResourcePool):
         """Return the place of every rank, reserved on the first call."""
         return [Slot(group, bundle) for group in self.get_placement_groups() for bundle in range(group.bundle_count)]
 
-    def wait_placed(self) -> None:
-        """Wait until every slot is on a living node again, where one was lost. Raises PlacementError when no other has room in time."""
-        wait_placed(self.get_placement_groups(), self.reservations())
+    def move_from_lost_nodes(self) -> None:
+        """Have every slot on a living node again, where one was lost. Raises PlacementError when no other has room in time."""
+        self._groups = move_from_lost_nodes(self.get_placement_groups(), self.reservations(), detached=self.detached)
 
     def take(self, user: str, share: float) -> None:
         """Note that a group of workers takes a share of every slot. Raises PlacementError when there is not so much left."""

@@ -4,7 +4,7 @@ Starting: one process per slot of the pool, rank 0 tells an address, then all ar
 Whatever goes wrong on the way, no process is left. Which roles they play is in the recipes; how roles are called, `ray_worker_group.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from hybridrl.errors import PlacementError
 from hybridrl.single_controller.ending import kill_actors, kill_processes
 from hybridrl.single_controller.heartbeats import MASTER_VARIABLE
 from hybridrl.single_controller.invocation import invocations_of
-from hybridrl.single_controller.naming import NAMESPACE, master_name
+from hybridrl.single_controller.naming import NAMESPACE, find_actor, master_name
 from hybridrl.single_controller.resource_pool import RayResourcePool, Slot
 from hybridrl.single_controller.waiting import gather, introduce
 from hybridrl.single_controller.worker import WorkerPlace
@@ -103,9 +103,8 @@ class WorkerProcesses:
         """
         again, pool = self._require_own(ranks[0])
         self._end_for_certain(ranks)
-        pool.wait_placed()
-        for rank in ranks:
-            self._start_next_life(rank, again, pool)
+        pool.move_from_lost_nodes()
+        self._start_next_lives(ranks, again, pool)
         parcel = cloudpickle.dumps(again.recipes)
         calls = [self.hosts[rank].setup.remote(parcel, self.places[rank], again.environment) for rank in ranks]
         for rank, process_id in zip(ranks, gather(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s), strict=True):
@@ -118,9 +117,8 @@ class WorkerProcesses:
         """
         again, pool = self._require_own(0)
         self._end_for_certain(list(range(len(self.hosts))))
-        pool.wait_placed()
-        for rank in range(len(self.hosts)):
-            self._start_next_life(rank, again, pool)
+        pool.move_from_lost_nodes()
+        self._start_next_lives(range(len(self.hosts)), again, pool)
         self._set_up(pool, again.recipes, again.environment, timeout_s=timeout_s)
 
     def _end_for_certain(self, ranks: Sequence[int]) -> None:
@@ -132,15 +130,17 @@ class WorkerProcesses:
             raise PlacementError(f"{self.names[rank]} was started by another driver, which alone can start it again")
         return self.start_again, self.pool
 
-    def _start_next_life(self, rank: int, again: "StartAgain", pool: RayResourcePool) -> None:
-        again.lives[rank] = again.lives.get(rank, 1) + 1
-        stem = self.names[rank].split(f"/{self.label}-")[0]
-        self.names[rank] = f"{stem}/{self.label}-{rank}.{again.lives[rank]}"
-        self.hosts[rank] = _start_host(self.names[rank], pool.slots()[rank], again.options)
-        if self.life > 1:
-            self.hosts[rank].obey.remote(self.life)  # in the order of calls: before any other
+    def _start_next_lives(self, ranks: Iterable[int], again: "StartAgain", pool: RayResourcePool) -> None:
+        slots = pool.slots()
+        for rank in ranks:
+            again.lives[rank] = again.lives.get(rank, 1) + 1
+            stem = self.names[rank].split(f"/{self.label}-")[0]
+            self.names[rank] = f"{stem}/{self.label}-{rank}.{again.lives[rank]}"
+            self.hosts[rank] = _start_host(self.names[rank], slots[rank], again.options)
+            if self.life > 1:
+                self.hosts[rank].obey.remote(self.life)  # in the order of calls: before any other
+            self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         self.nodes = _nodes_of(pool)
-        self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         introduce(self.addresses)
 
     @classmethod
@@ -187,23 +187,14 @@ def environment_of(run: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 def _master_of(run: str) -> dict[str, str]:
     """The environment that has a process report to the master of its job; empty for a job without one."""
-    import ray
-
-    try:
-        ray.get_actor(master_name(run), namespace=NAMESPACE)
-    except ValueError:
-        return {}
-    return {MASTER_VARIABLE: master_name(run)}
+    return {MASTER_VARIABLE: master_name(run)} if find_actor(master_name(run)) is not None else {}
 
 
 def named_host(name: str):
     """Return the running process of this name. Raises PlacementError when there is none."""
-    import ray
-
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        raise PlacementError(f"no worker process called {name!r} is running on this cluster") from None
+    if (host := find_actor(name)) is None:
+        raise PlacementError(f"no worker process called {name!r} is running on this cluster")
+    return host
 
 
 def actor_options(

@@ -16,7 +16,7 @@ from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
 from hybridrl.master.client import JobWatch
 from hybridrl.single_controller.decorator import Dispatch, register
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.rescheduling import wait_placed
+from hybridrl.single_controller.rescheduling import move_from_lost_nodes
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import Worker
 from tests.master.watching import wait_for
@@ -91,7 +91,7 @@ if __name__ == "__main__":
             go_on(group, arrays)
         else:
             try:
-                wait_placed(pool.get_placement_groups(), pool.reservations(), timeout_s=3.0)
+                move_from_lost_nodes(pool.get_placement_groups(), pool.reservations(), detached=False, timeout_s=3.0)
             except PlacementError as error:
                 say(told="placement", text=str(error))
     ray.shutdown()

@@ -1,16 +1,19 @@
-"""A node is removed without a word: how soon that is known, and what goes on. Each test has a cluster of its own."""
+"""A node is lost without a word: how soon that is known, and what goes on. Each test has a cluster of its own."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.machines import can_play
 from tests.end_to_end.runs import metrics
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+needs_machines = pytest.mark.skipif(not can_play(), reason="machines of their own need root and iproute2")
 
 
 def run(module, *words, timeout_s=500):
@@ -36,7 +39,7 @@ def test_a_lost_node_is_told_in_six_seconds_and_its_workers_move_to_another_with
     assert all(account.startswith("its node ") for account in seen["master"]["accounts"])
     assert len(set(seen["rebuilt"]["nodes"])) == 1
     assert "lay in the memory of a node that is gone; a run that is started again goes on" in seen["object"]["text"]
-    assert seen["object"]["seconds"] < 10
+    assert seen["object"]["seconds"] < 30  # when Ray has noticed
     assert seen["new"]["sizes"] == [2_000_000, 2_000_000]
 
 
@@ -45,7 +48,7 @@ def test_without_another_node_it_is_said_what_is_missing(tmp_path):
     assert "no node can hold 2 worker processes" in seen["placement"]["text"] and "2 CPU missing" in seen["placement"]["text"]
 
 
-def trained(tmp_path, model, role, room="room"):
+def trained(tmp_path, model, role, how="removed", room="room"):
     changes = {
         "trainer.n_gpus_per_node": 1,
         "actor_rollout_ref.rollout.n_gpus_per_node": 1,
@@ -53,15 +56,20 @@ def trained(tmp_path, model, role, room="room"):
         "trainer.save_freq": 2,
         "trainer.test_freq": -1,
     }
-    return run("lost_node", tmp_path, model, role, room, *(f"{key}={value}" for key, value in changes.items()))
+    return run("lost_node", tmp_path, model, role, how, room, *(f"{key}={value}" for key, value in changes.items()))
 
 
-def test_a_run_goes_on_without_the_node_of_its_rollout(tmp_path, tiny_qwen2):
-    done, said = trained(tmp_path, tiny_qwen2, "rollout")
+@pytest.mark.parametrize("how", ["removed", pytest.param("silent", marks=needs_machines)])
+def test_a_run_goes_on_without_the_node_of_its_rollout(tmp_path, tiny_qwen2, how):
+    done, said = trained(tmp_path, tiny_qwen2, "rollout", how)
     assert done.returncode == 0, done.stderr
-    print(*said, sep="\n")
-    failures = next(one["failures"] for one in said if "failures" in one)
-    assert "rollout-0 at step 3: its node " in failures[0] and " is gone" in failures[0]
+    failed = next(one for one in said if "failures" in one)
+    [back] = [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()]
+    lost_at = next(one["at"] for one in said if "lost" in one)
+    known_s, told_s = failed["at"] - lost_at, back["told_at"] - lost_at
+    print(f"\n{how}: the master knew after {known_s:.1f} s, the trainer after {told_s:.1f} s, and was back {back['seconds']:.1f} s later")
+    assert re.match(r"rollout-0 at step [34]: its node \S+ is gone", failed["failures"][0])
+    assert known_s < 6 and told_s < 6
     assert [row["training/global_step"] for row in metrics(tmp_path / "run") if "actor/grad_norm" in row] == [1, 2, 3, 4]
 
 
