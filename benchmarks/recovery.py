@@ -2,7 +2,8 @@
 
 Real runs of PPO on Ray with a tiny model: two actor, critic, reference and reward processes each, a rollout process of its own, a master.
 Processes are hit in the very call that is meant (`tests/chaos`). For each loss: seconds until the master and until the trainer knew,
-until the processes were back and the step was taken again; steps that had ended and were lost; commits that were lost; optimizer
+until the processes were back and the step was taken again (of the trainer: until the next driver went on; of the master: until there was
+another, and how long the step took); steps that had ended and were lost; commits that were lost; optimizer
 updates per step that is in the weights. At the end of its run, whether the parameters are those of the undisturbed run, bit for bit, and
 the seconds until no process and no file in /dev/shm was left of it. A mistake in a worker's code (exception) has to end the run: the
 seconds until it had.
@@ -59,6 +60,14 @@ ROUTED = ALL_ROLES | {
     "data__max_response_length": 40,
 }
 CONFIGS = {"all roles": ALL_ROLES, "routed": ROUTED}
+STAGES: dict[str, tuple[str, str | None]] = {
+    "idle": ("next_batch", None),
+    "generation": ("gen", None),
+    "update": ("update_actor", None),
+    "push": ("update_weights", None),
+    "checkpoint": ("save_checkpoint", None),
+    "recovery": ("update_actor", None),
+}
 # role -> moment -> (stage, the call that it is in: "" is in none, None any). "recovery": while another role is brought back.
 MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
     "actor": {
@@ -82,17 +91,13 @@ MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
         "checkpoint": ("save_checkpoint", "save_checkpoint"),
         "recovery": ("update_actor", "load_snapshot"),
     },
-    "master": {
-        "idle": ("next_batch", None),
-        "generation": ("gen", None),
-        "update": ("update_actor", None),
-        "push": ("update_weights", None),
-        "checkpoint": ("save_checkpoint", None),
-        "recovery": ("update_actor", None),
-    },
+    "trainer": STAGES,
+    "master": STAGES,
 }
 AT_WORK = {"actor": "update", "rollout": "generation", "ref": "log-probs", "rm": "scoring", "critic": "update"}
 LOST = re.compile(r"step (\d+): worker (\S+)-(\d+) was lost .*going back to the end of step (\d+)", re.DOTALL)
+
+GOES_ON = re.compile(r"the next driver goes on at the end of step (\d+)")
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Cell:
         if self.moment != "recovery":
             return [own]
         other = "actor" if stage == "update_actor" else "critic"
-        return [fault(step, stage, other, 1, method=stage), own | {"after_s": 1.0 if self.role == "master" else 0.0}]
+        return [fault(step, stage, other, 1, method=stage), own | {"after_s": 1.0 if self.role in ("master", "trainer") else 0.0}]
 
     def key(self) -> str:
         return f"{self.kind} {self.role}-{self.rank} {self.moment} {self.config}"
@@ -121,9 +126,10 @@ def cells() -> list[Cell]:
     found = []
     for role, moments in MOMENTS.items():
         for rank in (0, 1) if role == "actor" else (0,):
-            kinds = ("kill",) if role == "master" else ("kill", "freeze")
+            kinds = ("kill",) if role in ("master", "trainer") else ("kill", "freeze")
             found += [Cell(kind, role, rank, moment) for kind, moment in itertools.product(kinds, moments)]
     found += [Cell(kind, role, 0, moment) for kind in ("exit", "memory") for role, moment in AT_WORK.items()]
+    found += [Cell(kind, "trainer", 0, "update") for kind in ("freeze", "exit", "memory")]
     found += [Cell(kind, "rollout", 1, moment, "routed") for kind in ("kill", "freeze") for moment in ("idle", "generation")]
     return found + [Cell("exception", role, 0, moment) for role, moment in AT_WORK.items()]
 
@@ -139,11 +145,14 @@ QUICK = [
 
 
 def runs_of(wanted: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells that can share a run: what is survived, of one configuration, a few at a time; a mistake ends its run."""
+    """Cells that can share a run: what is survived, of one configuration, a few at a time.
+
+    A mistake ends its run, and other masters would be killed before the first is back.
+    """
     groups: dict[str, list[Cell]] = {}
     for cell in wanted:
-        alone = cell.kind == "exception" or (cell.role, cell.moment) == ("master", "recovery")
-        name = cell.key() if alone else f"{cell.config}, {'master' if cell.role == 'master' else 'worker'}"
+        alone = cell.kind == "exception" or cell.role == "master" or (cell.role, cell.moment) == ("trainer", "recovery")
+        name = cell.key() if alone else f"{cell.config}, {'trainer' if cell.role == 'trainer' else 'worker'}"
         groups.setdefault(name, []).append(cell)
     return [group[start : start + PER_RUN] for group in groups.values() for start in range(0, len(group), PER_RUN)]
 
@@ -244,7 +253,7 @@ def ended_by(folder: Path, ended: float) -> dict[str, Any]:
 def measured(folder: Path, wanted: Path, cell: Cell, planted: dict) -> dict[str, Any]:
     """The figures of one loss."""
     hit = next((h for h in hits(folder) if all(h[name] == planted[name] for name in ("step", "stage", "role", "rank"))), None)
-    how = of_master if cell.role == "master" else of_replica if cell.config == "routed" else of_process
+    how = {"master": of_master, "trainer": of_trainer}.get(cell.role, of_replica if cell.config == "routed" else of_process)
     found = None if hit is None else how(folder, cell, hit)
     return {"missed": True} if found is None or hit is None else found | of_ledger(folder, wanted, hit["step"])
 
@@ -279,8 +288,24 @@ def of_master(folder: Path, cell: Cell, hit: dict) -> dict[str, Any]:
     start = begun(folder, hit["step"], after=0.0)
     return {
         "back_s": since(hit["at"], back),
-        "step_s": since(start, begun(folder, hit["step"] + 1, after=hit["at"])),
+        "again_s": since(start, begun(folder, hit["step"] + 1, after=hit["at"])),
+        "lost_steps": 0,
         "pids_changed": len(processes) - 1,
+    }
+
+
+def of_trainer(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
+    """Of the driver, which the program starts again."""
+    said = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
+    back = next(((entry["at"], int(found[1])) for entry in said if (found := GOES_ON.match(entry["text"]))), None)
+    if back is None:
+        return None
+    return {
+        "known_s": known(folder, hit),
+        "back_s": since(hit["at"], back[0]),
+        "again_s": since(hit["at"], begun(folder, hit["step"] + 1, after=back[0])),
+        "lost_steps": max(0, hit["step"] - 1 - back[1]),
+        "pids_changed": len({tuple(stage["pids"]) for stage in events(folder, "stage")}) - 1,
     }
 
 
@@ -326,18 +351,16 @@ HEAD = f"| {COLUMNS.replace(', ', ' | ')} |\n|{'---|' * (1 + COLUMNS.count(','))
 
 
 def line_of(row: dict[str, Any]) -> str:
-    who = "master" if row["role"] == "master" else f"{row['role']}-{row['rank']}" + (" (routed)" if row["config"] == "routed" else "")
+    who = row["role"] if "pids_changed" in row else f"{row['role']}-{row['rank']}" + (" (routed)" if row["config"] == "routed" else "")
     begin = f"| {row['kind']} | {who} | {row['moment']} |"
     end = f" {'yes' if row['same'] else 'NO'} | {seconds(row['left_s'])} |"
     if row.get("missed"):
         return f"{begin} not hit, or not told | | | | | | |{end}"
     if "ended_s" in row:
         return f"{begin} | the run ended after {row['ended_s']:.1f} | | | - | - | - |{end}"
-    counts = f" {row['lost_commits']} | {row['updates']:g} |{end}"
-    if row["role"] == "master":
-        return f"{begin} | {row['pids_changed']} workers changed | {seconds(row['back_s'])} | {seconds(row['step_s'])} | 0 |{counts}"
-    times = " | ".join(seconds(row.get(name)) for name in ("known_s", "told_s", "back_s", "again_s"))
-    return f"{begin} {times} | {row['lost_steps']} |{counts}"
+    told = f"{row['pids_changed']} workers changed" if "pids_changed" in row else seconds(row["told_s"])
+    times = " | ".join([seconds(row.get("known_s")), told, seconds(row["back_s"]), seconds(row.get("again_s"))])
+    return f"{begin} {times} | {row['lost_steps']} | {row['lost_commits']} | {row['updates']:g} |{end}"
 
 
 def seconds(value: float | None) -> str:

@@ -25,18 +25,30 @@ import ray
 
 from hybridrl.framework.stage import spec_of
 from hybridrl.master.client import masters
+from hybridrl.trainer.life import LIFE
 from tests.chaos import victim
 
 TO_COME = json.loads(os.environ.get("FAULTS", "[]"))
-"""This module outlives the loop, which is made anew after a loss: what was planted once is not planted again."""
+"""This module outlives the loop, which is made anew after a loss: what was planted once is not planted again. It does not outlive the
+driver; the next one reads in the log what has happened.
+"""
 LIBRARY = logging.getLogger("hybridrl")
 STARTS_WITHIN_S = 10.0
 
 
 def plant(task, trainer):
+    if LIFE.number > 1:
+        TO_COME[:] = [fault for fault in TO_COME if fault not in happened()]
     if not any(isinstance(handler, Listener) for handler in LIBRARY.handlers):
         LIBRARY.addHandler(Listener())
     task.use_wrapper(lambda fn: with_faults(fn, trainer))
+
+
+def happened():
+    """The faults in the log."""
+    with open(os.environ["FAULTS_LOG"]) as log:
+        entries = [json.loads(line) for line in log]
+    return [{name: entry[name] for name in TO_COME[0]} for entry in entries if entry["what"] == "hit"]
 
 
 class Listener(logging.Handler):
@@ -67,7 +79,9 @@ def with_faults(fn, trainer):
 
 def tell(fault, trainer):
     if fault["role"] == "master":
-        threading.Timer(fault["after_s"], kill_master, (fault, masters()[trainer.job])).start()
+        timer = threading.Timer(fault["after_s"], kill_master, (fault, masters()[trainer.job]))
+        timer.daemon = True  # a job may end before its master is back
+        timer.start()
         return
     order = fault | {"log": os.environ["FAULTS_LOG"]}
     if fault["role"] == "trainer":
@@ -78,7 +92,8 @@ def tell(fault, trainer):
 
 
 def kill_master(fault, master):
-    pid = process_of(master)
+    while (pid := process_of(master)) is None:  # it is on its way back from the fault before
+        time.sleep(0.01)
     note("hit", **fault, pid=pid)
     os.kill(pid, signal.SIGKILL)
     while (its := process_of(master)) in (None, pid):
