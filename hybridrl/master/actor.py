@@ -4,7 +4,6 @@ It is nearly idle and needs no torch. Ray starts it again when it dies; it then 
 which look for it by name. Nobody waits for it: training goes on without it.
 """
 
-import contextlib
 import logging
 import os
 import queue
@@ -42,16 +41,16 @@ from hybridrl.master.monitor import Monitor, Presence
 from hybridrl.master.processes import Condition, condition
 from hybridrl.master.reducer import pending, to_json
 from hybridrl.master.states import JOB_ENDS, Worker
-from hybridrl.single_controller.ending import end_run, kill_process, kill_processes
+from hybridrl.single_controller.ending import end_named, end_run, kill_process, kill_processes
 from hybridrl.single_controller.heartbeats import machine
 from hybridrl.single_controller.living_nodes import answers
-from hybridrl.single_controller.naming import NAMESPACE, master_name
+from hybridrl.single_controller.naming import find_actor, keeper_name, master_name
 
 logger = logging.getLogger(__name__)
 TICK_S, QUICK_TICK_S = 0.25, 0.02  # between looks; the quick one while a death is looked into
 NODES_EVERY_S = 1.0
 THERE = (Worker.ALIVE, Worker.SILENT)
-TRAINER_WITHIN_S = 20.0  # a trainer that is started again speaks
+TRAINER_WITHIN_S = 120.0  # a trainer that is started again speaks
 LEAVE_S = 5.0  # after the end of the job, for its processes to end by themselves
 
 
@@ -125,7 +124,7 @@ class Master:
         self._look_for_trainer()
         for event in self.monitor.look():
             self._apply(event)
-            if isinstance(event, Failed) and event.kind == Kind.NODE:
+            if isinstance(event, Failed) and event.kind in (Kind.DIED, Kind.NODE):
                 self._tell_of_loss(event)
         self._hear_answers()
         if (found := self._hangs.look()) is not None:
@@ -224,11 +223,21 @@ class Master:
 
     def _look_for_trainer(self) -> None:
         """End the job whose trainer is not started again, although somebody was to do it."""
-        if self._trainer_due is None or time.monotonic() < self._trainer_due:
+        if self._trainer_due is None:
             return
-        self._trainer_due = None
-        if self.context.state.workers[TRAINER].state == Worker.LOST:
+        if self.context.state.workers[TRAINER].state != Worker.LOST:
+            self._trainer_due = None
+        elif self._starter_is_gone():
+            self._apply(Ended(False, "the trainer was lost, and so was who starts it again"))
+        elif time.monotonic() > self._trainer_due:
             self._apply(Ended(False, f"the trainer was lost, and no other came within {TRAINER_WITHIN_S:g} s"))
+
+    def _starter_is_gone(self) -> bool:
+        """Whether the trainer's program has ended, or Ray has given up the keeper of a submitted job."""
+        state = self.context.state
+        if state.program:
+            return state.workers[TRAINER].machine == self.here and not condition(state.program).state
+        return find_actor(keeper_name(state.run)) is None
 
     def _look_at_nodes(self) -> None:
         import ray
@@ -243,7 +252,9 @@ class Master:
                 self.monitor.lose_node(node_id, f"its node {node['NodeManagerAddress']} is gone")
 
     def _tell_of_loss(self, lost: Failed) -> None:
-        """Have the trainer's calls of a worker end whose machine went without a word: Ray would let them wait until it notices."""
+        """Have the trainer's calls of this worker end. Ray lets them wait until it notices, which takes half a second for a process that
+        crashes, and half a minute for a machine that went without a word.
+        """
         connection, trainer = self._by_slot.get(lost.slot), self._by_slot.get(TRAINER)
         introduced = connection.introduction if connection is not None else {}
         if trainer is not None and introduced.get("pid") == lost.pid and "actor" in introduced:
@@ -275,10 +286,7 @@ class Master:
 
 
 def _end_elsewhere(name: str, pid: int, node: str) -> None:
-    import ray
-
-    with contextlib.suppress(ValueError):  # it is gone for Ray; it may be there for the kernel
-        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    end_named([name], within_s=0.0)  # gone for Ray, it may be there for the kernel
     kill_processes([(node, pid)])
 
 

@@ -20,12 +20,14 @@ from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.master.actor import JobMaster, Watchfulness
 from hybridrl.master.events import TRAINER, Begun, Committed, Ended, Event, Failed, Kind, Level, Stepped, encode, holds
 from hybridrl.master.states import JOB_ENDS
+from hybridrl.single_controller.ending import end_named
 from hybridrl.single_controller.heartbeats import Heartbeats, identity
-from hybridrl.single_controller.naming import MASTER, NAMESPACE, master_name
+from hybridrl.single_controller.naming import MASTER, NAMESPACE, find_actor, master_name, names_in_use
 
 logger = logging.getLogger(__name__)
 TOLD_WITHIN_S = 5.0  # the last words, at the end of a job
 ACCOUNT_WITHIN_S = 3.0
+RETURNS_WITHIN_S = 20.0  # a master that Ray starts again
 CALLS_AT_ONCE = 16  # of the master's methods
 # What a trainer that meets a lost worker does about it itself; the master counts and limits it.
 TRAINER_LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE, Level.SUBGRAPH)
@@ -35,9 +37,9 @@ class JobWatch:
     """Watches over a job from its beginning to its end. A `with` block that is left by an exception has the job fail.
 
     job: its name. run: this run of it, unlike every other. journal: a directory, on any fsspec path. levels: failures that this job
-    survives, see `reducer.py`. again: the trainer was lost, and this is the next one: its master is there.
+    survives, see `reducer.py`. again: the trainer was lost, and this is the next one: it takes up its master.
     on_stop: called, in a thread, when somebody asked for the end; by default the process gets SIGTERM.
-    limits_itself: whoever makes this counts the failures; the master ends the job for none of them.
+    limits_itself: whoever makes this counts the failures; the master ends the job for none of them. program: see `Begun`.
     Raises PlacementError when this run has a master.
     """
 
@@ -53,12 +55,13 @@ class JobWatch:
         hang_s: float = Watchfulness.hang_s,
         on_stop: Callable[[str], None] | None = None,
         limits_itself: bool = False,
+        program: int = 0,
     ) -> None:
         self.run, self.step, self.commit = run, 0, ""
         self._doing: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
-        begun = Begun(job, run, replicas=tuple(replicas), levels=tuple(levels), limits_itself=limits_itself)
-        self.master = (again and find_master(run)) or start_master(begun, journal, Watchfulness(hang_s))
+        begun = Begun(job, run, replicas=tuple(replicas), levels=tuple(levels), limits_itself=limits_itself, program=program)
+        self.master = (again and take_up_master(run)) or start_master(begun, journal, Watchfulness(hang_s))
         introduction = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
         self._on_stop, self._stop_heard = on_stop or _stop_process, False
         commands = {"stop": self._stop}
@@ -100,6 +103,12 @@ class JobWatch:
             self.tell(Committed(step, path))
 
     # -- asking
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the master knows, see `JobMaster.describe`."""
+        import ray
+
+        return ray.get(self.master.describe.remote(), timeout=RETURNS_WITHIN_S)
 
     def explain(self, error: WorkerLost) -> None:
         """Put what the master knows about a worker's end into the error. Without a master it stays as it is."""
@@ -171,29 +180,26 @@ def start_master(begun: Begun, journal: str, watchfulness: Watchfulness) -> Any:
         raise PlacementError(f"the run {begun.run!r} has a master on this cluster already; give this one another name") from error
 
 
-def find_master(run: str) -> Any:
-    """Return the master of a run, or None."""
+def take_up_master(run: str) -> Any:
+    """Return the master of a run, or None where there is none. One that does not answer is given up: its machine is gone."""
     import ray
 
-    try:
-        return ray.get_actor(master_name(run), namespace=NAMESPACE)
-    except ValueError:
+    master = find_actor(master_name(run))
+    if master is None:
         return None
+    try:
+        ray.get(master.address.remote(), timeout=RETURNS_WITHIN_S)
+        return master
+    except ray.exceptions.RayError as error:
+        logger.warning("the master of %s does not come back (%s); this is another one", run, type(error).__name__)
+    end_named([master_name(run)], within_s=RETURNS_WITHIN_S)
+    return None
 
 
 def masters() -> dict[str, Any]:
     """Return the masters of the cluster that this process is connected to, by run."""
-    import ray
-
-    found = {}
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        run, _, last = entry["name"].rpartition("/")
-        if entry["namespace"] == NAMESPACE and last == MASTER:
-            try:
-                found[run] = ray.get_actor(entry["name"], namespace=NAMESPACE)
-            except ValueError:  # it ended meanwhile
-                continue
-    return found
+    names = [name for name in names_in_use() if name.endswith(f"/{MASTER}")]
+    return {name.removesuffix(f"/{MASTER}"): master for name in names if (master := find_actor(name)) is not None}
 
 
 def is_over(description: dict[str, Any]) -> bool:

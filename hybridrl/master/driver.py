@@ -4,6 +4,9 @@ It is a process of its own, which runs nobody else's code in its loop: a trainer
 is lost is started again with those that cannot go on without it (`RoleSpec.restart`), as often as its role says (`max_restart`); so is a
 trainer that lost it and did not say `job.recover`. An exception is a mistake, and a mistake is made again: the same one twice at the same
 step ends the job, and so does any exception of a program or function that runs by itself.
+
+A keeper that is lost takes the job's processes with it. Ray starts it again, on another machine if need be, and it begins the job anew:
+its trainer finds in its standing what the master had been told.
 """
 
 import logging
@@ -14,16 +17,17 @@ from typing import Any
 
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.master.client import JobWatch
-from hybridrl.master.events import Level, Noticed
+from hybridrl.master.events import Level, Noticed, label_of
 from hybridrl.master.job_run import Roster, Standing
 from hybridrl.master.packing import pack_plan
 from hybridrl.master.placement import plan_job
 from hybridrl.master.recipes import recipes_of, with_trainer
 from hybridrl.master.restarts import Budgets, started_with
 from hybridrl.master.spec import TRAINER, JobSpec
-from hybridrl.single_controller.ending import kill_processes
+from hybridrl.single_controller.ending import end_run, kill_processes
 from hybridrl.single_controller.feasibility import Machine
 from hybridrl.single_controller.launch import launch, pools_of
+from hybridrl.single_controller.naming import KEEPER, master_name
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.reservation import NODE_LABEL, machines_of_cluster
 from hybridrl.single_controller.waiting import gather
@@ -33,8 +37,9 @@ STOPPED = 143  # exit code of what SIGTERM has ended, as a shell has it
 GRACE_S = 30.0  # from SIGTERM to the end of who does not leave
 LOOK_S = 0.25
 DEAD_WITHIN_S = 0.5  # Ray has noticed a death by then
+NAMES_FREE_WITHIN_S = 30.0  # those of a keeper that was lost
 ARRIVES_WITHIN_S = 60.0  # an answer that is ready
-LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE)
+LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE, Level.TRAINER)  # the last is Ray's to carry out: it starts the keeper again
 
 
 class JobKeeper:
@@ -57,8 +62,11 @@ class JobKeeper:
         self._stop_asked = ""
         self._stopped_at = 0.0
 
-    def run(self) -> int:
-        """Run the job to its end and return 0, or 143 when somebody stopped it. What it fails of is raised."""
+    def run(self, *, again: bool = False) -> int:
+        """Run the job to its end and return 0, or 143 when somebody stopped it. What it fails of is raised.
+
+        again: the keeper of this run was lost, and this is the next one.
+        """
         recipes, self._by_itself = recipes_of(self._spec, self._plan)
         replicas = [role.name for role in self._spec.roles if role.restart != "role"]
         try:
@@ -70,7 +78,10 @@ class JobKeeper:
                 replicas=[*replicas, TRAINER],
                 on_stop=self._stop,
                 limits_itself=True,
+                again=again,
             ) as self._watch:
+                if again:
+                    self._begin_anew()
                 self._launch(recipes)
                 self._run_all()
                 if self._stop_asked:
@@ -102,6 +113,16 @@ class JobKeeper:
             return {role: Roster.of(self._groups[role]) for role in changed}
 
     # -- starting
+
+    def _begin_anew(self) -> None:
+        """End what the keeper before this one has left, and take in what the master knows of the job."""
+        seen = self._watch.describe()
+        self._budgets.step, self._commit = seen["step"], seen["commit"]
+        for role in self._restarts:
+            lives = [worker["life"] for slot, worker in seen["workers"].items() if slot != TRAINER and label_of(slot) == role]
+            self._restarts[role] = max(lives, default=0)
+        self._watch.tell(Noticed(KEEPER, f"it was lost; the job begins anew, from {self._commit or 'its beginning'}"))
+        end_run(self._run, but=master_name(self._run), within_s=NAMES_FREE_WITHIN_S)
 
     def _launch(self, recipes: Mapping[str, RayClassWithInitArgs]) -> None:
         plan = with_trainer(pack_plan(self._plan, self._spec, self._look_at_machines()))

@@ -38,6 +38,7 @@ class Begun:
 
     replicas: labels whose processes do not talk to each other. levels: those that somebody in this job can carry out.
     limits_itself: whoever that is counts failures, and ends the job after too many.
+    program: process id, on the trainer's node, of who starts the trainer again; 0 where nobody does.
     """
 
     job: str
@@ -46,6 +47,7 @@ class Begun:
     replicas: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
     limits_itself: bool = False
+    program: int = 0
 
 
 @dataclass(frozen=True)

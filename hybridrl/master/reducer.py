@@ -69,6 +69,7 @@ class JobState:
     replicas: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
     limits_itself: bool = False
+    program: int = 0
     spent: dict[int, int] = field(default_factory=dict)  # level -> failures answered since the last refill
     healthy_steps: int = 0  # since the last failure
     step: int = 0
@@ -143,7 +144,7 @@ def _begin(state: JobState, event: Begun) -> JobState:
     if state.run:  # told twice: a master that was started again
         return state
     roles = dict.fromkeys(event.roles, str(Role.STARTING))
-    known = replace(state, job=event.job, run=event.run, roles=roles, sizes=dict(event.roles))
+    known = replace(state, job=event.job, run=event.run, program=event.program, roles=roles, sizes=dict(event.roles))
     return replace(known, replicas=tuple(event.replicas), levels=tuple(event.levels), limits_itself=event.limits_itself)
 
 

@@ -8,7 +8,9 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import uuid
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from hybridrl.master.placement import plan_job
 from hybridrl.master.plan_table import plan_table
 from hybridrl.master.spec import JobSpec
 from hybridrl.single_controller.feasibility import check_feasible
-from hybridrl.single_controller.naming import KEEPER, NAMESPACE, NOTES, RECOVERIES, master_name
+from hybridrl.single_controller.naming import KEEPER, NAMESPACE, NOTES, RECOVERIES, find_actor, keeper_name, master_name
 from hybridrl.single_controller.plan import Plan
 from hybridrl.single_controller.reservation import machines_of_cluster, remove_left
 from hybridrl.single_controller.waiting import gather
@@ -26,6 +28,7 @@ from hybridrl.single_controller.waiting import gather
 logger = logging.getLogger(__name__)
 NAME_VARIABLE = "DLROVER_UNIFIED_JOB_NAME"  # as DLRover's users set it
 KEEPER_CLASS = ("hybridrl.master.driver", "JobKeeper")
+MOST_RESTARTS = 3  # of a keeper
 # A keeper outlives its job so long, for its answer to arrive at who waits for it.
 LINGER_S = 2.0
 FIRST_ANSWER_S = 120.0  # of a process that starts; longer means that nobody gives it its core
@@ -48,7 +51,7 @@ class RunningJob:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return 0 when the job is over, 143 when it was stopped. What it failed of is raised here; past the time, CallTimeout."""
-        [code] = gather([self.outcome], role=KEEPER, method="run", timeout_s=timeout_s)
+        [code] = gather([self.outcome], role=KEEPER, method="outcome", timeout_s=timeout_s)
         return code
 
     def is_over(self) -> bool:
@@ -61,21 +64,11 @@ class RunningJob:
         """Have the job leave, as `hybridrl job stop` does: its trainer gets SIGTERM, and 30 s later all that is left is ended."""
         import ray
 
-        if not self.is_over() and (master := _master(self.name)) is not None:
+        if not self.is_over() and (master := find_actor(master_name(self.name))) is not None:
             master.stop.remote(reason)
             ray.wait([self.outcome], timeout=STOP_WITHIN_S)
         ray.kill(self.keeper, no_restart=True)
         remove_left(self.name)
-
-
-def _master(run: str) -> Any:
-    """The master of a run; None before it has one."""
-    import ray
-
-    try:
-        return ray.get_actor(master_name(run), namespace=NAMESPACE)
-    except ValueError:
-        return None
 
 
 def submit(
@@ -126,40 +119,50 @@ def _start(spec: JobSpec, plan: Plan, name: str, *, journal: str, detached: bool
         options["label_selector"] = dict(plan.driver.reservation.labels)
     threads = {group: 1 for group in (NOTES, RECOVERIES)}
     process = ray.remote(num_cpus=0, concurrency_groups=threads)(JobProcess).options(
-        name=f"{plan.job}/{KEEPER}", namespace=NAMESPACE, max_restarts=0, **options
+        name=keeper_name(plan.job), namespace=NAMESPACE, max_restarts=MOST_RESTARTS, max_task_retries=-1, **options
     )
-    keeper = process.remote()
+    keeper = process.remote(spec.model_dump_json(), name, plan.job, journal)
     try:
         gather([keeper.ping.remote()], role=KEEPER, method="ping", timeout_s=FIRST_ANSWER_S)
-        return RunningJob(plan.job, journal, keeper, keeper.run.remote(spec.model_dump_json(), name, plan.job, journal))
+        return RunningJob(plan.job, journal, keeper, keeper.outcome.remote())
     except BaseException:
         ray.kill(keeper, no_restart=True)
         raise
 
 
 class JobProcess:
-    """The Ray actor that keeps a job, see `driver.JobKeeper`. It owns the job's processes: when it ends, they do."""
+    """The Ray actor that keeps a job, see `driver.JobKeeper`. It owns the job's processes: when it ends, they do.
 
-    def __init__(self) -> None:
+    The job begins in `__init__`, because Ray calls nothing else when it starts it again, on this machine or on another.
+    """
+
+    def __init__(self, spec: str, job: str, run: str, journal: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self._keeper: Any = None
+        self._outcome: Future[int] = Future()
+        threading.Thread(target=self._run, args=(spec, job, run, journal), name="keeper", daemon=True).start()
 
     def ping(self) -> None:
         """Return: the process is there."""
 
-    def run(self, spec: str, job: str, run: str, journal: str) -> int:
-        """Run the job to its end, then end this process. Returns the exit code."""
+    def outcome(self) -> int:
+        """Return the exit code, when the job is over. What it failed of is raised."""
+        return self._outcome.result()
+
+    def _run(self, spec: str, job: str, run: str, journal: str) -> None:
+        """Run the job to its end, then end this process."""
         import ray
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        me = ray.get_runtime_context().current_actor
+        context = ray.get_runtime_context()
         try:
             keeper_class = load_object(*KEEPER_CLASS)
-            self._keeper = keeper_class(JobSpec.model_validate_json(spec), job=job, run=run, journal=journal, me=me)
-            return self._keeper.run()
-        finally:
-            end = threading.Timer(LINGER_S, _end_this_process)
-            end.daemon = True
-            end.start()
+            parsed = JobSpec.model_validate_json(spec)
+            self._keeper = keeper_class(parsed, job=job, run=run, journal=journal, me=context.current_actor)
+            self._outcome.set_result(self._keeper.run(again=context.was_current_actor_reconstructed))
+        except BaseException as error:
+            self._outcome.set_exception(error)
+        time.sleep(LINGER_S)
+        _end_this_process()
 
     def note(self, step: int, commit: str | None) -> None:
         """The trainer says which step begins, or what is committed."""

@@ -1,14 +1,14 @@
 """Ending worker processes for certain. `ray.kill` asks a process to end itself, and one that is frozen does not hear."""
 
-import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hybridrl.single_controller.living_nodes import living
-from hybridrl.single_controller.naming import KEEPER, NAMESPACE
+from hybridrl.single_controller.naming import find_actor, keeper_name, names_in_use
 from hybridrl.single_controller.reservation import remove_left
 
 logger = logging.getLogger(__name__)
@@ -57,19 +57,23 @@ def kill_process(process_id: int, *, gently: bool = False) -> None:
         return
 
 
-def end_run(run: str, *, but: str = "") -> None:
+def end_run(run: str, *, but: str = "", within_s: float = 0.0) -> None:
     """End every process of a run on the connected cluster, but the one of that name, and give back what the run has reserved.
 
-    A keeper is left to end itself: it still has to tell who submitted the job how it ended.
+    A keeper is left to end itself: it still has to tell who submitted the job how it ended. within_s: see `end_named`.
     """
-    import ray
-
-    left_alone = (but, f"{run}/{KEEPER}")
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{run}/") and entry["name"] not in left_alone:
-            with contextlib.suppress(ValueError):  # gone meanwhile
-                kill_actors([ray.get_actor(entry["name"], namespace=NAMESPACE)])
+    end_named(set(names_in_use(f"{run}/")) - {but, keeper_name(run)}, within_s=within_s)
     remove_left(run)
+
+
+def end_named(names: Iterable[str], *, within_s: float) -> None:
+    """End the actors of these names, and wait at most so long until the names are free."""
+    until = time.monotonic() + within_s
+    while there := [actor for name in names if (actor := find_actor(name)) is not None]:
+        kill_actors(there)
+        if time.monotonic() > until:
+            return
+        time.sleep(0.05)
 
 
 def kill_actors(hosts: Sequence) -> None:

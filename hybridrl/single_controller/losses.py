@@ -1,5 +1,5 @@
-"""What the job's master told this process about workers that are gone. It knows of a machine that went without a word long before Ray does,
-and calls that wait for such a worker end at once.
+"""What the job's master told this process about workers that are gone. It knows before Ray does, long before of a machine that went without
+a word, and calls that wait for such a worker end at once.
 """
 
 from typing import Any

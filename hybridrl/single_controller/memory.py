@@ -7,7 +7,7 @@ actor on the driver's behalf (`RayWorkerGroup.ask_through`). It holds no bytes i
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.single_controller.naming import NAMESPACE, memory_name
+from hybridrl.single_controller.naming import NAMESPACE, find_actor, memory_name
 
 HOLD_S = 60.0  # for the actor to take something over, which takes milliseconds
 
@@ -44,12 +44,7 @@ def start_memory(run: str) -> Any:
 
 def find_memory(run: str) -> Any:
     """Return the memory that an earlier driver of the run started, or None."""
-    import ray
-
-    try:
-        return ray.get_actor(memory_name(run), namespace=NAMESPACE)
-    except ValueError:
-        return None
+    return find_actor(memory_name(run))
 
 
 def keep(memory: Any, description: bytes, parts: Mapping[str, Sequence]) -> bool:

@@ -2,13 +2,12 @@
 
 import logging
 import re
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
-from hybridrl.single_controller.ending import kill_actors
-from hybridrl.single_controller.naming import NAMESPACE
+from hybridrl.single_controller.ending import end_named
+from hybridrl.single_controller.naming import names_in_use
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.waiting import gather
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -45,7 +44,7 @@ def take_up_processes(
         gather([host.obey.remote(processes.life) for host in hosts], role=label, method="obey", timeout_s=ANSWER_WITHIN_S)
     except (WorkerLost, CallTimeout, PlacementError) as error:
         logger.info("%s is started anew: %s", label, error)
-        _end(list(living.values()))
+        end_named(living.values(), within_s=GONE_WITHIN_S)
         return None
     again = actor_options(pool, recipes, share=share, options=options, environment=environment)
     lives = {rank: _life(name) for rank, name in enumerate(names)}
@@ -56,11 +55,7 @@ def take_up_processes(
 
 def names_of_living(run: str, label: str) -> dict[int, str]:
     """Return the newest life of every process of a group that Ray knows, by rank."""
-    import ray
-
-    pattern = re.compile(rf"{re.escape(run)}/{re.escape(label)}-(\d+)(\.\d+)?")
-    entries = ray.util.list_named_actors(all_namespaces=True)
-    names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
+    names, pattern = names_in_use(f"{run}/"), re.compile(rf"{re.escape(run)}/{re.escape(label)}-(\d+)(\.\d+)?")
     newest: dict[int, str] = {}
     for match in filter(None, map(pattern.fullmatch, sorted(names, key=_life))):
         newest[int(match[1])] = match[0]
@@ -70,17 +65,3 @@ def names_of_living(run: str, label: str) -> dict[int, str]:
 def _life(name: str) -> int:
     number = name.rpartition("/")[2].partition(".")[2]
     return int(number) if number.isdigit() else 1
-
-
-def _end(names: list[str]) -> None:
-    """End processes, and wait until their names are free."""
-    import ray
-
-    until = time.monotonic() + GONE_WITHIN_S
-    while names and time.monotonic() < until:
-        for name in list(names):
-            try:
-                kill_actors([ray.get_actor(name, namespace=NAMESPACE)])
-            except ValueError:
-                names.remove(name)
-        time.sleep(0.05)

@@ -51,6 +51,7 @@ def _survives(trainer: Any) -> dict[str, Any]:
         "levels": TRAINER_LEVELS + ((Level.TRAINER,) if trainer.past.is_kept else ()),
         "limits_itself": True,  # how many losses are too many says `failover.py`
         "again": trainer.past.moment is not None,
+        "program": os.getppid() if LIFE.is_kept else 0,
     }
 
 

@@ -112,6 +112,16 @@ def dies_itself(job):
         os.kill(os.getpid(), 9)
 
 
+def waits_after_a_commit(job):
+    """Commits, then works until the file `config["gate"]` is there."""
+    standing = job.standing
+    write_line(job, standing.restarts, standing.step, standing.commit or "-", *process_ids(job.groups["actor"]))
+    job.begin_step(5)
+    job.committed(5, "global_step_5")
+    while not Path(job.config["gate"]).exists():
+        job.groups["actor"].add(1)
+
+
 def is_mistaken(job):
     """Makes a mistake at step 1, another at step 2, and that again."""
     write_line(job, job.standing.restarts)

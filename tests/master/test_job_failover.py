@@ -15,7 +15,7 @@ from hybridrl.master.job import DLJobBuilder
 from hybridrl.master.journal import replay
 from hybridrl.master.processes import condition
 from hybridrl.master.states import Job
-from tests.master.sample_job import dies_itself, is_mistaken, loses_a_worker, recovers_a_worker
+from tests.master.sample_job import dies_itself, is_mistaken, loses_a_worker, recovers_a_worker, waits_after_a_commit
 from tests.master.test_submit import SMALL, A, left_of, wait_until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300), pytest.mark.slow]
@@ -114,15 +114,22 @@ def test_a_role_that_is_lost_too_often_ends_the_job_with_a_report_that_names_it(
     wait_until(lambda: not left_of("often-"))
 
 
-def test_a_keeper_that_dies_leaves_nothing(tmp_path):
-    running = described(dies_itself, tmp_path / "out", deaths=0).build()
-    running = described("tests.master.sample_job:wait_for_ever", tmp_path / "out", until=str(tmp_path / "end")).build().submit(
-        "orphan", blocking=False, journal=str(tmp_path)
-    )  # fmt: skip
-    wait_until((tmp_path / "out").exists)
+def test_a_keeper_that_dies_is_followed_by_one_that_begins_the_job_anew_from_its_commit(tmp_path):
+    out, gate = tmp_path / "out", tmp_path / "gate"
+    job = described(waits_after_a_commit, out, gate=str(gate)).build()
+    running = job.submit("kept", blocking=False, journal=str(tmp_path))
+    wait_until(lambda: out.exists() and out.read_text().count("\n") == 1)
     seen = ray.get(masters()[running.name].describe.remote(), timeout=30)
+    wait_until(lambda: state_of(tmp_path).commit == "global_step_5")
     os.kill(seen["workers"]["trainer"]["pid"], signal.SIGKILL)
-    start = time.monotonic()
-    wait_until(lambda: not left_of("orphan-"))
-    wait_until(lambda: not any(condition(worker["pid"]).state for worker in seen["workers"].values()))
-    assert time.monotonic() - start < 15
+    killed_at = time.monotonic()
+    wait_until(lambda: out.read_text().count("\n") == 2)
+    print(f"the job has begun anew {time.monotonic() - killed_at:.1f} s after its keeper was killed")
+    gate.write_text("")
+    assert running.wait(120) == 0
+    first, second = (line.split() for line in out.read_text().splitlines())
+    assert first[:3] == ["0", "0", "-"] and second[:3] == ["1", "5", "global_step_5"]
+    assert not set(first[3:]) & set(second[3:])  # process ids
+    assert not any(condition(worker["pid"]).state for worker in seen["workers"].values())
+    assert state_of(tmp_path).state == Job.SUCCEEDED
+    wait_until(lambda: not left_of("kept-"))
