@@ -97,8 +97,6 @@ MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
 AT_WORK = {"actor": "update", "rollout": "generation", "ref": "log-probs", "rm": "scoring", "critic": "update"}
 LOST = re.compile(r"step (\d+): worker (\S+)-(\d+) was lost .*going back to the end of step (\d+)", re.DOTALL)
 
-GOES_ON = re.compile(r"the next driver goes on at the end of step (\d+)")
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -296,15 +294,17 @@ def of_master(folder: Path, cell: Cell, hit: dict) -> dict[str, Any]:
 
 def of_trainer(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
     """Of the driver, which the program starts again."""
-    said = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
-    back = next(((entry["at"], int(found[1])) for entry in said if (found := GOES_ON.match(entry["text"]))), None)
-    if back is None:
+    path = folder / "run/failures.jsonl"
+    failures = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    told = next((one for one in failures if one["lost"][0] == "trainer" and one["told_at"] >= hit["at"]), None)
+    if told is None:
         return None
+    back = told["told_at"] + told["seconds"]
     return {
         "known_s": known(folder, hit),
-        "back_s": since(hit["at"], back[0]),
-        "again_s": since(hit["at"], begun(folder, hit["step"] + 1, after=back[0])),
-        "lost_steps": max(0, hit["step"] - 1 - back[1]),
+        "back_s": since(hit["at"], back),
+        "again_s": since(hit["at"], begun(folder, hit["step"] + 1, after=back)),
+        "lost_steps": max(0, hit["step"] - 1 - told["back_at_step"]),
         "pids_changed": len({tuple(stage["pids"]) for stage in events(folder, "stage")}) - 1,
     }
 

@@ -66,7 +66,8 @@ class RayWorkerGroup(WorkerGroup[W]):
     name_prefix: the job; processes are called `{name_prefix}/{role}-{rank}`. share: part of each slot that a process takes, when
     several groups live on one pool; default: one of the pool's `max_colocate_count` parts. detached: the processes outlive this
     driver, as the pool must too. worker_env: environment of the processes, set before anything is imported. take_up: go on with the
-    processes that an earlier driver of this job has left here, if they are all there; `is_new` tells. timeout_s: for starting.
+    processes that an earlier driver of this job has left here, if they are all there and were ready (`mark_ready`); `is_new` tells.
+    timeout_s: for starting.
     """
 
     def __init__(
@@ -101,6 +102,10 @@ class RayWorkerGroup(WorkerGroup[W]):
         self.is_new = processes.is_new
         self.processes = processes
         self._watch: AlivenessWatch | None = None
+
+    def mark_ready(self) -> None:
+        for host in self.processes.hosts:
+            host.mark_ready.remote(self.role)
 
     @classmethod
     def over(cls, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> Self:

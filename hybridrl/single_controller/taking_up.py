@@ -30,8 +30,8 @@ def take_up_processes(
 ) -> WorkerProcesses | None:
     """Return the processes that an earlier driver started with these arguments (of `WorkerProcesses.start`).
 
-    Calls of that driver that they have not begun are refused from now on. None when a process is missing, or does not answer because it
-    waits for one that is: what is left of the group is ended then.
+    Calls of that driver that they have not begun are refused from now on. None when a process is missing or was not ready, or does not
+    answer because it waits for one that is missing: what is left of the group is ended then.
     """
     living = names_of_living(name_prefix, label)
     try:
@@ -40,6 +40,8 @@ def take_up_processes(
         names = [living[rank] for rank in range(pool.world_size)]
         hosts = [named_host(name) for name in names]
         processes = WorkerProcesses.attach(hosts, names, timeout_s=ANSWER_WITHIN_S)
+        if unready := recipes.keys() - processes.ready:
+            raise PlacementError(f"{', '.join(sorted(unready))} was not ready when its driver was lost")
         processes.life += 1
         gather([host.obey.remote(processes.life) for host in hosts], role=label, method="obey", timeout_s=ANSWER_WITHIN_S)
     except (WorkerLost, CallTimeout, PlacementError) as error:

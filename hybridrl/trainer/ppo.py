@@ -146,6 +146,7 @@ class RayPPOTrainer:
         """Load this role's model into its processes, which have just been started."""
         sizes = self.train_loader.batch_sizes(self.total_training_steps)
         self.groups[role].init_model(num_optimizer_steps(self.config, sizes, role=role))
+        self.groups[role].mark_ready()
 
     def shutdown(self) -> None:
         """End the worker processes and give their devices back. Safe to call twice."""

@@ -2,7 +2,7 @@
 
 DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, or cluster: the process that keeps the Ray
 cluster is killed. DRIVER_FAULTS_LOG: a file that gets a JSON line per hit; the next life of the driver reads there what has been planted
-already. A fault may name a "role" too, whose rank 0 is killed.
+already. A fault may name a "role" too, whose rank 0 is killed "before_s" seconds before.
 """
 
 import functools
@@ -55,6 +55,7 @@ def worker_pids(trainer):
 def hit(fault, trainer):
     if "role" in fault:
         os.kill(trainer.groups[fault["role"]].process_ids[0], signal.SIGKILL)
+        time.sleep(fault["before_s"])
     if fault["how"] == "exit":
         os._exit(3)
     if fault["how"] == "cluster":

@@ -104,8 +104,9 @@ def test_workers_outlive_their_driver_more_than_once(tmp_path, tiny_qwen2, undis
     check_ended_the_same(tmp_path, undisturbed)
 
 
-def test_a_driver_and_a_worker_lost_together_are_both_brought_back(tmp_path, tiny_qwen2, undisturbed):
-    done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "update_actor", 0.02, role="actor_rollout"))
+@pytest.mark.parametrize("before_s", [0.0, 1.5, 4.0])  # together; while the worker's role is being started again; while it loads its model
+def test_a_driver_and_a_worker_that_are_lost_are_both_brought_back(tmp_path, tiny_qwen2, undisturbed, before_s):
+    done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "update_actor", 0.02, role="actor_rollout", before_s=before_s))
     assert done.returncode == 0 and len(seconds_back(done)) == 1
     check_ended_the_same(tmp_path, undisturbed)
 

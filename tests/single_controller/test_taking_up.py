@@ -25,7 +25,9 @@ def group_on(pool, **options):
 def left():
     """A group and its pool, as a driver that was lost leaves them."""
     pool = RayResourcePool([2], False, f"{RUN}/pool", detached=True)
-    yield group_on(pool), pool
+    group = group_on(pool)
+    group.mark_ready()
+    yield group, pool
     end_run(RUN)
 
 
@@ -55,6 +57,15 @@ def test_the_driver_before_is_refused_from_then_on(left):
         new.add(1)
     third.rebuild()
     assert third.add(1) == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_group_that_was_being_rebuilt_when_its_driver_was_lost_is_started_anew(left):
+    old, _ = left
+    old.rebuild()  # its workers are constructed, and were not marked again
+    new = taken_up()
+    assert new.is_new and not set(new.process_ids) & set(old.process_ids)
+    assert new.add(1) == [1, 1]
 
 
 @pytest.mark.slow
