@@ -14,7 +14,7 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.single_controller.worker_processes import StartAgain, WorkerProcesses, actor_options, environment_of, named_host
 
 logger = logging.getLogger(__name__)
-ANSWER_WITHIN_S = 30.0  # behind the call that a process is still busy with; who takes longer is started anew
+ANSWER_WITHIN_S = 120.0  # behind the call that a process is still busy with; who takes longer is started anew
 GONE_WITHIN_S = 20.0
 
 

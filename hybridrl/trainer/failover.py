@@ -63,7 +63,7 @@ class Failover:
         engines = {role: trainer.past.ask(group, "take_snapshot") for role, group in trainer.trained_groups().items()}
         for parts in engines.values():
             parts.fetch(parts.sizes or [])  # small, and there when the parts are; the parts stay where they are
-        self._moment = Moment(trainer.global_steps, engines, driver_state(trainer), trainer.pipeline.remember())
+        self._moment = Moment(trainer.global_steps, engines, driver_state(trainer), trainer.pipeline.remember(), trainer.policy.channel)
         trainer.past.keep(self._moment)
         LIFE.reached(trainer.global_steps)
         self._losses, self._timeouts, self._snapshot_s = 0, 0, time.perf_counter() - start

@@ -30,12 +30,14 @@ class Moment:
     """The end of a step.
 
     engines: role -> one reference per rank to what `take_snapshot` returned. driver: of the trainer itself. ahead: batches on their way.
+    channel: that weights were pushed over, see `PolicyGroups.channel`.
     """
 
     step: int
     engines: Mapping[str, list]
     driver: Mapping[str, Any]
     ahead: list[BatchAhead]
+    channel: Any = None
 
 
 class Past:
@@ -112,7 +114,10 @@ def look_back(config: TrainerConfig) -> Past:
         end_run(run)
         return Past(f"{run}.{LIFE.number}", is_kept=True)
     description, parts = found
-    return Past(run, moment=replace(cloudpickle.loads(description), engines=parts), memory=memory, is_kept=True)
+    moment = replace(cloudpickle.loads(description), engines=parts)
+    if moment.channel is not None:  # an actor that was told to send weights, and no rollout to take them, waits no longer
+        moment.channel.abandon("the driver was lost")
+    return Past(run, moment=moment, memory=memory, is_kept=True)
 
 
 def _begun_again(batch: BatchAhead) -> BatchAhead:

@@ -114,6 +114,11 @@ class PolicyGroups:
             return self.agent_loops.push_later(version, lambda: self._sync.receive_later(version, sent).check())
         return self._sync.push_later(version)
 
+    @property
+    def channel(self) -> Any:
+        """The address of the channel that pushes go over now, None where there is none. It means the same to another driver."""
+        return self._sync.address
+
     def disconnect(self, reason: str) -> None:
         """Processes of the actor or the rollout will be replaced: end pushes and agent loops that are under way. Safe to call twice."""
         self._sync.abandon(reason)

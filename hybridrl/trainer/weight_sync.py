@@ -25,7 +25,7 @@ class WeightSync:
     def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, ahead: bool):
         self._actor, self._rollout, self._settings, self._ahead = actor, rollout, settings, ahead
         self._transport: str | None = None  # chosen, and open
-        self._address: Any = None  # of the channel, if it has one
+        self.address: Any = None  # of the channel, if it has one
         self.held: tuple[int, Any] | None = None
 
     def push_later(self, version: int) -> "Push":
@@ -50,8 +50,8 @@ class WeightSync:
 
     def abandon(self, reason: str) -> None:
         """Have an actor that waits for rollout processes wait no longer: one of them will never answer."""
-        if self._address is not None:
-            self._address.abandon(reason)
+        if self.address is not None:
+            self.address.abandon(reason)
 
     def reopen(self) -> None:
         """Open a new channel before the next push: a process at its other end was replaced."""
@@ -61,9 +61,9 @@ class WeightSync:
         transport = self._settings.transport
         if transport in ("auto", "in_process"):
             transport = self._choose()
-        self._address = self._actor.open_weight_channel(transport, self._rollout.world_size)[0]
-        if self._address is not None:
-            self._rollout.join_weight_channel(self._address)
+        self.address = self._actor.open_weight_channel(transport, self._rollout.world_size)[0]
+        if self.address is not None:
+            self._rollout.join_weight_channel(self.address)
         return transport
 
     def _choose(self) -> str:
@@ -85,6 +85,8 @@ class WeightSync:
 class InProcessSync:
     """Pushes inside of processes that have actor and rollout both."""
 
+    address = None  # nobody waits for another process
+
     def __init__(self, group: Any, settings: WeightSyncConfig):
         self._group, self._settings = group, settings
         self._complete = False  # the rollouts hold everything that adapters alone could not bring
@@ -96,7 +98,7 @@ class InProcessSync:
         return Push(self._group, self._group.update_weights.later(version, adapters), version, after=self._after)
 
     def abandon(self, reason: str) -> None:
-        """Nothing: nobody waits for another process."""
+        """Nothing: there is no channel."""
 
     def reopen(self) -> None:
         """Push everything next: a process was replaced."""

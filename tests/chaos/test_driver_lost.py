@@ -96,6 +96,17 @@ def test_a_lost_driver_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undistu
     check_ended_the_same(tmp_path, undisturbed)
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.005])
+def test_nobody_waits_for_the_other_half_of_a_push(tmp_path, tiny_qwen2, after_s):
+    separated = {"actor_rollout_ref__rollout__n_gpus_per_node": 1}
+    done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "update_weights", after_s), **separated)
+    assert done.returncode == 0 and len(seconds_back(done)) == 1
+    tell(tmp_path, f"SIGKILL {after_s} s into a push to processes of their own")
+    [hit], [failure] = hits(tmp_path), [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()]
+    assert failure["told_at"] - hit["at"] < 20
+    assert not account(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
+
+
 def test_workers_outlive_their_driver_more_than_once(tmp_path, tiny_qwen2, undisturbed):
     faults = [fault("SIGKILL", "update_actor", 0.02), fault("SIGKILL", "gen", 0.0, step=3), fault("exit", "next_batch", 0.0, step=4)]
     done = run_with(tmp_path, tiny_qwen2, *faults)

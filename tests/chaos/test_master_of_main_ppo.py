@@ -69,7 +69,7 @@ def test_a_program_and_its_driver_that_are_killed_at_once_leave_nothing_behind(t
     seconds = seconds_until_nothing_is_left(run, seen)
     print(f"nothing left {seconds:.1f} s after program and driver were killed")
     assert seconds < 10
-    assert replay(seen["journal"])[0].reason == "the trainer was lost, and so was its program"
+    assert replay(seen["journal"])[0].reason == "the trainer was lost, and so was who starts it again"
     assert not find_left(run)
 
 
