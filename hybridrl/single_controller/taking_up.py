@@ -2,12 +2,13 @@
 
 import logging
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.single_controller.ending import end_named
-from hybridrl.single_controller.naming import names_in_use
+from hybridrl.single_controller.naming import find_actor, master_name, names_in_use, slot_of
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.waiting import gather
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -15,6 +16,7 @@ from hybridrl.single_controller.worker_processes import StartAgain, WorkerProces
 
 logger = logging.getLogger(__name__)
 ANSWER_WITHIN_S = 120.0  # behind the call that a process is still busy with; who takes longer is started anew
+LOOK_EVERY_S = 1.0  # as heartbeats come
 GONE_WITHIN_S = 20.0
 
 
@@ -39,6 +41,7 @@ def take_up_processes(
             raise PlacementError(f"of {pool.world_size} processes, {len(living)} are left")
         names = [living[rank] for rank in range(pool.world_size)]
         hosts = [named_host(name) for name in names]
+        _wait_idle(hosts, names, run=name_prefix)
         processes = WorkerProcesses.attach(hosts, names, timeout_s=ANSWER_WITHIN_S)
         if unready := recipes.keys() - processes.ready:
             raise PlacementError(f"{', '.join(sorted(unready))} was not ready when its driver was lost")
@@ -53,6 +56,30 @@ def take_up_processes(
     processes.pool, processes.start_again = pool, StartAgain(dict(recipes), again, environment_of(name_prefix, environment), lives)
     pool.take(f"{name_prefix}/{label}", share)
     return processes
+
+
+def _wait_idle(hosts: list, names: list[str], *, run: str) -> None:
+    """Return when all have done what they were called for. Raises PlacementError for a call of which only some were told: it never ends.
+
+    Those who do not answer are busy; what with, their last heartbeat told the master.
+    """
+    import ray
+
+    answers = [host.describe.remote() for host in hosts]
+    until = time.monotonic() + ANSWER_WITHIN_S
+    while time.monotonic() < until:
+        done, busy = ray.wait(answers, num_returns=len(answers), timeout=LOOK_EVERY_S)
+        if not busy or (master := find_actor(master_name(run))) is None:
+            return
+        turns = [entry["turns"] for entry in gather(done, role=run, method="describe", timeout_s=ANSWER_WITHIN_S)]
+        try:
+            beats = ray.get(master.describe.remote(), timeout=ANSWER_WITHIN_S)["beats"]
+        except ray.exceptions.RayError:  # it is on its way back
+            continue
+        for name in (names[answers.index(answer)] for answer in busy):
+            beat = beats.get(slot_of(name), {})
+            if any(own.get(beat.get("doing"), 0) < beat.get("turn", 0) for own in turns if beat.get("doing")):
+                raise PlacementError(f"{name} is in {beat['doing']}, of which others were not told")
 
 
 def names_of_living(run: str, label: str) -> dict[int, str]:

@@ -97,13 +97,13 @@ class WorkerHost:
     def describe(self) -> dict[str, Any]:
         """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place, its id, its node.
 
-        ready: the roles that were marked so. Raises PlacementError before `setup`.
+        ready: the roles that were marked so. turns: calls of each `role.method` begun so far. Raises PlacementError before `setup`.
         """
         if not hasattr(self, "place"):
             raise PlacementError("a process was started, and its driver was lost before it was set up")
         classes = cloudpickle.dumps({role: type(worker) for role, worker in self.workers.items()})
         known = {"classes": classes, "place": self.place, "process_id": os.getpid(), "node": _node()}
-        return known | {"life": self.life, "ready": sorted(self.ready)}
+        return known | {"life": self.life, "ready": sorted(self.ready), "turns": dict(self.turns)}
 
     def mark_ready(self, role: str) -> None:
         """Note that this role's worker has all that it is called with."""
