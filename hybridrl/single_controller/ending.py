@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from hybridrl.single_controller.living_nodes import living
@@ -66,7 +66,7 @@ def end_run(run: str, *, but: str = "", within_s: float = 0.0) -> None:
     remove_left(run)
 
 
-def end_named(names: Iterable[str], *, within_s: float) -> None:
+def end_named(names: Collection[str], *, within_s: float) -> None:
     """End the actors of these names, and wait at most so long until the names are free."""
     until = time.monotonic() + within_s
     while there := [actor for name in names if (actor := find_actor(name)) is not None]:

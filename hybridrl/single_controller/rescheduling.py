@@ -34,6 +34,8 @@ def move_from_lost_nodes(
         gone = set(table["bundles_to_node_id"].values()) - there
         if table["state"] == "CREATED" and not gone:
             continue
+        if table["name"] not in reservations:
+            raise PlacementError(f"the node of {_named(table)} was lost, which another pool has reserved and this one only uses")
         logger.warning("%s lost its node; looking for another one with room, for %g s", _named(table), timeout_s)
         remove([groups[place]])
         try:

@@ -59,7 +59,8 @@ def take_up_processes(
 
 
 def _wait_idle(hosts: list, names: list[str], *, run: str) -> None:
-    """Return when all have done what they were called for. Raises PlacementError for a call of which only some were told: it never ends.
+    """Return when all have done what they were called for. Raises PlacementError where that takes too long, and at once for a call of which
+    only some were told: it never ends.
 
     Those who do not answer are busy; what with, their last heartbeat told the master.
     """
@@ -80,6 +81,7 @@ def _wait_idle(hosts: list, names: list[str], *, run: str) -> None:
             beat = beats.get(slot_of(name), {})
             if any(own.get(beat.get("doing"), 0) < beat.get("turn", 0) for own in turns if beat.get("doing")):
                 raise PlacementError(f"{name} is in {beat['doing']}, of which others were not told")
+    raise PlacementError(f"{len(busy)} of {len(hosts)} did not answer within {ANSWER_WITHIN_S:g} s")
 
 
 def names_of_living(run: str, label: str) -> dict[int, str]:
