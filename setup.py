@@ -22,7 +22,8 @@ def version() -> str:
 setup(
     name="hybridrl",
     version=version(),
-    description="Reinforcement-learning post-training of language models: one readable driver, groups of workers on Ray.",
+    description="Reinforcement-learning post-training of language models: one readable driver, groups of workers on "
+    "Ray.",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -35,7 +36,9 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["hybridrl", "hybridrl.*", "reward_score", "reward_score.*", "data_preprocess", "data_preprocess.*"]),
+    packages=find_packages(
+        include=["hybridrl", "hybridrl.*", "reward_score", "reward_score.*", "data_preprocess", "data_preprocess.*"]
+    ),
     package_data={"hybridrl": ["py.typed"], "hybridrl.config": ["presets/*.yaml"]},
     entry_points={"console_scripts": ["hybridrl=hybridrl.cli:main"]},
     install_requires=[

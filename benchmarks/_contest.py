@@ -1,4 +1,7 @@
-"""What the data-plane benchmarks share: the batch, and how two contenders are timed side by side. Not a benchmark itself."""
+"""What the data-plane benchmarks share: the batch, and how two contenders are timed side by side.
+
+Not a benchmark itself.
+"""
 
 import time
 from collections.abc import Callable
@@ -30,7 +33,9 @@ def clock(work: Callable[[], object]) -> Callable[[], float]:
 
 
 def median_ms(contenders: list[Callable[[], float]], *, repeats: int) -> list[float]:
-    """Return the median of what each reports over rounds in which all have a turn, in one order and the other; round 0 does not count."""
+    """Return the median of what each reports over rounds in which all have a turn, in one order and the other; round 0
+    does not count.
+    """
     times = np.zeros((repeats + 1, len(contenders)))
     for number in range(repeats + 1):
         order = range(len(contenders)) if number % 2 else reversed(range(len(contenders)))

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl import main_ppo
-from hybridrl.trainer.report import merge_steps
-from hybridrl.trainer.tracking import read_metrics
+from hybridrl.trainer.run.report import merge_steps
+from hybridrl.trainer.run.tracking import read_metrics
 
 
 def sft_model(quickstart: Path) -> Path:
-    """Return where `make train` leaves the model that GRPO starts from. quickstart: the directory it was told to write to."""
+    """Return where `make train` leaves the model that GRPO starts from.
+
+    quickstart: the directory it was told to write to.
+    """
     return quickstart / "sft/global_step_500/huggingface"
 
 

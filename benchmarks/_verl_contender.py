@@ -2,7 +2,8 @@
 
     python benchmarks/_verl_contender.py ROWS TOKENS
 
-Reads names of cases from its input, does each once, and answers with the milliseconds on a line `ms 12.3`; `ms ready` comes first.
+Reads names of cases from its input, does each once, and answers with the milliseconds on a line `ms 12.3`; `ms ready`
+comes first.
 """
 
 import sys
@@ -49,7 +50,10 @@ def group_cases(batch: DataProto) -> Iterator[dict[str, Callable]]:
     for size in (2, 4, 8):
         pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer), device_name="cpu", use_gpu=False)
-        yield {f"dispatch and collect, {size}": lambda group=group: group.score(batch), f"empty call, {size}": group.nothing}
+        yield {
+            f"dispatch and collect, {size}": lambda group=group: group.score(batch),
+            f"empty call, {size}": group.nothing,
+        }
         for worker in group.workers:
             ray.kill(worker)
 

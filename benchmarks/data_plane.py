@@ -1,14 +1,19 @@
 """What a batch costs: `python benchmarks/data_plane.py` (`--rows 128` on a small machine).
 
-1. `DataProto` through Ray's object store against a plain dict of numpy arrays with the same bytes. "used" means that columns may be
-   written to: a received batch copies itself when it is first touched, and the arrays, which Ray leaves read-only, are copied by hand.
+1. `DataProto` through Ray's object store against a plain dict of numpy arrays with the same bytes. "used" means that
+columns may be
+   written to: a received batch copies itself when it is first touched, and the arrays, which Ray leaves read-only, are
+   copied by hand.
 2. What is done to rows and columns, against the same by hand on a dict of tensors.
-3. With `--verl-python PATH`, an interpreter that has verl: the same cases and two calls on a group of workers, by verl in a process of
-   its own, which stands still while the others have their turn. To make one: a virtual environment with the torch and Ray of this
-   project, `pip install "tensordict<0.11" "transformers<5.11" omegaconf packaging`, then `pip install --no-deps verl`.
+3. With `--verl-python PATH`, an interpreter that has verl: the same cases and two calls on a group of workers, by verl
+in a process of
+   its own, which stands still while the others have their turn. To make one: a virtual environment with the torch and
+   Ray of this project, `pip install "tensordict<0.11" "transformers<5.11" omegaconf packaging`, then `pip install
+   --no-deps verl`.
 
-Contenders take turns; shown are median milliseconds and our ratio to each. A batch has 12 columns, half of its tokens are responses:
-48 bytes per token, 0.2 GB by default. One torch thread. Calls on groups against Ray by hand are in `worker_group.py`.
+Contenders take turns; shown are median milliseconds and our ratio to each. A batch has 12 columns, half of its tokens
+are responses: 48 bytes per token, 0.2 GB by default. One torch thread. Calls on groups against Ray by hand are in
+`worker_group.py`.
 """
 
 import argparse
@@ -26,9 +31,9 @@ import torch
 from _contest import NUMBERS, WIDE, clock, make_columns, median_ms
 
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.dispatch import Dispatch, register
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import Worker
 
 Case = tuple[Callable[[], object], Callable[[], object]]
@@ -61,10 +66,16 @@ def rows_and_columns(columns: dict[str, torch.Tensor]) -> dict[str, Case]:
     parts = [{k: v.chunk(8)[i] for k, v in columns.items()} for i in range(8)]
     return {
         "chunk into 8": (lambda: batch.chunk(8), lambda: {k: v.chunk(8) for k, v in columns.items()}),
-        "concat of 8": (lambda: DataProto.concat(pieces), lambda: {k: torch.cat([part[k] for part in parts]) for k in columns}),
+        "concat of 8": (
+            lambda: DataProto.concat(pieces),
+            lambda: {k: torch.cat([part[k] for part in parts]) for k in columns},
+        ),
         "reorder": (lambda: batch.reorder(order), lambda: {k: v[order] for k, v in columns.items()}),
         "select 3 columns": (lambda: batch.select(WIDE), lambda: {k: columns[k] for k in WIDE}),
-        "union of 3 and 6 columns": (lambda: batch.select(WIDE).union(numbers), lambda: {k: columns[k] for k in WIDE + NUMBERS}),
+        "union of 3 and 6 columns": (
+            lambda: batch.select(WIDE).union(numbers),
+            lambda: {k: columns[k] for k in WIDE + NUMBERS},
+        ),
         "repeat twice": (lambda: batch.repeat(2), lambda: {k: v.repeat_interleave(2, 0) for k, v in columns.items()}),
     }
 
@@ -108,7 +119,11 @@ class Verl:
 
 
 def compare(name: str, ours: Callable, by_hand: Callable | None, verl: Verl | None, *, repeats: int) -> None:
-    contenders = [clock(ours), *([clock(by_hand)] if by_hand else []), *([lambda: verl.milliseconds(name)] if verl else [])]
+    contenders = [
+        clock(ours),
+        *([clock(by_hand)] if by_hand else []),
+        *([lambda: verl.milliseconds(name)] if verl else []),
+    ]
     first, *others = median_ms(contenders, repeats=repeats)
     cells = "".join(f"{other:>12.3f}{first / other:>8.2f}" for other in others)
     print(f"  {name:<28}{first:>10.3f}{'' if by_hand else ' ' * 20}{cells}", flush=True)
@@ -116,8 +131,13 @@ def compare(name: str, ours: Callable, by_hand: Callable | None, verl: Verl | No
 
 def on_groups(batch: DataProto, verl: Verl, repeats: int) -> None:
     for size in (2, 4, 8):
-        with RayResourcePool([size], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Scorer)) as group:
-            compare(f"dispatch and collect, {size}", lambda group=group: group.score(batch), None, verl, repeats=repeats)
+        with (
+            RayResourcePool([size], use_gpu=False) as pool,
+            RayWorkerGroup(pool, RayClassWithInitArgs(Scorer)) as group,
+        ):
+            compare(
+                f"dispatch and collect, {size}", lambda group=group: group.score(batch), None, verl, repeats=repeats
+            )
             compare(f"empty call, {size}", group.nothing, None, verl, repeats=repeats * 10)
 
 
@@ -130,10 +150,18 @@ def main() -> None:
     torch.set_num_threads(1)
     columns = make_columns(options.rows, options.tokens)
     num_bytes = sum(column.nbytes for column in columns.values())
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=8 * num_bytes + 500_000_000)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=8 * num_bytes + 500_000_000,
+    )
     with Verl(options.verl_python, options.rows, options.tokens) if options.verl_python else nullcontext() as verl:
         title = f"milliseconds, {num_bytes / 1e9:.3f} GB"
-        print(f"{title:<30}{'DataProto':>10}{'by hand':>12}{'ratio':>8}" + (f"{'verl':>12}{'ratio':>8}" if verl else ""))
+        print(
+            f"{title:<30}{'DataProto':>10}{'by hand':>12}{'ratio':>8}" + (f"{'verl':>12}{'ratio':>8}" if verl else "")
+        )
         for name, (ours, by_hand) in {**object_store(columns), **rows_and_columns(columns)}.items():
             compare(name, ours, by_hand, verl, repeats=options.repeats)
         if verl:

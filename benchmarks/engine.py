@@ -1,9 +1,10 @@
 """Forward and forward_backward of the FSDP engine against a bare Hugging Face loop: `python benchmarks/engine.py`.
 
-The bare loop is what one writes by hand: micro-batches in the batch's order with the batch's padding, logits of the response only,
-their log-softmax, a policy-gradient loss; bfloat16 by autocast. All compute the same log-probs (the largest difference is shown) and
-take turns, round after round; shown is the median round, and the median of the rounds' ratios. One rank, no optimizer step. Runs on
-the CPU, then on CUDA where there is one, where a larger model tells more: `--device cuda --dtype bfloat16 --hidden_size 1024 ...`.
+The bare loop is what one writes by hand: micro-batches in the batch's order with the batch's padding, logits of the
+response only, their log-softmax, a policy-gradient loss; bfloat16 by autocast. All compute the same log-probs (the
+largest difference is shown) and take turns, round after round; shown is the median round, and the median of the rounds'
+ratios. One rank, no optimizer step. Runs on the CPU, then on CUDA where there is one, where a larger model tells more:
+`--device cuda --dtype bfloat16 --hidden_size 1024 ...`.
 """
 
 import argparse
@@ -16,12 +17,18 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config, logging
 
-from hybridrl.config.workers import OptimConfig
+from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
-from hybridrl.workers.engine.fsdp import FSDPEngine
+from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 
-MODEL = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 3}
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+}
 OUTPUTS = ("log_probs",)
 
 
@@ -29,22 +36,32 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", nargs="+", default=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    for name, default in (MODEL | {"rows": 256, "prompt": 30, "response": 26, "micro_rows": 64, "repeats": 9, "threads": 1}).items():
+    for name, default in (
+        MODEL | {"rows": 256, "prompt": 30, "response": 26, "micro_rows": 64, "repeats": 9, "threads": 1}
+    ).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 
 
 def make_batch(options: argparse.Namespace) -> DataProto:
-    """Prompts of half to all of the prompt width, padded on the left; responses of a quarter to all of theirs, on the right."""
+    """Prompts of half to all of the prompt width, padded on the left; responses of a quarter to all of theirs, on the
+    right.
+    """
     B, P, R = options.rows, options.prompt, options.response
     prompts, responses = torch.randint(P // 2, P + 1, (B, 1)), torch.randint(R // 4, R + 1, (B, 1))
     mask = torch.cat([torch.arange(P) >= P - prompts, torch.arange(R) < responses], dim=1).long()
     columns = {"input_ids": torch.randint(3, options.vocab_size, (B, P + R)) * mask, "attention_mask": mask}
-    columns |= {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "response_mask": mask[:, P:], "advantages": torch.randn(B, R)}
+    columns |= {
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "response_mask": mask[:, P:],
+        "advantages": torch.randn(B, R),
+    }
     return DataProto.from_dict(tensors=columns)
 
 
-def policy_loss(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
+def policy_loss(
+    outputs: dict[str, torch.Tensor], rows: DataProto
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
     return -(outputs["log_probs"] * rows.batch["advantages"]).sum() / 1000, {}
 
 
@@ -57,16 +74,24 @@ class BareLoop:
 
     def log_probs(self, rows: DataProto) -> torch.Tensor:
         columns = rows.to(self.device).batch
-        inputs, R = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}, columns["response_mask"].shape[1]
+        inputs, R = (
+            {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")},
+            columns["response_mask"].shape[1],
+        )
         with self.autocast:
             logits = self.model(**inputs, use_cache=False, logits_to_keep=R + 1).logits[:, :-1]
-        return logits.float().log_softmax(-1).gather(-1, columns["input_ids"][:, -R:, None]).squeeze(-1) * columns["response_mask"]
+        return (
+            logits.float().log_softmax(-1).gather(-1, columns["input_ids"][:, -R:, None]).squeeze(-1)
+            * columns["response_mask"]
+        )
 
     @torch.no_grad()
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return {"log_probs": torch.cat([self.log_probs(rows).cpu() for rows in batch.split(micro.max_rows)])}
 
-    def forward_backward(self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]) -> None:
+    def forward_backward(
+        self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
+    ) -> None:
         for rows in batch.split(micro.max_rows):
             loss_fn({"log_probs": self.log_probs(rows)}, rows)[0].backward()
 
@@ -95,7 +120,10 @@ def compare(path: str, device: str, options: argparse.Namespace) -> None:
     rounds = [[measure(loop, batch, micro) for loop in loops.values()] for _ in range(options.repeats + 1)]
     times = np.array(rounds[1:])  # (round, loop, part); the first round warms up
     medians, ratios = np.median(times, axis=0), np.median(times / times[:, :1], axis=0)
-    print(f"{device}, {options.dtype}: {options.rows} rows, {int(batch.batch['attention_mask'].sum())} tokens without padding")
+    print(
+        f"{device}, {options.dtype}: {options.rows} rows, {int(batch.batch['attention_mask'].sum())} "
+        "tokens without padding"
+    )
     print(f"{'':14}{'forward ms':>12}{'of bare':>9}{'forward_backward ms':>21}{'of bare':>9}{'difference':>12}")
     for (name, loop), median, ratio in zip(loops.items(), medians, ratios, strict=True):
         worst = (loop.forward(batch, micro, outputs=OUTPUTS)["log_probs"] - exact).abs().max()

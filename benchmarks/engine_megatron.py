@@ -1,10 +1,12 @@
-"""One training step of the Megatron engine under several layouts against FSDP's, on two processes: `python benchmarks/engine_megatron.py`.
+"""One training step of the Megatron engine under several layouts against FSDP's, on two processes: `python
+benchmarks/engine_megatron.py`.
 
-A step is forward_backward over the batch in micro-batches and an optimizer step. Shown are the median step and how it compares with the
-first contender's, the quickest and the slowest step, CPU-seconds of a step per process, and the largest memory that a process ever had
-(resident, Python and its libraries included); and the log-prob that the model gives to the responses after the last step, the same for
-everybody if all train alike. The contenders run one after the other, with FSDP once more at the end: what the machine did meanwhile
-shows in the difference between its two lines. Three to four minutes on two free cores.
+A step is forward_backward over the batch in micro-batches and an optimizer step. Shown are the median step and how it
+compares with the first contender's, the quickest and the slowest step, CPU-seconds of a step per process, and the
+largest memory that a process ever had (resident, Python and its libraries included); and the log-prob that the model
+gives to the responses after the last step, the same for everybody if all train alike. The contenders run one after the
+other, with FSDP once more at the end: what the machine did meanwhile shows in the difference between its two lines.
+Three to four minutes on two free cores.
 """
 
 import argparse
@@ -22,15 +24,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.workers import MegatronConfig, OptimConfig
+from hybridrl.config.schema.workers import MegatronConfig, OptimConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineConfig, MicroBatching
 from hybridrl.workers.engine_worker import make_engine
 
 RANKS = 2
 SIZES = {
-    "4M": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
-    "50M": {"vocab_size": 8192, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 10, "num_attention_heads": 10},
+    "4M": {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+    },
+    "50M": {
+        "vocab_size": 8192,
+        "hidden_size": 640,
+        "intermediate_size": 1792,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 10,
+    },
 }
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 AGAIN = "fsdp again"
@@ -58,7 +72,11 @@ def parse() -> argparse.Namespace:
 def make_batch(options: argparse.Namespace, vocab_size: int) -> DataProto:
     draw, half = torch.Generator().manual_seed(0), options.length // 2
     ids = torch.randint(3, vocab_size, (options.rows, options.length), generator=draw)
-    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": torch.ones_like(ids[:, half:])}
+    columns = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones_like(ids[:, half:]),
+    }
     return DataProto.from_dict(tensors=columns)
 
 
@@ -69,7 +87,10 @@ def run_rank(options: argparse.Namespace) -> None:
     store = dist.FileStore(str(folder / f"{size} {layout}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     settings = EngineConfig(
-        kind="causal_lm", path=str(folder / size), optim=OptimConfig(lr=1e-4), megatron=MegatronConfig(**(LAYOUTS[layout] or {}))
+        kind="causal_lm",
+        path=str(folder / size),
+        optim=OptimConfig(lr=1e-4),
+        megatron=MegatronConfig(**(LAYOUTS[layout] or {})),
     )
     engine = make_engine("fsdp" if LAYOUTS[layout] is None else "megatron", settings)
     engine.setup()
@@ -79,7 +100,9 @@ def run_rank(options: argparse.Namespace) -> None:
     seconds, cpu = [], []
     for _ in range(options.steps + 1):  # the first makes buffers and optimizer state
         wall, own = time.perf_counter(), time.process_time()
-        engine.forward_backward(mine, micro, lambda out, rows: (-out["log_probs"].sum() / num_tokens, {}), outputs=("log_probs",))
+        engine.forward_backward(
+            mine, micro, lambda out, rows: (-out["log_probs"].sum() / num_tokens, {}), outputs=("log_probs",)
+        )
         engine.optimizer_step()
         seconds.append(time.perf_counter() - wall)
         cpu.append(time.process_time() - own)
@@ -120,9 +143,15 @@ def main() -> None:
     if options.child:
         run_rank(options)
         return
-    print(f"{RANKS} processes, a thread each; {options.rows} rows of {options.length} tokens in micro-batches of {options.micro_rows} rows")
+    print(
+        f"{RANKS} processes, a thread each; {options.rows} rows of {options.length} tokens in "
+        f"micro-batches of {options.micro_rows} rows"
+    )
     titles = ("s/step", "x first", "range", "CPU s", "peak MB", "x first", "log-prob")
-    print(f"{'model':<6}{'engine':<17}" + "".join(f"{title:>{14 if title == 'range' else 10}}" for title in titles), flush=True)
+    print(
+        f"{'model':<6}{'engine':<17}" + "".join(f"{title:>{14 if title == 'range' else 10}}" for title in titles),
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         for size in options.sizes:
             save_model(Path(folder), size)
@@ -133,7 +162,8 @@ def main() -> None:
                 step, own = (each["steps"][len(each["steps"]) // 2] for each in (found, first))
                 spread = f"{found['steps'][0]:.2f}-{found['steps'][-1]:.2f}"
                 print(
-                    f"{size:<6}{layout:<17}{step:>10.2f}{step / own:>10.2f}{spread:>14}{found['cpu']:>10.2f}{found['peak_mb']:>10.0f}"
+                    f"{size:<6}{layout:<17}{step:>10.2f}{step / own:>10.2f}{spread:>14}"
+                    f"{found['cpu']:>10.2f}{found['peak_mb']:>10.0f}"
                     f"{found['peak_mb'] / first['peak_mb']:>10.2f}{found['log_prob']:>10.5f}",
                     flush=True,
                 )

@@ -1,11 +1,13 @@
 """What evaluation in a process of its own costs training: `python benchmarks/evaluation.py` after `make train`.
 
-1. Stages that sleep: training 100 ms a step, an evaluation of 300 ms every step, as DI-engine's page has it: none, in the loop, in
+1. Stages that sleep: training 100 ms a step, an evaluation of 300 ms every step, as DI-engine's page has it: none, in
+the loop, in
    another process (`Parallel`, `filter_labels`).
 2. The quick start's GRPO from its SFT model, 100 held-out problems after every step: none, in the loop, by an evaluator
    (`trainer.eval_n_gpus=1`).
 
-Seconds per step (median), and the ratio to training without evaluation. Real stages need a core each: trainer, evaluator.
+Seconds per step (median), and the ratio to training without evaluation. Real stages need a core each: trainer,
+evaluator.
 """
 
 import argparse
@@ -75,7 +77,10 @@ def main() -> None:
     if not sft_model(options.quickstart).is_dir():
         sys.exit(f"no SFT model under {options.quickstart}: run `make train` first, or give --quickstart DIR")
     print(f"{'s/step':<14}" + "".join(f"{name:>22}" for name in REAL))
-    for kind, seconds in (("sleeping", sleeping_stages(options.steps)), ("GRPO", real_stages(options.quickstart, options.steps))):
+    for kind, seconds in (
+        ("sleeping", sleeping_stages(options.steps)),
+        ("GRPO", real_stages(options.quickstart, options.steps)),
+    ):
         cells = [f"{value:.3f} ({value / seconds['none']:.2f})" for value in seconds.values()]
         print(f"{kind:<14}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 

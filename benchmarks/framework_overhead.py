@@ -2,7 +2,8 @@
 
 python benchmarks/framework_overhead.py
 
-Stages in threads do nothing here, so that all they show is what a thread costs: it pays where a stage takes milliseconds.
+Stages in threads do nothing here, so that all they show is what a thread costs: it pays where a stage takes
+milliseconds.
 """
 
 import argparse
@@ -83,7 +84,11 @@ def main() -> None:
             print(f"  {fn.__name__:6} in {name:20} {cost:6.2f}   overhead {cost - bare:6.2f}")
     for async_mode in (False, True):
         steps = args.steps // 10
-        cost = seconds(call_in_threads(args.stages, steps, async_mode=async_mode), args.repeats) / (args.stages * steps) * 1e6
+        cost = (
+            seconds(call_in_threads(args.stages, steps, async_mode=async_mode), args.repeats)
+            / (args.stages * steps)
+            * 1e6
+        )
         name = "threads, async_mode" if async_mode else "threads, overlap"
         print(f"  plain  in {name:20} {cost:6.2f}")
 

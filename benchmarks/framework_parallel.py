@@ -1,12 +1,16 @@
-"""What processes of `Parallel.runner` cost each other, and what stages that overlap save: `python benchmarks/framework_parallel.py`.
+"""What processes of `Parallel.runner` cost each other, and what stages that overlap save: `python
+benchmarks/framework_parallel.py`.
 
-1. An event to another process and its answer (`task.emit`, `task.wait_for`), against a call of a bare Ray actor from the same process,
+1. An event to another process and its answer (`task.emit`, `task.wait_for`), against a call of a bare Ray actor from
+the same process,
    in turns; and the same with listeners on both sides (`router.on`).
-2. Weights from one process to three others, as a task's event, until all of them have opened it, against one `ray.put` and three calls
+2. Weights from one process to three others, as a task's event, until all of them have opened it, against one `ray.put`
+and three calls
    of bare actors that fetch it and copy it, so that the weights are theirs to change.
 3. Three stages that sleep and do not need each other: one after the other, overlapped, in async mode; and one sleep.
 
-Round trips are in milliseconds: median and 95th percentile. Weights and stages: median of the repeats. One torch thread.
+Round trips are in milliseconds: median and 95th percentile. Weights and stages: median of the repeats. One torch
+thread.
 """
 
 import argparse
@@ -49,7 +53,10 @@ def warm_actors(count: int) -> list:
 
 
 def round_trips(rounds: int) -> dict[str, list[float]] | None:
-    """`main` of two processes: the first asks in every step, the second answers. Returns the first one's milliseconds per kind."""
+    """`main` of two processes: the first asks in every step, the second answers.
+
+    Returns the first one's milliseconds per kind.
+    """
     with Task(auto_sync_ctx=False) as task:
         if task.router.node_id == 1:
             task.router.on("question", lambda value: task.router.emit("answer", value))
@@ -103,7 +110,11 @@ def show_round_trips(rounds: int) -> None:
     print(f"{f'round trip, {rounds} rounds, ms':<44}{'median':>10}{'95 %':>10}{'ratio':>8}")
     names = {"task": "task.emit, task.wait_for", "router": "router.emit, router.on", "bare": "call of a bare Ray actor"}
     for kind, name in names.items():
-        print(f"  {name:<42}{np.median(times[kind]):>10.2f}{np.percentile(times[kind], 95):>10.2f}{np.median(times[kind]) / bare:>8.2f}")
+        print(
+            "  "
+            f"{name:<42}{np.median(times[kind]):>10.2f}{np.percentile(times[kind], 95):>10.2f}"
+            f"{np.median(times[kind]) / bare:>8.2f}"
+        )
 
 
 # -- 2. weights
@@ -114,10 +125,15 @@ def make_weights(num_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def send_weights(num_bytes: int, repeats: int) -> list[float] | None:
-    """`main` of four processes: the first sends, the others say that they have it. Returns medians in ms: as an event, by hand."""
+    """`main` of four processes: the first sends, the others say that they have it.
+
+    Returns medians in ms: as an event, by hand.
+    """
     with Task(auto_sync_ctx=False) as task:
         if task.router.node_id:
-            task.use(answer_with(task, "weights", "have", lambda weights: sum(tensor.nbytes for tensor in weights.values()))).run()
+            task.use(
+                answer_with(task, "weights", "have", lambda weights: sum(tensor.nbytes for tensor in weights.values()))
+            ).run()
             return None
         weights, actors, medians = make_weights(num_bytes), warm_actors(3), []
         arrays = {name: tensor.numpy() for name, tensor in weights.items()}
@@ -131,14 +147,18 @@ def send_weights(num_bytes: int, repeats: int) -> list[float] | None:
             stored = ray.put(arrays)
             assert ray.get([actor.take.remote(stored) for actor in actors], timeout=DEADLINE_S) == [num_bytes] * 3
 
-        task.use(lambda ctx: medians.extend(median_ms([clock(as_event), clock(by_hand)], repeats=repeats))).run(max_step=1)
+        task.use(lambda ctx: medians.extend(median_ms([clock(as_event), clock(by_hand)], repeats=repeats))).run(
+            max_step=1
+        )
         return medians
 
 
 def show_weights(num_bytes: int, repeats: int) -> None:
     times = Parallel.runner(4, topology="star")(send_weights, num_bytes, repeats)[0]
     print(f"{f'{num_bytes / 1024**2:.0f} MiB of weights, 1 to 3 processes':<44}{'seconds':>10}{'':>10}{'ratio':>8}")
-    for name, milliseconds in zip(("task.emit of a state dict", "ray.put, three calls of bare actors"), times, strict=True):
+    for name, milliseconds in zip(
+        ("task.emit of a state dict", "ray.put, three calls of bare actors"), times, strict=True
+    ):
         print(f"  {name:<42}{milliseconds / 1e3:>10.3f}{'':>10}{milliseconds / times[1]:>8.2f}")
 
 

@@ -1,6 +1,7 @@
 """PPO with a critic and GRPO on GSM8K with two FSDP ranks: three steps, then the same command resumed for two more.
 
-The model is the quick start's, untrained: this shows that the whole path works on real data, not that anything is learnt.
+The model is the quick start's, untrained: this shows that the whole path works on real data, not that anything is
+learnt.
 
     python benchmarks/gsm8k_two_ranks.py [--raw DIR]      DIR holds gsm8k_train.jsonl and gsm8k_test.jsonl
 """
@@ -15,9 +16,20 @@ from pathlib import Path
 BESIDE_THE_CHECKOUT = Path(__file__).parents[2] / "shared" / "data"
 ALGORITHMS = {
     "PPO with critic": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "actor_rollout_ref.rollout.n=1"],
-    "GRPO": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_kl_loss=True"],
+    "GRPO": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+    ],
 }
-SHOWN = ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/grad_norm", "critic/vf_loss", "perf/throughput")
+SHOWN = (
+    "critic/score/mean",
+    "response_length/mean",
+    "actor/entropy",
+    "actor/grad_norm",
+    "critic/vf_loss",
+    "perf/throughput",
+)
 
 
 def python(*arguments: object) -> None:

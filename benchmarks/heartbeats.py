@@ -2,9 +2,9 @@
 
     python benchmarks/heartbeats.py [--workers 1000] [--seconds 20]
 
-The workers are simulated by connections of one process, each of which sends a real worker's line once a second; the master is the
-real one, in a process of its own, with its journal, on the Ray cluster that RAY_ADDRESS names or one that is started for it. One real
-`Heartbeats` thread is measured by the CPU time of a process that does nothing else.
+The workers are simulated by connections of one process, each of which sends a real worker's line once a second; the
+master is the real one, in a process of its own, with its journal, on the Ray cluster that RAY_ADDRESS names or one that
+is started for it. One real `Heartbeats` thread is measured by the CPU time of a process that does nothing else.
 """
 
 import argparse
@@ -18,21 +18,22 @@ import time
 
 import ray
 
-from hybridrl.master.client import Watchfulness, start_master
-from hybridrl.master.events import Begun, Ended, encode
-from hybridrl.master.processes import condition
-from hybridrl.single_controller.heartbeats import machine
-from hybridrl.single_controller.naming import master_name
+from hybridrl.master.health.kernel_process import condition
+from hybridrl.master.service.client import Watchfulness, start_master
+from hybridrl.master.state.events import Begun, Ended, encode
+from hybridrl.single_controller.cluster import master_name
+from hybridrl.single_controller.monitoring.heartbeat_client import machine
 
 ONE_WORKER = """
 import sys, time, ray
-from hybridrl.single_controller.heartbeats import Heartbeats
+from hybridrl.single_controller.monitoring.heartbeat_client import Heartbeats
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 seconds = float(sys.argv[3])
 time.sleep(3)
 def cpu(): return time.process_time()
 start = cpu(); time.sleep(seconds); without = cpu() - start
-beats = Heartbeats(sys.argv[2], {"slot": "real-0", "name": "run/real-0"}, lambda: {"doing": "actor.update", "for_s": 1.0, "calls": 1})
+identity = {"slot": "real-0", "name": "run/real-0"}
+beats = Heartbeats(sys.argv[2], identity, lambda: {"doing": "actor.update", "for_s": 1.0, "calls": 1})
 time.sleep(3)
 start = cpu(); time.sleep(seconds); print(cpu() - start, without)
 beats.stop()
@@ -44,7 +45,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
     arguments = parser.parse_args()
-    own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 10**8}
+    own = (
+        {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 10**8}
+    )
     context = ray.init(log_to_driver=False, logging_level="ERROR", **own)
     with tempfile.TemporaryDirectory() as folder:
         master = start_master(Begun("simulated", "simulated-1"), os.path.join(folder, "journal"), Watchfulness())
@@ -68,7 +71,10 @@ def main() -> None:
     print(f"a master without workers: {idle:.2%} of a core")
     print(f"{arguments.workers} workers joined it within {joined:.1f} s")
     heard = sum(bool(beat) for beat in seen["beats"].values())
-    print(f"a master with {heard} workers: {share:.2%} of a core, {resident(pid)}; it describes them all in {answered * 1e3:.0f} ms")
+    print(
+        f"a master with {heard} workers: {share:.2%} of a core, {resident(pid)}; it describes them all in "
+        f"{answered * 1e3:.0f} ms"
+    )
     ray.shutdown()
 
 

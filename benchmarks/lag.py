@@ -1,9 +1,11 @@
-"""What running ahead is worth, and what it costs: `python benchmarks/lag.py` after `make train` (uses its data and its SFT model).
+"""What running ahead is worth, and what it costs: `python benchmarks/lag.py` after `make train` (uses its data and its
+SFT model).
 
-The quick start's GRPO with one trainer process and one rollout process, at lag 0, 1 and 4, with and without importance weights for the
-older samples, with partial rollouts, and with a quarter more samples from a replay buffer. For each: seconds per step (median), the
-ratio to lag 0, the bound that the times of lag 0 allow (generation and push beside everything else, nothing lost), the reward over the
-run at equal numbers of new samples, and the accuracy on held-out problems at the end.
+The quick start's GRPO with one trainer process and one rollout process, at lag 0, 1 and 4, with and without importance
+weights for the older samples, with partial rollouts, and with a quarter more samples from a replay buffer. For each:
+seconds per step (median), the ratio to lag 0, the bound that the times of lag 0 allow (generation and push beside
+everything else, nothing lost), the reward over the run at equal numbers of new samples, and the accuracy on held-out
+problems at the end.
 """
 
 import argparse
@@ -19,10 +21,18 @@ CASES = {
     "lag 0": {},
     "lag 1": {"trainer.lag": 1},
     "lag 1, weighted": {"trainer.lag": 1, "algorithm.rollout_correction.rollout_is": "token"},
-    "lag 0, replay": {"trainer.replay.groups": 8, "trainer.staleness": 4, "algorithm.rollout_correction.rollout_is": "token"},
+    "lag 0, replay": {
+        "trainer.replay.groups": 8,
+        "trainer.staleness": 4,
+        "algorithm.rollout_correction.rollout_is": "token",
+    },
     "lag 4": {"trainer.lag": 4},
     "lag 4, weighted": {"trainer.lag": 4, "algorithm.rollout_correction.rollout_is": "token"},
-    "lag 4, partial, weighted": {"trainer.lag": 4, "trainer.partial_rollout": True, "algorithm.rollout_correction.rollout_is": "token"},
+    "lag 4, partial, weighted": {
+        "trainer.lag": 4,
+        "trainer.partial_rollout": True,
+        "algorithm.rollout_correction.rollout_is": "token",
+    },
 }
 
 
@@ -40,7 +50,9 @@ def main() -> None:
         sys.exit(f"no SFT model under {options.quickstart}: run `make train` first, or give --quickstart DIR")
     marks = [round(options.steps * share) for share in (0.25, 0.5, 0.75, 1)]
     print(
-        f"{'':<26}{'s/step':>8}{'speed':>7}{'bound':>7}{'age':>6}  reward up to step " + " ".join(f"{m:>5}" for m in marks) + "  accuracy"
+        f"{'':<26}{'s/step':>8}{'speed':>7}{'bound':>7}{'age':>6}  reward up to step "
+        + " ".join(f"{m:>5}" for m in marks)
+        + "  accuracy"
     )
     baseline = bound = 0.0
     for name, changes in CASES.items():
@@ -56,7 +68,8 @@ def main() -> None:
         age = statistics.mean(entry.get("async/age_mean", 0.0) for entry in history[-10:])
         numbers = " ".join(f"{reward:>5.2f}" for reward in rewards)
         print(
-            f"{name:<26}{step:>8.3f}{baseline / step:>7.2f}{bound if changes else 1:>7.2f}{age:>6.1f}  {'':<18}{numbers}  {accuracy:>8.3f}",
+            f"{name:<26}{step:>8.3f}{baseline / step:>7.2f}{bound if changes else 1:>7.2f}{age:>6.1f}  "
+            f"{'':<18}{numbers}  {accuracy:>8.3f}",
             flush=True,
         )
 

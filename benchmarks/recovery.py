@@ -1,14 +1,16 @@
-"""What it costs to lose a process: `python benchmarks/recovery.py [--quick]`, a row for every kind of loss, role and moment.
+"""What it costs to lose a process: `python benchmarks/recovery.py [--quick]`, a row for every kind of loss, role and
+moment.
 
-Real runs of PPO on Ray with a tiny model: two actor, critic, reference and reward processes each, a rollout process of its own, a master.
-Processes are hit in the very call that is meant (`tests/chaos`). For each loss: seconds until the master and until the trainer knew,
-until the processes were back and the step was taken again (of the trainer: until the next driver went on; of the master: until there was
-another, and how long the step took); steps that had ended and were lost; commits that were lost; optimizer
-updates per step that is in the weights. At the end of its run, whether the parameters are those of the undisturbed run, bit for bit, and
-the seconds until no process and no file in /dev/shm was left of it. A mistake in a worker's code (exception) has to end the run: the
-seconds until it had.
+Real runs of PPO on Ray with a tiny model: two actor, critic, reference and reward processes each, a rollout process of
+its own, a master. Processes are hit in the very call that is meant (`tests/chaos`). For each loss: seconds until the
+master and until the trainer knew, until the processes were back and the step was taken again (of the trainer: until the
+next driver went on; of the master: until there was another, and how long the step took); steps that had ended and were
+lost; commits that were lost; optimizer updates per step that is in the weights. At the end of its run, whether the
+parameters are those of the undisturbed run, bit for bit, and the seconds until no process and no file in /dev/shm was
+left of it. A mistake in a worker's code (exception) has to end the run: the seconds until it had.
 
-Rows are kept in --out/rows.jsonl: what is there is not measured again. Seconds are of this machine under its present load.
+Rows are kept in --out/rows.jsonl: what is there is not measured again. Seconds are of this machine under its present
+load.
 """
 
 import argparse
@@ -27,13 +29,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hybridrl.master.events import Failed  # noqa: E402
-from hybridrl.master.journal import history  # noqa: E402
-from hybridrl.master.processes import condition  # noqa: E402
-from hybridrl.trainer.ledger import account, read_ledger  # noqa: E402
+from hybridrl.master.health.kernel_process import condition  # noqa: E402
+from hybridrl.master.service.journal import history  # noqa: E402
+from hybridrl.master.state.events import Failed  # noqa: E402
+from hybridrl.trainer.checkpoint.step_ledger import account, read_ledger  # noqa: E402
 from tests.conftest import make_tiny_qwen2  # noqa: E402
-from tests.end_to_end.failing_runs import SAME, events, fault, hits, run_with  # noqa: E402
-from tests.end_to_end.runs import largest_difference, metrics, processes_with, weights  # noqa: E402
+from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with  # noqa: E402
+from tests.support.end_to_end.runs import largest_difference, metrics, processes_with, weights  # noqa: E402
 
 STEPS, PER_RUN = 6, 4  # one loss in each of the steps 2 to 5
 NOTHING: dict[str, Any] = {"updates": {}}
@@ -68,7 +70,8 @@ STAGES: dict[str, tuple[str, str | None]] = {
     "checkpoint": ("save_checkpoint", None),
     "recovery": ("update_actor", None),
 }
-# role -> moment -> (stage, the call that it is in: "" is in none, None any). "recovery": while another role is brought back.
+# role -> moment -> (stage, the call that it is in: "" is in none, None any). "recovery": while another role is brought
+# back.
 MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
     "actor": {
         "idle": ("next_batch", ""),
@@ -83,7 +86,11 @@ MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
         "push": ("update_weights", "receive_weights"),
         "recovery": ("update_critic", "receive_weights"),
     },
-    "ref": {"idle": ("next_batch", ""), "log-probs": ("ref", "compute_ref_log_prob"), "recovery": ("update_critic", "")},
+    "ref": {
+        "idle": ("next_batch", ""),
+        "log-probs": ("ref", "compute_ref_log_prob"),
+        "recovery": ("update_critic", ""),
+    },
     "rm": {"idle": ("next_batch", ""), "scoring": ("reward", "compute_rm_score"), "recovery": ("update_critic", "")},
     "critic": {
         "idle": ("next_batch", ""),
@@ -113,14 +120,19 @@ class Cell:
         if self.moment != "recovery":
             return [own]
         other = "actor" if stage == "update_actor" else "critic"
-        return [fault(step, stage, other, 1, method=stage), own | {"after_s": 1.0 if self.role in ("master", "trainer") else 0.0}]
+        return [
+            fault(step, stage, other, 1, method=stage),
+            own | {"after_s": 1.0 if self.role in ("master", "trainer") else 0.0},
+        ]
 
     def key(self) -> str:
         return f"{self.kind} {self.role}-{self.rank} {self.moment} {self.config}"
 
 
 def cells() -> list[Cell]:
-    """Every cell that means something: a kind of death is the same death elsewhere, so all kinds are shown where each role works."""
+    """Every cell that means something: a kind of death is the same death elsewhere, so all kinds are shown where each
+    role works.
+    """
     found = []
     for role, moments in MOMENTS.items():
         for rank in (0, 1) if role == "actor" else (0,):
@@ -128,7 +140,9 @@ def cells() -> list[Cell]:
             found += [Cell(kind, role, rank, moment) for kind, moment in itertools.product(kinds, moments)]
     found += [Cell(kind, role, 0, moment) for kind in ("exit", "memory") for role, moment in AT_WORK.items()]
     found += [Cell(kind, "trainer", 0, "update") for kind in ("freeze", "exit", "memory")]
-    found += [Cell(kind, "rollout", 1, moment, "routed") for kind in ("kill", "freeze") for moment in ("idle", "generation")]
+    found += [
+        Cell(kind, "rollout", 1, moment, "routed") for kind in ("kill", "freeze") for moment in ("idle", "generation")
+    ]
     return found + [Cell("exception", role, 0, moment) for role, moment in AT_WORK.items()]
 
 
@@ -250,8 +264,12 @@ def ended_by(folder: Path, ended: float) -> dict[str, Any]:
 
 def measured(folder: Path, wanted: Path, cell: Cell, planted: dict) -> dict[str, Any]:
     """The figures of one loss."""
-    hit = next((h for h in hits(folder) if all(h[name] == planted[name] for name in ("step", "stage", "role", "rank"))), None)
-    how = {"master": of_master, "trainer": of_trainer}.get(cell.role, of_replica if cell.config == "routed" else of_process)
+    hit = next(
+        (h for h in hits(folder) if all(h[name] == planted[name] for name in ("step", "stage", "role", "rank"))), None
+    )
+    how = {"master": of_master, "trainer": of_trainer}.get(
+        cell.role, of_replica if cell.config == "routed" else of_process
+    )
     found = None if hit is None else how(folder, cell, hit)
     return {"missed": True} if found is None or hit is None else found | of_ledger(folder, wanted, hit["step"])
 
@@ -346,12 +364,19 @@ def updates_of(steps: dict[int, dict], step: int) -> int:
 
 # -- the table
 
-COLUMNS = "loss, of, in, master knew, trainer knew, back, step again, steps lost, commits lost, updates per step, same end, nothing left"
+COLUMNS = (
+    "loss, of, in, master knew, trainer knew, back, step again, steps lost, commits lost, updates per step, "
+    "same end, nothing left"
+)
 HEAD = f"| {COLUMNS.replace(', ', ' | ')} |\n|{'---|' * (1 + COLUMNS.count(','))}"
 
 
 def line_of(row: dict[str, Any]) -> str:
-    who = row["role"] if "pids_changed" in row else f"{row['role']}-{row['rank']}" + (" (routed)" if row["config"] == "routed" else "")
+    who = (
+        row["role"]
+        if "pids_changed" in row
+        else f"{row['role']}-{row['rank']}" + (" (routed)" if row["config"] == "routed" else "")
+    )
     begin = f"| {row['kind']} | {who} | {row['moment']} |"
     end = f" {'yes' if row['same'] else 'NO'} | {seconds(row['left_s'])} |"
     if row.get("missed"):
@@ -370,7 +395,9 @@ def seconds(value: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a handful of cells")
-    parser.add_argument("--only", default="", help="cells that this regular expression finds, for instance 'freeze actor-0'")
+    parser.add_argument(
+        "--only", default="", help="cells that this regular expression finds, for instance 'freeze actor-0'"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/recovery"))
     options = parser.parse_args()
     bench = Bench(options.out.resolve())

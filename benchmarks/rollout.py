@@ -1,13 +1,16 @@
-"""Tokens per second of the `hf` and `vllm` rollouts and of plain vLLM on the same prompts: `python benchmarks/rollout.py`.
+"""Tokens per second of the `hf` and `vllm` rollouts and of plain vLLM on the same prompts: `python
+benchmarks/rollout.py`.
 
-Each engine has a process of its own, on one thread (`--threads`). They are called in turn, one at a time, so that what else happens on
-the machine happens to all of them: a first call that does not count, then `--repeats` rounds. Shown are medians over rounds, of the
-speeds and of the ratios within a round, by the clock and by the CPU time of the process (which other work on the machine distorts
-less). "full" generates `--response` tokens for every sequence; "ending" stops at any of 5 % of the vocabulary, so that lengths differ
-and the longest is several times the mean. All return log-probs. Plain vLLM is `LLM.generate` with `n` samples per prompt, set up as one
-would by hand for a small model in process; its log-probs are vLLM's own. The first lines say how long the engines took to start.
+Each engine has a process of its own, on one thread (`--threads`). They are called in turn, one at a time, so that what
+else happens on the machine happens to all of them: a first call that does not count, then `--repeats` rounds. Shown are
+medians over rounds, of the speeds and of the ratios within a round, by the clock and by the CPU time of the process
+(which other work on the machine distorts less). "full" generates `--response` tokens for every sequence; "ending" stops
+at any of 5 % of the vocabulary, so that lengths differ and the longest is several times the mean. All return log-probs.
+Plain vLLM is `LLM.generate` with `n` samples per prompt, set up as one would by hand for a small model in process; its
+log-probs are vLLM's own. The first lines say how long the engines took to start.
 
-The default model has the size of the quick start's, with heads of 32 in place of 24, which vLLM's CPU attention does not have.
+The default model has the size of the quick start's, with heads of 32 in place of 24, which vLLM's CPU attention does
+not have.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.config.workers import RolloutConfig
+from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 
@@ -40,8 +43,12 @@ Generate = Callable[[DataProto, list[int]], int]  # prompts, stop ids -> number 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of a causal LM; default: one of the quick start's size, made on the spot")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256], help=f"sequences per call, {SAMPLES} of each prompt")
+    parser.add_argument(
+        "--model", help="directory of a causal LM; default: one of the quick start's size, made on the spot"
+    )
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=[64, 256], help=f"sequences per call, {SAMPLES} of each prompt"
+    )
     parser.add_argument("--response", type=int, default=26, help="most new tokens per sequence")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -96,7 +103,9 @@ def start_ours(options: argparse.Namespace, stop_ids: list[int]) -> Generate:
 def start_plain_vllm(options: argparse.Namespace) -> Generate:
     import vllm
 
-    memory: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20} if options.device == "cpu" else {"gpu_memory_utilization": 0.5}
+    memory: dict[str, Any] = (
+        {"kv_cache_memory_bytes": 128 << 20} if options.device == "cpu" else {"gpu_memory_utilization": 0.5}
+    )
     engine = vllm.LLM(
         model=options.model,
         skip_tokenizer_init=True,
@@ -114,7 +123,12 @@ def start_plain_vllm(options: argparse.Namespace) -> Generate:
         ids, masks = prompts.batch["input_ids"], prompts.batch["attention_mask"].bool()
         requests = [{"prompt_token_ids": row[mask].tolist()} for row, mask in zip(ids, masks, strict=True)]
         params = vllm.SamplingParams(
-            n=SAMPLES, max_tokens=options.response, logprobs=0, stop_token_ids=stop_ids, ignore_eos=True, detokenize=False
+            n=SAMPLES,
+            max_tokens=options.response,
+            logprobs=0,
+            stop_token_ids=stop_ids,
+            ignore_eos=True,
+            detokenize=False,
         )
         outputs = engine.generate(requests, params, use_tqdm=False)
         return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
@@ -123,7 +137,9 @@ def start_plain_vllm(options: argparse.Namespace) -> Generate:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Be one engine: say how it started, then for each case read from standard input say [tokens, seconds, CPU seconds]."""
+    """Be one engine: say how it started, then for each case read from standard input say [tokens, seconds, CPU
+    seconds].
+    """
     from transformers import AutoConfig
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -134,13 +150,17 @@ def serve(options: argparse.Namespace) -> None:
     parts = {}
     if options.engine != "hf":
         parts["import vllm"] = seconds(lambda: importlib.import_module("vllm"))[1]
-    generate, parts["engine"] = seconds(lambda: start_plain_vllm(options) if "plain" in options.engine else start_ours(options, ending))
+    generate, parts["engine"] = seconds(
+        lambda: start_plain_vllm(options) if "plain" in options.engine else start_ours(options, ending)
+    )
     parts["first call"] = seconds(lambda: generate(prompts_of(1, vocab_size), []))[1]
     answers.write(json.dumps(parts) + "\n")
     for line in sys.stdin:
         num_sequences, lengths = line.split()
         prompts, cpu_start = prompts_of(int(num_sequences) // SAMPLES, vocab_size), time.process_time()
-        num_tokens, wall = seconds(lambda prompts=prompts, lengths=lengths: generate(prompts, ending if lengths == "ending" else []))
+        num_tokens, wall = seconds(
+            lambda prompts=prompts, lengths=lengths: generate(prompts, ending if lengths == "ending" else [])
+        )
         answers.write(json.dumps([num_tokens, wall, time.process_time() - cpu_start]) + "\n")
 
 
@@ -160,7 +180,9 @@ class Contender:
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
         if "plain" in engine and options.device == "cpu":
             environment["TORCHDYNAMO_DISABLE"] = "1"  # or it compiles for half a minute to rank log-probs
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.start_s: dict[str, float] = self._answer()
 
     def run(self, case: str) -> list[float]:
@@ -192,7 +214,11 @@ def compare(contenders: dict[str, Contender], cases: list[str], *, repeats: int)
             speeds = [[call[0] / call[place] for call in calls] for calls in rounds[case]]
             medians = [statistics.median(column) for column in zip(*speeds, strict=True)]
             ratios = [statistics.median(row[engine] / row[2] for row in speeds) for engine in (0, 1)]
-            print(f"{case:<14}" + "".join(f"{speed:>12.0f}" for speed in medians) + "".join(f"{ratio:>12.2f}" for ratio in ratios))
+            print(
+                f"{case:<14}"
+                + "".join(f"{speed:>12.0f}" for speed in medians)
+                + "".join(f"{ratio:>12.2f}" for ratio in ratios)
+            )
 
 
 def main() -> None:
@@ -208,7 +234,10 @@ def main() -> None:
             for engine in ENGINES:
                 contenders[engine] = Contender(engine, options)
                 parts = contenders[engine].start_s
-                print(f"{engine} starts in {sum(parts.values()):.1f} s: " + ", ".join(f"{name} {s:.1f}" for name, s in parts.items()))
+                print(
+                    f"{engine} starts in {sum(parts.values()):.1f} s: "
+                    + ", ".join(f"{name} {s:.1f}" for name, s in parts.items())
+                )
             compare(contenders, cases, repeats=options.repeats)
         finally:
             for contender in contenders.values():

@@ -1,9 +1,9 @@
 """The same prompts, seeds and weights through `hf` and through `vllm` in every placement: are they the same tokens?
 
-Each row starts the roles anew (hybrid: actor and rollout in one process; colocated: a process each on one device; separated: a pool
-each), pushes the actor's weights, puts a rollout on the trainer's pool to sleep once, and generates: greedy, or (--seeded) also sampled
-with seeds. Shown are whether the tokens are those of `hf` hybrid, and the largest difference of their log-probs in float32 to that
-reference and to the trainer's own; the target is 1e-4.
+Each row starts the roles anew (hybrid: actor and rollout in one process; colocated: a process each on one device;
+separated: a pool each), pushes the actor's weights, puts a rollout on the trainer's pool to sleep once, and generates:
+greedy, or (--seeded) also sampled with seeds. Shown are whether the tokens are those of `hf` hybrid, and the largest
+difference of their log-probs in float32 to that reference and to the trainer's own; the target is 1e-4.
 
     python benchmarks/rollout_parity.py [--prompts 16] [--samples 4] [--response 24] [--seeded]
 
@@ -23,9 +23,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.protocol import DataProto
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 PROMPT = 24
@@ -41,11 +41,17 @@ ROWS = {
 
 
 def build_model(quickstart: Path) -> None:
-    """Write a model of the quick start's size beside its tokenizer, with heads of 32 (vLLM's CPU attention has none of 24) and large
-    weights, so that the next token depends on what came before.
+    """Write a model of the quick start's size beside its tokenizer, with heads of 32 (vLLM's CPU attention has none of
+    24) and large weights, so that the next token depends on what came before.
     """
     config = Qwen2Config.from_pretrained(quickstart)
-    shape = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 3, "num_key_value_heads": 3, "initializer_range": 0.1}
+    shape = {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "initializer_range": 0.1,
+    }
     for key, value in shape.items():
         setattr(config, key, value)
     torch.manual_seed(0)
@@ -56,7 +62,11 @@ def prompts_of(num_rows: int, vocab_size: int) -> DataProto:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocab_size, (num_rows, PROMPT), generator=draw)
     mask = (torch.arange(PROMPT) >= torch.randint(0, PROMPT // 2, (num_rows, 1), generator=draw)).long()
-    columns = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "seeds": torch.arange(num_rows) + 7}
+    columns = {
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "seeds": torch.arange(num_rows) + 7,
+    }
     return DataProto.from_dict(tensors={"input_ids": ids * mask} | columns)
 
 
@@ -80,9 +90,14 @@ def config_of(model: Path, folder: Path, *, engine: str, response: int, samples:
 
 
 def generated(config: PPOConfig, prompts: DataProto, *, roles: tuple[str, ...], one_pool: bool) -> DataProto:
-    """Start these roles, push the actor's weights, and return what the rollout makes with the trainer's log-probs of it."""
+    """Start these roles, push the actor's weights, and return what the rollout makes with the trainer's log-probs of
+    it.
+    """
     count = 1 if one_pool else len(roles)
-    pools = [RayResourcePool([1], use_gpu=False, name_prefix=f"parity-{place}", max_colocate_count=len(roles)) for place in range(count)]
+    pools = [
+        RayResourcePool([1], use_gpu=False, name_prefix=f"parity-{place}", max_colocate_count=len(roles))
+        for place in range(count)
+    ]
     groups = {}
     try:
         for place, role in enumerate(roles):
@@ -125,7 +140,10 @@ def main() -> None:
         build_model(folder / "model")
         prompts = prompts_of(arguments.prompts, Qwen2Config.from_pretrained(folder / "model").vocab_size)
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        print(f"{'rollout':<16}{'draws':>9}{'tokens':>8}{'same as hf':>12}{'log-probs to hf':>17}{'to the trainer':>16}", flush=True)
+        print(
+            f"{'rollout':<16}{'draws':>9}{'tokens':>8}{'same as hf':>12}{'log-probs to hf':>17}{'to the trainer':>16}",
+            flush=True,
+        )
         for row, (engine, roles, one_pool) in ROWS.items():
             for greedy in (True, False)[: 1 + arguments.seeded]:
                 sizes = {"response": arguments.response, "samples": 2 if greedy else arguments.samples}

@@ -1,7 +1,8 @@
 """Time of one GRPO step split by stage, on one and on two ranks, and the controller's share of it.
 
-The controller's share is what remains of a step when the time inside the workers' methods (generation, forward, backward, weight
-push) and inside the reward function is taken off: submission, transfer, waiting, advantages, bookkeeping.
+The controller's share is what remains of a step when the time inside the workers' methods (generation, forward,
+backward, weight push) and inside the reward function is taken off: submission, transfer, waiting, advantages,
+bookkeeping.
 
     python benchmarks/step_time.py [--steps 10] [--rows 32] [--n 8]
 """
@@ -16,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 from hybridrl import main_ppo
-from hybridrl.trainer.ppo import RayPPOTrainer
-from hybridrl.trainer.report import merge_steps
-from hybridrl.trainer.tracking import read_metrics
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.run.report import merge_steps
+from hybridrl.trainer.run.tracking import read_metrics
 
 SKIPPED_STEPS = 2  # the first steps pay for allocations and imports
 STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
@@ -40,7 +41,9 @@ class MeasuredTrainer(RayPPOTrainer):
 
 def prepare(folder: Path) -> None:
     run = [sys.executable, "-m"]
-    subprocess.run([*run, "data_preprocess.arithmetic", "--local_dir", folder / "data"], check=True, capture_output=True)
+    subprocess.run(
+        [*run, "data_preprocess.arithmetic", "--local_dir", folder / "data"], check=True, capture_output=True
+    )
     build = ["examples.quickstart.build_model", "--data", folder / "data", "--out", folder / "model"]
     subprocess.run([*run, *build], check=True, capture_output=True)
 
@@ -87,7 +90,11 @@ def main() -> None:
             stages = [statistics.median(row.get(f"timing_s/{stage}", 0.0) for row in rows) * 1e3 for stage in STAGES]
             step = statistics.median(row["timing_s/step"] for row in rows)
             outside = [1 - (row["busy_s"] + row["timing_s/reward"]) / row["timing_s/step"] for row in rows]
-            print(f"{ranks:5d} " + " ".join(f"{s:14.1f}" for s in stages) + f" {step * 1e3:8.1f} {statistics.median(outside):10.1%}")
+            print(
+                f"{ranks:5d} "
+                + " ".join(f"{s:14.1f}" for s in stages)
+                + f" {step * 1e3:8.1f} {statistics.median(outside):10.1%}"
+            )
 
 
 if __name__ == "__main__":

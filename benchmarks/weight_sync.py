@@ -1,11 +1,12 @@
 """What a push of weights costs, each way: seconds, bytes, GB/s, and its share of a GRPO step.
 
-A push is all of it: cast, transport, loading into the rollout's engine (`hf`, float32), the fingerprints at both ends and their
-comparison. One actor process, one or more rollout processes on this machine. The ways take turns, so that a busy machine is busy for
-all of them; each turn opens its channel with one push and measures the next. "adapters" are pushes of weight_sync.lora=adapter, rank 16
-on all linear layers: what travels is A and B, what is loaded are the weights that they change. GB/s are of what travels. A step is
-that of a short GRPO run of the first model (32 prompts, 8 samples each), its own push taken off and this one's median put on. Last, for
-each model, the fastest way between processes, of those that `auto` can choose on one machine.
+A push is all of it: cast, transport, loading into the rollout's engine (`hf`, float32), the fingerprints at both ends
+and their comparison. One actor process, one or more rollout processes on this machine. The ways take turns, so that a
+busy machine is busy for all of them; each turn opens its channel with one push and measures the next. "adapters" are
+pushes of weight_sync.lora=adapter, rank 16 on all linear layers: what travels is A and B, what is loaded are the
+weights that they change. GB/s are of what travels. A step is that of a short GRPO run of the first model (32 prompts, 8
+samples each), its own push taken off and this one's median put on. Last, for each model, the fastest way between
+processes, of those that `auto` can choose on one machine.
 
     python benchmarks/weight_sync.py [--models 4M 50M] [--receivers 1] [--rounds 5] [--steps 3] [--bucket_mb 64]
 """
@@ -27,11 +28,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.trainer.policy import PolicyGroups
-from hybridrl.trainer.report import merge_steps
-from hybridrl.trainer.tracking import read_metrics
+from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.run.report import merge_steps
+from hybridrl.trainer.run.tracking import read_metrics
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 CHOICES = ("object_store", "shared_memory", "broadcast")
@@ -47,7 +48,12 @@ def build_model(name: str, quickstart: Path, out: Path) -> Path:
     width, inner, layers = SIZES[name]
     shutil.copytree(quickstart, out)
     config = Qwen2Config.from_pretrained(quickstart)
-    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    shape = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+    }
     for key, value in (shape | {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}).items():
         setattr(config, key, value)
     Qwen2ForCausalLM(config).save_pretrained(out)
@@ -78,7 +84,9 @@ def worker_groups(config: PPOConfig, *, receivers: int):
     try:
         for role, size in {"actor_rollout": 1, "actor": 1, "rollout": receivers}.items():
             pools.append(RayResourcePool([size], use_gpu=False, name_prefix=f"bench-{role}"))
-            groups[role] = RayWorkerGroup(pools[-1], RayClassWithInitArgs(ActorRolloutRefWorker, config, role), role=role)
+            groups[role] = RayWorkerGroup(
+                pools[-1], RayClassWithInitArgs(ActorRolloutRefWorker, config, role), role=role
+            )
             groups[role].init_model(1)
         yield groups
     finally:
@@ -89,7 +97,9 @@ def worker_groups(config: PPOConfig, *, receivers: int):
 
 
 def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple[int, list[float]]]:
-    """Return the bytes of a push (0 inside one process, where none travel) and the seconds of one per round, for each transport."""
+    """Return the bytes of a push (0 inside one process, where none travel) and the seconds of one per round, for each
+    transport.
+    """
     took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
     num_bytes = dict.fromkeys(TRANSPORTS, 0)
     settings = config.actor_rollout_ref.rollout.weight_sync
@@ -97,7 +107,9 @@ def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple
         for number in range(rounds):
             for transport in TRANSPORTS:
                 roles = ["actor_rollout"] if transport == "in_process" else ["actor", "rollout"]
-                policy = PolicyGroups({role: groups[role] for role in roles}, weight_sync=replace(settings, transport=transport))
+                policy = PolicyGroups(
+                    {role: groups[role] for role in roles}, weight_sync=replace(settings, transport=transport)
+                )
                 policy.push_weights(2 * number)
                 began = time.perf_counter()
                 push = policy.push_weights_later(2 * number + 1)
@@ -111,7 +123,11 @@ def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple
 def step_without_push(model: Path, folder: Path, *, steps: int) -> float:
     """Return the seconds of a GRPO step of this model, the push left out."""
     out = folder / "run"
-    run = {"trainer.total_training_steps": steps + SKIPPED_STEPS, "trainer.logger": "[jsonl]", "trainer.default_local_dir": out}
+    run = {
+        "trainer.total_training_steps": steps + SKIPPED_STEPS,
+        "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": out,
+    }
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         if main_ppo.main(words(model, folder, **run)):
             sys.exit("the run failed")
@@ -141,7 +157,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="by size")
     parser.add_argument("--receivers", type=int, default=1, help="rollout processes")
     parser.add_argument("--rounds", type=int, default=5, help="measured pushes of each kind")
-    parser.add_argument("--steps", type=int, default=3, help="measured GRPO steps of the first model; 0 leaves the share out")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured GRPO steps of the first model; 0 leaves the share out"
+    )
     parser.add_argument("--bucket_mb", type=int, default=64, help="actor_rollout_ref.rollout.weight_sync.bucket_mb")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -149,7 +167,16 @@ def main() -> None:
         prepare(folder)
         ray.init(address="local", num_cpus=3 + arguments.receivers, include_dashboard=False, log_to_driver=False)
         print(f"{arguments.receivers} receiver(s), buckets of {arguments.bucket_mb} MB, {arguments.rounds} pushes each")
-        columns = {"model": 5, "pushed": 9, "transport": 14, "median s": 9, "best s": 7, "MB": 8, "GB/s": 6, "of a step": 10}
+        columns = {
+            "model": 5,
+            "pushed": 9,
+            "transport": 14,
+            "median s": 9,
+            "best s": 7,
+            "MB": 8,
+            "GB/s": 6,
+            "of a step": 10,
+        }
         print(" ".join(f"{name:>{width}}" for name, width in columns.items()), flush=True)
         for place, size in enumerate(arguments.models):
             model = build_model(size, folder / "model", folder / size)

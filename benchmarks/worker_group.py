@@ -1,14 +1,18 @@
 """What the single controller costs: `python benchmarks/worker_group.py` (`--rows 128` on a small machine).
 
 1. A method that does nothing on all workers of a group, against the same Ray actors called by hand.
-2. A batch dispatched to all workers of a group by rows and their answers collected, against a dict of numpy arrays cut, sent, answered
+2. A batch dispatched to all workers of a group by rows and their answers collected, against a dict of numpy arrays cut,
+sent, answered
    and joined by hand on the same actors. The worker reads one column and answers with one new column.
-3. A batch on one group's workers handed to another group: by reference, against fetched by the driver and sent; two sizes.
-4. Memory of the driver (resident, without what it maps of the object store) while 2 GB of shards pass between two groups.
-5. One of four workers killed while the others wait for it in a collective: time until the driver raises, and what it says.
+3. A batch on one group's workers handed to another group: by reference, against fetched by the driver and sent; two
+sizes.
+4. Memory of the driver (resident, without what it maps of the object store) while 2 GB of shards pass between two
+groups.
+5. One of four workers killed while the others wait for it in a collective: time until the driver raises, and what it
+says.
 
-Contenders take turns; shown are median milliseconds and their ratio. A batch has 12 columns, half of its tokens are responses: 48 bytes
-per token, 0.2 GB by default. One torch thread.
+Contenders take turns; shown are median milliseconds and their ratio. A batch has 12 columns, half of its tokens are
+responses: 48 bytes per token, 0.2 GB by default. One torch thread.
 """
 
 import argparse
@@ -26,9 +30,9 @@ from _contest import clock, make_columns, median_ms
 
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.dispatch import Dispatch, register
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import Worker
 
 HANDOVERS, HANDOVER_BYTES = 20, 100_000_000
@@ -41,7 +45,9 @@ class Holder(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def make_bytes(self, num_bytes: int) -> DataProto:
-        return DataProto.from_dict(tensors={"x": torch.zeros(1024, num_bytes // 1024 // self.world_size, dtype=torch.uint8)})
+        return DataProto.from_dict(
+            tensors={"x": torch.zeros(1024, num_bytes // 1024 // self.world_size, dtype=torch.uint8)}
+        )
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def take(self, data: DataProto) -> int:
@@ -70,7 +76,8 @@ class Holder(Worker):
 
 def start(*sizes: int) -> list[RayWorkerGroup]:
     return [
-        RayWorkerGroup(RayResourcePool([n], use_gpu=False), RayClassWithInitArgs(Holder), role=f"holder{i}") for i, n in enumerate(sizes)
+        RayWorkerGroup(RayResourcePool([n], use_gpu=False), RayClassWithInitArgs(Holder), role=f"holder{i}")
+        for i, n in enumerate(sizes)
     ]
 
 
@@ -89,7 +96,12 @@ def empty_calls(sizes: list[int], repeats: int) -> None:
     print(f"{'call of an empty method':<32}{'group':>14}{'bare actors':>16}{'ratio':>8}")
     for n in sizes:
         [group] = start(n)
-        compare(f"workers: {n}", group.nothing, lambda group=group: ray.get([w.ping.remote() for w in group.workers]), repeats=repeats * 10)
+        compare(
+            f"workers: {n}",
+            group.nothing,
+            lambda group=group: ray.get([w.ping.remote() for w in group.workers]),
+            repeats=repeats * 10,
+        )
         end([group])
 
 
@@ -102,10 +114,14 @@ def dispatch_and_collect(sizes: list[int], columns: dict[str, torch.Tensor], rep
         calls = [w.call.remote(group.role, "score_arrays", p) for w, p in zip(group.workers, pieces, strict=True)]
         return np.concatenate(ray.get(calls))
 
-    print(f"{f'dispatch and collect, {batch.nbytes / 1e9:.2f} GB':<32}{'DataProto':>14}{'dict of numpy':>16}{'ratio':>8}")
+    print(
+        f"{f'dispatch and collect, {batch.nbytes / 1e9:.2f} GB':<32}{'DataProto':>14}{'dict of numpy':>16}{'ratio':>8}"
+    )
     for n in sizes:
         [group] = start(n)
-        compare(f"workers: {n}", lambda group=group: group.score(batch), lambda group=group: by_hand(group), repeats=repeats)
+        compare(
+            f"workers: {n}", lambda group=group: group.score(batch), lambda group=group: by_hand(group), repeats=repeats
+        )
         end([group])
 
 
@@ -115,7 +131,12 @@ def hand_over(sizes: list[tuple[int, int]], repeats: int) -> None:
     for rows, tokens in sizes:
         future = givers.make(rows, tokens)
         ray.wait(future.futures, num_returns=2, fetch_local=False)
-        compare(f"{rows} x {tokens}", lambda f=future: takers.take(f), lambda f=future: takers.take(f.get()), repeats=repeats)
+        compare(
+            f"{rows} x {tokens}",
+            lambda f=future: takers.take(f),
+            lambda f=future: takers.take(f.get()),
+            repeats=repeats,
+        )
     end(groups)
 
 
@@ -149,7 +170,10 @@ def death_in_a_collective() -> None:
     try:
         group.wait_for(2)
     except WorkerLost as error:
-        print(f"one of four killed while three wait for it\n  raised after {time.monotonic() - killed_at[0]:.3f} s: {error}")
+        print(
+            "one of four killed while three wait for it\n  raised after "
+            f"{time.monotonic() - killed_at[0]:.3f} s: {error}"
+        )
     end([group])
 
 
@@ -157,12 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"rows": 1024, "tokens": 4096, "repeats": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 8, 32], help="sizes of groups for the empty call")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[1, 2, 8, 32], help="sizes of groups for the empty call"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     columns = make_columns(options.rows, options.tokens)
     store = 8 * sum(column.nbytes for column in columns.values()) + 500_000_000
-    ray.init(address="local", num_cpus=max(8, *options.workers), include_dashboard=False, log_to_driver=False, object_store_memory=store)
+    ray.init(
+        address="local",
+        num_cpus=max(8, *options.workers),
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=store,
+    )
     empty_calls(options.workers, options.repeats)
     dispatch_and_collect([2, 4, 8], columns, options.repeats)
     hand_over([(options.rows // 16, options.tokens), (options.rows, options.tokens)], options.repeats)

@@ -1,13 +1,15 @@
-"""Word problems for the quick start: a language small enough to learn from nothing, with something left for rewards to teach.
+"""Word problems for the quick start: a language small enough to learn from nothing, with something left for rewards to
+teach.
 
     python -m data_preprocess.arithmetic --local_dir data/arithmetic
 
 writes prompts for reinforcement learning (`train.parquet`, `test.parquet`) and conversations for supervised fine-tuning
 (`sft_train.parquet`, `sft_val.parquet`). All questions differ, so nothing in `test.parquet` was seen in any training.
 
-The demonstrations are imperfect on purpose. Three simulated annotators write them in GSM8K's form (`<<3*4=12>> <<12+5=17>> #### 17`):
-a careful one, one who adds up whatever numbers there are, and one whose calculation is right but chosen by chance. Fine-tuning on them
-teaches the form, the arithmetic and a bad habit; only the reward says which calculation the words ask for.
+The demonstrations are imperfect on purpose. Three simulated annotators write them in GSM8K's form (`<<3*4=12>>
+<<12+5=17>> #### 17`): a careful one, one who adds up whatever numbers there are, and one whose calculation is right but
+chosen by chance. Fine-tuning on them teaches the form, the arithmetic and a bad habit; only the reward says which
+calculation the words ask for.
 
 This is not a benchmark: problems come from a few dozen sentences and small numbers.
 """
@@ -24,7 +26,24 @@ from data_preprocess.command import make_parser, rl_row, run_command, write_parq
 from data_preprocess.raw import RawDataError
 
 DATA_SOURCE = "hybridrl/arithmetic"
-NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Ida", "Jo", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia", "Tom")
+NAMES = (
+    "Ann",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Ida",
+    "Jo",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Ned",
+    "Ola",
+    "Pia",
+    "Tom",
+)
 ITEMS = ("apples", "beads", "books", "cakes", "cards", "coins", "cups", "eggs")
 ITEMS += ("hats", "kites", "maps", "nuts", "pens", "plums", "shells", "toys")
 SMALLEST, LARGEST = 2, 6
@@ -32,7 +51,8 @@ LARGEST_RESULT = 60
 MOST_DRAWS = 1000  # of one template, before it counts as used up
 ANNOTATORS = {"careful": 0.25, "adder": 0.5, "guesser": 0.25}
 
-# The words of a problem and what they ask for. A step names its operands: the problem's numbers a, b, c, and x, the result before.
+# The words of a problem and what they ask for. A step names its operands: the problem's numbers a, b, c, and x, the
+# result before.
 TEMPLATES = (
     ("{name} has {a} {item} and buys {b} more. How many {item} does {name} have now?", "a+b"),
     ("{other} has {a} {item}. {name} has {b} more than {other}. How many {item} does {name} have?", "a+b"),
@@ -49,11 +69,18 @@ TEMPLATES = (
     ("{name} buys {a} boxes of {b} {item} and finds {c} more. How many {item} does {name} have now?", "a*b x+c"),
     ("{name} sells {a} {item} for {b} dollars each and spends {c} dollars. How many dollars are left?", "a*b x-c"),
     ("{name} earns {a} dollars per day for {b} days and spends {c}. How many dollars are left?", "a*b x-c"),
-    ("{other} has {a} {item}. {name} has {b} times as many and loses {c}. How many {item} does {name} have?", "a*b x-c"),
+    (
+        "{other} has {a} {item}. {name} has {b} times as many and loses {c}. How many {item} does {name} have?",
+        "a*b x-c",
+    ),
     ("{name} has {a} {item}, gives {b} away and buys {c}. How many {item} does {name} have now?", "a-b x+c"),
     ("{name} has {a} {item}, buys {b} and loses {c}. How many {item} does {name} have now?", "a+b x-c"),
     ("{name} packs {a} red and {b} blue {item} in each of {c} bags. How many {item} is that?", "a+b x*c"),
-    ("{name} has {a} {item}, gives {b} away and sells the rest for {c} dollars each. How many dollars does {name} get?", "a-b x*c"),
+    (
+        "{name} has {a} {item}, gives {b} away and sells the rest for {c} dollars each. How many dollars "
+        "does {name} get?",
+        "a-b x*c",
+    ),
     ("{name} has {a} boxes with {b} bags of {c} {item} each. How many {item} is that?", "a*b x*c"),
 )
 
@@ -115,7 +142,9 @@ def distinct_problems(rng: random.Random) -> Iterator[Problem]:
         drawn = (fill_in(words, plan, rng) for _ in range(MOST_DRAWS))
         problem = next((problem for problem in drawn if problem.question not in seen), None)
         if problem is None:
-            raise RawDataError(f"the templates do not give more than {len(seen)} different problems; ask for fewer rows")
+            raise RawDataError(
+                f"the templates do not give more than {len(seen)} different problems; ask for fewer rows"
+            )
         seen.add(problem.question)
         yield problem
 
@@ -187,7 +216,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, default_dir="~/data/arithmetic")
     parser.add_argument("--seed", type=int, default=1, help="seed of the problems and the annotators (default: 1)")
     for name, default in (("train", 8192), ("test", 512), ("sft_train", 30000), ("sft_val", 512)):
-        parser.add_argument(f"--num_{name}", type=positive, default=default, help=f"rows of {name}.parquet (default: {default})")
+        parser.add_argument(
+            f"--num_{name}", type=positive, default=default, help=f"rows of {name}.parquet (default: {default})"
+        )
     args = parser.parse_args(argv)
     return run_command(lambda: write_all(args))
 

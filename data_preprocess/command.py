@@ -16,18 +16,23 @@ from data_preprocess.raw import RawDataError, RawRow, read_splits
 def make_parser(description: str, *, default_dir: str, default_source: str | None = None) -> argparse.ArgumentParser:
     """Return a parser with `--local_dir`, and with `--data_source` for datasets that are read from somewhere."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_dir", default=default_dir, help=f"directory of the parquet files (default: {default_dir})")
+    parser.add_argument(
+        "--local_dir", default=default_dir, help=f"directory of the parquet files (default: {default_dir})"
+    )
     if default_source is not None:
         parser.add_argument(
             "--data_source",
             default=default_source,
-            help=f"raw data: a .jsonl or .jsonl.gz file, a directory of them, or a Hugging Face dataset name (default: {default_source})",
+            help="raw data: a .jsonl or .jsonl.gz file, a directory of them, or a Hugging Face dataset name "
+            f"(default: {default_source})",
         )
     return parser
 
 
 def run_command(work: Callable[[], None]) -> int:
-    """Return the exit code of `work()`: 0, or 2 after one line on standard error about what is wrong with the data or the disk."""
+    """Return the exit code of `work()`: 0, or 2 after one line on standard error about what is wrong with the data or
+    the disk.
+    """
     try:
         work()
     except (RawDataError, OSError) as error:
@@ -50,7 +55,9 @@ def convert(
 
     def work() -> None:
         splits = {
-            split: [row for index, raw in enumerate(raw_rows) if (row := to_row(raw, split=split, index=index)) is not None]
+            split: [
+                row for index, raw in enumerate(raw_rows) if (row := to_row(raw, split=split, index=index)) is not None
+            ]
             for split, raw_rows in read_splits(args.data_source, stem=stem, hub_config=hub_config).items()
         }
         usable = {split: rows for split, rows in splits.items() if rows}

@@ -1,6 +1,7 @@
 """HH-RLHF, conversations with a preferred and a rejected answer, to parquet.
 
-    python -m data_preprocess.full_hh_rlhf --split sft|rm|rl --local_dir ~/data/full_hh_rlhf [--data_source FILE|DIRECTORY|NAME]
+    python -m data_preprocess.full_hh_rlhf --split sft|rm|rl --local_dir ~/data/full_hh_rlhf [--data_source
+    FILE|DIRECTORY|NAME]
 
 writes to a directory named after the split, out of all rows of the source:
 
@@ -8,8 +9,9 @@ writes to a directory named after the split, out of all rows of the source:
     rm    train.parquet, test.parquet   `prompt`, `chosen`, `rejected`: the first three quarters, the rest
     rl    train.parquet                 prompts for reinforcement learning, to be scored by a reward model
 
-Reads the pairs with a `prompt` column of Dahoas/full-hh-rlhf and the original ones of Anthropic, where `chosen` and `rejected` are
-whole conversations; of those, a pair that differs before its last answer has no common prompt and is left out.
+Reads the pairs with a `prompt` column of Dahoas/full-hh-rlhf and the original ones of Anthropic, where `chosen` and
+`rejected` are whole conversations; of those, a pair that differs before its last answer has no common prompt and is
+left out.
 """
 
 import argparse
@@ -50,7 +52,9 @@ def sft_rows(pairs: list[Pair]) -> list[dict]:
 
 
 def sft_row(prompt: str, answer: str) -> dict:
-    """Return a row whose conversation begins as the prompts of the rl split do, so that one model can go through both."""
+    """Return a row whose conversation begins as the prompts of the rl split do, so that one model can
+    go through both.
+    """
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
     return {"messages": messages, "prompt": prompt, "response": answer}
 

@@ -17,7 +17,9 @@ DATA_SOURCE = "Rowan/hellaswag"
 
 
 def plain_text(text: str) -> str:
-    """Return the text without the bracketed marks that WikiHow's pages left in it; a title becomes a sentence of its own."""
+    """Return the text without the bracketed marks that WikiHow's pages left in it; a title becomes a sentence of its
+    own.
+    """
     text = re.sub(r"\[[^\]]*\]", "", text.replace(" [title]", ". "))
     return re.sub(r" +", " ", text).strip()
 

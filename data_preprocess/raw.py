@@ -1,7 +1,8 @@
 """Raw rows of a dataset: from local JSON-lines files, or from a dataset name on the Hugging Face hub.
 
-A local source is a file, or a directory that holds `{stem}*{split}*.jsonl[.gz]` or `{split}.jsonl[.gz]`. The split of a file is the
-word `train`, `validation` or `test` in its name; rows with a `split` column of their own (HellaSwag) go by that.
+A local source is a file, or a directory that holds `{stem}*{split}*.jsonl[.gz]` or `{split}.jsonl[.gz]`. The split of a
+file is the word `train`, `validation` or `test` in its name; rows with a `split` column of their own (HellaSwag) go by
+that.
 """
 
 import gzip
@@ -32,7 +33,9 @@ class RawRow:
 
     def __getitem__(self, column: str):
         if column not in self.columns:
-            raise RawDataError(f"{self.place} has no column {column!r}; it has {', '.join(sorted(self.columns)) or 'none'}")
+            raise RawDataError(
+                f"{self.place} has no column {column!r}; it has {', '.join(sorted(self.columns)) or 'none'}"
+            )
         return self.columns[column]
 
 
@@ -68,7 +71,9 @@ def looks_like_path(source: str) -> bool:
 def find_files(directory: Path, stem: str) -> list[Path]:
     """Return the JSON-lines files of one dataset: those named after it, or else those named after a split."""
     files = sorted(path for path in directory.iterdir() if path.name.endswith(FILE_SUFFIXES))
-    named = [path for path in files if path.name.startswith(stem)] or [path for path in files if path.name.split(".")[0] in SPLIT_WORDS]
+    named = [path for path in files if path.name.startswith(stem)] or [
+        path for path in files if path.name.split(".")[0] in SPLIT_WORDS
+    ]
     if not named:
         found = ", ".join(path.name for path in files) or "no .jsonl or .jsonl.gz files"
         raise RawDataError(f"{directory} has no {stem}*.jsonl[.gz] and no train.jsonl[.gz]; it has {found}")
@@ -115,7 +120,8 @@ def parse_line(line: str, place: str) -> RawRow:
 def read_hub(name: str, config: str | None) -> dict[str, list[RawRow]]:
     """Download a dataset with `datasets`; what the hub or the network says becomes one line.
 
-    Where the hub does not answer, what was downloaded before is used: the client would try again for half a minute, with a warning each.
+    Where the hub does not answer, what was downloaded before is used: the client would try again for half a minute,
+    with a warning each.
     """
     silence = hub_silence()
     if silence:
@@ -124,10 +130,17 @@ def read_hub(name: str, config: str | None) -> dict[str, list[RawRow]]:
 
     try:
         splits = datasets.load_dataset(name, config)
-    except Exception as error:  # the hub client has no common root for "no such dataset", "no network" and "not allowed"
+    except (
+        Exception
+    ) as error:  # the hub client has no common root for "no such dataset", "no network" and "not allowed"
         reason = silence or (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RawDataError(f"{name} is no local path, and cannot be loaded from the Hugging Face hub: {reason}") from error
-    return {split: [RawRow(row, f"{name} {split} row {index}") for index, row in enumerate(rows)] for split, rows in splits.items()}
+        raise RawDataError(
+            f"{name} is no local path, and cannot be loaded from the Hugging Face hub: {reason}"
+        ) from error
+    return {
+        split: [RawRow(row, f"{name} {split} row {index}") for index, row in enumerate(rows)]
+        for split, rows in splits.items()
+    }
 
 
 def hub_silence() -> str | None:

@@ -1,13 +1,13 @@
 """Change one stage and add another, without copying the loop. Takes the arguments of `python -m hybridrl.main_ppo`.
 
-    python examples/custom_trainer.py algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
+python examples/custom_trainer.py algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
 """
 
 import sys
 
 from hybridrl.framework import spec_of, stage
 from hybridrl.main_ppo import main
-from hybridrl.trainer.ppo import RayPPOTrainer
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 
 class ClippedAdvantageTrainer(RayPPOTrainer):

@@ -1,13 +1,13 @@
 """Add a method to a worker and call it on the whole group. Takes the arguments of `python -m hybridrl.main_ppo`.
 
-    python examples/custom_worker.py algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
+python examples/custom_worker.py algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
 """
 
 import sys
 
 from hybridrl.main_ppo import main, worker_classes
-from hybridrl.single_controller.decorator import Dispatch, register
-from hybridrl.trainer.ppo import RayPPOTrainer
+from hybridrl.single_controller.dispatch import Dispatch, register
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.roles import Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 

@@ -1,6 +1,7 @@
 """Change the loop from a file of your own, without a trainer of your own:
 
-    python -m hybridrl.main_ppo trainer.middleware=[examples/middleware.py:keep_what_teaches,examples/middleware.py:log_stage_times] ...
+python -m hybridrl.main_ppo
+trainer.middleware=[examples/middleware.py:keep_what_teaches,examples/middleware.py:log_stage_times] ...
 """
 
 import sys
@@ -10,7 +11,9 @@ from hybridrl.framework import stage
 
 
 def keep_what_teaches(task, trainer):
-    """Leave out of the update the rows of prompts whose samples all got the same reward: GRPO's gradient for them is zero."""
+    """Leave out of the update the rows of prompts whose samples all got the same reward: GRPO's gradient for them is
+    zero.
+    """
 
     @stage("keep_what_teaches", reads=("advantages", "reward_valid"), writes=("reward_valid",))
     def drop_rows_without_signal(ctx):

@@ -1,7 +1,8 @@
-"""Remote calls that an editor and a type checker understand: `python examples/typed_calls.py`, and `mypy examples/typed_calls.py`.
+"""Remote calls that an editor and a type checker understand: `python examples/typed_calls.py`, and `mypy
+examples/typed_calls.py`.
 
-`group.calls` is the group with its workers' class as its type. Jump-to-definition on `add_one` lands in `Counter`, the argument's type
-is checked, and what comes back is known to be a `DataProto`.
+`group.calls` is the group with its workers' class as its type. Jump-to-definition on `add_one` lands in `Counter`, the
+argument's type is checked, and what comes back is known to be a `DataProto`.
 """
 
 import logging
@@ -10,9 +11,9 @@ import ray
 import torch
 
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, Execute, register
+from hybridrl.single_controller.dispatch import Dispatch, Execute, register
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import Worker
 
 
@@ -32,7 +33,10 @@ class Counter(Worker):
 
 def main() -> None:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 1), role="counter") as group:
+    with (
+        RayResourcePool([2], use_gpu=False) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 1), role="counter") as group,
+    ):
         batch = DataProto.from_dict(tensors={"x": torch.arange(5)})
         result: DataProto = group.calls.add(batch)
         text: str = group.calls.describe("workers:")

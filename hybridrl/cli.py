@@ -1,17 +1,17 @@
 """The `hybridrl` command: what is done with a job from outside it.
 
-hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing is started
-hybridrl job ls                           the jobs that run on a Ray cluster
-hybridrl job status JOB                   a job's state, processes, last commit, failures; JOB is a run, a job's name or a run's directory
-hybridrl job logs JOB                     what happened to it, from its master's journal
-hybridrl job stop JOB                     have it end, as SIGTERM would
-hybridrl job resume DIRECTORY             go on with a run that has ended or died, from its last commit, by the command that began it
-hybridrl job states                       the states of a job, its roles and its workers, and what may follow what
-hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and chrome://tracing
-hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
+hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing
+is started hybridrl job ls                           the jobs that run on a Ray cluster hybridrl job status JOB
+a job's state, processes, last commit, failures; JOB is a run, a job's name or a run's directory hybridrl job logs JOB
+what happened to it, from its master's journal hybridrl job stop JOB                     have it end, as SIGTERM would
+hybridrl job resume DIRECTORY             go on with a run that has ended or died, from its last commit, by the command
+that began it hybridrl job states                       the states of a job, its roles and its workers, and what may
+follow what hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and
+chrome://tracing hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
 hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
 
-What computes is imported by the command that needs it: torch takes seconds, and `--help`, `trace` and a mistake should not.
+What computes is imported by the command that needs it: torch takes seconds, and `--help`, `trace` and a mistake should
+not.
 """
 
 import argparse
@@ -25,15 +25,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.config import PPOConfig, load_config
+from hybridrl.driver.program import run_front_end, set_up_logging
+from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.framework.graph import Place, StageGraph, stage_graph, to_dot, to_text
-from hybridrl.framework.graph_drawing import draw_graph
-from hybridrl.framework.trace import newest_trace, read_spans, summarize, trace_events
-from hybridrl.front_end import run_front_end, set_up_logging, start_ray
-from hybridrl.master.plan_table import plan_table
-from hybridrl.master.states import to_text as states_text
-from hybridrl.single_controller.plan import Plan
-from hybridrl.trainer.checkpoint import MANIFEST, CheckpointStore, settings_for_export, verify
+from hybridrl.framework.graph.drawing import draw_graph
+from hybridrl.framework.graph.stage_graph import Place, StageGraph, stage_graph, to_dot, to_text
+from hybridrl.framework.graph.timeline import newest_trace, read_spans, summarize, trace_events
+from hybridrl.master.jobs.plan_table import plan_table
+from hybridrl.master.state.tables import to_text as states_text
+from hybridrl.single_controller.placement.plan import Plan
+from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, settings_for_export, verify
 
 TEXTS = {"text": to_text, "dot": to_dot}
 AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
@@ -66,10 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_graph(job: argparse._SubParsersAction) -> None:
     what = "show a PPO job's stages, the columns between them, and where they work; nothing is started"
-    graph = job.add_parser("graph", help=what, description=what, usage="hybridrl job graph [-h] [--format F] [--output FILE] key=value ...")
-    graph.epilog = "key=value: as for python -m hybridrl.main_ppo, --config-name too; neither data nor a model is needed"
+    graph = job.add_parser(
+        "graph", help=what, description=what, usage="hybridrl job graph [-h] [--format F] [--output FILE] key=value ..."
+    )
+    graph.epilog = (
+        "key=value: as for python -m hybridrl.main_ppo, --config-name too; neither data nor a model is needed"
+    )
     graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: what FILE ends in, or text")
-    graph.add_argument("--output", metavar="FILE", type=Path, help="where to write; default: standard output. A picture needs it")
+    graph.add_argument(
+        "--output", metavar="FILE", type=Path, help="where to write; default: standard output. A picture needs it"
+    )
     graph.set_defaults(run_command=_graph)
 
 
@@ -87,7 +94,9 @@ def _graph(arguments: argparse.Namespace) -> None:
     try:
         _write_graph(graph, arguments.output, config, kind=kind)
     except OSError as error:
-        raise ConfigError(f"--output {arguments.output}: cannot be written ({error.strerror}); choose another file") from error
+        raise ConfigError(
+            f"--output {arguments.output}: cannot be written ({error.strerror}); choose another file"
+        ) from error
     sys.stdout.write(f"wrote {arguments.output}\n")
 
 
@@ -119,13 +128,15 @@ def _kind_of(output: Path | None) -> str:
 def job_graph(config: PPOConfig) -> StageGraph:
     """Return the graph of the step that `main_ppo` would run, on the workers and pools that it would choose."""
     from hybridrl.main_ppo import check, worker_classes
-    from hybridrl.trainer.middleware import changed_stages
-    from hybridrl.trainer.stages import ppo_stages
+    from hybridrl.trainer.ppo.stages import ppo_stages
+    from hybridrl.trainer.run.middleware import changed_stages
 
     check(config, with_inputs=False)
     plan = job_plan(config)
     places = {
-        role: Place(process.pool, len(plan.pool(process.pool).slots), process.label) for process in plan.processes for role in process.roles
+        role: Place(process.pool, len(plan.pool(process.pool).slots), process.label)
+        for process in plan.processes
+        for role in process.roles
     }
     return stage_graph(changed_stages([spec for _, spec in ppo_stages(config, worker_classes(config))], config), places)
 
@@ -138,7 +149,9 @@ def job_plan(config: PPOConfig) -> Plan:
     manager = resource_pools(config, workers)
     pool_of_role = {str(role): manager.mapping[role] for role in workers}
     trainer = config.trainer
-    return manager.plan(trainer.experiment_name, pool_of_role, colocate=trainer.colocate, use_gpu=trainer.device != "cpu")
+    return manager.plan(
+        trainer.experiment_name, pool_of_role, colocate=trainer.colocate, use_gpu=trainer.device != "cpu"
+    )
 
 
 # -- hybridrl job ls, status, logs, stop
@@ -146,9 +159,15 @@ def job_plan(config: PPOConfig) -> Plan:
 
 def _add_running(job: argparse._SubParsersAction) -> None:
     cluster = argparse.ArgumentParser(add_help=False)
-    cluster.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; default: RAY_ADDRESS, or this machine's only cluster")
+    cluster.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of the Ray cluster; default: RAY_ADDRESS, or this machine's only cluster",
+    )
     which = argparse.ArgumentParser(add_help=False)
-    which.add_argument("job", metavar="JOB", help="a run, the name of a job that has one run there, or a run's directory")
+    which.add_argument(
+        "job", metavar="JOB", help="a run, the name of a job that has one run there, or a run's directory"
+    )
 
     def add(name: str, what: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = job.add_parser(name, help=what, description=what, parents=[*parents, cluster])
@@ -159,11 +178,17 @@ def _add_running(job: argparse._SubParsersAction) -> None:
     add("status", "say what is known of a job: its state, processes, last commit, failures", which)
     add("logs", "say what happened to a job, from its master's journal", which)
     stop = add("stop", "have a job end, as SIGTERM would, and wait until it is gone", which)
-    stop.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest wait for its end (default: %(default)g)")
+    stop.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="longest wait for its end (default: %(default)g)",
+    )
 
 
 def _running(arguments: argparse.Namespace) -> None:
-    from hybridrl.master import console
+    from hybridrl.master.service import console
 
     if arguments.what == "ls":
         console.connect(arguments.address)
@@ -183,13 +208,15 @@ def _add_resume(job: argparse._SubParsersAction) -> None:
     what = "go on with a run that has ended or died, from its last commit, by the command that began it"
     resume = job.add_parser("resume", help=what, description=what)
     resume.add_argument("directory", help="the directory the run wrote to")
-    resume.add_argument("changes", nargs="*", metavar="key=value", help="what is to be different, for instance trainer.nnodes=2")
+    resume.add_argument(
+        "changes", nargs="*", metavar="key=value", help="what is to be different, for instance trainer.nnodes=2"
+    )
     resume.add_argument("--print", action="store_true", help="say what would be run, and run nothing")
     resume.set_defaults(run_command=_resume)
 
 
 def _resume(arguments: argparse.Namespace) -> None:
-    from hybridrl.master.command import resume, resuming
+    from hybridrl.driver.resume_command import resume, resuming
 
     if arguments.print:
         command, where = resuming(arguments.directory, arguments.changes)
@@ -215,7 +242,9 @@ def _add_trace(commands: argparse._SubParsersAction) -> None:
     trace = commands.add_parser("trace", help=what, description=what)
     trace.add_argument("run", help="the directory the run wrote to, or one of the jobs in its trace/", type=Path)
     trace.add_argument("--output", metavar="FILE", type=Path, help="default: trace.json in that directory")
-    trace.set_defaults(run_command=lambda arguments: write_timeline(arguments.run, arguments.output or arguments.run / "trace.json"))
+    trace.set_defaults(
+        run_command=lambda arguments: write_timeline(arguments.run, arguments.output or arguments.run / "trace.json")
+    )
 
 
 def write_timeline(run: Path, output: Path) -> None:
@@ -226,7 +255,9 @@ def write_timeline(run: Path, output: Path) -> None:
         output.write_text(json.dumps(trace_events(spans)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); choose another file") from error
-    sys.stdout.write(f"{summarize(spans)}\nwrote {output}, from {place}; open it in https://ui.perfetto.dev or chrome://tracing\n")
+    sys.stdout.write(
+        f"{summarize(spans)}\nwrote {output}, from {place}; open it in https://ui.perfetto.dev or chrome://tracing\n"
+    )
 
 
 # -- hybridrl export
@@ -252,7 +283,9 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
     check_new_directory(directory)
     _check_is_ppo_checkpoint(checkpoint)
     verify(checkpoint)
-    group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, settings_for_export(checkpoint), "actor"), role="actor")
+    group = LocalWorkerGroup(
+        None, ClassWithInitArgs(ActorRolloutRefWorker, settings_for_export(checkpoint), "actor"), role="actor"
+    )
     group.init_model(1)
     group.load_checkpoint(os.path.join(checkpoint, "actor"))
     group.export_hf(directory)
@@ -264,7 +297,9 @@ def _check_is_ppo_checkpoint(path: str) -> None:
     if not os.path.isfile(os.path.join(path, MANIFEST)):
         raise CheckpointError(f"{path} is not a checkpoint; {_nearest_checkpoint(path)}")
     if os.path.isdir(os.path.join(path, "huggingface")):
-        raise CheckpointError(f"{path} is of supervised fine-tuning, which exports with every checkpoint: use {path}/huggingface")
+        raise CheckpointError(
+            f"{path} is of supervised fine-tuning, which exports with every checkpoint: use {path}/huggingface"
+        )
     if not os.path.isdir(os.path.join(path, "actor")):
         raise CheckpointError(f"{path} has no actor/, the policy of a PPO run; give another global_step_N")
 
@@ -284,17 +319,21 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve = commands.add_parser("serve", help=what, description=what)
     serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
     serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's addresses; nobody is asked for a key")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="0.0.0.0: all of the machine's addresses; nobody is asked for a key"
+    )
     serve.add_argument("--engine", choices=("hf", "vllm"), default="hf")
     serve.add_argument("--replicas", type=int, default=1, help="processes that answer; one needs no Ray")
-    serve.add_argument("--max-length", type=int, help="tokens of prompt and response; default: what the model has, at most 4096")
+    serve.add_argument(
+        "--max-length", type=int, help="tokens of prompt and response; default: what the model has, at most 4096"
+    )
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     serve.set_defaults(run_command=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from hybridrl.trainer.tokenizer import load_tokenizer
-    from hybridrl.workers.endpoint.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_until_told
+    from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_until_told
+    from hybridrl.trainer.data.tokenizer import load_tokenizer
 
     if arguments.replicas < 1:
         raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
@@ -318,14 +357,17 @@ def _serve(arguments: argparse.Namespace) -> None:
             host=arguments.host,
             port=arguments.port,
             on_start=lambda endpoint: (
-                sys.stdout.write(f"serving {model.name} at http://{endpoint.host}:{endpoint.port}/v1\n") and sys.stdout.flush()
+                sys.stdout.write(f"serving {model.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
+                and sys.stdout.flush()
             ),
         )
 
 
 @contextmanager
 def _model_directory(path: str) -> Iterator[str]:
-    """A model's directory as it is; of a checkpoint, its policy as Hugging Face files, for as long as they are needed."""
+    """A model's directory as it is; of a checkpoint, its policy as Hugging Face files, for as long as
+    they are needed.
+    """
     if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
         yield os.path.join(path, "huggingface")
     elif os.path.isfile(os.path.join(path, MANIFEST)):

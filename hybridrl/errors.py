@@ -1,7 +1,8 @@
 """Every error this library raises on purpose.
 
     HybridRLError
-    ├── ConfigError              a setting is unknown, of the wrong type, out of range, or contradicts another (also a ValueError)
+    ├── ConfigError              a setting is unknown, of the wrong type, out of range, or contradicts another (also a
+    ValueError)
     ├── DataError                a dataset or a batch is not what its reader needs (also a ValueError)
     ├── CheckpointError          a checkpoint is missing, incomplete or damaged
     │   └── StorageError         storage does not take a checkpoint: it is full, not writable, or too slow
@@ -40,7 +41,9 @@ class StorageError(CheckpointError):
 
 
 class NonFiniteError(HybridRLError):
-    """A loss, a gradient or a model has a NaN or an infinity; the message says whose, in which step, and what to look at."""
+    """A loss, a gradient or a model has a NaN or an infinity; the message says whose, in which step, and what to look
+    at.
+    """
 
 
 class JournalError(HybridRLError):

@@ -10,31 +10,35 @@ import sys
 from collections.abc import Callable, Sequence
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
 
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
-from hybridrl.config.plugs import load_plugs
+from hybridrl.config.import_path import load_plugs
+from hybridrl.driver.lifecycle import LIFE
+from hybridrl.driver.program import run_front_end, set_up_logging
+from hybridrl.driver.ray_cluster import start_local_cluster, start_ray
+from hybridrl.driver.resume_command import note_command
+from hybridrl.driver.supervisor import can_keep_running, keep_running
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
-from hybridrl.front_end import run_front_end, set_up_logging, start_local_cluster, start_ray
-from hybridrl.master.command import note_command
+from hybridrl.rewards.load import load_reward_manager
+from hybridrl.serving.agent_loop.manager import AgentLoopManager
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
-from hybridrl.supervisor import can_keep_running, keep_running
-from hybridrl.trainer.life import LIFE
-from hybridrl.trainer.memory import go_on_with, is_kept_running
-from hybridrl.trainer.ppo import RayPPOTrainer
-from hybridrl.trainer.report import report_run
+from hybridrl.trainer.checkpoint.store import newest_checkpoint
+from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.trainer.ppo.stages import uses_critic, uses_reference
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.recovery.master_link import watched
+from hybridrl.trainer.recovery.step_snapshot import go_on_with, is_kept_running
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from hybridrl.trainer.run import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
-from hybridrl.trainer.stages import uses_critic, uses_reference
-from hybridrl.trainer.tokenizer import load_tokenizer
-from hybridrl.trainer.watched import watched
+from hybridrl.trainer.run.report import report_run
+from hybridrl.trainer.run.setup import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.agent_loop.generate import AgentLoopManager
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.reward.load import load_reward_manager
 from hybridrl.workers.reward_model import RewardModelWorker
 
 logger = logging.getLogger("hybridrl.main_ppo")  # __name__ is __main__ when this is the program
@@ -42,7 +46,8 @@ PROGRAM = "python -m hybridrl.main_ppo"
 Workers = dict[Role, type]
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
 WAYS_OUT = {  # what to change when the cluster cannot hold a pool
-    "rollout_pool": "Lower actor_rollout_ref.rollout.n_gpus_per_node or actor_rollout_ref.rollout.nnodes, or add nodes to the Ray cluster",
+    "rollout_pool": "Lower actor_rollout_ref.rollout.n_gpus_per_node or "
+    "actor_rollout_ref.rollout.nnodes, or add nodes to the Ray cluster",
     "eval_pool": "Lower trainer.eval_n_gpus, or add nodes to the Ray cluster",
 }
 
@@ -65,7 +70,9 @@ def main(
     wanted: list[PPOConfig] = []
 
     def prepare() -> None:
-        config = load_config(PPOConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="ppo_trainer")
+        config = load_config(
+            PPOConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="ppo_trainer"
+        )
         if config is not None:
             check(config)
             directory.append(claim_directory(config.trainer))
@@ -80,7 +87,9 @@ def main(
         run(go_on_with(config), classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
 
     def front_end(what: Callable[[], None]) -> int:
-        return run_front_end(what, log_directory=lambda: directory[0] if directory else None)
+        return run_front_end(
+            what, log_directory=lambda: directory[0] if directory else None, newest_checkpoint=newest_checkpoint
+        )
 
     code = front_end(prepare)
     if code or not wanted:
@@ -105,10 +114,18 @@ def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
     )
 
 
-def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer) -> None:
+def run(
+    config: PPOConfig,
+    workers: Workers,
+    manager: ResourcePoolManager,
+    *,
+    trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
+) -> None:
     """Train as configured, then write the report."""
     model = config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code
+    )
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
@@ -121,7 +138,11 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
         ray_worker_group_cls=WORKER_GROUPS[config.trainer.backend],
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
-        **({"agent_loops": AgentLoopManager(config, tokenizer)} if config.actor_rollout_ref.rollout.mode == "async" else {}),
+        **(
+            {"agent_loops": AgentLoopManager(config, tokenizer)}
+            if config.actor_rollout_ref.rollout.mode == "async"
+            else {}
+        ),
     )
     logger.info("loading %s into the workers", model.path)
     try:
@@ -137,13 +158,17 @@ def run(config: PPOConfig, workers: Workers, manager: ResourcePoolManager, *, tr
         reward_fn.close()
         val_reward_fn.close()
     written = {"rollouts": config.trainer.rollout_data_dir, "validation samples": config.trainer.validation_data_dir}
-    sys.stdout.write(report_run(run_directory(config.trainer), checkpoint=own_checkpoint(config.trainer), written=written))
+    sys.stdout.write(
+        report_run(run_directory(config.trainer), checkpoint=own_checkpoint(config.trainer), written=written)
+    )
 
 
 def worker_classes(config: PPOConfig) -> Workers:
     """Which class works for which role. Add or replace entries to bring your own workers."""
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
-    workers: Workers = dict.fromkeys((Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), ActorRolloutRefWorker)
+    workers: Workers = dict.fromkeys(
+        (Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), ActorRolloutRefWorker
+    )
     if uses_critic(config):
         workers[Role.Critic] = CriticWorker
     if uses_reference(config):

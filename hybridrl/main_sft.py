@@ -6,19 +6,23 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
 
 from hybridrl.config import SFTConfig, check_sft_config, load_config
-from hybridrl.config.plugs import load_plugs
-from hybridrl.front_end import run_front_end, set_up_logging, start_ray
+from hybridrl.config.import_path import load_plugs
+from hybridrl.driver.program import run_front_end, set_up_logging
+from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
-from hybridrl.trainer.report import report_run
+from hybridrl.trainer.checkpoint.store import newest_checkpoint
+from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.trainer.recovery.master_link import watched
 from hybridrl.trainer.roles import ResourcePoolManager
-from hybridrl.trainer.run import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
-from hybridrl.trainer.sft import SFTTrainer
-from hybridrl.trainer.tokenizer import load_tokenizer
-from hybridrl.trainer.watched import watched
+from hybridrl.trainer.run.report import report_run
+from hybridrl.trainer.run.setup import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
+from hybridrl.trainer.sft.trainer import SFTTrainer
 from hybridrl.workers.sft import SFTWorker
 
 logger = logging.getLogger("hybridrl.main_sft")  # __name__ is __main__ when this is the program
@@ -32,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory: list[str] = []
 
     def work() -> None:
-        config = load_config(SFTConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="sft_trainer")
+        config = load_config(
+            SFTConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="sft_trainer"
+        )
         if config is not None:
             check_sft_config(config)
             load_plugs(config)
@@ -40,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell_what_is_left_out(config)
             run(config)
 
-    return run_front_end(work, log_directory=lambda: directory[0] if directory else None)
+    return run_front_end(
+        work, log_directory=lambda: directory[0] if directory else None, newest_checkpoint=newest_checkpoint
+    )
 
 
 def run(config: SFTConfig) -> None:

@@ -1,7 +1,8 @@
 """Judgements of a text: one file per task, and the table from a row's `data_source` to its judge.
 
-Not here: how calls are spread over processes and limited in time (`hybridrl.workers.reward`). Nothing here imports hybridrl, so a
-judge can be used, tested and copied on its own. The functions set no time limit: a hostile answer can keep `math` busy for long.
+Not here: how calls are spread over processes and limited in time (`hybridrl.rewards`). Nothing here imports hybridrl,
+so a judge can be used, tested and copied on its own. The functions set no time limit: a hostile answer can keep `math`
+busy for long.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,8 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """Return the score of `solution_str` by the judge of its data source; a dict holds it under "score".
 
-    `kwargs` go to the judge (for instance `format_score` for gsm8k); `extra_info` is not used by the judges in the table.
-    Raises NotImplementedError for a data source that is not in the table.
+    `kwargs` go to the judge (for instance `format_score` for gsm8k); `extra_info` is not used by the judges in the
+    table. Raises NotImplementedError for a data source that is not in the table.
     """
     judge = math_dapo.compute_score if data_source.startswith("aime") else DATA_SOURCES.get(data_source)
     if judge is None:

@@ -1,6 +1,7 @@
 """GSM8K's judge: the number after the last `####` against the reference number.
 
-The format is that of the dataset's own solutions (Cobbe et al., arXiv 2110.14168). Only the answer is judged, never the steps.
+The format is that of the dataset's own solutions (Cobbe et al., arXiv 2110.14168). Only the answer is judged, never the
+steps.
 """
 
 import re

@@ -1,8 +1,9 @@
 """The judge of competition mathematics: the last boxed answer against the reference, as mathematics and not as text.
 
-Answers are read and compared by `math-verify` (https://github.com/huggingface/Math-Verify). Its own time limits rest on signals, which
-work in the main thread only and replace a caller's alarm, so they are switched off: whoever calls limits the time (in hybridrl the
-killable processes of `hybridrl.workers.reward`). Not judged: the steps, and whether an answer is simplified.
+Answers are read and compared by `math-verify` (https://github.com/huggingface/Math-Verify). Its own time limits rest on
+signals, which work in the main thread only and replace a caller's alarm, so they are switched off: whoever calls limits
+the time (in hybridrl the killable processes of `hybridrl.rewards`). Not judged: the steps, and whether an answer is
+simplified.
 """
 
 import logging
@@ -27,7 +28,8 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last `\boxed{...}` or `\fbox{...}`, braces balanced; None where there is none or it never closes.
+    r"""Return what stands in the last `\boxed{...}` or `\fbox{...}`, braces balanced; None where there is none or it
+    never closes.
 
     TeX's other spelling `\boxed 7` holds the one character (or command) that follows.
     """
@@ -60,11 +62,15 @@ def equal(answer: str, truth: str) -> bool:
 
 @lru_cache(maxsize=1)
 def math_verify() -> Any:
-    """Return the math-verify module, imported at the first use (it brings sympy) and told not to warn that it has no time limit."""
+    """Return the math-verify module, imported at the first use (it brings sympy) and told not to warn that it has no
+    time limit.
+    """
     import math_verify as module
 
     if "parsing_timeout" not in signature(module.parse).parameters:
-        raise ImportError("math-verify is too old (it takes unequal texts for equal); run: pip install -U 'math-verify>=0.9'")
+        raise ImportError(
+            "math-verify is too old (it takes unequal texts for equal); run: pip install -U 'math-verify>=0.9'"
+        )
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return module

@@ -1,11 +1,14 @@
-"""What many tests share: one thread per process, a tiny model with a real tokenizer, a small Ray cluster, real raw data.
+"""What many tests share: one thread per process, a tiny model with a real tokenizer, a small Ray cluster, real raw
+data.
 
 Tests marked `vllm` or `gpu` are skipped, with the reason, where there is no such thing.
 """
 
 import os
 
-os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")  # before torch is imported
+os.environ.update(
+    OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"
+)  # before torch is imported
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -101,7 +104,9 @@ def tiny_tokenizer(tiny_qwen2: Path):
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory with real raw data (gsm8k_train.jsonl and others); a test that needs it is skipped where there is none."""
+    """The directory with real raw data (gsm8k_train.jsonl and others); a test that needs it is skipped where there is
+    none.
+    """
     places = [Path(os.environ[SHARED_DATA])] if SHARED_DATA in os.environ else []
     places.append(Path(__file__).parents[2] / "shared" / "data")  # beside the checkout
     for place in places:
@@ -121,7 +126,9 @@ def _train_tokenizer():
     bpe.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(TEXTS, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHAT_TEMPLATE

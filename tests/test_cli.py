@@ -10,7 +10,7 @@ from hybridrl import cli
 from hybridrl.cli import job_graph
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.main_ppo import main as run_ppo
-from hybridrl.trainer.checkpoint import CheckpointStore, write_run_state
+from hybridrl.trainer.checkpoint.store import CheckpointStore, write_run_state
 
 SEPARATED = ("actor_rollout_ref.rollout.n_gpus_per_node=3", "trainer.n_gpus_per_node=2", "trainer.nnodes=2")
 
@@ -34,15 +34,28 @@ def test_the_graph_has_the_stages_roles_columns_and_places_of_the_job(capsys):
     out = capsys.readouterr().out
     stages = [line.split()[0] for line in out.split("\n\n")[0].splitlines()[2:] if line[0] != " "]
     assert stages == [
-        "next_batch", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights",
-        "testing", "log", "save_checkpoint",
-    ]  # fmt: skip
+        "next_batch",
+        "gen",
+        "reward",
+        "old_log_prob",
+        "ref",
+        "values",
+        "adv",
+        "update_critic",
+        "update_actor",
+        "update_weights",
+        "testing",
+        "log",
+        "save_checkpoint",
+    ]
     assert "global_pool: 4 of actor+critic+ref (roles joined by + share a process)\nrollout_pool: 3 of rollout" in out
     assert "old_log_prob: old_log_probs" in out and "ref: ref_log_prob" in out
 
 
 def test_roles_that_share_only_the_device_have_processes_of_their_own():
-    config = from_dict(PPOConfig, {"trainer": {"colocate": "device", "n_gpus_per_node": 2}, "algorithm": {"adv_estimator": "gae"}})
+    config = from_dict(
+        PPOConfig, {"trainer": {"colocate": "device", "n_gpus_per_node": 2}, "algorithm": {"adv_estimator": "gae"}}
+    )
     assert job_graph(config).pools() == {"global_pool": {"actor_rollout": 2, "critic": 2}}
 
 
@@ -110,12 +123,17 @@ def test_an_export_of_what_is_no_checkpoint_names_the_newest_one_of_the_run(tmp_
     commit(tmp_path, 12, "actor")
     assert cli.main(["export", str(tmp_path / given), str(tmp_path / "model")]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "is not a checkpoint" in error and error.endswith(f"is {tmp_path}/global_step_12\n")
+    assert (
+        error.count("\n") == 1 and "is not a checkpoint" in error and error.endswith(f"is {tmp_path}/global_step_12\n")
+    )
 
 
 def test_an_export_without_any_checkpoint_near_says_what_makes_one(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 1
-    assert "run is not a checkpoint; give the global_step_N directory of a run with trainer.save_freq" in capsys.readouterr().err
+    assert (
+        "run is not a checkpoint; give the global_step_N directory of a run with trainer.save_freq"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_export_of_another_kind_of_checkpoint_says_where_its_model_is(tmp_path, capsys):

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli, main_ppo
-from tests.end_to_end.runs import settings
+from tests.support.end_to_end.runs import settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "graph.md"
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL) for line in block.splitlines()]
+COMMANDS = [
+    line for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL) for line in block.splitlines()
+]
 GRAPHS = [line for line in COMMANDS if line.startswith("hybridrl job graph")]
 
 

@@ -22,7 +22,7 @@ def loaded_after(statement: str) -> set[str]:
     [
         ("import hybridrl", set()),
         ("import hybridrl.framework", set()),
-        ("import hybridrl.master.job", set()),
+        ("import hybridrl.master.jobs.builder", set()),
         ("import reward_score", set()),
         ("import hybridrl.config", set()),
         ("from hybridrl import DataProto", {"torch"}),
@@ -37,7 +37,7 @@ def test_importing_loads_no_more_than_it_must(statement, allowed):
 def test_a_run_in_one_process_needs_no_ray(tmp_path, tiny_qwen2):
     code = (
         "import sys; sys.modules['ray'] = None  # as on a machine without it\n"
-        "from pathlib import Path; from tests.end_to_end.runs import train\n"
+        "from pathlib import Path; from tests.support.end_to_end.runs import train\n"
         f"train(Path({str(tmp_path)!r}), Path({str(tiny_qwen2)!r}), trainer__total_training_steps=1)"
     )
     subprocess.run([sys.executable, "-c", code], timeout=100, check=True, cwd=ROOT)

@@ -1,4 +1,6 @@
-"""The quick start as a person runs it: does held-out accuracy rise, for every seed? Minutes each, so `make learn`, not `make test`."""
+"""The quick start as a person runs it: does held-out accuracy rise, for every seed? Minutes each, so `make learn`, not
+`make test`.
+"""
 
 import json
 import os
@@ -18,7 +20,9 @@ DEADLINE_S = 1800  # the aim is 480 s on two free cores
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_reinforcement_learning_raises_held_out_accuracy(tmp_path, seed):
     environment = os.environ | {"SEED": str(seed), "PYTHON": sys.executable}
-    subprocess.run(["bash", "examples/quickstart/run.sh", str(tmp_path)], cwd=ROOT, env=environment, timeout=DEADLINE_S, check=True)
+    subprocess.run(
+        ["bash", "examples/quickstart/run.sh", str(tmp_path)], cwd=ROOT, env=environment, timeout=DEADLINE_S, check=True
+    )
     accuracy = held_out_accuracy(tmp_path / "grpo" / "metrics.jsonl")
     assert accuracy[0] <= MAX_BEFORE
     assert accuracy[-1] >= MIN_AFTER

@@ -1,13 +1,14 @@
 """A calculator for a model that writes `<<3*4=`: what stands before `=` is computed, and `12>>` is said to it.
 
 Two plugs in one file: `calculate` is a tool (`rollout.multi_turn.function_tool_path`), `calculator` an agent loop
-(`rollout.agent.path`) that knows where the model calls it. A turn of the model ends with `=`, the last one with its end token.
+(`rollout.agent.path`) that knows where the model calls it. A turn of the model ends with `=`, the last one with its end
+token.
 """
 
 import re
 from dataclasses import replace
 
-from hybridrl.workers.agent_loop import ToolAgentLoop, ToolCall, function_tool, register_agent_loop
+from hybridrl.serving.agent_loop import ToolAgentLoop, ToolCall, function_tool, register_agent_loop
 from hybridrl.workers.rollout import SamplingParams
 
 CALCULATION = re.compile(r"<<\s*([^<>=]*)=$")

@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from hybridrl.trainer.report import merge_steps, moving_average, series
-from hybridrl.trainer.tracking import METRICS_FILE, read_metrics
+from hybridrl.trainer.run.report import merge_steps, moving_average, series
+from hybridrl.trainer.run.tracking import METRICS_FILE, read_metrics
 
 PANELS = (
     ("critic/score/mean", "Training reward", "mean score"),
@@ -60,7 +60,9 @@ def distance(history: list[dict], other: list[dict]) -> str:
     found = []
     for name, title, _ in PANELS:
         ours, theirs = (dict(zip(*series(rows, name), strict=True)) for rows in (history, other))
-        found.append(f"{title.lower()} {max(abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()):.1e}")
+        found.append(
+            f"{title.lower()} {max(abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()):.1e}"
+        )
     return ", ".join(found)
 
 

@@ -2,9 +2,10 @@
 
     python -m examples.quickstart.build_model --data data/arithmetic --out data/model
 
-reads `sft_train.parquet` (from `data_preprocess.arithmetic`) and writes a directory that `AutoTokenizer` and `AutoModelForCausalLM`
-load: about 500 tokens, 0.38 million parameters. It can say nothing yet; `hybridrl.main_sft` teaches it the form of an answer.
-`--heads 4` makes it wider, 0.56 million: a model that tensor-parallel processes can share, two heads each.
+reads `sft_train.parquet` (from `data_preprocess.arithmetic`) and writes a directory that `AutoTokenizer` and
+`AutoModelForCausalLM` load: about 500 tokens, 0.38 million parameters. It can say nothing yet; `hybridrl.main_sft`
+teaches it the form of an answer. `--heads 4` makes it wider, 0.56 million: a model that tensor-parallel processes can
+share, two heads each.
 """
 
 import argparse
@@ -21,7 +22,8 @@ VOCABULARY = 512
 HEADS, HEAD_SIZE = 3, 32
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# ChatML. What stands between the generation markers is what the assistant says: the loss of supervised fine-tuning is on those tokens.
+# ChatML. What stands between the generation markers is what the assistant says: the loss of supervised fine-tuning is
+# on those tokens.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\n' }}"
@@ -46,10 +48,15 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
     Separate digits let the model see a number's places; merged ones would be as many unrelated symbols.
     """
-    # AutoTokenizer splits text by Qwen2's rules wherever there is a Qwen2 model, whatever the tokenizer's file says: learn with the same.
+    # AutoTokenizer splits text by Qwen2's rules wherever there is a Qwen2 model, whatever the tokenizer's file says:
+    # learn with the same.
     rules = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = rules.normalizer, rules.pre_tokenizer, rules.decoder
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = (
+        rules.normalizer,
+        rules.pre_tokenizer,
+        rules.decoder,
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[PAD, TURN_START, TURN_END],
@@ -104,11 +111,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="directory with sft_train.parquet")
     parser.add_argument("--out", type=Path, required=True, help="directory of the model")
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights (default: 1)")
-    parser.add_argument("--heads", type=int, default=HEADS, help=f"attention heads of {HEAD_SIZE} each (default: {HEADS})")
+    parser.add_argument(
+        "--heads", type=int, default=HEADS, help=f"attention heads of {HEAD_SIZE} each (default: {HEADS})"
+    )
     args = parser.parse_args(argv)
     source = args.data / "sft_train.parquet"
     if not source.is_file():
-        print(f"error: no {source}; make it with: python -m data_preprocess.arithmetic --local_dir {args.data}", file=sys.stderr)
+        print(
+            f"error: no {source}; make it with: python -m data_preprocess.arithmetic --local_dir {args.data}",
+            file=sys.stderr,
+        )
         return 2
     count = build(args.data, args.out, seed=args.seed, heads=args.heads)
     print(f"{args.out}: a Qwen2 with {count / 1e6:.2f} million random parameters and its tokenizer")

@@ -1,12 +1,12 @@
 """Advantage estimators: from token rewards to how much better each token was than expected.
 
-Shape letters: B rows (responses), T response tokens. `token_level_rewards_BT` float, `response_mask_BT` non-zero on generated
-tokens. Tokens off the mask are padding, or what the environment wrote between two turns: they are stepped over, not
-discounted, their rewards are not read, and advantages and returns are 0 there.
+Shape letters: B rows (responses), T response tokens. `token_level_rewards_BT` float, `response_mask_BT` non-zero on
+generated tokens. Tokens off the mask are padding, or what the environment wrote between two turns: they are stepped
+over, not discounted, their rewards are not read, and advantages and returns are 0 there.
 
 One estimator is one function with the arguments it needs, entered by `@register_adv_est`. What the trainer calls is the
-`AdvantageEstimator` around it: same call for all, inputs checked, rows with a failed reward taken out. Nothing here adds
-the KL penalty (see `kl.apply_kl_penalty`), and nothing carries a gradient.
+`AdvantageEstimator` around it: same call for all, inputs checked, rows with a failed reward taken out. Nothing here
+adds the KL penalty (see `kl.apply_kl_penalty`), and nothing carries a gradient.
 """
 
 import inspect
@@ -51,13 +51,15 @@ class AdvantageEstimator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (advantages_BT, returns_BT), both 0 off the mask.
 
-        `values_BT` is the critic's value of the state before each token. `group_B` int64: rows with the same number answer
-        the same prompt. `valid_B` bool: a row that is False (its reward failed) is left out of the groups' statistics and
-        of whitening; its advantages are 0 and its returns are its values (0 without a critic), so that nothing is learnt
-        from it. Errors: DataError for shapes that differ and for a missing values_BT or group_B.
+        `values_BT` is the critic's value of the state before each token. `group_B` int64: rows with the same number
+        answer the same prompt. `valid_B` bool: a row that is False (its reward failed) is left out of the groups'
+        statistics and of whitening; its advantages are 0 and its returns are its values (0 without a critic), so that
+        nothing is learnt from it. Errors: DataError for shapes that differ and for a missing values_BT or group_B.
         """
         self._check(token_level_rewards_BT, response_mask_BT, values_BT, group_B, valid_B)
-        mask_BT = response_mask_BT if valid_B is None else response_mask_BT * valid_B[:, None].to(response_mask_BT.dtype)
+        mask_BT = (
+            response_mask_BT if valid_B is None else response_mask_BT * valid_B[:, None].to(response_mask_BT.dtype)
+        )
         zeros_BT, counted_BT = torch.zeros_like(token_level_rewards_BT), mask_BT.bool()
         given = {"values_BT": values_BT, "group_B": group_B, "gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}
         rewards_BT = torch.where(counted_BT, token_level_rewards_BT, zeros_BT)
@@ -69,14 +71,20 @@ class AdvantageEstimator:
     def _check(self, rewards_BT, mask_BT, values_BT, group_B, valid_B) -> None:
         check_same_shape(token_level_rewards=rewards_BT, response_mask=mask_BT)
         if self.needs_critic and values_BT is None:
-            raise DataError(f"advantage estimator {self.name!r} needs the critic's values, and got none; enable the critic")
+            raise DataError(
+                f"advantage estimator {self.name!r} needs the critic's values, and got none; enable the critic"
+            )
         if self.needs_group and group_B is None:
-            raise DataError(f"advantage estimator {self.name!r} compares answers to the same prompt, and got no group_B")
+            raise DataError(
+                f"advantage estimator {self.name!r} compares answers to the same prompt, and got no group_B"
+            )
         if values_BT is not None:
             check_same_shape(token_level_rewards=rewards_BT, values=values_BT)
         for name, column_B in (("group_B", group_B), ("valid_B", valid_B)):
             if column_B is not None and column_B.shape != rewards_BT.shape[:1]:
-                raise DataError(f"{name} must have one number for each of {len(rewards_BT)} rows, and is {tuple(column_B.shape)}")
+                raise DataError(
+                    f"{name} must have one number for each of {len(rewards_BT)} rows, and is {tuple(column_B.shape)}"
+                )
 
     def _accepted(self, given: dict) -> dict:
         parameters = inspect.signature(self.fn).parameters
@@ -84,7 +92,9 @@ class AdvantageEstimator:
         return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
-def register_adv_est(name: str, *, needs_critic: bool = False, needs_group: bool = False) -> Callable[[AdvantageFn], AdvantageFn]:
+def register_adv_est(
+    name: str, *, needs_critic: bool = False, needs_group: bool = False
+) -> Callable[[AdvantageFn], AdvantageFn]:
     """Decorate a function to make it known as `algorithm.adv_estimator=name`; the function itself stays as it is.
 
     The function is called as fn(token_level_rewards_BT, response_mask_BT, **those of values_BT, group_B, gamma, lam,
@@ -128,14 +138,18 @@ def gae(
 
 @register_adv_est("grpo", needs_group=True)
 def grpo(
-    token_level_rewards_BT: torch.Tensor, response_mask_BT: torch.Tensor, *, group_B: torch.Tensor, norm_by_std: bool = True
+    token_level_rewards_BT: torch.Tensor,
+    response_mask_BT: torch.Tensor,
+    *,
+    group_B: torch.Tensor,
+    norm_by_std: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Group-relative advantages, arXiv:2402.03300, section 4.1.2.
 
         A_i = (R_i - mean_g) / (std_g + 1e-6)        R_i = sum_t r_t, the same for all tokens of row i
 
-    std_g is unbiased. `norm_by_std=False`: A_i = R_i - mean_g (Dr. GRPO, arXiv:2503.20783). A group of one has mean 0 and
-    std 1, as in verl. Returns (advantages, the same as returns). Not whitened.
+    std_g is unbiased. `norm_by_std=False`: A_i = R_i - mean_g (Dr. GRPO, arXiv:2503.20783). A group of one has mean 0
+    and std 1, as in verl. Returns (advantages, the same as returns). Not whitened.
     """
     scores_B, mean_B, std_B, _ = _group_statistics(token_level_rewards_BT, response_mask_BT, group_B)
     advantages_B = scores_B - mean_B
@@ -224,7 +238,9 @@ def _group_statistics(
     ids_G, index_B = torch.unique(group_B, return_inverse=True)
 
     def per_group(terms_B: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(ids_G), dtype=torch.float64, device=scores_B.device).index_add_(0, index_B, terms_B * counted_B)
+        return torch.zeros(len(ids_G), dtype=torch.float64, device=scores_B.device).index_add_(
+            0, index_B, terms_B * counted_B
+        )
 
     count_G = per_group(torch.ones_like(scores_B))
     mean_G = per_group(scores_B) / count_G.clamp(min=1)

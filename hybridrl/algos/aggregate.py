@@ -1,8 +1,8 @@
 """How token losses become one number.
 
-Shape letters: B rows, T response tokens. Divisors are the counts of the whole mini-batch, over all ranks and micro-batches, so
-the sum of what each micro-batch returns is the loss of the mini-batch, and so is the sum of their gradients: neither depends
-on how rows were cut up. Ranks must therefore sum gradients, not average them.
+Shape letters: B rows, T response tokens. Divisors are the counts of the whole mini-batch, over all ranks and
+micro-batches, so the sum of what each micro-batch returns is the loss of the mini-batch, and so is the sum of their
+gradients: neither depends on how rows were cut up. Ranks must therefore sum gradients, not average them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,13 @@ def loss_counts(mask_BT: torch.Tensor) -> tuple[int, int]:
 
 
 def agg_loss(
-    losses_BT: torch.Tensor, mask_BT: torch.Tensor, mode: str, *, num_tokens: Count, num_seqs: Count, max_len: int | None = None
+    losses_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    mode: str,
+    *,
+    num_tokens: Count,
+    num_seqs: Count,
+    max_len: int | None = None,
 ) -> torch.Tensor:
     """Return this micro-batch's part of the mini-batch's loss, a scalar with the gradient of `losses_BT`.
 
@@ -32,9 +38,9 @@ def agg_loss(
         seq-mean-token-mean      sum_i (mean_t L_it) / num_seqs             GRPO, arXiv:2402.03300
         seq-mean-token-sum-norm  sum_it L_it / (num_seqs max_len)           Dr. GRPO, arXiv:2503.20783
 
-    `num_tokens` and `num_seqs` count the whole mini-batch (see `loss_counts`); a row without a token is no sequence. With
-    a count of 0 the loss is 0. `max_len` None is T, the same everywhere only if no micro-batch is trimmed.
-    Errors: ConfigError for an unknown mode, DataError for shapes that differ.
+    `num_tokens` and `num_seqs` count the whole mini-batch (see `loss_counts`); a row without a token is no sequence.
+    With a count of 0 the loss is 0. `max_len` None is T, the same everywhere only if no micro-batch is trimmed. Errors:
+    ConfigError for an unknown mode, DataError for shapes that differ.
     """
     reduce = registry.find(_MODES, mode, key="actor_rollout_ref.actor.loss_agg_mode")
     return reduce(losses_BT, mask_BT, _at_least_one(num_tokens), _at_least_one(num_seqs), max_len or losses_BT.shape[1])
@@ -48,6 +54,10 @@ _MODES: dict[str, Callable[..., torch.Tensor]] = {
     "token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / tokens,
     "token-sum": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT),
     "seq-mean-token-sum": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / seqs,
-    "seq-mean-token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: masked_mean(losses_BT, mask_BT, dim=1).sum() / seqs,
-    "seq-mean-token-sum-norm": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / (seqs * length),
+    "seq-mean-token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: (
+        masked_mean(losses_BT, mask_BT, dim=1).sum() / seqs
+    ),
+    "seq-mean-token-sum-norm": lambda losses_BT, mask_BT, tokens, seqs, length: (
+        masked_sum(losses_BT, mask_BT) / (seqs * length)
+    ),
 }

@@ -1,8 +1,8 @@
 """KL to the reference policy: its estimators, its coefficient, and its place in the reward.
 
-Shape letters: B rows, T response tokens. All estimators look at the sampled token only, so that one number per token is enough;
-the KL over the whole vocabulary is not computed here. k1, k2, k3: J. Schulman, "Approximating KL Divergence", 2020,
-http://joschu.net/blog/kl-approx.html.
+Shape letters: B rows, T response tokens. All estimators look at the sampled token only, so that one number per token is
+enough; the KL over the whole vocabulary is not computed here. k1, k2, k3: J. Schulman, "Approximating KL Divergence",
+2020, http://joschu.net/blog/kl-approx.html.
 """
 
 import math
@@ -24,7 +24,8 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return an estimate of KL(policy || reference) per token, of the inputs' shape, with d = log_probs - ref_log_probs.
+    """Return an estimate of KL(policy || reference) per token, of the inputs' shape, with d = log_probs -
+    ref_log_probs.
 
         kl, k1          d                       unbiased, may be negative
         abs             |d|
@@ -90,9 +91,14 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move the coefficient after `n_steps` samples with mean KL `current_kl`. Errors: DataError if it is not finite."""
+        """Move the coefficient after `n_steps` samples with mean KL `current_kl`.
+
+        Errors: DataError if it is not finite.
+        """
         if not math.isfinite(current_kl):
-            raise DataError(f"the KL to the reference policy is {current_kl}: log-probs are not finite, the policy has diverged")
+            raise DataError(
+                f"the KL to the reference policy is {current_kl}: log-probs are not finite, the policy has diverged"
+            )
         error = min(max(current_kl / self.target_kl - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         self.value *= 1 + error * n_steps / self.horizon
 

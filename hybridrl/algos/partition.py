@@ -1,7 +1,7 @@
 """How rows are cut into micro-batches, and how they are spread over ranks.
 
-Both functions take lengths or weights and give back row indices; they move no data. Both are deterministic: the same numbers
-give the same answer in every process.
+Both functions take lengths or weights and give back row indices; they move no data. Both are deterministic: the same
+numbers give the same answer in every process.
 """
 
 import heapq
@@ -17,16 +17,20 @@ Numbers = Sequence[float] | torch.Tensor
 
 
 def micro_batches(
-    lengths: Sequence[int] | torch.Tensor, *, max_rows: int | None = None, max_tokens: int | None = None, packed: bool = False
+    lengths: Sequence[int] | torch.Tensor,
+    *,
+    max_rows: int | None = None,
+    max_tokens: int | None = None,
+    packed: bool = False,
 ) -> list[list[int]]:
     """Return groups of row indices, each row in exactly one group, the longest rows in the first group.
 
-    A group has at most `max_rows` rows and costs at most `max_tokens`; None is no limit, and no limit at all is one group.
-    The cost is what is computed: rows x longest row in the padded layout (rows are sorted by length, so that padding is
-    small, and the number of groups is the least possible), the sum of lengths when `packed` (first-fit decreasing: a few
-    more groups than the least possible). The longest rows come first so that memory runs out at once or not
-    at all. Not balanced between ranks: ranks may have different numbers of groups.
-    Errors: DataError if a single row is longer than `max_tokens`; ValueError for a limit below 1.
+    A group has at most `max_rows` rows and costs at most `max_tokens`; None is no limit, and no limit at all is one
+    group. The cost is what is computed: rows x longest row in the padded layout (rows are sorted by length, so that
+    padding is small, and the number of groups is the least possible), the sum of lengths when `packed` (first-fit
+    decreasing: a few more groups than the least possible). The longest rows come first so that memory runs out at once
+    or not at all. Not balanced between ranks: ranks may have different numbers of groups. Errors: DataError if a single
+    row is longer than `max_tokens`; ValueError for a limit below 1.
     """
     for name, limit in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
@@ -46,11 +50,10 @@ def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = F
     """Return `num_parts` lists of indices with nearly equal total weight; each index is in exactly one, ascending.
 
     Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982): the
-    heaviest and the lightest part differ by no more than the largest weight. `equal_size`: the parts' sizes differ by at
-    most one, larger parts first (as `DataProto.chunk_uneven` cuts); what the fixed sizes cost in balance is won back by
-    swaps. Otherwise sizes are free, heaviest part first, and
-    with fewer indices than parts some are empty. Errors: ValueError for num_parts below 1 or a weight that is negative
-    or not finite.
+    heaviest and the lightest part differ by no more than the largest weight. `equal_size`: the parts' sizes differ by
+    at most one, larger parts first (as `DataProto.chunk_uneven` cuts); what the fixed sizes cost in balance is won back
+    by swaps. Otherwise sizes are free, heaviest part first, and with fewer indices than parts some are empty. Errors:
+    ValueError for num_parts below 1 or a weight that is negative or not finite.
     """
     weights = _plain(weights)
     if num_parts < 1:
@@ -63,12 +66,18 @@ def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = F
     hands = [order[start : start + hand_size] for start in range(0, len(order), hand_size)]
     parts = _largest_differencing([_deal(hand, weights, num_parts) for hand in hands], num_parts)
     if equal_size:
-        parts = sorted(_swapped_while_better(parts, weights), key=lambda part: (-len(part[1]), -part[0], sorted(part[1])))
+        parts = sorted(
+            _swapped_while_better(parts, weights), key=lambda part: (-len(part[1]), -part[0], sorted(part[1]))
+        )
     return [sorted(indices) for _, indices in parts]
 
 
 def _plain(numbers: Numbers) -> list:
-    return numbers.tolist() if isinstance(numbers, torch.Tensor) else [n.item() if hasattr(n, "item") else n for n in numbers]
+    return (
+        numbers.tolist()
+        if isinstance(numbers, torch.Tensor)
+        else [n.item() if hasattr(n, "item") else n for n in numbers]
+    )
 
 
 def _padded_runs(order: Iterable[int], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:

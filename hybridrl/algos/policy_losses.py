@@ -1,7 +1,7 @@
 """Policy losses: from log-probs and advantages to one loss per token.
 
-Shape letters: B rows, T response tokens. Losses are 0 off the mask and carry the gradient of `log_probs_BT` only; how tokens
-become one number is `aggregate.agg_loss`. Entropy bonus and KL term are not added here.
+Shape letters: B rows, T response tokens. Losses are 0 off the mask and carry the gradient of `log_probs_BT` only; how
+tokens become one number is `aggregate.agg_loss`. Entropy bonus and KL term are not added here.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,15 @@ class PolicyLoss(NamedTuple):
 
 PolicyLossFn = Callable[..., PolicyLoss]
 OWN_AGG_MODES = {"gspo": "seq-mean-token-mean"}
-"""Losses that are what their paper says under one way of aggregating tokens only, and have it whatever is configured, as in verl."""
+"""Losses that aggregate tokens in the one way their paper defines, whatever `loss_agg_mode` says, as in verl."""
 POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorate fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c) to make
-    it known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`; `algorithm.path` has the files that every worker runs for it."""
+    """Decorate fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c) to
+    make it known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`; `algorithm.path` has the files that every
+    worker runs for it.
+    """
 
     def enter(fn: PolicyLossFn) -> PolicyLossFn:
         registry.enter(POLICY_LOSSES, name, fn)
@@ -52,7 +54,9 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
 
 def get_policy_loss(name: str) -> PolicyLossFn:
     """Return the loss registered as `name`. Errors: ConfigError listing the known names and the nearest."""
-    return registry.find(POLICY_LOSSES, name, key="actor_rollout_ref.actor.policy_loss.loss_mode", plug_key="algorithm.path")
+    return registry.find(
+        POLICY_LOSSES, name, key="actor_rollout_ref.actor.policy_loss.loss_mode", plug_key="algorithm.path"
+    )
 
 
 @register_policy_loss("vanilla")
@@ -68,14 +72,17 @@ def vanilla(
 ) -> PolicyLoss:
     """PPO's clipped surrogate, arXiv:1707.06347 equation 7, with dual clip, arXiv:1912.09729.
 
-        r = exp(logp - old)        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))        for A < 0: min(L, -A clip_c)
+        r = exp(logp - old)        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))        for A < 0: min(L, -A
+        clip_c)
 
     The log ratio is limited to +-20. Errors: ConfigError if clip_c is not above 1 (it would cut off unclipped ratios).
     """
     if clip_c <= 1:
         raise ConfigError(f"actor_rollout_ref.actor.clip_ratio_c={clip_c} must be above 1")
     log_ratio_BT = _log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
-    losses_BT, clipped_BT = _clipped_surrogate(log_ratio_BT.exp(), advantages_BT, clip_low=clip_low, clip_high=clip_high)
+    losses_BT, clipped_BT = _clipped_surrogate(
+        log_ratio_BT.exp(), advantages_BT, clip_low=clip_low, clip_high=clip_high
+    )
     bound_BT = -advantages_BT * clip_c
     clipped_lower_BT = (advantages_BT < 0) & (losses_BT > bound_BT)
     losses_BT = torch.where(clipped_lower_BT, bound_BT, losses_BT)
@@ -98,9 +105,10 @@ def gspo(
         s_i = exp(mean_t (logp_t - old_t))        s_it = sg[s_i] exp(logp_t - sg[logp_t])        sg: no gradient
         L = max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))
 
-    All tokens of a sequence have the same ratio, and together, under seq-mean-token-mean, the gradient of s_i: that is the
-    paper's objective, and what `OWN_AGG_MODES` says; other modes weigh sequences by length. Clip ranges are those of a whole sequence
-    (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is not used and `clipped_lower_BT` is False.
+    All tokens of a sequence have the same ratio, and together, under seq-mean-token-mean, the gradient of s_i: that is
+    the paper's objective, and what `OWN_AGG_MODES` says; other modes weigh sequences by length. Clip ranges are those
+    of a whole sequence (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is not used and
+    `clipped_lower_BT` is False.
     """
     log_ratio_BT = _log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
     log_sequence_ratio_B1 = masked_mean(log_ratio_BT, response_mask_BT, dim=1)[:, None]
@@ -113,10 +121,16 @@ def gspo(
 def _log_ratio(
     log_probs_BT: torch.Tensor, old_log_probs_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Return logp - old limited to +-20 on the mask and 0 off it, so that padding cannot turn into NaN in the backward pass."""
-    check_same_shape(log_probs=log_probs_BT, old_log_probs=old_log_probs_BT, advantages=advantages_BT, response_mask=mask_BT)
+    """Return logp - old limited to +-20 on the mask and 0 off it, so that padding cannot turn into NaN in the backward
+    pass.
+    """
+    check_same_shape(
+        log_probs=log_probs_BT, old_log_probs=old_log_probs_BT, advantages=advantages_BT, response_mask=mask_BT
+    )
     difference_BT = log_probs_BT - old_log_probs_BT.detach()
-    return torch.where(mask_BT.bool(), difference_BT, torch.zeros_like(difference_BT)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(mask_BT.bool(), difference_BT, torch.zeros_like(difference_BT)).clamp(
+        -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
 
 
 def _clipped_surrogate(
@@ -129,7 +143,11 @@ def _clipped_surrogate(
 
 
 def _on_mask(
-    losses_BT: torch.Tensor, clipped_BT: torch.Tensor, clipped_lower_BT: torch.Tensor, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor
+    losses_BT: torch.Tensor,
+    clipped_BT: torch.Tensor,
+    clipped_lower_BT: torch.Tensor,
+    log_ratio_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
 ) -> PolicyLoss:
     mask_BT = mask_BT.bool()
     losses_BT = torch.where(mask_BT, losses_BT, torch.zeros_like(losses_BT))

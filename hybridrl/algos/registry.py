@@ -1,6 +1,7 @@
 """Names to formulas: how a registered advantage estimator or policy loss is entered and found.
 
-A registry is a plain dict. It does not import anything: a formula of your own is registered when your module is imported.
+A registry is a plain dict. It does not import anything: a formula of your own is registered when your module is
+imported.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -13,18 +14,21 @@ Entry = TypeVar("Entry")
 
 
 def enter(registry: MutableMapping[str, Entry], name: str, entry: Entry) -> None:
-    """Put `entry` under `name`. The same function may be entered again: a notebook cell that is run twice, or a script that is also
-    imported by its path.
+    """Put `entry` under `name`. The same function may be entered again: a notebook cell that is run twice, or a script
+    that is also imported by its path.
 
     Errors: ConfigError if another function has the name.
     """
     if name in registry and not _origins(registry[name]) & _origins(entry):
-        raise ConfigError(f"the name {name!r} is taken by {_origin(registry[name])}; register {_origin(entry)} under another name")
+        raise ConfigError(
+            f"the name {name!r} is taken by {_origin(registry[name])}; register {_origin(entry)} under another name"
+        )
     registry[name] = entry
 
 
 def find(registry: Mapping[str, Entry], name: str, *, key: str, plug_key: str | None = None) -> Entry:
-    """Return the entry called `name`; `key` is the setting that named it, `plug_key` the one whose files may register more.
+    """Return the entry called `name`; `key` is the setting that named it, `plug_key` the one whose files may register
+    more.
 
     Errors: ConfigError listing the known names and the nearest.
     """

@@ -1,9 +1,9 @@
 """Log-probs of given tokens, and entropy, from logits.
 
-Shape letters: N tokens (rows already flattened), V vocabulary. With a vocabulary of 150 000, float32 copies of the logits are the
-largest tensors of a training step. Here only one chunk of tokens is ever widened to float32, forward and backward; what stays
-is the logits themselves, their gradient in their own dtype, and a few numbers per token. Logits split over ranks by vocabulary
-(tensor parallelism) are not handled here. Gradients of gradients are not defined.
+Shape letters: N tokens (rows already flattened), V vocabulary. With a vocabulary of 150 000, float32 copies of the
+logits are the largest tensors of a training step. Here only one chunk of tokens is ever widened to float32, forward and
+backward; what stays is the logits themselves, their gradient in their own dtype, and a few numbers per token. Logits
+split over ranks by vocabulary (tensor parallelism) are not handled here. Gradients of gradients are not defined.
 """
 
 from typing import Any
@@ -31,14 +31,17 @@ def log_probs_and_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (log_probs_N, entropy_N or None) of softmax(logits / temperature), float32, both differentiable.
 
-        log_probs_n = z_{n, label_n} - logsumexp_v z_nv        entropy_n = -sum_v p_nv log p_nv        z = logits / temperature
+        log_probs_n = z_{n, label_n} - logsumexp_v z_nv        entropy_n = -sum_v p_nv log p_nv        z = logits /
+        temperature
 
-    All arithmetic is float32, whatever the logits' dtype. Logits of -inf are tokens that cannot occur: p log p is 0 there.
-    `labels_N` int64 in [0, V). `chunk` is the number of tokens widened at a time; None chooses it by the device.
+    All arithmetic is float32, whatever the logits' dtype. Logits of -inf are tokens that cannot occur: p log p is 0
+    there. `labels_N` int64 in [0, V). `chunk` is the number of tokens widened at a time; None chooses it by the device.
     Errors: DataError for shapes that do not fit; ValueError for a temperature that is not above 0.
     """
     if logits_NV.ndim != 2 or labels_N.shape != logits_NV.shape[:1]:
-        raise DataError(f"logits must be (N, V) and labels (N,), and are {tuple(logits_NV.shape)} and {tuple(labels_N.shape)}")
+        raise DataError(
+            f"logits must be (N, V) and labels (N,), and are {tuple(logits_NV.shape)} and {tuple(labels_N.shape)}"
+        )
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0; greedy decoding is described by temperature 1")
     rows = chunk or _rows_of_a_chunk(logits_NV)
@@ -71,7 +74,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs_N: torch.Tensor, grad_entropy_N: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs_N: torch.Tensor, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         logits_NV, labels_N, logsumexp_N, entropy_N = ctx.saved_tensors
         grad_logits_NV = torch.empty_like(logits_NV)
         for part in _parts(len(labels_N), ctx.rows):

@@ -12,12 +12,13 @@ from hybridrl.algos.shapes import check_same_shape
 def clipped_value_loss(
     values_BT: torch.Tensor, old_values_BT: torch.Tensor, returns_BT: torch.Tensor, *, cliprange: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (losses_BT, clipped_BT) of PPO's clipped value loss (OpenAI baselines' ppo2; compared in arXiv:2006.05990).
+    """Return (losses_BT, clipped_BT) of PPO's clipped value loss (OpenAI baselines' ppo2; compared in
+    arXiv:2006.05990).
 
         L = 1/2 max((V - G)^2, (clip(V, V_old - cliprange, V_old + cliprange) - G)^2)
 
-    `clipped_BT` bool: the clipped term is the larger, so the token has no gradient. Not masked and not averaged: padding
-    has losses too, and `aggregate.agg_loss` leaves them out.
+    `clipped_BT` bool: the clipped term is the larger, so the token has no gradient. Not masked and not averaged:
+    padding has losses too, and `aggregate.agg_loss` leaves them out.
     """
     check_same_shape(values=values_BT, old_values=old_values_BT, returns=returns_BT)
     limited_BT = torch.clamp(values_BT, old_values_BT - cliprange, old_values_BT + cliprange)

@@ -1,10 +1,19 @@
 """The schema of every program, and the way from a command line or a YAML file to a frozen, checked config."""
 
 from hybridrl.config.build import from_dict
-from hybridrl.config.check import check_config, check_sft_config
+from hybridrl.config.checks.rules import check_config, check_sft_config
+from hybridrl.config.introspection import to_dict, to_yaml
 from hybridrl.config.load import load_config
-from hybridrl.config.ppo import PPOConfig
-from hybridrl.config.schema import to_dict, to_yaml
-from hybridrl.config.sft import SFTConfig
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.sft import SFTConfig
 
-__all__ = ["PPOConfig", "SFTConfig", "check_config", "check_sft_config", "from_dict", "load_config", "to_dict", "to_yaml"]
+__all__ = [
+    "PPOConfig",
+    "SFTConfig",
+    "check_config",
+    "check_sft_config",
+    "from_dict",
+    "load_config",
+    "to_dict",
+    "to_yaml",
+]

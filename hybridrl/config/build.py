@@ -1,7 +1,7 @@
 """From nested dictionaries to a frozen, checked config, reporting everything that is wrong at once.
 
-Checks each setting by itself: is there such a key, has the value its type, is it in range. What two settings mean together
-stands in `check.py`.
+Checks each setting by itself: is there such a key, has the value its type, is it in range. What two settings mean
+together stands in `check.py`.
 """
 
 import math
@@ -10,13 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_origin
 
-from hybridrl.config.names import unknown_key
-from hybridrl.config.schema import BOUND_SIGNS, Key, dotted, is_section, keys, sections, value_text
+from hybridrl.config.introspection import BOUND_SIGNS, Key, dotted, is_section, keys, sections, value_text
+from hybridrl.config.unknown_keys import unknown_key
 from hybridrl.errors import ConfigError
 
 Schema = TypeVar("Schema")
 WITHIN = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
-INSTEAD = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping, such as {name:value}"}
+INSTEAD = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a mapping, such as {name:value}",
+}
 
 
 class Refused(ValueError):
@@ -82,7 +88,8 @@ def _section(cls: type, nested: Any, *, prefix: str, root: type, problems: list[
     """Fill one section; a value that is refused leaves its default and a line in `problems`."""
     if not isinstance(nested, Mapping):
         problems.append(
-            f"{prefix}={value_text(nested)}: this is a group of settings; set one of its keys, such as {prefix}.{fields(cls)[0].name}"
+            f"{prefix}={value_text(nested)}: this is a group of settings; set one of its keys, such as "
+            f"{prefix}.{fields(cls)[0].name}"
         )
         return cls()
     known, values = keys(root), {}
@@ -103,7 +110,9 @@ def _section(cls: type, nested: Any, *, prefix: str, root: type, problems: list[
 
 
 def _scalar(value: Any, kind: type) -> Any:
-    """Return `value` as a `kind`; a bool is never a number, and a number becomes another type only if none of it is lost."""
+    """Return `value` as a `kind`; a bool is never a number, and a number becomes another type only if none of it is
+    lost.
+    """
     is_bool, is_int = isinstance(value, bool), isinstance(value, int) and not isinstance(value, bool)
     if kind is dict and isinstance(value, Mapping):
         return dict(value)

@@ -1,19 +1,29 @@
-"""Foreign code by import path: a function or class of the user's, from a Python file or an importable module."""
+"""Foreign code by import path: a function or class of the user's, from a Python file or an importable module.
+
+Code of the user's that enters itself in a registry when it is imported: formulas and models, in every process that
+needs them.
+"""
 
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.errors import ConfigError
 
 
 def load_module(path: str) -> ModuleType:
-    """Return the module at `path`, a file or a dotted name as in `load_object`. It is run once per process. Raises ConfigError."""
+    """Return the module at `path`, a file or a dotted name as in `load_object`.
+
+    It is run once per process. Raises ConfigError.
+    """
     return _load_file(Path(path).expanduser()) if _is_file_name(path) else _import(path)
 
 
@@ -23,7 +33,8 @@ def load_object(path: str, name: str) -> Any:
     A file is run once per process, however often something is loaded from it.
 
     Raises:
-        ConfigError: There is no such file or module, it fails while being imported (the cause is chained), or it has no such name.
+        ConfigError: There is no such file or module, it fails while being imported (the cause is chained), or it has no
+        such name.
     """
     module = load_module(path)
     if not hasattr(module, name):
@@ -62,7 +73,9 @@ def _import(path: str) -> ModuleType:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name and (path == error.name or path.startswith(f"{error.name}.")):
-            raise ConfigError(f"no module named {error.name!r}; give an importable module, or a file ending in .py") from error
+            raise ConfigError(
+                f"no module named {error.name!r}; give an importable module, or a file ending in .py"
+            ) from error
         raise ConfigError(f"{path} cannot be imported: {error}") from error
     except Exception as error:
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
@@ -72,3 +85,24 @@ def _nearest(name: str, module: ModuleType) -> str:
     names = sorted(key for key in vars(module) if not key.startswith("_"))
     near = difflib.get_close_matches(name, names, n=3)
     return f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names) or 'no public names'}"
+
+
+def load_plugs(config: PPOConfig | SFTConfig) -> None:
+    """Run the files and modules of `external_lib` and `algorithm.path`, once per process. The driver and every worker
+    call it first.
+
+    Raises ConfigError naming the key for what is not there or cannot be imported.
+    """
+    if isinstance(config, SFTConfig):
+        _load(config.model.external_lib, key="model.external_lib")
+        return
+    _load(config.actor_rollout_ref.model.external_lib, key="actor_rollout_ref.model.external_lib")
+    _load(config.algorithm.path, key="algorithm.path")
+
+
+def _load(paths: Sequence[str], *, key: str) -> None:
+    for path in paths:
+        try:
+            load_module(path)
+        except ConfigError as error:
+            raise ConfigError(f"{key}={path}: {error}") from error

@@ -1,7 +1,8 @@
 """The command line in front of a schema: presets, overrides, `--help` and `--cfg job`.
 
-Hydra reads and composes; the schema decides. `load_config` goes down one ladder: flags, overrides, composed YAML, checked config.
-Hydra is imported where it is used, so that worker processes, which need the schema only, do not load it.
+Hydra reads and composes; the schema decides. `load_config` goes down one ladder: flags, overrides, composed YAML,
+checked config. Hydra is imported where it is used, so that worker processes, which need the schema only, do not load
+it.
 """
 
 import argparse
@@ -13,16 +14,18 @@ from typing import Any, TypeVar
 import yaml
 
 from hybridrl.config.build import Refused, build, override_problem, raise_for
-from hybridrl.config.names import unknown_name
+from hybridrl.config.introspection import to_dict, to_yaml
 from hybridrl.config.reference import help_text
-from hybridrl.config.schema import to_dict, to_yaml
+from hybridrl.config.unknown_keys import unknown_name
 from hybridrl.errors import ConfigError
 
 Schema = TypeVar("Schema")
 PRESETS = Path(__file__).parent / "presets"
 DEFAULTS_NODE = "schema_defaults"  # what a preset names in its `defaults` list to stand on the schema
 HYDRA_VERSION = "1.3"
-WHY_NO_HYDRA_KEYS = "Hydra only reads the configuration here, it does not run the program; outputs go to trainer.default_local_dir"
+WHY_NO_HYDRA_KEYS = (
+    "Hydra only reads the configuration here, it does not run the program; outputs go to trainer.default_local_dir"
+)
 HOW_TO_WRITE = "no blanks around =, $HOME instead of ~, special characters quoted: 'key=\"value\"'"
 WHY_NO_SWEEP = "one command is one run; write a list as [a,b], quote a value with a comma, or loop in the shell"
 
@@ -30,13 +33,15 @@ WHY_NO_SWEEP = "one command is one run; write a list as [a,b], quote a value wit
 def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, config_name: str) -> Schema | None:
     """Return the frozen config that `argv` (without the program's name) describes; None after `--help` and `--cfg job`.
 
-    `program` is what the user typed (`python -m hybridrl.main_ppo`), `config_name` the preset used without `--config-name`.
-    Raises ConfigError with one line for every unknown key, wrong type and value out of range. What settings mean together is
-    checked by `check_config`.
+    `program` is what the user typed (`python -m hybridrl.main_ppo`), `config_name` the preset used without
+    `--config-name`. Raises ConfigError with one line for every unknown key, wrong type and value out of range. What
+    settings mean together is checked by `check_config`.
     """
     flags, words = _read_flags(argv)
     if flags.help is not None:
-        sys.stdout.write(help_text(schema, program=program, presets=preset_titles(config_name), base=config_name, wanted=flags.help))
+        sys.stdout.write(
+            help_text(schema, program=program, presets=preset_titles(config_name), base=config_name, wanted=flags.help)
+        )
         return None
     folder = _folder(flags.config_path)
     _check_preset(flags.config_name or config_name, folder=folder, base=config_name, program=program)
@@ -51,7 +56,9 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
 
 
 def preset_titles(base: str) -> dict[str, str]:
-    """Return the presets of the program that starts from `base`, each with the first line of its file, which says what it is for."""
+    """Return the presets of the program that starts from `base`, each with the first line of its file, which says what
+    it is for.
+    """
     titles = {path.stem: path.read_text().splitlines()[0].lstrip("# ") for path in sorted(PRESETS.glob("*.yaml"))}
     program = titles[base].partition(":")[0]
     return {name: title for name, title in titles.items() if title.partition(":")[0] == program}
@@ -60,7 +67,11 @@ def preset_titles(base: str) -> dict[str, str]:
 def _check_preset(name: str, *, folder: Path, base: str, program: str) -> None:
     """Refuse another program's preset: it has no setting that this one would notice."""
     name, mine = name.removesuffix(".yaml"), preset_titles(base)
-    if (PRESETS / f"{name}.yaml").is_file() and name not in mine and (folder == PRESETS or not (folder / f"{name}.yaml").is_file()):
+    if (
+        (PRESETS / f"{name}.yaml").is_file()
+        and name not in mine
+        and (folder == PRESETS or not (folder / f"{name}.yaml").is_file())
+    ):
         raise ConfigError(f"--config-name {name}: is a preset of another program; {program} has {', '.join(mine)}")
 
 
@@ -82,7 +93,9 @@ def _flag_problem(word: str) -> str:
     if word in ("-m", "--multirun"):
         return f"{word}: {WHY_NO_SWEEP}"
     setting = word.lstrip("-")
-    return f"{word}: there is no such flag; " + (f"write a setting without dashes: {setting}" if "=" in setting else "--help lists them")
+    return f"{word}: there is no such flag; " + (
+        f"write a setting without dashes: {setting}" if "=" in setting else "--help lists them"
+    )
 
 
 def _read_overrides(schema: type, words: Sequence[str], *, folder: Path) -> tuple[list[str], list[str]]:
@@ -149,12 +162,16 @@ def _folder(folder: str | None) -> Path:
 
 
 def _home_and_other(name: str, folder: Path) -> tuple[Path, Path]:
-    """Return the directory that holds `name`.yaml, the user's before ours, and the other one to look up its `defaults` in."""
+    """Return the directory that holds `name`.yaml, the user's before ours, and the other one to look up its `defaults`
+    in.
+    """
     for home, other in ((folder, PRESETS), (PRESETS, folder)):
         if (home / f"{name}.yaml").is_file():
             return home, other
     names = sorted({path.stem for base in (folder, PRESETS) for path in base.glob("*.yaml")})
-    raise ConfigError(f"--config-name {name}: there is no such file; {unknown_name(name, names)}; --config-path names your directory")
+    raise ConfigError(
+        f"--config-name {name}: there is no such file; {unknown_name(name, names)}; --config-path names your directory"
+    )
 
 
 def _one_line(error: Exception) -> str:

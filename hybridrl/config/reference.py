@@ -1,9 +1,15 @@
-"""The settings as text: what `--help` prints and what stands in docs/config.md. Renders, writes nothing."""
+"""The settings as text: what `--help` prints and what stands in docs/config.md. Renders, writes nothing.
 
+`python -m hybridrl.config.reference > docs/config.md`: writes the reference of all settings to standard output.
+"""
+
+import sys
 from collections.abc import Iterator, Mapping
 from textwrap import indent
 
-from hybridrl.config.schema import Key, Section, sections
+from hybridrl.config.introspection import Key, Section, sections
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.errors import ConfigError
 
 USAGE = """\
@@ -29,14 +35,15 @@ presets:
 MARKDOWN_HEAD = """\
 # Settings
 
-Generated from the schema by `python -m hybridrl.config.help > docs/config.md`.
+Generated from the schema by `python -m hybridrl.config.reference > docs/config.md`.
 A key is set on the command line as `key=value`, or in a YAML file.
 "per_gpu" means per worker process, whatever its device.
 """
 
 
 def help_text(schema: type, *, program: str, presets: Mapping[str, str], base: str, wanted: str = "") -> str:
-    """Return usage, examples and every key with type, default, range and sentence; only keys that contain `wanted`, if given.
+    """Return usage, examples and every key with type, default, range and sentence; only keys that contain `wanted`, if
+    given.
 
     `presets` are names with a sentence each; `base` is the one this program starts from.
 
@@ -81,5 +88,19 @@ def _chapter(name: str, schema: type) -> Iterator[str]:
         if section.name:
             yield f"### {section.name}\n\n{section.help}\n"
         yield "| key | type | default | allowed | meaning |\n|---|---|---|---|---|"
-        yield from (f"| `{key.name}` | {key.type_name} | `{key.default_text}` | {key.range_text} | {key.help} |" for key in keys)
+        yield from (
+            f"| `{key.name}` | {key.type_name} | `{key.default_text}` | {key.range_text} | {key.help} |" for key in keys
+        )
         yield ""
+
+
+PROGRAMS = {"hybridrl.main_ppo": PPOConfig, "hybridrl.main_sft": SFTConfig}
+
+
+def main() -> None:
+    """Write the page; docs/config.md is this output, and a test compares the two."""
+    sys.stdout.write(markdown(PROGRAMS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,6 @@
-"""What is done to any batch of rows, a `DataProto` or a TensorDict with one batch dimension: cut it up, and join the pieces."""
+"""What is done to any batch of rows, a `DataProto` or a TensorDict with one batch dimension: cut it up, and join the
+pieces.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +13,25 @@ from hybridrl.data_plane.sharing import CopyOnTouch
 
 
 def is_batch(value: Any) -> bool:
-    """Return whether the value has rows that can be cut and joined: a `DataProto`, or a TensorDict with one batch dimension."""
+    """Return whether the value has rows that can be cut and joined: a `DataProto`, or a TensorDict with one batch
+    dimension.
+    """
     return isinstance(value, CopyOnTouch) or (isinstance(value, TensorDict) and len(value.batch_size) == 1)
 
 
 def chunk_rows(batch: Any, parts: int) -> list:
-    """Return `parts` batches of consecutive rows whose sizes differ by at most one; they may be empty and keep the columns."""
+    """Return `parts` batches of consecutive rows whose sizes differ by at most one; they may be empty and keep the
+    columns.
+    """
     _check(batch)
-    return tensordict_utils.chunk_tensordict(batch, parts) if isinstance(batch, TensorDict) else batch.chunk_uneven(parts)
+    return (
+        tensordict_utils.chunk_tensordict(batch, parts) if isinstance(batch, TensorDict) else batch.chunk_uneven(parts)
+    )
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """Return the rows of all batches, copied, as one of the first one's class. See `DataProto.concat`, also for the meta information.
+    """Return the rows of all batches, copied, as one of the first one's class. See `DataProto.concat`, also for the
+    meta information.
 
     Batches of both kinds, which a group's workers have no reason to return, are a TypeError.
     """
@@ -33,7 +42,9 @@ def concat_batches(batches: Sequence[Any]) -> Any:
     if not isinstance(batches[0], TensorDict):
         return type(batches[0]).concat(batches)
     if not all(isinstance(batch, TensorDict) for batch in batches):
-        raise TypeError(f"batches of one kind are needed to concatenate, got {[type(batch).__name__ for batch in batches]}")
+        raise TypeError(
+            f"batches of one kind are needed to concatenate, got {[type(batch).__name__ for batch in batches]}"
+        )
     meta = merge_meta_info(tensordict_utils.meta_of(batch) for batch in batches)
     return tensordict_utils.concat_with_meta(batches, meta)
 
@@ -46,4 +57,6 @@ def size_in_bytes(batch: Any) -> int:
 def _check(batch: Any) -> None:
     if not is_batch(batch):
         shape = f" of batch_size {tuple(batch.batch_size)}" if isinstance(batch, TensorDict) else ""
-        raise TypeError(f"a batch is a DataProto or a TensorDict with one batch dimension, got {type(batch).__name__}{shape}")
+        raise TypeError(
+            f"a batch is a DataProto or a TensorDict with one batch dimension, got {type(batch).__name__}{shape}"
+        )

@@ -1,7 +1,8 @@
-"""Rows of one column: cut, picked, joined and compared, for dense tensors, jagged nested tensors and numpy arrays alike.
+"""Rows of one column: cut, picked, joined and compared, for dense tensors, jagged nested tensors and numpy arrays
+alike.
 
-A column is a tensor or an array whose first dimension counts rows. This file knows nothing about batches of several columns
-(`protocol.py`) and nothing about bytes (`serialization.py`).
+A column is a tensor or an array whose first dimension counts rows. This file knows nothing about batches of several
+columns (`protocol.py`) and nothing about bytes (`serialization.py`).
 """
 
 from collections.abc import Sequence
@@ -18,28 +19,41 @@ RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 def check_tensor_column(name: Any, tensor: Any) -> None:
-    """Refuse what rows cannot be taken from: TypeError for no tensor, DataError for sparse and strided nested layouts."""
+    """Refuse what rows cannot be taken from: TypeError for no tensor, DataError for sparse and strided
+    nested layouts.
+    """
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"batch column {name!r} is {type(tensor).__name__}; batch columns are tensors under string names")
+        raise TypeError(
+            f"batch column {name!r} is {type(tensor).__name__}; batch columns are tensors under string names"
+        )
     if tensor.is_nested and tensor.layout != torch.jagged:
-        raise DataError(f"batch column {name!r} is a nested tensor of layout {tensor.layout}; build it with layout=torch.jagged")
+        raise DataError(
+            f"batch column {name!r} is a nested tensor of layout {tensor.layout}; build it with layout=torch.jagged"
+        )
     if tensor.layout not in (torch.strided, torch.jagged):
         raise DataError(f"batch column {name!r} has layout {tensor.layout}; use .to_dense() first")
     if tensor.dim() == 0:
-        raise DataError(f"batch column {name!r} has no row dimension; a number that belongs to the whole batch goes to meta_info")
+        raise DataError(
+            f"batch column {name!r} has no row dimension; a number that belongs to the whole batch goes to meta_info"
+        )
 
 
 def check_array_column(name: Any, array: Any, num_rows: int) -> None:
     """Refuse an array that does not have `num_rows` rows (DataError), and what is no array (TypeError)."""
     if not isinstance(name, str) or not isinstance(array, np.ndarray):
-        raise TypeError(f"non_tensor_batch column {name!r} is {type(array).__name__}; these columns are numpy arrays under string names")
+        raise TypeError(
+            f"non_tensor_batch column {name!r} is {type(array).__name__}; these columns are numpy arrays "
+            "under string names"
+        )
     if array.ndim == 0 or len(array) != num_rows:
         size = len(array) if array.ndim else "no"
         raise DataError(f"non_tensor_batch column {name!r} has {size} rows, the batch has {num_rows}")
 
 
 def object_array(values: Any) -> np.ndarray:
-    """Return values as an object array, one row per entry; entries whose shapes differ inside become one object each."""
+    """Return values as an object array, one row per entry; entries whose shapes differ inside become
+    one object each.
+    """
     try:
         return np.array(values, dtype=object)
     except ValueError:
@@ -55,10 +69,11 @@ def one_object_per_row(values: Sequence) -> np.ndarray:
 
 
 def row_index(rows: RowIndex, num_rows: int) -> torch.Tensor:
-    """Return the picked rows as a (K,) int64 tensor of numbers in [0, num_rows), from numbers (negative ones count from the end) or a mask.
+    """Return the picked rows as a (K,) int64 tensor of numbers in [0, num_rows), from numbers (negative ones count from
+    the end) or a mask.
 
-    Errors: TypeError for a dtype that is neither int nor bool, DataError for a mask of another length or an index of more than one
-    dimension, IndexError for a row that is not there.
+    Errors: TypeError for a dtype that is neither int nor bool, DataError for a mask of another length or an index of
+    more than one dimension, IndexError for a row that is not there.
     """
     index = np.asarray(rows.detach().cpu() if isinstance(rows, torch.Tensor) else rows)
     if index.ndim != 1:
@@ -112,7 +127,9 @@ def _meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 
 def without_holes(jagged: torch.Tensor) -> torch.Tensor:
-    """Return a jagged tensor whose values hold nothing but its rows (a narrowed one also carries what was narrowed away)."""
+    """Return a jagged tensor whose values hold nothing but its rows (a narrowed one also carries what was narrowed
+    away).
+    """
     return jagged.contiguous() if jagged.lengths() is not None else jagged
 
 
@@ -147,17 +164,23 @@ def concat_rows(name: str, pieces: Sequence[Column]) -> Column:
     for number, kind in enumerate(kinds):
         # torch.cat would promote: int64 next to float32 loses digits without a word.
         if kind != kinds[0]:
-            first, other = (f"{dtype} {shape if isinstance(shape, str) else tuple(shape)}" for dtype, shape in (kinds[0], kind))
+            first, other = (
+                f"{dtype} {shape if isinstance(shape, str) else tuple(shape)}" for dtype, shape in (kinds[0], kind)
+            )
             raise DataError(
-                f"column {name!r} cannot be concatenated: rows of piece 0 are {first}, of piece {number} {other}; pad or cast them first"
+                f"column {name!r} cannot be concatenated: rows of piece 0 are {first}, of piece {number} "
+                f"{other}; pad or cast them first"
             )
     return _concat_jagged(pieces) if pieces[0].is_nested else torch.cat(list(pieces))
 
 
 def _concat_arrays(name: str, pieces: Sequence[np.ndarray]) -> np.ndarray:
     if any(p.dtype == object for p in pieces) and len({p.shape[1:] for p in pieces}) > 1:
-        # Lists of equal length make a two-dimensional object array, others a flat one: which it is may differ between pieces.
-        pieces = [one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in pieces]
+        # Lists of equal length make a two-dimensional object array, others a flat one: which it is may differ between
+        # pieces.
+        pieces = [
+            one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in pieces
+        ]
     try:
         return np.concatenate(pieces)
     except (ValueError, TypeError) as error:
@@ -181,7 +204,8 @@ def num_bytes(column: Column) -> int:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Return whether two values are the same all the way down; NaN equals NaN, 1 equals 1.0 as in Python, a tensor no array.
+    """Return whether two values are the same all the way down; NaN equals NaN, 1 equals 1.0 as in Python, a tensor no
+    array.
 
     Complex numbers are compared part by part: with NaN in the one, the other still counts.
     """
@@ -223,3 +247,19 @@ def _equal_arrays(a: np.ndarray, b: np.ndarray) -> bool:
     if a.dtype.kind == b.dtype.kind == "c":
         return _equal_arrays(a.real, b.real) and _equal_arrays(a.imag, b.imag)
     return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
+
+
+def cut_across(name: str, column: Column, parts: int) -> Column:
+    """Return (B * parts, W / parts, ...) of a column (B, W, ...): the `parts` pieces of a row in adjacent rows.
+
+    Else DataError.
+    """
+    if parts < 1:
+        raise ValueError(f"column {name!r} cannot be cut into {parts} parts; at least 1 is needed")
+    nested = isinstance(column, torch.Tensor) and column.is_nested
+    if nested or column.ndim < 2 or column.shape[1] % parts:
+        shape = "jagged" if nested else tuple(column.shape)
+        raise DataError(
+            f"the second dimension of column {name!r}, which is {shape}, cannot be cut into {parts} equal parts"
+        )
+    return column.reshape(len(column) * parts, column.shape[1] // parts, *column.shape[2:])

@@ -19,14 +19,18 @@ def stack_of(values: Sequence) -> NonTensorStack:
 
 
 def plain_value(entry: Any) -> Any:
-    """Return an entry of a TensorDict without its wrapping: a tensor as it is, a column as a list, a value of the whole batch."""
+    """Return an entry of a TensorDict without its wrapping: a tensor as it is, a column as a list, a value of the whole
+    batch.
+    """
     if isinstance(entry, NonTensorStack):
         return entry.tolist()
     return entry.data if isinstance(entry, NonTensorData) else entry
 
 
 def split_tensordict(tensor_dict: TensorDict) -> Parts:
-    """Return (tensor columns, other columns, meta information): `NonTensorStack` entries are columns, `NonTensorData` meta."""
+    """Return (tensor columns, other columns, meta information): `NonTensorStack` entries are columns, `NonTensorData`
+    meta.
+    """
     arrays = {name: column_array(v.tolist()) for name, v in tensor_dict.items() if isinstance(v, NonTensorStack)}
     meta_info = {name: v.data for name, v in tensor_dict.items() if isinstance(v, NonTensorData)}
     tensors = {name: v for name, v in tensor_dict.items() if name not in arrays and name not in meta_info}
@@ -34,19 +38,29 @@ def split_tensordict(tensor_dict: TensorDict) -> Parts:
 
 
 def column_array(values: Sequence) -> np.ndarray:
-    """Return the array column of these rows: numpy numbers and arrays of one dtype and shape as one, anything else a flat object array.
+    """Return the array column of these rows: numpy numbers and arrays of one dtype and shape as one, anything else a
+    flat object array.
 
-    So a column whose rows were taken out one by one comes back as it was: rows of an array are numpy's, and other columns seldom hold such.
+    So a column whose rows were taken out one by one comes back as it was: rows of an array are numpy's, and other
+    columns seldom hold such.
     """
     if values and all(isinstance(value, np.generic) for value in values):
         return np.array(values)
-    if values and all(isinstance(value, np.ndarray) for value in values) and len({(v.dtype, v.shape) for v in values}) == 1:
+    if (
+        values
+        and all(isinstance(value, np.ndarray) for value in values)
+        and len({(v.dtype, v.shape) for v in values}) == 1
+    ):
         return np.stack(values)
     return one_object_per_row(values)
 
 
 def join_tensordict(
-    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any], *, num_rows: int
+    tensors: Mapping[str, torch.Tensor],
+    arrays: Mapping[str, np.ndarray],
+    meta_info: Mapping[str, Any],
+    *,
+    num_rows: int,
 ) -> TensorDict:
     """Return the three parts as one TensorDict, as `split_tensordict` reads it. A name used twice is a DataError."""
     twice = sorted({*tensors} & {*arrays} | {*tensors, *arrays} & {*meta_info})
@@ -60,7 +74,9 @@ def join_tensordict(
     return result
 
 
-def describe(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> str:
+def describe(
+    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]
+) -> str:
     """Return one line per column with shape, dtype and device, and one per meta_info key with its type."""
     lines = ["batch"]
     lines += [f"  {name}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}" for name, tensor in tensors.items()]

@@ -1,7 +1,7 @@
 """`DataProtoFuture`: a batch that is still on the workers, as one reference per shard.
 
-The driver moves references, not tokens: handing a future to a group with as many workers as it has shards passes each shard on
-without looking at it. Nothing here knows what a reference is; whoever makes a future says how to `fetch` one.
+The driver moves references, not tokens: handing a future to a group with as many workers as it has shards passes each
+shard on without looking at it. Nothing here knows what a reference is; whoever makes a future says how to `fetch` one.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ def concat_shards(shards: list) -> Any:
 class DataProtoFuture:
     """A promised batch.
 
-    collect_fn: makes the batch of the fetched shards, in shard order; row by row, so that some shards can be collected alone.
-    futures: one reference per shard. dispatch_fn: applied to the collected batch before it is returned.
-    fetch: values of a list of references, with a deadline of its own; None when the futures are the values themselves.
-    sizes: rows of each shard, or a reference to that number; with them a piece leaves alone the shards it does not need.
-    part: (i, n) if this is the i-th of n pieces and the sizes were still references when it was cut.
+    collect_fn: makes the batch of the fetched shards, in shard order; row by row, so that some shards can be collected
+    alone. futures: one reference per shard. dispatch_fn: applied to the collected batch before it is returned. fetch:
+    values of a list of references, with a deadline of its own; None when the futures are the values themselves. sizes:
+    rows of each shard, or a reference to that number; with them a piece leaves alone the shards it does not need. part:
+    (i, n) if this is the i-th of n pieces and the sizes were still references when it was cut.
 
     A future is for passing on or for `get()`. It is picklable if its functions are.
     """
@@ -46,12 +46,17 @@ class DataProtoFuture:
             raise ValueError(f"sizes={self.sizes} must name the rows of each of the {len(self.futures)} shards")
 
     @staticmethod
-    def concat(data: list, *, fetch: Callable[[list], list] | None = None, sizes: list | None = None) -> "DataProtoFuture":
+    def concat(
+        data: list, *, fetch: Callable[[list], list] | None = None, sizes: list | None = None
+    ) -> "DataProtoFuture":
         """Return the future of the concatenation of the batches behind a list of references."""
         return DataProtoFuture(collect_fn=concat_shards, futures=list(data), fetch=fetch, sizes=sizes)
 
     def get(self) -> Any:
-        """Fetch the shards and return the batch. Raises what fetching raises, and DataError if the rows are not those promised."""
+        """Fetch the shards and return the batch.
+
+        Raises what fetching raises, and DataError if the rows are not those promised.
+        """
         batch = self._all_shards() if self.part is None else self._own_part()
         return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
 
@@ -72,13 +77,17 @@ class DataProtoFuture:
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
         """Return `chunks` futures of consecutive rows, without fetching anything.
 
-        As many as there are shards: one shard each, whatever its size. Otherwise piece sizes differ by at most one row and each
-        piece fetches the shards it needs; without `sizes`, or with a `dispatch_fn` of its own, each fetches all of them. Meta
-        information of a piece is that of the shards it fetched.
+        As many as there are shards: one shard each, whatever its size. Otherwise piece sizes differ by at most one row
+        and each piece fetches the shards it needs; without `sizes`, or with a `dispatch_fn` of its own, each fetches
+        all of them. Meta information of a piece is that of the shards it fetched.
         """
         if chunks < 1:
             raise ValueError(f"chunks={chunks} must be at least 1")
-        if self.dispatch_fn is not None or self.part is not None or (self.sizes is None and chunks != len(self.futures)):
+        if (
+            self.dispatch_fn is not None
+            or self.part is not None
+            or (self.sizes is None and chunks != len(self.futures))
+        ):
             return [replace(self, dispatch_fn=partial(_piece, self.dispatch_fn, i, chunks)) for i in range(chunks)]
         if chunks == len(self.futures):
             return [self._shards(slice(i, i + 1)) for i in range(chunks)]
@@ -94,7 +103,9 @@ class DataProtoFuture:
         return replace(self, futures=self.futures[which], sizes=sizes)
 
     def _rows(self, start: int, stop: int) -> "DataProtoFuture":
-        """The shards that hold rows [start, stop), cut to them; an empty piece fetches one shard, to know its columns."""
+        """The shards that hold rows [start, stop), cut to them; an empty piece fetches one shard, to
+        know its columns.
+        """
         ends = list(accumulate(self.sizes))
         first = next((i for i, end in enumerate(ends) if end > start), len(ends) - 1)
         last = next((i for i, end in enumerate(ends) if end >= stop and i >= first), first)

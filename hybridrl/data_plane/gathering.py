@@ -1,31 +1,30 @@
 """Columns of all ranks on every rank, over a torch process group: for code that runs inside one group of workers.
 
-Every rank first announces what it holds, so that a mismatch is raised everywhere, before anybody waits for tensors that never
-come. Tensors then travel as bytes, padded to the largest rank's: any dtype, any number of rows per rank, any backend.
+Every rank first announces what it holds, so that a mismatch is raised everywhere, before anybody waits for tensors that
+never come. Tensors then travel as bytes, padded to the largest rank's: any dtype, any number of rows per rank, any
+backend.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from hybridrl.data_plane.columns import jagged_dim, without_holes
 from hybridrl.data_plane.merging import concat_columns
 from hybridrl.data_plane.serialization import flat_bytes
-
-if TYPE_CHECKING:
-    from hybridrl.protocol import DataProto
 
 Parts = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """A tensor column announced: device, dtype and shape of its values, and, of a jagged one, number of rows and ragged dimension."""
+    """A tensor column announced: device, dtype and shape of its values, and, of a jagged one, number of rows and ragged
+    dimension.
+    """
 
     device: str
     dtype: torch.dtype
@@ -57,28 +56,24 @@ class _Announcement:
     arrays: dict[str, np.ndarray]
 
 
-def all_gather_data_proto(data: "DataProto", process_group: dist.ProcessGroup | None = None) -> None:
-    """Make the batch hold the rows of all ranks of the group in rank order, in place; meta_info stays this rank's own.
-
-    Every rank of the group calls this and waits for all others, at most for the group's own timeout. Numbers of rows may differ; a
-    rank without rows need not know the columns. Each tensor stays on the device where this rank has it. Ranks whose columns, dtypes or
-    row shapes differ are a DataError on every rank, with the batch as it was.
-    """
-    tensors, arrays, num_rows = all_gather_columns(data._tensors(), data.non_tensor_batch, num_rows=len(data), group=process_group)
-    data.batch = TensorDict(tensors, batch_size=[num_rows]) if tensors or data._batch is not None else None
-    data.non_tensor_batch = arrays
-
-
 def all_gather_columns(
-    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], *, num_rows: int, group: dist.ProcessGroup | None = None
+    tensors: Mapping[str, torch.Tensor],
+    arrays: Mapping[str, np.ndarray],
+    *,
+    num_rows: int,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], int]:
-    """Return (tensor columns, array columns, rows) of all ranks of the group together, as `all_gather_data_proto` says."""
+    """Return (tensor columns, array columns, rows) of all ranks of the group together, as `all_gather_data_proto`
+    (reshaping.py) says.
+    """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     layouts = {name: _layout(tensor) for name, tensor in tensors.items()}
     dist.all_gather_object(everyone, _Announcement(num_rows, layouts, dict(arrays)), group=group)
     holders = [rank for rank, one in enumerate(everyone) if one.num_rows] or _first_with_columns(everyone)
     all_arrays = concat_columns([everyone[rank].arrays for rank in holders])
-    concat_columns([{name: layout.without_rows() for name, layout in everyone[rank].layouts.items()} for rank in holders])
+    concat_columns(
+        [{name: layout.without_rows() for name, layout in everyone[rank].layouts.items()} for rank in holders]
+    )
     gathered = {}
     for name in everyone[holders[0]].layouts:
         own = _parts(tensors[name]) if dist.get_rank(group) in holders else ()
@@ -96,7 +91,9 @@ def _first_with_columns(everyone: Sequence[_Announcement]) -> list[int]:
 def _layout(tensor: torch.Tensor) -> _Layout:
     if not tensor.is_nested:
         return _Layout(tensor.device.type, tensor.dtype, tuple(tensor.shape))
-    return _Layout(tensor.device.type, tensor.dtype, tuple(without_holes(tensor).values().shape), len(tensor), jagged_dim(tensor))
+    return _Layout(
+        tensor.device.type, tensor.dtype, tuple(without_holes(tensor).values().shape), len(tensor), jagged_dim(tensor)
+    )
 
 
 def _parts(tensor: torch.Tensor) -> Parts:
@@ -106,7 +103,10 @@ def _parts(tensor: torch.Tensor) -> Parts:
 
 
 def _all_gather_column(own: Parts, layouts: dict[int, _Layout], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return the column of each rank that holds rows, in rank order. A rank that holds none takes part with empty `own`."""
+    """Return the column of each rank that holds rows, in rank order.
+
+    A rank that holds none takes part with empty `own`.
+    """
     gathered: dict[int, list[torch.Tensor]] = {rank: [] for rank in layouts}
     for number in range(len(next(iter(layouts.values())).parts())):
         kinds = {rank: layout.parts()[number] for rank, layout in layouts.items()}
@@ -119,7 +119,9 @@ def _all_gather_column(own: Parts, layouts: dict[int, _Layout], group: dist.Proc
 
 
 def _common_device(devices: Sequence[str], backends: str) -> torch.device:
-    """The device over which a column travels, by the same reasoning on every rank: NCCL moves nothing but CUDA memory."""
+    """The device over which a column travels, by the same reasoning on every rank: NCCL moves nothing
+    but CUDA memory.
+    """
     if "nccl" in backends and ("gloo" not in backends or "cuda" in devices):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

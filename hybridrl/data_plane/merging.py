@@ -1,4 +1,5 @@
-"""Dictionaries of a batch put together: columns that may overlap, meta information of many pieces, metrics of many workers.
+"""Dictionaries of a batch put together: columns that may overlap, meta information of many pieces, metrics of many
+workers.
 
 Whatever is in two places must agree; nothing is overwritten silently. Rows are `columns.py`'s business.
 """
@@ -22,13 +23,20 @@ def check_union(kind: str, first: Mapping, second: Mapping) -> None:
     """Raise DataError naming the key unless everything that both mappings hold is equal (NaN equals NaN)."""
     for key in second:
         if key in first and not equal(first[key], second[key]):
-            raise DataError(f"{kind} {key!r} is in both batches with different content; rename or drop one of them first")
+            raise DataError(
+                f"{kind} {key!r} is in both batches with different content; rename or drop one of them first"
+            )
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Put the second one's entries into the first, in place, and return it. Entries in both must be equal (else DataError)."""
+    """Put the second one's entries into the first, in place, and return it.
+
+    Entries in both must be equal (else DataError).
+    """
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        raise DataError(f"batches of {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows have no union")
+        raise DataError(
+            f"batches of {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows have no union"
+        )
     first, second = ({key: plain_value(entry) for key, entry in td.items()} for td in (tensor_dict1, tensor_dict2))
     check_union("tensor column", first, second)
     for key in second:
@@ -38,12 +46,18 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Put the second one's arrays into the first, in place, and return it. Arrays in both must be equal, deeply (else DataError)."""
+    """Put the second one's arrays into the first, in place, and return it.
+
+    Arrays in both must be equal, deeply (else DataError).
+    """
     return _union("non-tensor column", tensor_dict1, tensor_dict2)
 
 
 def union_two_dict(dict1: dict, dict2: dict) -> dict:
-    """Put the second one's entries into the first, in place, and return it. Entries in both must be equal, deeply (else DataError)."""
+    """Put the second one's entries into the first, in place, and return it.
+
+    Entries in both must be equal, deeply (else DataError).
+    """
     return _union("meta_info key", dict1, dict2)
 
 
@@ -54,19 +68,24 @@ def _union(kind: str, first: D, second: D) -> D:
 
 
 def concat_columns(pieces: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Return each column's rows of all pieces. Every piece must have the same columns (else DataError naming those that differ)."""
+    """Return each column's rows of all pieces.
+
+    Every piece must have the same columns (else DataError naming those that differ).
+    """
     for number, piece in enumerate(pieces):
         differing = piece.keys() ^ pieces[0].keys()
         if differing:
-            raise DataError(f"pieces 0 and {number} cannot be concatenated: only one of them has the columns {sorted(differing)}")
+            raise DataError(
+                f"pieces 0 and {number} cannot be concatenated: only one of them has the columns {sorted(differing)}"
+            )
     return {name: concat_rows(name, [piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def merge_meta_info(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the meta information of a concatenation.
 
-    `metrics` (a dict, or a list of dicts) becomes one dict of lists over all parts; any other key that several parts have must hold
-    the same value everywhere (else DataError with both values).
+    `metrics` (a dict, or a list of dicts) becomes one dict of lists over all parts; any other key that several parts
+    have must hold the same value everywhere (else DataError with both values).
     """
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
@@ -75,7 +94,9 @@ def merge_meta_info(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if key == METRICS:
                 metrics += [] if value is None else value if isinstance(value, list) else [value]
             elif key in merged and not equal(merged[key], value):
-                raise DataError(f"conflicting values for meta_info key {key!r}: {_short(merged[key])} and {_short(value)}")
+                raise DataError(
+                    f"conflicting values for meta_info key {key!r}: {_short(merged[key])} and {_short(value)}"
+                )
             else:
                 merged[key] = value
     if metrics:
@@ -93,7 +114,10 @@ def _flatten_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list]:
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list]:
-    """Return {key: [value in each dict]}. Every dict must have the same keys (else DataError naming those that differ)."""
+    """Return {key: [value in each dict]}.
+
+    Every dict must have the same keys (else DataError naming those that differ).
+    """
     for number, entry in enumerate(list_of_dict):
         differing = entry.keys() ^ list_of_dict[0].keys()
         if differing:
@@ -110,10 +134,15 @@ def pick_entries(kind: str, entries: dict[str, Any], names: Sequence[str] | None
 
 
 def renamed(names: Sequence[str], old_keys: str | list[str] | None, new_keys: str | list[str] | None) -> list[str]:
-    """Return the names with the old keys, which must be among them, replaced by the new ones, all at once. Twice one name: DataError."""
+    """Return the names with the old keys, which must be among them, replaced by the new ones, all at once.
+
+    Twice one name: DataError.
+    """
     old, new = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
     if not isinstance(old, list) or not isinstance(new, list):
-        raise TypeError(f"keys must be a string or a list of strings, got {type(old_keys).__name__} and {type(new_keys).__name__}")
+        raise TypeError(
+            f"keys must be a string or a list of strings, got {type(old_keys).__name__} and {type(new_keys).__name__}"
+        )
     if len(old) != len(new):
         raise ValueError(f"{len(old)} old and {len(new)} new keys: {old} and {new}")
     pick_entries("batch column", dict.fromkeys(names), old)

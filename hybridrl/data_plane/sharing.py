@@ -1,13 +1,14 @@
 """Tensor columns that other processes may be reading from the same memory, and how writing to them stays private.
 
-Ray maps a received buffer straight from memory that all readers on the machine share, and maps it *writable*. numpy refuses to
-write to it; torch does not know: an in-place write succeeds and changes what every other reader gets from then on. Copying on
-arrival would be safe and costs more than sending and receiving together. So a received column is copied when it is first handed
-out for anything but reading in this package: whoever only passes a batch on, concatenates it or picks rows from it never pays.
-torch's own copy-on-write storage (`torch._lazy_clone`) refuses memory that torch did not allocate.
+Ray maps a received buffer straight from memory that all readers on the machine share, and maps it *writable*. numpy
+refuses to write to it; torch does not know: an in-place write succeeds and changes what every other reader gets from
+then on. Copying on arrival would be safe and costs more than sending and receiving together. So a received column is
+copied when it is first handed out for anything but reading in this package: whoever only passes a batch on,
+concatenates it or picks rows from it never pays. torch's own copy-on-write storage (`torch._lazy_clone`) refuses memory
+that torch did not allocate.
 
-Numeric array columns are copied on arrival, they are small. Arrays inside object columns and inside meta_info stay read-only,
-guarded by numpy: copy one before `torch.from_numpy`.
+Numeric array columns are copied on arrival, they are small. Arrays inside object columns and inside meta_info stay
+read-only, guarded by numpy: copy one before `torch.from_numpy`.
 """
 
 import threading
@@ -24,11 +25,15 @@ _COPYING = threading.Lock()
 
 
 class CopyOnTouch:
-    """Holds `batch`, a TensorDict or None, of which some columns may lie in shared memory until `batch` is first read."""
+    """Holds `batch`, a TensorDict or None, of which some columns may lie in shared memory until
+    `batch` is first read.
+    """
 
     @property
     def batch(self) -> TensorDict:
-        """The tensor columns, from here on private to this process; None if there are none, which no type checker need ask about."""
+        """The tensor columns, from here on private to this process; None if there are none, which no type checker need
+        ask about.
+        """
         self._own()
         return self._batch  # type: ignore[return-value]
 
@@ -56,9 +61,15 @@ class CopyOnTouch:
 
 
 def own_copy(column: torch.Tensor) -> torch.Tensor:
-    """A copy of a received column. numpy allocates it: it asks the kernel for huge pages, and a fresh page fault is what copying costs."""
+    """A copy of a received column.
+
+    numpy allocates it: it asks the kernel for huge pages, and a fresh page fault is what copying costs.
+    """
     if column.is_nested:
-        values, offsets = own_copy(column.values()), own_copy(column.offsets())  # clone() would leave the offsets where they are
+        values, offsets = (
+            own_copy(column.values()),
+            own_copy(column.offsets()),
+        )  # clone() would leave the offsets where they are
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim(column))
     if not column.nbytes:
         return column.clone()

@@ -1,8 +1,10 @@
-"""TensorDicts as batches, for users of verl's second protocol: `from hybridrl.data_plane import tensordict_utils as tu`.
+"""TensorDicts as batches, for users of verl's second protocol: `from hybridrl.data_plane import tensordict_utils as
+tu`.
 
-A TensorDict holds rows when it has one batch dimension: tensors (dense or jagged) and `NonTensorStack` entries are columns,
-`NonTensorData` entries belong to the whole batch, as meta_info does in a `DataProto`. Everything here keeps that difference, whatever
-tensordict's own chunk, cat and indexing make of it in which version. Rows are cut, picked and joined by `columns.py`.
+A TensorDict holds rows when it has one batch dimension: tensors (dense or jagged) and `NonTensorStack` entries are
+columns, `NonTensorData` entries belong to the whole batch, as meta_info does in a `DataProto`. Everything here keeps
+that difference, whatever tensordict's own chunk, cat and indexing make of it in which version. Rows are cut, picked and
+joined by `columns.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ from hybridrl.data_plane.columns import (
 )
 from hybridrl.data_plane.conversion import plain_value, stack_of
 from hybridrl.data_plane.merging import concat_columns, list_of_dict_to_dict_of_list, union_tensor_dict
-from hybridrl.data_plane.mini_batches import mini_batches
+from hybridrl.data_plane.row_iterator import mini_batches
 from hybridrl.errors import DataError
 
 __all__ = [
@@ -92,12 +94,17 @@ def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
 
 
 def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """Return an entry as a tensor, a list (`NonTensorStack`) or a value (`NonTensorData`), or the default if there is none."""
+    """Return an entry as a tensor, a list (`NonTensorStack`) or a value (`NonTensorData`), or the default if there is
+    none.
+    """
     return plain_value(tensordict.get(key)) if key in tensordict.keys() else default
 
 
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Return the TensorDict with only these entries and the same rows, sharing storage. One that is not there: KeyError."""
+    """Return the TensorDict with only these entries and the same rows, sharing storage.
+
+    One that is not there: KeyError.
+    """
     keys = list(keys)
     missing = [key for key in keys if key not in tensordict.keys()]
     if missing:
@@ -127,8 +134,8 @@ def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str, Any] | None = None) -> TensorDict:
     """Return the TensorDict of columns (tensors, lists, arrays, `NonTensorStack`) and of values of the whole batch.
 
-    Lists and arrays become `NonTensorStack`, whatever they hold but tensors. Without columns the batch size is []. Columns of different
-    length, a name in both dicts, a strided nested tensor: DataError. No column: TypeError.
+    Lists and arrays become `NonTensorStack`, whatever they hold but tensors. Without columns the batch size is [].
+    Columns of different length, a name in both dicts, a strided nested tensor: DataError. No column: TypeError.
     """
     non_tensor_dict = non_tensor_dict or {}
     twice = sorted(tensor_dict.keys() & non_tensor_dict.keys())
@@ -147,7 +154,10 @@ def _entry_of(key: str, value: Any) -> torch.Tensor | NonTensorStack:
         return value
     if isinstance(value, list | np.ndarray):
         if any(isinstance(item, torch.Tensor) for item in value):
-            raise TypeError(f"column {key!r} is a list of tensors; make it one tensor, or a jagged one by nested_tensor_from_tensor_list")
+            raise TypeError(
+                f"column {key!r} is a list of tensors; make it one tensor, or a jagged one by "
+                "nested_tensor_from_tensor_list"
+            )
         return stack_of(value)
     check_tensor_column(key, value)
     return value
@@ -156,8 +166,8 @@ def _entry_of(key: str, value: Any) -> torch.Tensor | NonTensorStack:
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> TensorDict:
     """Return the TensorDict with one row per dict, which must have the same keys (else DataError).
 
-    Tensors without dimensions become one dense column, others a jagged one even if their shapes agree (a group of one row must look
-    like any other group), everything that is not all tensors a `NonTensorStack`.
+    Tensors without dimensions become one dense column, others a jagged one even if their shapes agree (a group of one
+    row must look like any other group), everything that is not all tensors a `NonTensorStack`.
     """
     if not list_of_dicts:
         raise DataError("a TensorDict of no rows has no columns; make it with get_tensordict")
@@ -175,36 +185,55 @@ def _column_of(values: list) -> torch.Tensor | NonTensorStack:
 
 
 def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
-    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension: `ragged_idx` counted in the result, default the last.
+    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension: `ragged_idx` counted in the result,
+    default the last.
 
     Keeps the gradient history. Tensors that differ in more than that, or in dtype: DataError.
     """
     if not tensors or not all(tensor.dim() == tensors[0].dim() > 0 for tensor in tensors):
-        raise DataError(f"tensors of one number of dimensions, at least 1, are needed, got {[tuple(t.shape) for t in tensors]}")
+        raise DataError(
+            f"tensors of one number of dimensions, at least 1, are needed, got {[tuple(t.shape) for t in tensors]}"
+        )
     ragged = tensors[0].dim() if ragged_idx is None else ragged_idx
     if not 1 <= ragged <= tensors[0].dim():
-        raise DataError(f"ragged_idx={ragged} must be in [1, {tensors[0].dim()}], the dimensions of a tensor counted from 1")
+        raise DataError(
+            f"ragged_idx={ragged} must be in [1, {tensors[0].dim()}], the dimensions of a tensor counted from 1"
+        )
     kinds = {(tensor.dtype, *tensor.shape[: ragged - 1], *tensor.shape[ragged:]) for tensor in tensors}
     if len(kinds) > 1:
-        raise DataError(f"tensors differ in more than dimension {ragged}: {[(t.dtype, tuple(t.shape)) for t in tensors]}")
+        raise DataError(
+            f"tensors differ in more than dimension {ragged}: {[(t.dtype, tuple(t.shape)) for t in tensors]}"
+        )
     values = torch.cat(list(tensors), dim=ragged - 1)
     lengths = torch.tensor([0, *(tensor.shape[ragged - 1] for tensor in tensors)], device=values.device)
     return torch.nested.nested_tensor_from_jagged(values, lengths.cumsum(0), jagged_dim=ragged)
 
 
 def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of all jagged tensors as one. Different dtypes or row shapes, or a tensor that is not jagged: DataError."""
+    """Return the rows of all jagged tensors as one.
+
+    Different dtypes or row shapes, or a tensor that is not jagged: DataError.
+    """
     if not tensors or not all(tensor.is_nested for tensor in tensors):
-        raise DataError(f"one or more jagged tensors are needed, got {[tuple(t.shape) for t in tensors if not t.is_nested]}")
+        raise DataError(
+            f"one or more jagged tensors are needed, got {[tuple(t.shape) for t in tensors if not t.is_nested]}"
+        )
     for number, tensor in enumerate(tensors):
         check_tensor_column(f"tensor {number}", tensor)
     return concat_rows("nested", tensors)
 
 
 def maybe_fix_3d_position_ids(data: TensorDict) -> None:
-    """Make the last dimension of jagged 3-dimensional `position_ids` the ragged one, in place, if some transport lost that."""
+    """Make the last dimension of jagged 3-dimensional `position_ids` the ragged one, in place, if some transport lost
+    that.
+    """
     position_ids = get(data, "position_ids")
-    if isinstance(position_ids, torch.Tensor) and position_ids.is_nested and position_ids.dim() == 3 and jagged_dim(position_ids) != 2:
+    if (
+        isinstance(position_ids, torch.Tensor)
+        and position_ids.is_nested
+        and position_ids.dim() == 3
+        and jagged_dim(position_ids) != 2
+    ):
         fixed = torch.nested.nested_tensor_from_jagged(position_ids.values(), position_ids.offsets(), jagged_dim=2)
         data.set("position_ids", fixed)
 
@@ -213,7 +242,9 @@ def maybe_fix_3d_position_ids(data: TensorDict) -> None:
 
 
 def index_select_tensor_dict(batch: TensorDict | None, indices: RowIndex) -> TensorDict | None:
-    """Return a copy with the picked rows (numbers, negative ones from the end, or a mask), values of the whole batch kept. None: None."""
+    """Return a copy with the picked rows (numbers, negative ones from the end, or a mask), values of the whole batch
+    kept. None: None.
+    """
     if batch is None:
         return None
     rows = row_index(indices, _num_rows(batch))
@@ -222,10 +253,15 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: RowIndex) -> Ten
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
-    """Return `chunks` pieces of consecutive rows whose sizes differ by at most one, larger first; they may be empty. Dense: views."""
+    """Return `chunks` pieces of consecutive rows whose sizes differ by at most one, larger first; they may be empty.
+
+    Dense: views.
+    """
     columns, meta = _split(td)
     return [
-        _join({key: slice_rows(column, start, stop) for key, column in columns.items()}, meta, td, num_rows=stop - start)
+        _join(
+            {key: slice_rows(column, start, stop) for key, column in columns.items()}, meta, td, num_rows=stop - start
+        )
         for start, stop in even_bounds(_num_rows(td), chunks)
     ]
 
@@ -233,8 +269,8 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     """Return the rows of all TensorDicts, copied; values of the whole batch are those of the first that has them.
 
-    Pieces whose columns, dtypes or row shapes differ are a DataError; a piece without rows adds no columns. Without batch dimension:
-    `concat_tensordict_with_none_bsz`.
+    Pieces whose columns, dtypes or row shapes differ are a DataError; a piece without rows adds no columns. Without
+    batch dimension: `concat_tensordict_with_none_bsz`.
     """
     if not data:
         raise DataError("one or more TensorDicts are needed to concatenate")
@@ -267,15 +303,22 @@ def meta_of(td: TensorDict) -> dict[str, Any]:
 
 
 def make_iterator(
-    tensordict: TensorDict, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict[str, Any] | None = None
+    tensordict: TensorDict,
+    mini_batch_size: int,
+    epochs: int,
+    seed: int | None = None,
+    dataloader_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[TensorDict]:
-    """Return an iterator over mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` mixes them."""
+    """Return an iterator over mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` mixes
+    them.
+    """
     how = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
     return mini_batches(_num_rows(tensordict), lambda rows: index_select_tensor_dict(tensordict, rows), **how)
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Return (batch, added rows): the rows repeated from the first one on until their number is a multiple of `size_divisor`.
+    """Return (batch, added rows): the rows repeated from the first one on until their number is a multiple of
+    `size_divisor`.
 
     Nothing is copied when nothing is added. An empty batch stays empty.
     """
@@ -283,7 +326,11 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
         raise ValueError(f"size_divisor={size_divisor} must be at least 1")
     num_rows = _num_rows(data)
     num_added = -num_rows % size_divisor
-    return (index_select_tensor_dict(data, torch.arange(num_rows + num_added) % num_rows), num_added) if num_added else (data, 0)
+    return (
+        (index_select_tensor_dict(data, torch.arange(num_rows + num_added) % num_rows), num_added)
+        if num_added
+        else (data, 0)
+    )
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
@@ -291,7 +338,11 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     if not 0 <= pad_size <= _num_rows(data):
         raise ValueError(f"pad_size={pad_size} rows cannot be dropped from a batch of {len(data)}")
     stop, (columns, meta) = len(data) - pad_size, _split(data)
-    return _join({key: slice_rows(column, 0, stop) for key, column in columns.items()}, meta, data, num_rows=stop) if pad_size else data
+    return (
+        _join({key: slice_rows(column, 0, stop) for key, column in columns.items()}, meta, data, num_rows=stop)
+        if pad_size
+        else data
+    )
 
 
 # Wholes.
@@ -303,7 +354,9 @@ def contiguous(data: TensorDict) -> TensorDict:
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """Raise AssertionError naming the entry unless both hold the same: names, kinds, dtypes, rows, values (NaN equals NaN)."""
+    """Raise AssertionError naming the entry unless both hold the same: names, kinds, dtypes, rows, values (NaN equals
+    NaN).
+    """
     first, second = (dict(td.items()) for td in (tensordict1, tensordict2))
     if first.keys() != second.keys():
         raise AssertionError(f"only one of the TensorDicts has {sorted(first.keys() ^ second.keys())}")

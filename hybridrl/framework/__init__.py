@@ -1,9 +1,9 @@
 """The loop: named stages over a context, in one process or several. Knows no reinforcement learning and no torch."""
 
 from hybridrl.framework.context import Context, OfflineRLContext, OnlineRLContext
-from hybridrl.framework.event_loop import EventLoop
-from hybridrl.framework.parallel import Parallel
-from hybridrl.framework.roles import Role, VoidMiddleware
+from hybridrl.framework.parallel.event_loop import EventLoop
+from hybridrl.framework.parallel.labels import Role, VoidMiddleware
+from hybridrl.framework.parallel.runner import Parallel
 from hybridrl.framework.stage import StageSpec, spec_of, stage
 from hybridrl.framework.step_timer import StepTimer
 from hybridrl.framework.task import Task, task

@@ -1,4 +1,5 @@
-"""Stages made of stages: in order, side by side, or inside a stage of your own. And threads, for those that run at the same time.
+"""Stages made of stages: in order, side by side, or inside a stage of your own. And threads, for those that run at the
+same time.
 
 First halves run here and leave their second halves on a stack: the task's, or that of the composed stage in progress.
 """
@@ -10,10 +11,19 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hybridrl.framework.onion import Half, Pending, close, closing, locked, named_after, run_first_half, run_second_halves
-from hybridrl.framework.roles import VoidMiddleware
+from hybridrl.framework.parallel.labels import VoidMiddleware
+from hybridrl.framework.parallel.task_events import TaskEvents
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
-from hybridrl.framework.task_events import TaskEvents
+from hybridrl.framework.stage_halves import (
+    Half,
+    Pending,
+    close,
+    closing,
+    locked,
+    named_after,
+    run_first_half,
+    run_second_halves,
+)
 from hybridrl.framework.threads import StageThreads, first_failure
 
 logger = logging.getLogger(__name__)
@@ -34,7 +44,9 @@ class Composition(TaskEvents):
     # -- stages made of stages
 
     def serial(self, *fns: StageFn) -> StageFn:
-        """Return one stage `serial<a,b>` that runs `fns` in order and, when its turn comes back, their second halves in reverse."""
+        """Return one stage `serial<a,b>` that runs `fns` in order and, when its turn comes back, their second halves in
+        reverse.
+        """
         children = _without_void(fns)
 
         def run_in_order(ctx: Any) -> Generator[None, None, None]:
@@ -51,7 +63,8 @@ class Composition(TaskEvents):
         return self.serial(*fns)
 
     def parallel(self, *fns: StageFn) -> StageFn:
-        """Return one stage `parallel<a,b>` that runs `fns` in a thread each and goes on when all have ended; so with second halves.
+        """Return one stage `parallel<a,b>` that runs `fns` in a thread each and goes on when all have ended; so with
+        second halves.
 
         The first exception is raised at once; those who still run then are waited for when the task stops.
         """
@@ -59,7 +72,9 @@ class Composition(TaskEvents):
         threads = self._new_threads(max(1, len(children)))
 
         def run_side_by_side(ctx: Any) -> Generator[None, None, None]:
-            pendings = self._gather([threads.submit(functools.partial(self._first_half_apart, fn, ctx)) for fn in children])
+            pendings = self._gather(
+                [threads.submit(functools.partial(self._first_half_apart, fn, ctx)) for fn in children]
+            )
             with closing([half for pending in pendings for half in pending]):
                 yield
             self._gather([threads.submit(functools.partial(run_second_halves, pending)) for pending in pendings])
@@ -89,7 +104,10 @@ class Composition(TaskEvents):
     # -- halves
 
     def _first_half(self, fn: StageFn, ctx: Any, stack: Pending) -> Half | None:
-        """Run `fn` up to its `yield`. Children that it runs by `wrap` or `forward` leave their second halves on the same stack."""
+        """Run `fn` up to its `yield`.
+
+        Children that it runs by `wrap` or `forward` leave their second halves on the same stack.
+        """
         for wrapper in self._step_wrappers:
             fn = with_spec(wrapper(fn), spec_of(fn))
         outer = self._stack()
@@ -106,7 +124,9 @@ class Composition(TaskEvents):
         return getattr(self._here, "stack", self._pending)
 
     def _first_half_apart(self, fn: StageFn, ctx: Any) -> Pending:
-        """`_first_half` for another thread: what waits comes back, to be put where it belongs in the order of the stages."""
+        """`_first_half` for another thread: what waits comes back, to be put where it belongs in the order of the
+        stages.
+        """
         with closing([]) as own:
             self._first_half(fn, ctx, own)
             return own
@@ -123,7 +143,10 @@ class Composition(TaskEvents):
         return self._pools[-1]
 
     def _gather(self, futures: Sequence[Future]) -> list:
-        """Return the results, in order. The first exception is raised at once, and nothing more of these calls is begun."""
+        """Return the results, in order.
+
+        The first exception is raised at once, and nothing more of these calls is begun.
+        """
         error = first_failure(futures)
         if error is not None:
             self._give_up(futures, error)
@@ -145,7 +168,9 @@ class Composition(TaskEvents):
         for pool in self._pools:
             late = pool.stop(STOP_TIMEOUT_S) if stopping else pool.wait(STOP_TIMEOUT_S)
             if late:
-                logger.warning("%d stages were still running in threads %g s after the step had failed", late, STOP_TIMEOUT_S)
+                logger.warning(
+                    "%d stages were still running in threads %g s after the step had failed", late, STOP_TIMEOUT_S
+                )
         self._error = None
 
 
@@ -154,7 +179,9 @@ def _without_void(fns: Iterable[StageFn]) -> list[StageFn]:
 
 
 def _note_late(future: Future, because: BaseException) -> None:
-    """What a stage that ran beside a failed one came to: its second half is closed, its exception is told with the first."""
+    """What a stage that ran beside a failed one came to: its second half is closed, its exception is told with the
+    first.
+    """
     if future.cancelled():
         return
     error = future.exception()

@@ -25,7 +25,9 @@ class Context:
         self.__dict__.setdefault("_kept", set()).update(keys)
 
     def renew(self) -> "Context":
-        """Return the next step's context: same type, kept values and kept names carried over, `total_step` one higher."""
+        """Return the next step's context: same type, kept values and kept names carried over,
+        `total_step` one higher.
+        """
         new = type(self)()
         kept = self.__dict__.get("_kept", set())
         new.keep(*kept)
@@ -46,11 +48,18 @@ class Context:
         return child
 
     def join(self, child: "Context") -> None:
-        """Take over what has changed in a fork. From then on the fork is this context: what still holds it sees what all have done."""
+        """Take over what has changed in a fork.
+
+        From then on the fork is this context: what still holds it sees what all have done.
+        """
         before = vars(child).pop("_before")
         for key, value in vars(child).items():
             earlier = before.get(key, MISSING)
-            if key not in HIDDEN and not self.take_changes(vars(self).get(key), earlier, value) and value is not earlier:
+            if (
+                key not in HIDDEN
+                and not self.take_changes(vars(self).get(key), earlier, value)
+                and value is not earlier
+            ):
                 self[key] = value
         for key in before.keys() - vars(child).keys():
             vars(self).pop(key, None)
@@ -113,7 +122,9 @@ class Context:
 
 
 def set_changed(mine: MutableMapping, before: Mapping, theirs: Mapping) -> None:
-    """Set in `mine` the entries that are new or another object in `theirs` than in `before`, and take out those that are gone."""
+    """Set in `mine` the entries that are new or another object in `theirs` than in `before`, and take out those that
+    are gone.
+    """
     for key, value in theirs.items():
         if before.get(key, MISSING) is not value:
             mine[key] = value
@@ -143,7 +154,10 @@ class OnlineRLContext(Context):
 
 @dataclass(repr=False, eq=False)
 class OfflineRLContext(Context):
-    """The context of training on data that was there before. `train_iter`, `train_epoch` and the last evaluation are kept."""
+    """The context of training on data that was there before.
+
+    `train_iter`, `train_epoch` and the last evaluation are kept.
+    """
 
     batch: Any = None  # rows of this step; every stage adds its columns
     metrics: dict[str, float] = field(default_factory=dict)  # name -> value, logged once when the step ends

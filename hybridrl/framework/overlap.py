@@ -1,14 +1,17 @@
-"""Which stages of a step may run at the same time, and running them so. Decided from what stages say about themselves, nothing else.
+"""Which stages of a step may run at the same time, and running them so. Decided from what stages say about themselves,
+nothing else.
 
-    task.run(max_step=100, overlap={"actor": {0, 1}, "critic": {2, 3}, "ref": {0, 1}})     # role -> the device slots it works on
+    task.run(max_step=100, overlap={"actor": {0, 1}, "critic": {2, 3}, "ref": {0, 1}})     # role -> the device slots it
+    works on
 
 Of two stages the later one waits for the earlier one
-* if one of them is a barrier: it names no column, so that nothing is known of what it touches, or it changes what the driver holds;
+* if one of them is a barrier: it names no column, so that nothing is known of what it touches, or it changes what the
+driver holds;
 * if one of them writes a column that the other one reads or writes;
 * if their roles share a slot: on one device they would only be in each other's way.
 
-What two stages do then is what they would have done one after the other. Stages that may run beside others work on forks of the
-context, which are joined when they end (`Context.fork`). Second halves run as ever, in reverse order.
+What two stages do then is what they would have done one after the other. Stages that may run beside others work on
+forks of the context, which are joined when they end (`Context.fork`). Second halves run as ever, in reverse order.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -39,7 +42,10 @@ def conflict(first: StageSpec, second: StageSpec, places: Places) -> str | None:
 
 
 def dependencies(specs: Sequence[StageSpec], places: Places) -> list[frozenset[int]]:
-    """Return, for every stage, the places in the order of those before it that it waits for. ConfigError for a role without a place."""
+    """Return, for every stage, the places in the order of those before it that it waits for.
+
+    ConfigError for a role without a place.
+    """
     for spec in specs:
         _slots(spec, places)
     return [frozenset(i for i in range(j) if conflict(specs[i], specs[j], places)) for j in range(len(specs))]
@@ -49,7 +55,9 @@ def _slots(spec: StageSpec, places: Places) -> frozenset:
     if spec.role is None:
         return frozenset()
     if spec.role not in places:
-        raise ConfigError(f"stage {spec.name!r} is the work of {spec.role!r}, which has no place; placed are {', '.join(places)}")
+        raise ConfigError(
+            f"stage {spec.name!r} is the work of {spec.role!r}, which has no place; placed are {', '.join(places)}"
+        )
     return frozenset(places[spec.role])
 
 
@@ -99,7 +107,10 @@ class OverlapPlan:
                         futures[future := step.begin(i)] = i
                         running.add(future)
                 done, running = wait(running, return_when=FIRST_COMPLETED) if running else ((), running)
-                results |= {futures[future]: step.end(futures[future], future) for future in sorted(done, key=futures.__getitem__)}
+                results |= {
+                    futures[future]: step.end(futures[future], future)
+                    for future in sorted(done, key=futures.__getitem__)
+                }
         except BaseException as error:
             step.give_up(list(futures), error)
             raise

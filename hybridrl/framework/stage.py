@@ -43,12 +43,17 @@ def stage(
 
 
 def declared_spec(fn: StageFn) -> StageSpec | None:
-    """Return the spec that `stage` attached to `fn`, to its method or to its class's `__call__`; None where there is none."""
+    """Return the spec that `stage` attached to `fn`, to its method or to its class's `__call__`; None where there is
+    none.
+    """
     return getattr(fn, "stage_spec", None) or getattr(type(fn).__call__, "stage_spec", None)
 
 
 def spec_of(fn: StageFn) -> StageSpec:
-    """Return the spec of `fn`. One that was never decorated gets its name and is taken as not pure: nothing is known of it."""
+    """Return the spec of `fn`.
+
+    One that was never decorated gets its name and is taken as not pure: nothing is known of it.
+    """
     while isinstance(fn, functools.partial) and declared_spec(fn) is None:
         fn = fn.func
     return declared_spec(fn) or StageSpec(getattr(fn, "__name__", type(fn).__name__))

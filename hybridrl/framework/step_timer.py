@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 class StepTimer:
     """Times both halves of every stage.
 
-    `ctx.timing[name]` is the time of this step so far, added up over all stages of that name; `last[name]` the time of a
-    stage's last complete run and `records[name]` those of its latest runs, all in seconds.
-    With `print_per_step` > 0 the log gets a line per stage every so many steps, with the mean of the latest
-    `print_per_step * smooth_window` runs.
+    `ctx.timing[name]` is the time of this step so far, added up over all stages of that name; `last[name]` the time of
+    a stage's last complete run and `records[name]` those of its latest runs, all in seconds. With `print_per_step` > 0
+    the log gets a line per stage every so many steps, with the mean of the latest `print_per_step * smooth_window`
+    runs.
     """
 
     def __init__(self, print_per_step: int = -1, smooth_window: int = 10) -> None:
@@ -78,4 +78,10 @@ class StepTimer:
                 record = self.records[name] = deque(maxlen=self.window)
             record.append(seconds)
         if self.print_per_step > 0 and ctx.total_step % self.print_per_step == 0:
-            logger.info("stage %s took %.1f ms, mean of the last %d runs %.1f ms", name, seconds * 1e3, len(record), fmean(record) * 1e3)
+            logger.info(
+                "stage %s took %.1f ms, mean of the last %d runs %.1f ms",
+                name,
+                seconds * 1e3,
+                len(record),
+                fmean(record) * 1e3,
+            )

@@ -5,12 +5,13 @@
         task.use(next_batch).use(generate).use(update)
         task.run(max_step=100)
 
-A stage is a function of the context, or a generator function with one `yield`: what stands before it runs in the order of
-registration (forward), what stands after it runs in reverse order when all stages have run (backward), like the layers of
-an onion. Stages run in the calling thread, unless the task is asynchronous or overlaps them.
+A stage is a function of the context, or a generator function with one `yield`: what stands before it runs in the order
+of registration (forward), what stands after it runs in reverse order when all stages have run (backward), like the
+layers of an onion. Stages run in the calling thread, unless the task is asynchronous or overlaps them.
 
-What one stage is: `stage.py`, and its halves `onion.py`. Stages of stages: `composition.py`. Events and peers: `task_events.py`.
-Labels and roles: `roles.py`. Which stages may overlap: `overlap.py`. Several processes: `parallel.py`.
+What one stage is: `stage.py`, and its halves `onion.py`. Stages of stages: `composition.py`. Events and peers:
+`task_events.py`. Labels and roles: `roles.py`. Which stages may overlap: `overlap.py`. Several processes:
+`parallel.py`.
 """
 
 import difflib
@@ -24,12 +25,12 @@ from typing import Any, Self
 from hybridrl.errors import ConfigError
 from hybridrl.framework.composition import Composition
 from hybridrl.framework.context import Context
-from hybridrl.framework.event_loop import ListenerFn
-from hybridrl.framework.onion import Pending, closing, run_second_halves
 from hybridrl.framework.overlap import OverlapPlan, Places
-from hybridrl.framework.roles import Membership, Role, VoidMiddleware, labels_of
-from hybridrl.framework.router import current_router
+from hybridrl.framework.parallel.event_loop import ListenerFn
+from hybridrl.framework.parallel.labels import Membership, Role, VoidMiddleware, labels_of
+from hybridrl.framework.parallel.router import current_router
 from hybridrl.framework.stage import StageFn, StageSpec, declared_spec, spec_of, with_spec
+from hybridrl.framework.stage_halves import Pending, closing, run_second_halves
 
 logger = logging.getLogger(__name__)
 Wrapper = Callable[[StageFn], StageFn]
@@ -38,10 +39,11 @@ Wrapper = Callable[[StageFn], StageFn]
 class Task(Composition, Membership):
     """A loop under construction and then in progress. Leaving its `with` block runs the exit hooks, whatever happened.
 
-    async_mode: the stages of a step run at the same time, in `n_async_workers` threads, and so do then their second halves.
-    middleware, step_wrappers, event_listeners, once_listeners: what `use`, `use_step_wrapper`, `on` and `once` are called with.
-    attach_callback: called with the context of the group that this process was attached to, before anything else is done.
-    labels: further labels. auto_sync_ctx: in a group of processes, the context is sent to the peers at the end of every step.
+    async_mode: the stages of a step run at the same time, in `n_async_workers` threads, and so do then their second
+    halves. middleware, step_wrappers, event_listeners, once_listeners: what `use`, `use_step_wrapper`, `on` and `once`
+    are called with. attach_callback: called with the context of the group that this process was attached to, before
+    anything else is done. labels: further labels. auto_sync_ctx: in a group of processes, the context is sent to the
+    peers at the end of every step.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class Task(Composition, Membership):
         return [spec_of(fn) for fn in self._stages]
 
     def use(self, fn: StageFn, filter_labels: Iterable[str] | None = None, *, lock: Any = False) -> Self:
-        """Append a stage; not in a process none of whose labels matches the globs in `filter_labels`, and not a void one.
+        """Append a stage; not in a process none of whose labels matches the globs in `filter_labels`, and not a void
+        one.
 
         lock: True, and no other such stage runs at the same time; or the lock that it has to hold.
         """
@@ -125,7 +128,9 @@ class Task(Composition, Membership):
         return self
 
     def use_step_wrapper(self, wrapper: Wrapper) -> Self:
-        """Wrap whatever runs, each time it does: stages, children of composed stages, and functions given to `forward`."""
+        """Wrap whatever runs, each time it does: stages, children of composed stages, and functions
+        given to `forward`.
+        """
         self._step_wrappers.append(wrapper)
         return self
 
@@ -156,7 +161,9 @@ class Task(Composition, Membership):
         if names.count(name) == 1:
             return names.index(name)
         if name in names:
-            raise ConfigError(f"{names.count(name)} stages are called {name!r}; give them different names with @stage(name)")
+            raise ConfigError(
+                f"{names.count(name)} stages are called {name!r}; give them different names with @stage(name)"
+            )
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(f"no stage is called {name!r}; there are {', '.join(names) or 'none'}{hint}")
@@ -166,15 +173,17 @@ class Task(Composition, Membership):
     def run(self, max_step: int = 10**12, *, overlap: Places | None = None) -> None:
         """Run at most `max_step` steps, fewer when a stage, a listener or a peer sets `finish`.
 
-        `ctx` is left as the last step made it, with `finish` set, so after n steps `total_step` is n - 1; a later `run` goes on with the
-        next step. A run that ends so also ends those of the peers. overlap: role -> device slots; stages that do not need each other
-        then run at the same time (see `overlap.py`). A stage's exception keeps its type and gains a note with stage and step; generators
-        that still waited are closed.
+        `ctx` is left as the last step made it, with `finish` set, so after n steps `total_step` is n - 1; a later `run`
+        goes on with the next step. A run that ends so also ends those of the peers. overlap: role -> device slots;
+        stages that do not need each other then run at the same time (see `overlap.py`). A stage's exception keeps its
+        type and gains a note with stage and step; generators that still waited are closed.
         """
         if not self._stages:
             return self._run_nothing()
         if overlap is not None and self.async_mode:
-            raise ConfigError("overlap= and async_mode=True are two answers to what may run at the same time; give one of them")
+            raise ConfigError(
+                "overlap= and async_mode=True are two answers to what may run at the same time; give one of them"
+            )
         self._begin_stepping()
         for remaining in range(max_step, 0, -1):
             if self._step_done and not self._peer_finished:
@@ -220,7 +229,12 @@ class Task(Composition, Membership):
         self._pending += [half for pending in pendings for half in pending]
 
     def forward(
-        self, fn: StageFn, ctx: Context | None = None, backward_stack: Pending | None = None, *, async_mode: bool | None = None
+        self,
+        fn: StageFn,
+        ctx: Context | None = None,
+        backward_stack: Pending | None = None,
+        *,
+        async_mode: bool | None = None,
     ) -> Generator | None:
         """Run `fn` up to its `yield`, where it has one, and return the waiting generator; its rest runs in `backward`.
 
@@ -264,13 +278,18 @@ class Task(Composition, Membership):
         self._exit_hooks.append(hook)
 
     def stop(self) -> None:
-        """Wait for what still runs in threads, emit `exit` to local listeners and call the exit hooks. Safe to call twice."""
+        """Wait for what still runs in threads, emit `exit` to local listeners and call the exit hooks.
+
+        Safe to call twice.
+        """
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         failures: list[BaseException] = [] if error is None else [error]
         self._wait_for_late(stopping=True)
         hooks = [*self._exit_hooks, functools.partial(self._local.emit, "exit")]

@@ -1,4 +1,7 @@
-"""Threads for stages that run at the same time. Daemons, so that a stage that hangs does not keep a failed program from ending."""
+"""Threads for stages that run at the same time.
+
+Daemons, so that a stage that hangs does not keep a failed program from ending.
+"""
 
 import queue
 import threading
@@ -10,7 +13,10 @@ Calls = queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None]  # None ends 
 
 
 class StageThreads:
-    """Runs at most `num_threads` calls at once, in the order in which they were submitted. Threads start when they are first needed."""
+    """Runs at most `num_threads` calls at once, in the order in which they were submitted.
+
+    Threads start when they are first needed.
+    """
 
     def __init__(self, num_threads: int) -> None:
         if num_threads < 1:
@@ -31,7 +37,9 @@ class StageThreads:
         future.add_done_callback(self._unfinished.discard)
         self._calls.put((future, call))
         if len(self._unfinished) > len(self._threads) < self._num_threads:
-            thread = threading.Thread(target=_work, args=(self._calls,), name=f"stage-{len(self._threads)}", daemon=True)
+            thread = threading.Thread(
+                target=_work, args=(self._calls,), name=f"stage-{len(self._threads)}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         return future

@@ -3,11 +3,14 @@
 A mode is a pair of functions:
 
     dispatch_fn(group, *args, **kwargs) -> (args, kwargs)   each argument replaced by a list, one entry per worker
-    collect_fn(group, outputs) -> result                    outputs: one per worker; `References` when the call did not wait
+    collect_fn(group, outputs) -> result                    outputs: one per worker; `References` when the call did not
+    wait
 
-The group offers them `world_size`, `put(value)` (one copy, shared by all workers), `put_each(values)` and `dp_layout(mesh)`.
-A batch goes to any number of workers: pieces differ by at most one row and may be empty, nothing is padded. Workers whose
-computation is collective take part with an empty piece too.
+The group offers them `world_size`, `put(value)` (one copy, shared by all workers), `put_each(values)` and
+`dp_layout(mesh)`. A batch goes to any number of workers: pieces differ by at most one row and may be empty, nothing is
+padded. Workers whose computation is collective take part with an empty piece too.
+
+The names users import to write worker methods: `register`, `Dispatch`, `Execute` and the dispatch modes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hybridrl.data_plane.batches import chunk_rows, concat_batches, is_batch
 from hybridrl.protocol import DataProtoFuture
-from hybridrl.single_controller.invocation import Dispatch
+from hybridrl.single_controller.invocation import MAGIC_ATTR, Dispatch, Execute, Invocation, register
 from hybridrl.single_controller.references import References
 
 
@@ -66,9 +69,11 @@ def _presplit(argument: Any, num_parts: int) -> Sequence:
 
 
 def split_rows(group, argument: Any, *, num_parts: int) -> list:
-    """Return one piece per part: a batch cut by rows, a future by shards, a list of ready-made pieces as it is, the rest shared.
+    """Return one piece per part: a batch cut by rows, a future by shards, a list of ready-made pieces as it is, the
+    rest shared.
 
-    A future with as many shards as parts is handed over by reference; otherwise each worker fetches the shards its rows are in.
+    A future with as many shards as parts is handed over by reference; otherwise each worker fetches the shards its rows
+    are in.
     """
     if is_batch(argument):
         return group.put_each(chunk_rows(argument, num_parts))
@@ -87,7 +92,9 @@ def collect_list(group, outputs: list) -> list:
 def collect_dp(group, outputs: list) -> Any:
     """Batches are joined in worker order; references become a `DataProtoFuture`; other answers stay a list."""
     if isinstance(outputs, References):
-        return DataProtoFuture(collect_fn=concat_batches, futures=list(outputs), fetch=outputs.fetch, sizes=outputs.sizes)
+        return DataProtoFuture(
+            collect_fn=concat_batches, futures=list(outputs), fetch=outputs.fetch, sizes=outputs.sizes
+        )
     return concat_batches(outputs) if all(map(is_batch, outputs)) else outputs
 
 
@@ -125,7 +132,9 @@ def get_dispatch_mode(mode: Any) -> DispatchMode:
         return MODES[mode]
     missing = {"dispatch_fn", "collect_fn"} - set(mode)
     if missing:
-        raise ValueError(f"a dispatch mode given as a mapping needs dispatch_fn and collect_fn; missing {', '.join(sorted(missing))}")
+        raise ValueError(
+            f"a dispatch mode given as a mapping needs dispatch_fn and collect_fn; missing {', '.join(sorted(missing))}"
+        )
     return DispatchMode(mode["dispatch_fn"], mode["collect_fn"])
 
 
@@ -137,8 +146,9 @@ def get_predefined_dispatch_fn(mode: str) -> dict[str, Callable]:
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable]:
     """Return a mode for workers on a mesh with more than a data-parallel axis.
 
-    Workers of one data-parallel rank (tensor- or pipeline-parallel peers) get the same piece, put once; one peer's answer is
-    collected. Workers announce themselves with `Worker._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)`.
+    Workers of one data-parallel rank (tensor- or pipeline-parallel peers) get the same piece, put once; one peer's
+    answer is collected. Workers announce themselves with `Worker._register_dispatch_collect_info(mesh_name, dp_rank,
+    is_collect)`.
     """
     return {"dispatch_fn": partial(_dispatch_mesh, mesh_name), "collect_fn": partial(_collect_mesh, mesh_name)}
 
@@ -159,4 +169,19 @@ def _collect_mesh(mesh_name: str, group, outputs: list) -> Any:
     """Answers in the order of the pieces, which need not be that of the workers."""
     dp_ranks, is_collect = group.dp_layout(mesh_name)
     workers = sorted((rank for rank, keep in enumerate(is_collect) if keep), key=dp_ranks.__getitem__)
-    return collect_dp(group, outputs.pick(workers) if isinstance(outputs, References) else [outputs[w] for w in workers])
+    return collect_dp(
+        group, outputs.pick(workers) if isinstance(outputs, References) else [outputs[w] for w in workers]
+    )
+
+
+__all__ = [
+    "MAGIC_ATTR",
+    "Dispatch",
+    "Execute",
+    "Invocation",
+    "get_predefined_dispatch_fn",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
+]

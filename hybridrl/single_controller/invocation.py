@@ -7,10 +7,10 @@
     scorers = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer), role="scorer")
     scores = scorers.score(data)          # rows cut up, sent, computed, joined
 
-A call is always the same few answers: who runs it (`execute`), how arguments are split and answers merged (`dispatch`), whether the
-caller waits (`blocking`) and how long (`timeout_s`), whether it may be repeated (`idempotent`), and how many of it run at once
-(`concurrency`). `register` writes them as an `Invocation` on the worker's method; a group reads the record when it binds the method
-under the same name. Nothing here runs anything, and nothing here knows Ray.
+A call is always the same few answers: who runs it (`execute`), how arguments are split and answers merged (`dispatch`),
+whether the caller waits (`blocking`) and how long (`timeout_s`), whether it may be repeated (`idempotent`), and how
+many of it run at once (`concurrency`). `register` writes them as an `Invocation` on the worker's method; a group reads
+the record when it binds the method under the same name. Nothing here runs anything, and nothing here knows Ray.
 
 Read next: `dispatch.py` (the modes), `worker_group.py` (the call in four lines), `ray_worker_group.py` (the processes),
 `worker_host.py` (the other end).
@@ -53,14 +53,13 @@ class Execute:
 class Invocation:
     """How one method is called on a group.
 
-    dispatch: name of a mode, or `{"dispatch_fn": ..., "collect_fn": ...}` (see `dispatch.DispatchMode`).
-    execute: `Execute.ALL` or `Execute.RANK_ZERO`.
-    blocking: wait for the answers, or return references (a `DataProtoFuture` in the DP modes).
-    timeout_s: deadline of the call in seconds; None waits for ever and is for services only.
-    idempotent: the call may be repeated after a fault without changing the result.
-    concurrency: how many calls of the method one worker runs at once, beside everything else it does. 1: calls take turns with the
-    worker's other methods, in the order in which they were made.
-    materialize_futures: a `DataProtoFuture` among the arguments is fetched before the method runs; else the method gets the future.
+    dispatch: name of a mode, or `{"dispatch_fn": ..., "collect_fn": ...}` (see `dispatch.DispatchMode`). execute:
+    `Execute.ALL` or `Execute.RANK_ZERO`. blocking: wait for the answers, or return references (a `DataProtoFuture` in
+    the DP modes). timeout_s: deadline of the call in seconds; None waits for ever and is for services only. idempotent:
+    the call may be repeated after a fault without changing the result. concurrency: how many calls of the method one
+    worker runs at once, beside everything else it does. 1: calls take turns with the worker's other methods, in the
+    order in which they were made. materialize_futures: a `DataProtoFuture` among the arguments is fetched before the
+    method runs; else the method gets the future.
     """
 
     dispatch: str | Mapping[str, Callable] = Dispatch.ALL_TO_ALL
@@ -84,9 +83,9 @@ def register(
 ) -> Callable[[F], F]:
     """Mark a worker's method, plain or `async def`, as callable on its group. The method itself is returned unchanged.
 
-    concurrency: None means 1, and `ASYNC_CONCURRENCY` for an `async def`.
-    Raises ValueError for an execute mode that is not one of `Execute` and for a concurrency below 1; an unknown dispatch mode is
-    refused when a group binds the method, because modes may be registered later than the class is written.
+    concurrency: None means 1, and `ASYNC_CONCURRENCY` for an `async def`. Raises ValueError for an execute mode that is
+    not one of `Execute` and for a concurrency below 1; an unknown dispatch mode is refused when a group binds the
+    method, because modes may be registered later than the class is written.
     """
     if execute_mode not in (Execute.ALL, Execute.RANK_ZERO):
         raise ValueError(f"execute_mode={execute_mode!r} is neither Execute.ALL nor Execute.RANK_ZERO")
@@ -112,7 +111,8 @@ def register(
 def invocations_of(worker_cls: type) -> dict[str, Invocation]:
     """Return the registered methods of a worker class, by name, inherited ones included.
 
-    An override that is not marked again keeps the mark of the method it overrides, so that a subclass need not repeat it.
+    An override that is not marked again keeps the mark of the method it overrides, so that a subclass need not repeat
+    it.
     """
     found: dict[str, Invocation] = {}
     for base in reversed(worker_cls.__mro__):

@@ -3,21 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.single_controller.colocation import create_colocated_worker_cls
-from hybridrl.single_controller.feasibility import check_feasible
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-from hybridrl.single_controller.plan import Plan, ProcessPlan, actor_options
-from hybridrl.single_controller.pool_division import PlannedSlots
-from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.reservation import machines_of_cluster
-from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.placement.feasibility import check_feasible
+from hybridrl.single_controller.placement.placement_groups import machines_of_cluster
+from hybridrl.single_controller.placement.plan import Plan, ProcessPlan, actor_options
+from hybridrl.single_controller.placement.pool_views import PlannedSlots
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.ray_worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
 
 GroupClass = type[LocalWorkerGroup] | type[RayWorkerGroup]
 
 
 def pools_of(plan: Plan, *, max_colocate_count: int = 10, detached: bool = False) -> dict[str, RayResourcePool]:
     """Return the plan's pools. They reserve nothing before the first group starts on them; `release` gives it back."""
-    return {pool.name: RayResourcePool.planned(pool, max_colocate_count=max_colocate_count, detached=detached) for pool in plan.pools}
+    return {
+        pool.name: RayResourcePool.planned(pool, max_colocate_count=max_colocate_count, detached=detached)
+        for pool in plan.pools
+    }
 
 
 def launch(
@@ -28,10 +34,11 @@ def launch(
     group_cls: GroupClass = RayWorkerGroup,
     take_up: bool = False,
 ) -> dict[str, Any]:
-    """Start the plan's processes on these pools and return one worker group per role. When one cannot start, none is left running.
+    """Start the plan's processes on these pools and return one worker group per role. When one cannot start, none is
+    left running.
 
-    Those on detached pools outlive the driver; take_up: go on with the ones that an earlier driver of the plan's job has left there.
-    Raises PlacementError before anything starts when the connected cluster cannot hold all of the plan.
+    Those on detached pools outlive the driver; take_up: go on with the ones that an earlier driver of the plan's job
+    has left there. Raises PlacementError before anything starts when the connected cluster cannot hold all of the plan.
     """
     if not issubclass(group_cls, LocalWorkerGroup):
         if take_up:
@@ -54,7 +61,13 @@ def launch(
 
 
 def _launch_process(
-    plan: Plan, process: ProcessPlan, classes: Mapping[str, RayClassWithInitArgs], pool: Any, group_cls: GroupClass, *, take_up: bool
+    plan: Plan,
+    process: ProcessPlan,
+    classes: Mapping[str, RayClassWithInitArgs],
+    pool: Any,
+    group_cls: GroupClass,
+    *,
+    take_up: bool,
 ) -> dict[str, Any]:
     if issubclass(group_cls, LocalWorkerGroup):
         return {role: group_cls(pool, classes[role], role=role) for role in process.roles}

@@ -1,15 +1,17 @@
-"""`LocalWorkerGroup`: the in-process twin of a group, for a world of one. Same calls, same results, no Ray: `pdb` works."""
+"""`LocalWorkerGroup`: the in-process twin of a group, for a world of one.
+
+Same calls, same results, no Ray: `pdb` works.
+"""
 
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.single_controller.coroutines import finish
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
-from hybridrl.single_controller.references import References, materialize
-from hybridrl.single_controller.resource_pool import ResourcePool
-from hybridrl.single_controller.spans import call_span
+from hybridrl.single_controller.monitoring.tracing import call_span
+from hybridrl.single_controller.placement.resource_pool import ResourcePool
+from hybridrl.single_controller.references import References, finish, materialize
 from hybridrl.single_controller.worker import Worker, WorkerPlace
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup, free_port
 
@@ -17,7 +19,9 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, Worker
 class LocalWorkerGroup(WorkerGroup[W]):
     """A group of one worker in the calling process. A call is over when it returns, also one that does not wait."""
 
-    def __init__(self, resource_pool: ResourcePool | None, ray_cls_with_init: ClassWithInitArgs[W], *, role: str = "worker"):
+    def __init__(
+        self, resource_pool: ResourcePool | None, ray_cls_with_init: ClassWithInitArgs[W], *, role: str = "worker"
+    ):
         if resource_pool is not None and resource_pool.world_size != 1:
             raise ConfigError(
                 f"trainer.backend=local runs one worker, but the pool has {resource_pool.world_size}; "
@@ -37,7 +41,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
         with call_span(self.role, 0, method):
             own_args, own_kwargs = (args[0], kwargs[0]) if takes_futures else materialize(args[0], kwargs[0])
             answer = finish(getattr(self.worker, method)(*own_args, **own_kwargs))
-        return References([answer], ranks=[0], fetch=list, sizes=[len(answer)] if sized and hasattr(answer, "__len__") else None)
+        return References(
+            [answer], ranks=[0], fetch=list, sizes=[len(answer)] if sized and hasattr(answer, "__len__") else None
+        )
 
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
         return list(references)
@@ -55,5 +61,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
 def _enter_world_of_one() -> None:
     """Give this process a rank, unless it has one (a launcher's, or another local group's)."""
     if "RANK" not in os.environ:
-        place = WorkerPlace(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=free_port())
+        place = WorkerPlace(
+            rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=free_port()
+        )
         os.environ.update(place.environment())

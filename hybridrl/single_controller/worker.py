@@ -37,11 +37,12 @@ class WorkerPlace:
 class Worker:
     """One member of a worker group.
 
-    Subclasses store in `__init__` and work in a registered method (`init_model`). Before `__init__` runs, the environment holds
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    Subclasses store in `__init__` and work in a registered method (`init_model`). Before `__init__` runs, the
+    environment holds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
 
-    # The workers of all roles in this process, by role, once all of them are made: {"actor": self, "critic": its neighbour}.
+    # The workers of all roles in this process, by role, once all of them are made: {"actor": self, "critic": its
+    # neighbour}.
     fused_worker_dict: Mapping[str, "Worker"] = {}
 
     @property
@@ -69,7 +70,9 @@ class Worker:
         self._register_dispatch_collect_info(mesh_name, dispatch_dp_rank, collect_dp_rank)
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """Return {"dispatch_dp_rank": {mesh: rank}, "collect_dp_rank": {mesh: whether collected}} of all announced meshes."""
+        """Return {"dispatch_dp_rank": {mesh: rank}, "collect_dp_rank": {mesh: whether collected}} of all announced
+        meshes.
+        """
         places = self.__dict__.get("_mesh_places", {})
         return {
             "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places.items()},
@@ -81,7 +84,9 @@ class Worker:
         """Return (dp_rank, is_collect) on a mesh; an unknown mesh is a KeyError naming the known ones."""
         places = self.__dict__.get("_mesh_places", {})
         if mesh_name not in places:
-            raise KeyError(f"{type(self).__name__} announced no mesh {mesh_name!r}; it announced {sorted(places) or 'none'}")
+            raise KeyError(
+                f"{type(self).__name__} announced no mesh {mesh_name!r}; it announced {sorted(places) or 'none'}"
+            )
         return places[mesh_name]
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)

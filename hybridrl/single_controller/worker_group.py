@@ -1,9 +1,9 @@
 """`WorkerGroup`: many workers called as one object.
 
-A group binds every registered method of its worker class. Calling `group.method(...)` is four steps, in `_bind`: split the arguments
-(dispatch), start the method on the workers (submit), wait for the first failure or all answers (fetch), merge (collect);
-`group.method.later(...)` is the same without waiting, whatever the method's mark says. Where workers live is a subclass's business:
-`RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
+A group binds every registered method of its worker class. Calling `group.method(...)` is four steps, in `_bind`: split
+the arguments (dispatch), start the method on the workers (submit), wait for the first failure or all answers (fetch),
+merge (collect); `group.method.later(...)` is the same without waiting, whatever the method's mark says. Where workers
+live is a subclass's business: `RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
 """
 
 import functools
@@ -43,7 +43,9 @@ class WorkerGroup(ABC, Generic[W]):
             setattr(self, name, self._bind(name, invocation))
 
     def mark_ready(self) -> None:
-        """Tell the workers that they have all that they are called with, so that a next driver may go on with them as they are."""
+        """Tell the workers that they have all that they are called with, so that a next driver may go on with them as
+        they are.
+        """
 
     def set_deadline(self, timeout_s: float) -> None:
         """Let calls take so many seconds, except those whose method was registered with a `timeout_s` of its own."""
@@ -54,7 +56,8 @@ class WorkerGroup(ABC, Generic[W]):
 
     @property
     def calls(self) -> W:
-        """This group, typed as its workers: `group.calls.score(batch)` is `group.score(batch)`, and a type checker and an editor know it.
+        """This group, typed as its workers: `group.calls.score(batch)` is `group.score(batch)`, and a type checker and
+        an editor know it.
 
         They see the worker's own signature. That is the group's in the modes that take and return a batch, and with
         `Execute.RANK_ZERO`; a mode that collects a list returns a list of what they see.
@@ -70,7 +73,9 @@ class WorkerGroup(ABC, Generic[W]):
                 return self.fetch(answer, method=name, timeout_s=invocation.timeout_s)[0] if wait else answer
             args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
             answers = self._submit(name, range(self.world_size), *self._per_worker(args, kwargs), sized=not wait)
-            return mode.collect_fn(self, self.fetch(answers, method=name, timeout_s=invocation.timeout_s) if wait else answers)
+            return mode.collect_fn(
+                self, self.fetch(answers, method=name, timeout_s=invocation.timeout_s) if wait else answers
+            )
 
         @functools.wraps(getattr(self.worker_cls, name))
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,19 +87,24 @@ class WorkerGroup(ABC, Generic[W]):
     def _per_worker(self, args: Sequence[Sequence], kwargs: Mapping[str, Sequence]) -> tuple[list[tuple], list[dict]]:
         """Turn lists with one entry per worker, one for each argument, into arguments, one set for each worker."""
         ranks = range(self.world_size)
-        return [tuple(a[rank] for a in args) for rank in ranks], [{k: v[rank] for k, v in kwargs.items()} for rank in ranks]
+        return [tuple(a[rank] for a in args) for rank in ranks], [
+            {k: v[rank] for k, v in kwargs.items()} for rank in ranks
+        ]
 
     def dp_layout(self, mesh_name: str) -> tuple[list[int], list[bool]]:
-        """Return, per worker, its data-parallel rank on a mesh and whether its answer is collected; asked once, then remembered.
+        """Return, per worker, its data-parallel rank on a mesh and whether its answer is collected; asked once, then
+        remembered.
 
-        Raises ValueError when ranks are missing on the mesh, or when not exactly one worker of each answers: rows would be lost or doubled.
+        Raises ValueError when ranks are missing on the mesh, or when not exactly one worker of each answers: rows would
+        be lost or doubled.
         """
         if mesh_name not in self._dp_layouts:
             places = self.execute_all(Worker.query_mesh_place.__name__, mesh_name)
             answering = sorted(rank for rank, keep in places if keep)
             if answering != list(range(max(rank for rank, _ in places) + 1)):
                 raise ValueError(
-                    f"mesh {mesh_name!r} of {self.role}: exactly one worker of each data-parallel rank must be collected, "
+                    f"mesh {mesh_name!r} of {self.role}: exactly one worker of each data-parallel rank "
+                    "must be collected, "
                     f"but the workers announced (dp_rank, is_collect) = {places}"
                 )
             self._dp_layouts[mesh_name] = ([rank for rank, _ in places], [keep for _, keep in places])
@@ -138,14 +148,17 @@ class WorkerGroup(ABC, Generic[W]):
     def _submit(
         self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict], *, sized: bool = False
     ) -> References:
-        """Start a method on the workers `ranks`, with their arguments; return what stands for the answers, in the order of `ranks`.
+        """Start a method on the workers `ranks`, with their arguments; return what stands for the answers, in the order
+        of `ranks`.
 
         sized: the number of rows of every answer will be asked for before the answer itself.
         """
 
     @abstractmethod
     def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
-        """Return the answers behind the references, in their order; the first failure is raised at once, whoever still runs."""
+        """Return the answers behind the references, in their order; the first failure is raised at once, whoever still
+        runs.
+        """
 
     @abstractmethod
     def put(self, value: Any) -> Any:

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.placement import plan_job
-from hybridrl.master.spec import JobSpec, PoolSpec, RoleSpec
+from hybridrl.master.jobs.planner import plan_job
+from hybridrl.master.jobs.spec import JobSpec, PoolSpec, RoleSpec
 from hybridrl.single_controller.launch import pools_of
-from hybridrl.single_controller.plan import Plan
-from hybridrl.single_controller.resource_pool import WAY_OUT, RayResourcePool, ResourcePool, cluster_has_gpus
+from hybridrl.single_controller.placement.plan import Plan
+from hybridrl.single_controller.placement.resource_pool import WAY_OUT, RayResourcePool, ResourcePool, cluster_has_gpus
 
 
 class Role(Enum):
@@ -38,9 +38,9 @@ class ResourcePoolManager:
     """Pools of worker slots and the roles placed on them.
 
     resource_pool_spec: pool name -> worker processes on each of its nodes, for instance `{"global_pool": [8, 8]}`.
-    mapping: role -> pool name. max_colocate_count: how many processes may share a slot, see `ResourcePool`. use_gpu: slots hold a GPU
-    each; None finds out from the cluster. backend: "ray", or "local" for one worker in the calling process. ways_out: pool -> what to
-    change when the cluster cannot hold it.
+    mapping: role -> pool name. max_colocate_count: how many processes may share a slot, see `ResourcePool`. use_gpu:
+    slots hold a GPU each; None finds out from the cluster. backend: "ray", or "local" for one worker in the calling
+    process. ways_out: pool -> what to change when the cluster cannot hold it.
     """
 
     def __init__(
@@ -55,8 +55,15 @@ class ResourcePoolManager:
     ):
         unknown = sorted({pool for pool in mapping.values() if pool not in resource_pool_spec})
         if unknown:
-            raise ConfigError(f"mapping names the pools {unknown}, but resource_pool_spec has {sorted(resource_pool_spec)}")
-        self.resource_pool_spec, self.mapping, self.use_gpu, self.backend = resource_pool_spec, dict(mapping), use_gpu, backend
+            raise ConfigError(
+                f"mapping names the pools {unknown}, but resource_pool_spec has {sorted(resource_pool_spec)}"
+            )
+        self.resource_pool_spec, self.mapping, self.use_gpu, self.backend = (
+            resource_pool_spec,
+            dict(mapping),
+            use_gpu,
+            backend,
+        )
         self.max_colocate_count, self.ways_out = max_colocate_count, dict(ways_out or {})
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 
@@ -82,8 +89,8 @@ class ResourcePoolManager:
     ) -> Plan:
         """Return which process of these roles runs where. job: prefix of all names. use_gpu: None as for the pools.
 
-        colocate: "process" puts all roles of a pool into one process per slot, "device" gives each role its own process and an equal
-        share of the slot.
+        colocate: "process" puts all roles of a pool into one process per slot, "device" gives each role its own process
+        and an equal share of the slot.
         """
         use_gpu = self.use_gpu if use_gpu is None else use_gpu
         if use_gpu is None:
@@ -97,7 +104,9 @@ class ResourcePoolManager:
         Devices are reserved when the first group starts on a pool.
         """
         if self.backend == "local":
-            self.resource_pool_dict = {name: ResourcePool(processes) for name, processes in self.resource_pool_spec.items()}
+            self.resource_pool_dict = {
+                name: ResourcePool(processes) for name, processes in self.resource_pool_spec.items()
+            }
             return
         plan = plan or self.plan(job, {}, colocate="process")
         self.resource_pool_dict = {**pools_of(plan, max_colocate_count=self.max_colocate_count, detached=detached)}
@@ -110,11 +119,14 @@ class ResourcePoolManager:
         return len({self.mapping[role] for role in roles if role in self.mapping}) <= 1
 
     def check_colocation(self, colocate: str) -> None:
-        """Raise ConfigError for an actor and a rollout that would be two roles of one process, where a push would wait for itself."""
+        """Raise ConfigError for an actor and a rollout that would be two roles of one process, where a push would wait
+        for itself.
+        """
         both = Role.Actor in self.mapping and Role.Rollout in self.mapping
         if both and colocate == "process" and self.on_one_pool(Role.Actor, Role.Rollout):
             raise ConfigError(
-                f"trainer.colocate={colocate}: Role.Actor and Role.Rollout are on the pool {self.mapping[Role.Actor]!r} and would share "
+                f"trainer.colocate={colocate}: Role.Actor and Role.Rollout are on the pool "
+                f"{self.mapping[Role.Actor]!r} and would share "
                 "a process; map Role.ActorRollout there, or give each a process of its own with trainer.colocate=device"
             )
 
@@ -123,7 +135,10 @@ class ResourcePoolManager:
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
 
     def places(self) -> dict[str, set[str]] | None:
-        """Return which pool every role works on: no two pools share a device. None in one process, where all share what it has."""
+        """Return which pool every role works on: no two pools share a device.
+
+        None in one process, where all share what it has.
+        """
         return None if self.backend == "local" else {str(role): {pool} for role, pool in self.mapping.items()}
 
     def release(self) -> None:

@@ -1,7 +1,9 @@
-"""`ActorRolloutRefWorker`: the policy. Its role's name says which of three parts it holds: actor, rollout, ref, in any combination.
+"""`ActorRolloutRefWorker`: the policy. Its role's name says which of three parts it holds: actor, rollout, ref, in any
+combination.
 
 * actor: trains the policy and computes its log-probs (an engine with an optimizer);
-* rollout: generates with a copy of the policy's weights, pushed after every update and checked by version and fingerprint;
+* rollout: generates with a copy of the policy's weights, pushed after every update and checked by version and
+fingerprint;
 * ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
 """
 
@@ -12,24 +14,30 @@ from typing import Any
 import torch
 
 from hybridrl.algos.policy_losses import get_policy_loss
-from hybridrl.config.plugs import load_plugs
-from hybridrl.config.ppo import PPOConfig
+from hybridrl.config.import_path import load_plugs
+from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.engine.base import Engine, MicroBatching
-from hybridrl.workers.engine_worker import EngineWorker, adapters_of, engine_config, make_engine, micro_batching, on_device
+from hybridrl.workers.engine_snapshot import Snapshots
+from hybridrl.workers.engine_worker import (
+    EngineWorker,
+    adapters_of,
+    engine_config,
+    make_engine,
+    micro_batching,
+    on_device,
+)
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import actor_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
-from hybridrl.workers.process import enter_process
+from hybridrl.workers.process_setup import enter_process
 from hybridrl.workers.rollout import partial
-from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, make_rollout, weights_dtype
-from hybridrl.workers.rollout.sampler import SamplingParams
-from hybridrl.workers.rollout.sampling import sampling_of
-from hybridrl.workers.rollout.serving import Request, TokenOutput, make_server
-from hybridrl.workers.rollout.transport import Address, Outgoing, Receivers, Sender, Sent, make_sender, this_machine
-from hybridrl.workers.snapshot import Snapshots
-from hybridrl.workers.tokens import load_special_tokens
+from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, load_special_tokens, make_rollout, weights_dtype
+from hybridrl.workers.rollout.request_server import Server
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, sampling_of
+from hybridrl.workers.weight_transfer import Address, Outgoing, Receivers, Sender, Sent, make_sender, this_machine
 
 PARTS = ("actor", "rollout", "ref")
 ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same prompts, and the first one's answer counts
@@ -52,9 +60,14 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
-        """Load the parts of this role onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
+        """Load the parts of this role onto the device.
+
+        `total_optimizer_steps`: length of the learning-rate schedule.
+        """
         load_plugs(self.config)
-        get_policy_loss(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)  # refused here, not after the first generation
+        get_policy_loss(
+            self.config.actor_rollout_ref.actor.policy_loss.loss_mode
+        )  # refused here, not after the first generation
         trainer, num_peers = self.config.trainer, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         alone = self.parts == ["rollout"] and num_peers == 1
         self.device = enter_process(device=trainer.device, num_threads=trainer.num_threads, alone=alone)
@@ -89,7 +102,12 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
         policy = self.config.actor_rollout_ref.model
         offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
         spec = engine_config(
-            self.config, kind="causal_lm", path=policy.path, device=self.device, packed=policy.use_remove_padding, param_offload=offload
+            self.config,
+            kind="causal_lm",
+            path=policy.path,
+            device=self.device,
+            packed=policy.use_remove_padding,
+            param_offload=offload,
         )
         self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, spec))
 
@@ -112,7 +130,7 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
-        self._server = make_server(self.rollout)
+        self._server = Server(self.rollout)
         self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=self.config.trainer.call_timeout_s)
 
     @property
@@ -123,28 +141,42 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:
         """Return responses to the prompts, `n` adjacent rows for each.
 
-        `meta_info["validate"]` chooses the validation settings, `meta_info["seed"]` seeds the samples of this call. weights_version: what
-        was pushed last; a rollout that holds another raises StaleWeightsError before the first token.
+        `meta_info["validate"]` chooses the validation settings, `meta_info["seed"]` seeds the samples of this call.
+        weights_version: what was pushed last; a rollout that holds another raises StaleWeightsError before the first
+        token.
         """
         meta = prompts.meta_info
         self._require(weights_version)
-        return self.rollout.generate(prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0)))
+        return self.rollout.generate(
+            prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0))
+        )
 
     @register(ROLLOUT_COMPUTE)
     def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
         """Return the first tokens of responses to the prompts, for `continue_sequences`; see `rollout/partial.py`."""
         self._require(weights_version)
-        return partial.begin(self.rollout, prompts, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
+        return partial.begin(
+            self.rollout, prompts, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens)
+        )
 
     @register(ROLLOUT_COMPUTE)
-    def continue_sequences(self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
-        """Return the batch with more tokens for the responses that are still open, from the weights the rollout holds now."""
+    def continue_sequences(
+        self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None
+    ) -> DataProto:
+        """Return the batch with more tokens for the responses that are still open, from the weights the rollout holds
+        now.
+        """
         self._require(weights_version)
-        return partial.go_on(self.rollout, batch, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens))
+        return partial.go_on(
+            self.rollout, batch, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens)
+        )
 
     @register(Dispatch.ALL_TO_ALL)
-    def serve(self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None) -> list[TokenOutput]:
-        """Take up requests, end those named in `aborted`, work for about `slice_s` seconds, and return what ended; see `serving.Server`.
+    def serve(
+        self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None
+    ) -> list[TokenOutput]:
+        """Take up requests, end those named in `aborted`, work for about `slice_s` seconds, and return what ended; see
+        `serving.Server`.
 
         Called by `Router` for one replica at a time, again and again while anything is open there.
         """
@@ -169,20 +201,27 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` (B, R) float32 under the reference policy."""
         ref = self.config.actor_rollout_ref.ref
-        micro = micro_batching(ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+        micro = micro_batching(
+            ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+        )
         with on_device(self.ref, self.device, params=ref.fsdp_config.param_offload):
             out = self.ref.forward(data, micro, outputs=("log_probs",))
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
     @register(MINI_BATCH_COMPUTE)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`; see `mini_batch.py` for the cut.
+        """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`; see `mini_batch.py`
+        for the cut.
 
         Returns a batch without rows whose `meta_info["metrics"]` has one value per optimizer step, equal on every rank.
         """
         actor = self.config.actor_rollout_ref.actor
-        micro = micro_batching(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-        with on_device(self.actor, self.device, params=self._offload.param_offload, optimizer=self._offload.optimizer_offload):
+        micro = micro_batching(
+            actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+        )
+        with on_device(
+            self.actor, self.device, params=self._offload.param_offload, optimizer=self._offload.optimizer_offload
+        ):
             metrics = self._update(
                 self.actor,
                 data,
@@ -215,7 +254,8 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
     def open_weight_channel(self, transport: str, num_receivers: int) -> Address | None:
         """Prepare rank 0 for pushes to rollouts in other processes, and return where they connect, if they have to.
 
-        Called again after a push that failed, or when the rollout's processes have changed: what was open before is closed.
+        Called again after a push that failed, or when the rollout's processes have changed: what was open before is
+        closed.
         """
         if self.rank != 0:
             return None
@@ -237,25 +277,32 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, adapters: bool = False) -> Sent | None:
-        """Push the actor's weights as `version` to rollouts in other processes, from rank 0; returns what they need to receive it there.
+        """Push the actor's weights as `version` to rollouts in other processes, from rank 0; returns what they need to
+        receive it there.
 
-        With a live transport it returns when all of them have taken the weights, and they have to be told to receive meanwhile.
-        adapters: only those; an earlier push has brought everything.
+        With a live transport it returns when all of them have taken the weights, and they have to be told to receive
+        meanwhile. adapters: only those; an earlier push has brought everything.
         """
         return self._send(self._sender, version, adapters=adapters)
 
     @register(Dispatch.ONE_TO_ALL)
     def store_weights(self) -> Sent | None:
-        """Leave the actor's weights in the object store, for whoever wants them later; returns where (rank 0, None elsewhere)."""
+        """Leave the actor's weights in the object store, for whoever wants them later; returns where (rank 0, None
+        elsewhere).
+        """
         return self._send(self._make_sender("object_store", host="", num_receivers=0) if self.rank == 0 else None, 0)
 
     def _make_sender(self, transport: str, *, host: str, num_receivers: int) -> Sender:
         settings, timeout_s = self.config.actor_rollout_ref.rollout.weight_sync, self.config.trainer.call_timeout_s
-        return make_sender(transport, settings, host=host, num_receivers=num_receivers, device=self.device, timeout_s=timeout_s)
+        return make_sender(
+            transport, settings, host=host, num_receivers=num_receivers, device=self.device, timeout_s=timeout_s
+        )
 
     def _send(self, sender: Sender | None, version: int, *, adapters: bool = False) -> Sent | None:
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            weights = Outgoing(self._pushed(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device))
+            weights = Outgoing(
+                self._pushed(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device)
+            )
             try:
                 return None if sender is None else sender.send(version, weights)
             finally:
@@ -305,7 +352,8 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:
-        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename.
+        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by
+        a rename.
 
         Returns the number of optimizer steps taken so far.
         """
@@ -313,7 +361,10 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> int:
-        """Continue from what `save_checkpoint` wrote, also under another world size. Returns the number of optimizer steps taken so far."""
+        """Continue from what `save_checkpoint` wrote, also under another world size.
+
+        Returns the number of optimizer steps taken so far.
+        """
         return self._load(self.actor, directory, self._offload)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -330,5 +381,7 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
     def _log_prob_micro(self) -> MicroBatching:
         rollout = self.config.actor_rollout_ref.rollout
         return micro_batching(
-            rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+            rollout.log_prob_micro_batch_size_per_gpu,
         )

@@ -1,15 +1,15 @@
 """`CriticWorker`: the value model of PPO."""
 
-from hybridrl.config.plugs import load_plugs
-from hybridrl.config.ppo import PPOConfig
+from hybridrl.config.import_path import load_plugs
+from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, MicroBatching
+from hybridrl.workers.engine_snapshot import Snapshots
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.losses import critic_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
-from hybridrl.workers.process import enter_process
-from hybridrl.workers.snapshot import Snapshots
+from hybridrl.workers.process_setup import enter_process
 
 
 class CriticWorker(Snapshots, EngineWorker):
@@ -68,7 +68,8 @@ class CriticWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:
-        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename.
+        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by
+        a rename.
 
         Returns the number of optimizer steps taken so far.
         """
@@ -76,9 +77,14 @@ class CriticWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> int:
-        """Continue from what `save_checkpoint` wrote, also under another world size. Returns the number of optimizer steps taken so far."""
+        """Continue from what `save_checkpoint` wrote, also under another world size.
+
+        Returns the number of optimizer steps taken so far.
+        """
         return self._load(self.critic, directory, self.config.critic.fsdp_config)
 
     def _micro(self) -> MicroBatching:
         critic = self.config.critic
-        return micro_batching(critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
+        return micro_batching(
+            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+        )

@@ -1,4 +1,6 @@
-"""What workers with a training engine share: building the engine, moving it to and from its device, updates, durable state."""
+"""What workers with a training engine share: building the engine, moving it to and from its device, updates, durable
+state.
+"""
 
 import contextlib
 import math
@@ -6,19 +8,19 @@ import os
 from collections.abc import Callable, Iterator
 
 from hybridrl.config.import_path import load_object
-from hybridrl.config.ppo import PPOConfig
-from hybridrl.config.workers import CriticFSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.workers import CriticFSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.collective_errors import raise_together
 from hybridrl.workers.engine.lora import LoRA
-from hybridrl.workers.engine.storage import raise_together
 from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, mini_batches
-from hybridrl.workers.process import sum_dicts_over_ranks, sum_over_ranks
+from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
 
-FSDP = ("hybridrl.workers.engine.fsdp", "FSDPEngine")
+FSDP = ("hybridrl.workers.engine.fsdp.engine", "FSDPEngine")
 ENGINES = {"fsdp": FSDP, "fsdp2": FSDP, "megatron": ("hybridrl.workers.engine.megatron.engine", "MegatronEngine")}
 """By name, where the class is: an engine is imported, with the library it stands on, when it is chosen."""
 
@@ -75,9 +77,11 @@ def adapters_of(model: ModelConfig) -> LoRA | None:
 
 
 def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None) -> MicroBatching:
-    """Return how a call's rows become micro-batches: by a number of rows if that is set and dynamic batches are off, else by token budget.
+    """Return how a call's rows become micro-batches: by a number of rows if that is set and dynamic batches are off,
+    else by token budget.
 
-    Never all at once: 256 sequences of 512 tokens have 40 GB of logits over 150 000 words, and results do not depend on the cut.
+    Never all at once: 256 sequences of 512 tokens have 40 GB of logits over 150 000 words, and results do not depend on
+    the cut.
     """
     by_tokens = use_dynamic_bsz or max_rows is None
     return MicroBatching(max_tokens=max_tokens) if by_tokens else MicroBatching(max_rows=max_rows)
@@ -101,7 +105,9 @@ class EngineWorker(Worker):
     device: str
 
     def _set_up(self, engine: Engine) -> Engine:
-        """Set the engine up, and announce where this worker stands: peers get the same rows, and one of them is asked for its answer."""
+        """Set the engine up, and announce where this worker stands: peers get the same rows, and one of them is asked
+        for its answer.
+        """
         engine.setup()
         self._register_dispatch_collect_info(ENGINE_MESH, engine.place.dp_rank, engine.place.answers)
         return engine
@@ -117,10 +123,12 @@ class EngineWorker(Worker):
         epochs: int,
         prefix: str,
     ) -> dict[str, list[float]]:
-        """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on every rank.
+        """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on
+        every rank.
 
-        A step whose loss, on any rank, or whose gradient is not finite is left out on all ranks: `{prefix}/skipped` is 1, and
-        `{prefix}/nonfinite_loss` tells whether it was the loss. `{prefix}/num_updates` counts what was not left out, in the whole run.
+        A step whose loss, on any rank, or whose gradient is not finite is left out on all ranks: `{prefix}/skipped` is
+        1, and `{prefix}/nonfinite_loss` tells whether it was the loss. `{prefix}/num_updates` counts what was not left
+        out, in the whole run.
         """
         minis = list(mini_batches(data))
         counts = self._global_counts(minis, counted=engine.place.answers)
@@ -130,7 +138,10 @@ class EngineWorker(Worker):
             for mini, count in zip(minis, counts, strict=True):
                 shares.append(_summed(engine.forward_backward(mini, micro, make_loss(count), outputs=outputs)))
                 [bad] = sum_over_ranks([float(has_bad_loss(shares[-1]))], device=self.device)
-                said = engine.optimizer_step(skip=bad > 0) | {"nonfinite_loss": float(bad > 0), "num_updates": float(engine.num_updates)}
+                said = engine.optimizer_step(skip=bad > 0) | {
+                    "nonfinite_loss": float(bad > 0),
+                    "num_updates": float(engine.num_updates),
+                }
                 steps.append({f"{prefix}/{name}": value for name, value in said.items()})
         totals = sum_dicts_over_ranks(shares)
         return {name: [row[name] for row in rows if name in row] for rows in (totals, steps) for name in _names(rows)}
@@ -142,7 +153,10 @@ class EngineWorker(Worker):
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
     def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> int:
-        """Write the engine's durable state; return how many optimizer steps it has seen. A failure is one on every rank."""
+        """Write the engine's durable state; return how many optimizer steps it has seen.
+
+        A failure is one on every rank.
+        """
         problem = None
         try:
             os.makedirs(directory, exist_ok=True)

@@ -8,23 +8,28 @@ from collections.abc import Iterable
 
 import torch
 
-from hybridrl.config.workers import ModelConfig
+from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.workers.engine.model import overridden_config
+from hybridrl.workers.engine.hf_model import overridden_config
 
 
-def export_hf(weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, model: ModelConfig, rank: int = 0) -> None:
-    """Write `weights` (full tensors, HF names) with the config, overrides included, and the tokenizer of `model` into `directory`.
+def export_hf(
+    weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, model: ModelConfig, rank: int = 0
+) -> None:
+    """Write `weights` (full tensors, HF names) with the config, overrides included, and the tokenizer of `model` into
+    `directory`.
 
-    Collective in `weights`: every rank iterates, rank 0 writes. Afterwards the files are read back and every name, shape and value
-    is compared with what was written; a difference raises CheckpointError and leaves no export behind.
+    Collective in `weights`: every rank iterates, rank 0 writes. Afterwards the files are read back and every name,
+    shape and value is compared with what was written; a difference raises CheckpointError and leaves no export behind.
     """
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
     if rank != 0:
         return
     check_new_directory(directory)
     os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
-    aside = tempfile.mkdtemp(prefix=f"{os.path.basename(directory)}.partial-", dir=os.path.dirname(os.path.abspath(directory)))
+    aside = tempfile.mkdtemp(
+        prefix=f"{os.path.basename(directory)}.partial-", dir=os.path.dirname(os.path.abspath(directory))
+    )
     try:
         _write(tensors, aside, model=model)
         _verify(tensors, aside)
@@ -76,7 +81,10 @@ def _verify(tensors: dict[str, torch.Tensor], directory: str) -> None:
             for name in shard.keys():
                 if not torch.equal(shard.get_tensor(name), missing.pop(name)):
                     raise CheckpointError(
-                        f"export to {directory}: {name} in {filename} differs from the model; check the disk and export again"
+                        f"export to {directory}: {name} in {filename} differs from the model; check the "
+                        "disk and export again"
                     )
     if missing:
-        raise CheckpointError(f"export to {directory}: {len(missing)} tensors are missing, first {next(iter(missing))}; export again")
+        raise CheckpointError(
+            f"export to {directory}: {len(missing)} tensors are missing, first {next(iter(missing))}; export again"
+        )

@@ -1,8 +1,8 @@
 """What one optimizer step minimises, put together from the formulas in `algos`.
 
 A loss here is already divided by the counts of the whole mini-batch over all ranks, so that gradients are summed over
-micro-batches and ranks and nothing is averaged twice. Statistics follow the same rule: their sum over micro-batches and ranks is
-the value of the mini-batch.
+micro-batches and ranks and nothing is averaged twice. Statistics follow the same rule: their sum over micro-batches and
+ranks is the value of the mini-batch.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from hybridrl.algos.aggregate import agg_loss, loss_counts
 from hybridrl.algos.kl import kl_penalty
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, get_policy_loss
 from hybridrl.algos.value_losses import clipped_value_loss
-from hybridrl.config.workers import ActorConfig
+from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import LossFn
 
@@ -41,7 +41,14 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
         mask_BT = rows.batch["response_mask"].float()
 
         def reduce(values_BT: torch.Tensor, mode: str = "token-mean") -> torch.Tensor:
-            return agg_loss(values_BT, mask_BT, mode, num_tokens=counts.num_tokens, num_seqs=counts.num_seqs, max_len=mask_BT.size(-1))
+            return agg_loss(
+                values_BT,
+                mask_BT,
+                mode,
+                num_tokens=counts.num_tokens,
+                num_seqs=counts.num_seqs,
+                max_len=mask_BT.size(-1),
+            )
 
         parts = surrogate(
             outputs["log_probs"],
@@ -100,7 +107,9 @@ def sft_loss(counts: GlobalCounts) -> LossFn:
 
     def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask_BT = rows.batch["response_mask"].float()
-        loss = agg_loss(-outputs["log_probs"], mask_BT, "token-mean", num_tokens=counts.num_tokens, num_seqs=counts.num_seqs)
+        loss = agg_loss(
+            -outputs["log_probs"], mask_BT, "token-mean", num_tokens=counts.num_tokens, num_seqs=counts.num_seqs
+        )
         return loss, {"loss": loss}
 
     return loss_fn

@@ -1,7 +1,7 @@
 """The dispatch mode of updates: a batch is cut into mini-batches first and into data-parallel ranks second.
 
-Every rank then takes part in every optimizer step, a step sees the same rows whatever the number of ranks, and each rank gets
-about the same number of tokens. What the caller wants stands in `meta_info`:
+Every rank then takes part in every optimizer step, a step sees the same rows whatever the number of ranks, and each
+rank gets about the same number of tokens. What the caller wants stands in `meta_info`:
 
     mini_batch_size   rows of one optimizer step; absent: the whole batch
     shuffle_seed      shuffle rows before cutting; absent: in order
@@ -61,11 +61,16 @@ def _shares(lengths: np.ndarray, num_parts: int, *, balance: bool) -> list[np.nd
 ENGINE_MESH = "engine"
 """Where workers stand with respect to their training engine; see `EngineWorker`."""
 ENGINE_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ENGINE_MESH)
-MINI_BATCH_COMPUTE = {"dispatch_fn": partial(dispatch_mini_batches, ENGINE_MESH), "collect_fn": ENGINE_COMPUTE["collect_fn"]}
+MINI_BATCH_COMPUTE = {
+    "dispatch_fn": partial(dispatch_mini_batches, ENGINE_MESH),
+    "collect_fn": ENGINE_COMPUTE["collect_fn"],
+}
 
 
 def mini_batches(data: DataProto) -> Iterator[DataProto]:
-    """Yield this rank's rows of each optimizer step, in step order; a rank without rows in a step gets an empty batch."""
+    """Yield this rank's rows of each optimizer step, in step order; a rank without rows in a step gets
+    an empty batch.
+    """
     steps = data.batch[COLUMN] if COLUMN in data.batch.keys() else torch.zeros(len(data), dtype=torch.int64)
     for step in range(data.meta_info.get("num_mini_batches", 1)):
         yield data.select_idxs(steps == step)

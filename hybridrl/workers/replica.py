@@ -1,4 +1,5 @@
-"""Replicas of a model that is not trained: in processes of their own (`ReplicaWorker`), or one in the calling process (`LocalReplica`).
+"""Replicas of a model that is not trained: in processes of their own (`ReplicaWorker`), or one in the calling process
+(`LocalReplica`).
 
 Both read their weights from the model's directory, so a replica that is started anew has them by itself.
 """
@@ -8,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
-from hybridrl.workers.process import enter_process
+from hybridrl.workers.process_setup import enter_process
 from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, VersionedRollout, make_rollout
-from hybridrl.workers.rollout.router import SLICE_S
-from hybridrl.workers.rollout.serving import Request, Server, TokenOutput, make_server
+from hybridrl.workers.rollout.request_server import SLICE_S, Server
+from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 
 class ReplicaWorker(Worker):
@@ -27,10 +28,12 @@ class ReplicaWorker(Worker):
         """Read the model."""
         device = enter_process(device=self.setup.device, num_threads=self.num_threads, alone=True)
         self.rollout: VersionedRollout = make_rollout(self.setup.config.name, replace(self.setup, device=device))
-        self._server = make_server(self.rollout)
+        self._server = Server(self.rollout)
 
     @register(Dispatch.ALL_TO_ALL)
-    def serve(self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None) -> list[TokenOutput]:
+    def serve(
+        self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None
+    ) -> list[TokenOutput]:
         """See `Server.serve`. Called by `Router`; raises StaleWeightsError unless the weights are of this version."""
         self.rollout.require_version(weights_version, holder=f"replica {self.rank}")
         return self._server.serve(requests, aborted, slice_s=slice_s)
@@ -48,7 +51,7 @@ class LocalReplica:
     num_replicas = 1
 
     def __init__(self, rollout: VersionedRollout):
-        self._server: Server = make_server(rollout)
+        self._server: Server = Server(rollout)
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
         return self._server.serve(requests, aborted, slice_s=SLICE_S)

@@ -2,21 +2,21 @@
 
 import torch
 
-from hybridrl.config.plugs import load_plugs
-from hybridrl.config.ppo import PPOConfig
+from hybridrl.config.import_path import load_plugs
+from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE
-from hybridrl.workers.process import enter_process
+from hybridrl.workers.process_setup import enter_process
 
 
 class RewardModelWorker(EngineWorker):
     """One process of the reward model. config: the whole job's settings.
 
-    The model must be an `AutoModelForSequenceClassification` that reads the policy's tokens; another kind is a worker of your own
-    with a `compute_rm_score`, given to the trainer under `Role.RewardModel`.
+    The model must be an `AutoModelForSequenceClassification` that reads the policy's tokens; another kind is a worker
+    of your own with a `compute_rm_score`, given to the trainer under `Role.RewardModel`.
     """
 
     def __init__(self, config: PPOConfig, role: str = "rm"):
@@ -48,9 +48,13 @@ def check_same_tokens(policy_path: str, reward_path: str, *, trust_remote_code: 
     """Raise ConfigError unless both models read the same token ids."""
     from transformers import AutoTokenizer
 
-    ours, theirs = (AutoTokenizer.from_pretrained(p, trust_remote_code=trust_remote_code).get_vocab() for p in (policy_path, reward_path))
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(p, trust_remote_code=trust_remote_code).get_vocab()
+        for p in (policy_path, reward_path)
+    )
     if ours != theirs:
         raise ConfigError(
-            f"reward_model.model.path={reward_path} has another vocabulary than the policy {policy_path}; use a reward model of the same "
+            f"reward_model.model.path={reward_path} has another vocabulary than the policy {policy_path}; "
+            "use a reward model of the same "
             "tokenizer, or a reward function that calls it on text"
         )

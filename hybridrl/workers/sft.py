@@ -1,15 +1,15 @@
 """`SFTWorker`: supervised fine-tuning of a causal language model, on the same engine as PPO's actor."""
 
-from hybridrl.config.plugs import load_plugs
-from hybridrl.config.sft import SFTConfig
+from hybridrl.config.import_path import load_plugs
+from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import EngineConfig, MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, adapters_of, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
-from hybridrl.workers.process import enter_process, sum_over_ranks
+from hybridrl.workers.process_setup import enter_process, sum_over_ranks
 
 
 class SFTWorker(EngineWorker):
@@ -49,7 +49,9 @@ class SFTWorker(EngineWorker):
         """Take one optimizer step on a batch of conversations. Metrics as in `ActorRolloutRefWorker.update_actor`."""
         offload = self.config.fsdp_config
         with on_device(self.model, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
-            metrics = self._update(self.model, data, self._micro(), make_loss=sft_loss, outputs=("log_probs",), epochs=1, prefix="train")
+            metrics = self._update(
+                self.model, data, self._micro(), make_loss=sft_loss, outputs=("log_probs",), epochs=1, prefix="train"
+            )
         return DataProto(meta_info={"metrics": metrics})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
@@ -63,7 +65,8 @@ class SFTWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:
-        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by a rename.
+        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by
+        a rename.
 
         Returns the number of optimizer steps taken so far.
         """
@@ -71,7 +74,10 @@ class SFTWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> int:
-        """Continue from what `save_checkpoint` wrote, also under another world size. Returns the number of optimizer steps taken so far."""
+        """Continue from what `save_checkpoint` wrote, also under another world size.
+
+        Returns the number of optimizer steps taken so far.
+        """
         return self._load(self.model, directory, self.config.fsdp_config)
 
     @register(Dispatch.ONE_TO_ALL)

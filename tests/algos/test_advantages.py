@@ -43,7 +43,7 @@ def on_mask(row: torch.Tensor, mask: torch.Tensor) -> list[float]:
     return row[mask.bool()].tolist()
 
 
-# --- GAE ----------------------------------------------------------------------------------------------------------------
+# --- GAE ------------------------------------------------------------------------------------------
 
 
 def test_gae_numbers_worked_out_by_hand():
@@ -93,14 +93,19 @@ def test_gae_advantages_are_whitened():
     assert float(masked_var(advantages_BT, b["mask"])) == pytest.approx(1, abs=1e-6)
 
 
-# --- estimators with groups ---------------------------------------------------------------------------------------------
+# --- estimators with groups -----------------------------------------------------------------------
 
 
 def outcome(scores: list[float], groups: list[int]) -> dict:
     """One row of two tokens per score, the score on the second."""
     rewards_BT = torch.tensor([[0.0, s, 7.0] for s in scores], dtype=F64)
     mask_BT = torch.tensor([[1, 1, 0]] * len(scores))
-    return {"rewards": rewards_BT, "mask": mask_BT, "values": torch.zeros_like(rewards_BT), "group": torch.tensor(groups)}
+    return {
+        "rewards": rewards_BT,
+        "mask": mask_BT,
+        "values": torch.zeros_like(rewards_BT),
+        "group": torch.tensor(groups),
+    }
 
 
 def test_grpo_numbers_worked_out_by_hand():
@@ -168,7 +173,7 @@ def test_reinforce_plus_plus_baseline_whitens_what_dr_grpo_gives():
     torch.testing.assert_close(estimate("reinforce_plus_plus_baseline", b)[0], masked_whiten(dr_grpo_BT, b["mask"]))
 
 
-# --- what must hold for every estimator ---------------------------------------------------------------------------------
+# --- what must hold for every estimator -----------------------------------------------------------
 
 ALL = sorted(ADVANTAGE_ESTIMATORS)
 
@@ -225,7 +230,7 @@ def test_inputs_are_left_as_they_were_and_dtype_is_kept(name):
     assert all(torch.equal(b[column], before[column]) for column in b)
 
 
-# --- registry and refusals ----------------------------------------------------------------------------------------------
+# --- registry and refusals ------------------------------------------------------------------------
 
 
 def test_each_estimator_says_what_it_needs():
@@ -240,7 +245,9 @@ def test_each_estimator_says_what_it_needs():
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_known_ones():
-    with pytest.raises(ConfigError, match=r"adv_estimator='gpro' is not known; did you mean 'grpo'\? Known: gae, grpo, rein"):
+    with pytest.raises(
+        ConfigError, match=r"adv_estimator='gpro' is not known; did you mean 'grpo'\? Known: gae, grpo, rein"
+    ):
         get_adv_estimator("gpro")
 
 
@@ -262,7 +269,9 @@ def test_a_users_estimator_gets_the_arguments_its_signature_names(registry_as_it
         return rewards_BT + len(kwargs), rewards_BT
 
     rewards_BT, mask_BT, values_BT = torch.ones(1, 2), torch.tensor([[1, 0]]), torch.full((1, 2), 4.0)
-    assert get_adv_estimator("minus_value")(rewards_BT, mask_BT, values_BT=values_BT, gamma=0.5)[0].tolist() == [[-1, 0]]
+    assert get_adv_estimator("minus_value")(rewards_BT, mask_BT, values_BT=values_BT, gamma=0.5)[0].tolist() == [
+        [-1, 0]
+    ]
     assert get_adv_estimator("everything")(rewards_BT, mask_BT)[0].tolist() == [[6, 0]]
 
 
@@ -287,14 +296,19 @@ def test_missing_or_misshapen_inputs_are_refused_by_name():
 
 
 def test_the_formulas_import_nothing_of_ours_but_errors():
-    code = "import sys, hybridrl.algos; print(*sorted({m.split('.')[1] for m in sys.modules if m.startswith('hybridrl.')}))"
+    code = (
+        "import sys, hybridrl.algos; print(*sorted({m.split('.')[1] for m in sys.modules if "
+        "m.startswith('hybridrl.')}))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.split() == ["algos", "errors"]
 
 
 def test_a_script_that_is_also_imported_by_its_path_registers_once(registry_as_it_was, tmp_path):
     code = tmp_path / "own.py"
-    code.write_text("def threes(token_level_rewards_BT, response_mask_BT): return response_mask_BT * 3, response_mask_BT\n")
+    code.write_text(
+        "def threes(token_level_rewards_BT, response_mask_BT): return response_mask_BT * 3, response_mask_BT\n"
+    )
     for module in ("__main__", "own_1234abcd"):
         names = {"__name__": module}
         exec(compile(code.read_text(), str(code), "exec"), names)

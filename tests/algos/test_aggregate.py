@@ -20,7 +20,9 @@ def test_numbers_worked_out_by_hand(mode, expected):
     mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     num_tokens, num_seqs = loss_counts(mask_BT)
     assert (num_tokens, num_seqs) == (4, 2)
-    assert agg_loss(losses_BT, mask_BT, mode, num_tokens=num_tokens, num_seqs=num_seqs).item() == pytest.approx(expected)
+    assert agg_loss(losses_BT, mask_BT, mode, num_tokens=num_tokens, num_seqs=num_seqs).item() == pytest.approx(
+        expected
+    )
 
 
 def test_the_norm_of_dr_grpo_is_a_constant_if_given():

@@ -21,7 +21,10 @@ from hybridrl.errors import CheckpointError, ConfigError, DataError
     ],
 )
 def test_numbers_worked_out_by_hand(kinds, expected):
-    log_probs, ref_log_probs = torch.tensor([-1.0, -1.0 - math.log(2), -3.0]), torch.tensor([-1.0 - math.log(2), -1.0, -3.0])
+    log_probs, ref_log_probs = (
+        torch.tensor([-1.0, -1.0 - math.log(2), -3.0]),
+        torch.tensor([-1.0 - math.log(2), -1.0, -3.0]),
+    )
     for kind in kinds:
         assert kl_penalty(log_probs, ref_log_probs, kind).tolist() == pytest.approx(expected, abs=1e-6)
 

@@ -20,7 +20,12 @@ def cost(group: list[int], lengths: list[int], packed: bool) -> int:
 
 
 @QUICK
-@given(lengths=LENGTHS, max_rows=st.none() | st.integers(1, 9), max_tokens=st.none() | st.integers(60, 200), packed=st.booleans())
+@given(
+    lengths=LENGTHS,
+    max_rows=st.none() | st.integers(1, 9),
+    max_tokens=st.none() | st.integers(60, 200),
+    packed=st.booleans(),
+)
 def test_every_row_is_in_one_group_and_no_limit_is_broken(lengths, max_rows, max_tokens, packed):
     groups = micro_batches(lengths, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
     assert sorted(itertools.chain(*groups)) == list(range(len(lengths)))
@@ -56,7 +61,9 @@ def test_groups_worked_out_by_hand():
 
 
 def test_lengths_may_be_a_tensor_or_numpy_numbers():
-    assert micro_batches(torch.tensor([3, 10, 4]), max_tokens=12) == micro_batches(list(np.array([3, 10, 4])), max_tokens=12)
+    assert micro_batches(torch.tensor([3, 10, 4]), max_tokens=12) == micro_batches(
+        list(np.array([3, 10, 4])), max_tokens=12
+    )
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_rows": 2}, {"max_tokens": 5}, {"max_tokens": 5, "packed": True}])

@@ -69,7 +69,9 @@ def test_gspo_on_sequences_of_one_token_is_vanilla_without_dual_clip():
     torch.manual_seed(1)
     log_probs_BT, old_BT, advantages_BT = torch.randn(3, 50, 1, dtype=torch.float64)
     mask_BT = torch.ones(50, 1)
-    single, token = (fn(log_probs_BT, old_BT, advantages_BT, mask_BT, **{**CLIP, "clip_c": 1e9}) for fn in (gspo, vanilla))
+    single, token = (
+        fn(log_probs_BT, old_BT, advantages_BT, mask_BT, **{**CLIP, "clip_c": 1e9}) for fn in (gspo, vanilla)
+    )
     torch.testing.assert_close(single.losses_BT, token.losses_BT)
     assert torch.equal(single.clipped_BT, token.clipped_BT)
 
@@ -114,7 +116,9 @@ def test_refusals_name_the_value():
         vanilla(ones_BT, ones_BT, ones_BT, ones_BT, clip_low=0.2, clip_high=0.2, clip_c=1.0)
     with pytest.raises(DataError, match=r"advantages \(2, 1\)"):
         vanilla(ones_BT, ones_BT, ones_BT[:, :1], ones_BT, **CLIP)
-    with pytest.raises(ConfigError, match=r"loss_mode='vanila' is not known; did you mean 'vanilla'\? Known: gspo, vanilla"):
+    with pytest.raises(
+        ConfigError, match=r"loss_mode='vanila' is not known; did you mean 'vanilla'\? Known: gspo, vanilla"
+    ):
         get_policy_loss("vanila")
     with pytest.raises(ConfigError, match="taken"):
         register_policy_loss("gspo")(vanilla)

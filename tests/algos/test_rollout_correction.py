@@ -36,9 +36,15 @@ def test_the_same_policy_weighs_one_and_what_is_off_the_mask_is_never_read():
 def test_importance_weights_make_another_policys_mean_ours():
     """E over rollout of w f = E over old of f, when nothing is cut off."""
     generator = torch.Generator().manual_seed(0)
-    old, rollout, f = torch.rand(50, generator=generator), torch.rand(50, generator=generator) + 0.2, torch.randn(50, generator=generator)
+    old, rollout, f = (
+        torch.rand(50, generator=generator),
+        torch.rand(50, generator=generator) + 0.2,
+        torch.randn(50, generator=generator),
+    )
     old, rollout = (old / old.sum()).double(), (rollout / rollout.sum()).double()
-    w = rollout_is_weights(old.log()[:, None], rollout.log()[:, None], torch.ones(50, 1), level="token", threshold=1e6)[:, 0]
+    w = rollout_is_weights(old.log()[:, None], rollout.log()[:, None], torch.ones(50, 1), level="token", threshold=1e6)[
+        :, 0
+    ]
     torch.testing.assert_close((rollout * w * f).sum(), (old * f).sum())
 
 
@@ -51,7 +57,10 @@ def test_the_effective_share_is_one_for_equal_weights_and_one_of_n_for_a_single_
 def test_stats_say_how_far_the_policies_are_apart():
     stats = correction_stats(weights("token", 10.0), log_ratio(OLD, ROLLOUT, MASK), MASK)
     # weights 2, 1/2, 4; log-ratios ln 2, -ln 2, 2 ln 2
-    assert stats["is_mean"] == pytest.approx(6.5 / 3) and (stats["is_min"], stats["is_max"]) == (0.5, pytest.approx(4.0))
+    assert stats["is_mean"] == pytest.approx(6.5 / 3) and (stats["is_min"], stats["is_max"]) == (
+        0.5,
+        pytest.approx(4.0),
+    )
     assert stats["is_eff_sample_size"] == pytest.approx(6.5**2 / (3 * 20.25))
     assert stats["kl"] == pytest.approx(-2 * math.log(2) / 3)
     assert stats["k3_kl"] == pytest.approx((6.5 - 2 * math.log(2)) / 3 - 1)

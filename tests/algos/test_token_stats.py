@@ -37,7 +37,9 @@ def test_values_and_gradients_equal_plain_autograd_in_float64(chunk, with_entrop
     logits_NV, labels_N = torch.randn(10, 33) * 4, torch.randint(33, (10,))
     weight_N, bonus_N = torch.randn(2, 10)
     ours_NV, exact_NV = logits_NV.clone().requires_grad_(), logits_NV.double().requires_grad_()
-    log_probs_N, entropy_N = log_probs_and_entropy(ours_NV, labels_N, temperature=0.7, with_entropy=with_entropy, chunk=chunk)
+    log_probs_N, entropy_N = log_probs_and_entropy(
+        ours_NV, labels_N, temperature=0.7, with_entropy=with_entropy, chunk=chunk
+    )
     exact_log_probs_N, exact_entropy_N = reference(exact_NV, labels_N, 0.7)
     torch.testing.assert_close(log_probs_N.double(), exact_log_probs_N, atol=1e-5, rtol=1e-5)
     loss, exact = (log_probs_N * weight_N).sum(), (exact_log_probs_N * weight_N).sum()
@@ -97,7 +99,9 @@ def test_only_the_logits_themselves_are_kept_for_the_backward_pass():
 
 
 def test_no_tokens_and_no_gradient_work():
-    log_probs_N, entropy_N = log_probs_and_entropy(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), with_entropy=True)
+    log_probs_N, entropy_N = log_probs_and_entropy(
+        torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), with_entropy=True
+    )
     assert (log_probs_N.shape, entropy_N.shape) == ((0,), (0,))
     logits_NV = torch.randn(3, 5, requires_grad=True)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The driver is killed, stopped or ends, whatever it is doing: the next one takes up the workers, and the run ends bit-equal.
+"""The driver is killed, stopped or ends, whatever it is doing: the next one takes up the workers, and the run ends
+bit-equal.
 
 `pytest -m chaos -s tests/chaos/test_driver_lost.py` prints a line per case.
 """
@@ -12,9 +13,9 @@ import time
 
 import pytest
 
-from hybridrl.trainer.ledger import account, read_ledger
-from tests.end_to_end.failing_runs import ON_RAY, ROOT, SAME
-from tests.end_to_end.runs import largest_difference, metrics, settings, weights
+from hybridrl.trainer.checkpoint.step_ledger import account, read_ledger
+from tests.support.end_to_end.failing_runs import ON_RAY, ROOT, SAME
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 STEPS = 4
@@ -36,7 +37,7 @@ def run_with(folder, model, *faults, **changes):
         "trainer__total_training_steps": STEPS,
         "trainer__save_freq": 2,
         "trainer__master": True,
-        "trainer__middleware": f"[{ROOT / 'tests/chaos/driver_faults.py'}:plant]",
+        "trainer__middleware": f"[{ROOT / 'tests/support/chaos/driver_faults.py'}:plant]",
     }
     environment = os.environ | {
         "DRIVER_FAULTS": json.dumps(faults),
@@ -79,7 +80,9 @@ def undisturbed(tmp_path_factory, tiny_qwen2):
 
 
 def check_ended_the_same(folder, undisturbed, *, step=STEPS):
-    found, wanted = (weights(f / f"run/global_step_{step}", f / f"hf-{time.monotonic_ns()}") for f in (folder, undisturbed))
+    found, wanted = (
+        weights(f / f"run/global_step_{step}", f / f"hf-{time.monotonic_ns()}") for f in (folder, undisturbed)
+    )
     assert largest_difference(found, wanted) == 0
     rows, expected = ([[row.get(name) for name in SAME] for row in metrics(f / "run")] for f in (folder, undisturbed))
     assert rows == expected
@@ -102,29 +105,44 @@ def test_nobody_waits_for_the_other_half_of_a_push(tmp_path, tiny_qwen2, after_s
     done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "update_weights", after_s), **separated)
     assert done.returncode == 0 and len(seconds_back(done)) == 1
     tell(tmp_path, f"SIGKILL {after_s} s into a push to processes of their own")
-    [hit], [failure] = hits(tmp_path), [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()]
+    [hit], [failure] = (
+        hits(tmp_path),
+        [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()],
+    )
     assert failure["told_at"] - hit["at"] < 20
     assert not account(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
 
 
 def test_workers_outlive_their_driver_more_than_once(tmp_path, tiny_qwen2, undisturbed):
-    faults = [fault("SIGKILL", "update_actor", 0.02), fault("SIGKILL", "gen", 0.0, step=3), fault("exit", "next_batch", 0.0, step=4)]
+    faults = [
+        fault("SIGKILL", "update_actor", 0.02),
+        fault("SIGKILL", "gen", 0.0, step=3),
+        fault("exit", "next_batch", 0.0, step=4),
+    ]
     done = run_with(tmp_path, tiny_qwen2, *faults)
     assert done.returncode == 0 and len(seconds_back(done)) == 3
     assert len({tuple(hit["pids"]) for hit in hits(tmp_path)}) == 1
     check_ended_the_same(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("before_s", [0.0, 1.5, 4.0])  # together; while the worker's role is being started again; while it loads its model
+@pytest.mark.parametrize(
+    "before_s", [0.0, 1.5, 4.0]
+)  # together; while the worker's role is being started again; while it loads its model
 def test_a_driver_and_a_worker_that_are_lost_are_both_brought_back(tmp_path, tiny_qwen2, undisturbed, before_s):
-    done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "update_actor", 0.02, role="actor_rollout", before_s=before_s))
+    done = run_with(
+        tmp_path, tiny_qwen2, fault("SIGKILL", "update_actor", 0.02, role="actor_rollout", before_s=before_s)
+    )
     assert done.returncode == 0 and len(seconds_back(done)) == 1
     check_ended_the_same(tmp_path, undisturbed)
 
 
 def test_a_job_whose_cluster_is_lost_begins_anew_on_another_from_its_last_commit(tmp_path, tiny_qwen2, undisturbed):
     done = run_with(tmp_path, tiny_qwen2, fault("cluster", "gen", 0.0, step=4))
-    assert done.returncode == 0 and "everything is started anew" in done.stderr and "global_step_2, step 2 of 4" in done.stderr
+    assert (
+        done.returncode == 0
+        and "everything is started anew" in done.stderr
+        and "global_step_2, step 2 of 4" in done.stderr
+    )
     check_ended_the_same(tmp_path, undisturbed)
 
 

@@ -1,6 +1,8 @@
-"""Whatever is lost, whatever it is doing: the run goes on, and ends with the parameters of the undisturbed one, bit for bit.
+"""Whatever is lost, whatever it is doing: the run goes on, and ends with the parameters of the undisturbed one, bit for
+bit.
 
-`pytest -m chaos -s tests/chaos/test_failover.py` prints a line per loss; `benchmarks/recovery.py` makes a table of the same faults.
+`pytest -m chaos -s tests/chaos/test_failover.py` prints a line per loss; `benchmarks/recovery.py` makes a table of the
+same faults.
 """
 
 import json
@@ -8,9 +10,9 @@ import random
 
 import pytest
 
-from hybridrl.trainer.ledger import account, read_ledger
-from tests.end_to_end.failing_runs import SAME, events, fault, hits, run_with
-from tests.end_to_end.runs import largest_difference, metrics, weights
+from hybridrl.trainer.checkpoint.step_ledger import account, read_ledger
+from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with
+from tests.support.end_to_end.runs import largest_difference, metrics, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 STEPS = 6
@@ -27,7 +29,11 @@ ALL_ROLES = {
 # A run each; its second step has the first loss, the third one the second, and so on.
 # (stage, role, rank, the call that it is in ("": in none), and for how long)
 KILLED = {
-    "idle": [("next_batch", "actor", 0, "", 0.0), ("next_batch", "rollout", 0, "", 0.0), ("next_batch", "ref", 1, "", 0.0)],
+    "idle": [
+        ("next_batch", "actor", 0, "", 0.0),
+        ("next_batch", "rollout", 0, "", 0.0),
+        ("next_batch", "ref", 1, "", 0.0),
+    ],
     "generation and log-probs": [
         ("gen", "rollout", 0, "generate_sequences", 0.02),
         ("gen", "actor", 1, "", 0.02),
@@ -39,7 +45,10 @@ KILLED = {
         ("update_actor", "actor", 0, "update_actor", 0.02),
         ("update_actor", "actor", 1, "update_actor", 0.02),
     ],
-    "push": [("update_weights", "rollout", 0, "receive_weights", 0.0), ("update_weights", "actor", 0, "send_weights", 0.0)],
+    "push": [
+        ("update_weights", "rollout", 0, "receive_weights", 0.0),
+        ("update_weights", "actor", 0, "send_weights", 0.0),
+    ],
     "snapshot and checkpoint": [
         ("save_checkpoint", "actor", 1, "take_snapshot", 0.0),  # which takes milliseconds
         ("save_checkpoint", "critic", 0, "take_snapshot", 0.0),
@@ -94,12 +103,17 @@ def tell(folder, what):
     for failure in losses(folder):
         hit = max((h for h in hits(folder) if h["at"] < failure["told_at"]), key=lambda h: h["at"])
         told, who = failure["told_at"] - hit["at"], ", ".join(failure["lost"])
-        print(f"\n{what}: {who} in {hit['method']}: told after {told:.2f} s, back after {failure['seconds']:.1f} s more", end="")
+        print(
+            f"\n{what}: {who} in {hit['method']}: told after {told:.2f} s, back after {failure['seconds']:.1f} s more",
+            end="",
+        )
 
 
 @pytest.mark.parametrize("moment", KILLED)
 def test_a_killed_process_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undisturbed, moment):
-    faults = [fault(step, *where, method=method, after_s=s) for step, (*where, method, s) in enumerate(KILLED[moment], 2)]
+    faults = [
+        fault(step, *where, method=method, after_s=s) for step, (*where, method, s) in enumerate(KILLED[moment], 2)
+    ]
     done = run_with(tmp_path, tiny_qwen2, *faults, timeout_s=900, **ALL_ROLES)
     assert done.returncode == 0, done.stderr
     tell(tmp_path, moment)
@@ -110,7 +124,10 @@ def test_a_killed_process_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undi
 
 @pytest.mark.parametrize("how", OTHERWISE)
 def test_however_a_process_is_lost_the_run_goes_on(tmp_path, tiny_qwen2, undisturbed, how):
-    faults = [fault(step, *where, kind=kind, method=method, after_s=0.01) for step, (kind, *where, method) in enumerate(OTHERWISE[how], 2)]
+    faults = [
+        fault(step, *where, kind=kind, method=method, after_s=0.01)
+        for step, (kind, *where, method) in enumerate(OTHERWISE[how], 2)
+    ]
     done = run_with(tmp_path, tiny_qwen2, *faults, timeout_s=900, **ALL_ROLES, trainer__master=how == "freeze")
     assert done.returncode == 0, done.stderr
     tell(tmp_path, how)
@@ -121,7 +138,10 @@ def test_however_a_process_is_lost_the_run_goes_on(tmp_path, tiny_qwen2, undistu
 def test_a_process_killed_while_another_is_brought_back_is_brought_back_too(tmp_path, tiny_qwen2, undisturbed):
     faults, seconds = [], [("actor", "load_snapshot"), ("rollout", "receive_weights"), ("actor", "send_weights")]
     for step, (role, method) in enumerate(seconds, 2):
-        faults += [fault(step, "update_critic", "critic", 0, method="update_critic"), fault(step, "update_critic", role, method=method)]
+        faults += [
+            fault(step, "update_critic", "critic", 0, method="update_critic"),
+            fault(step, "update_critic", role, method=method),
+        ]
     done = run_with(tmp_path, tiny_qwen2, *faults, timeout_s=900, **ALL_ROLES)
     assert done.returncode == 0, done.stderr
     tell(tmp_path, "while another is brought back")
@@ -131,22 +151,33 @@ def test_a_process_killed_while_another_is_brought_back_is_brought_back_too(tmp_
 
 def test_a_process_that_hangs_is_ended_at_the_deadline_of_its_call_and_once_more_ends_the_run(tmp_path, tiny_qwen2):
     for name, count in (("once", 1), ("twice", 2)):
-        faults = [fault(3, "update_actor", "actor_rollout", 1, kind="hang", method="update_actor") for _ in range(count)]
+        faults = [
+            fault(3, "update_actor", "actor_rollout", 1, kind="hang", method="update_actor") for _ in range(count)
+        ]
         done = run_with(tmp_path / name, tiny_qwen2, *faults, trainer__save_freq=2, trainer__call_timeout_s=30)
         text = "actor_rollout.update_actor() did not answer within 30 s; still waiting for rank"
         assert text in done.stderr
         assert done.returncode == count - 1, done.stderr
-    assert [row["training/global_step"] for row in metrics(tmp_path / "once/run") if "actor/grad_norm" in row] == [1, 2, 3]
+    assert [row["training/global_step"] for row in metrics(tmp_path / "once/run") if "actor/grad_norm" in row] == [
+        1,
+        2,
+        3,
+    ]
     assert [path.name for path in (tmp_path / "twice/run").glob("global_step_*")] == ["global_step_2"]
 
 
 @pytest.mark.parametrize(("stage", "method", "role", "rank"), MISTAKES)
-def test_a_mistake_in_a_worker_ends_the_run_at_once_with_its_text_and_keeps_the_commits(tmp_path, tiny_qwen2, stage, method, role, rank):
+def test_a_mistake_in_a_worker_ends_the_run_at_once_with_its_text_and_keeps_the_commits(
+    tmp_path, tiny_qwen2, stage, method, role, rank
+):
     one = fault(2, stage, role, rank, kind="exception", method=method)
     changes = {"algorithm__adv_estimator": "gae", "trainer__colocate": "device", "trainer__save_freq": 1}
     done = run_with(tmp_path, tiny_qwen2, one, timeout_s=900, **changes)
     assert done.returncode == 1
-    assert "planted: somebody's code made a mistake" in done.stderr and f"raised in {role}-{rank}, {method}()" in done.stderr
+    assert (
+        "planted: somebody's code made a mistake" in done.stderr
+        and f"raised in {role}-{rank}, {method}()" in done.stderr
+    )
     assert not losses(tmp_path) and len(hits(tmp_path)) == 1
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_1"]
 
@@ -161,7 +192,12 @@ def test_what_dies_again_and_again_ends_the_run_and_keeps_its_commits(tmp_path, 
 def test_a_master_that_is_killed_is_missed_by_nobody(tmp_path, tiny_qwen2):
     stages = ("next_batch", "gen", "update_critic", "update_actor", "update_weights", "save_checkpoint")
     faults = [fault(4 * number + 2, stage, "master", after_s=0.01) for number, stage in enumerate(stages)]
-    changes = {"algorithm__adv_estimator": "gae", "trainer__master": True, "trainer__total_training_steps": 25, "trainer__save_freq": 5}
+    changes = {
+        "algorithm__adv_estimator": "gae",
+        "trainer__master": True,
+        "trainer__total_training_steps": 25,
+        "trainer__save_freq": 5,
+    }
     done = run_with(tmp_path, tiny_qwen2, *faults, timeout_s=900, **changes)
     assert done.returncode == 0, done.stderr
     assert not losses(tmp_path)
@@ -169,7 +205,11 @@ def test_a_master_that_is_killed_is_missed_by_nobody(tmp_path, tiny_qwen2):
     assert len({tuple(entry["pids"]) for entry in events(tmp_path, "stage")}) == 1
     seconds = [row["timing_s/step"] for row in metrics(tmp_path / "run") if row["step"]]
     struck = [seconds[fault["step"] - 1] for fault in faults]
-    print(f"\nsteps in which the master was killed: at most {max(struck):.2f} s; others: {max(set(seconds) - set(struck)):.2f} s", end="")
+    print(
+        f"\nsteps in which the master was killed: at most {max(struck):.2f} s; others: "
+        f"{max(set(seconds) - set(struck)):.2f} s",
+        end="",
+    )
 
 
 def test_two_hundred_steps_with_twenty_faults_end_as_without(tmp_path, tiny_qwen2):
@@ -194,11 +234,19 @@ def storm(dice):
     """Twenty faults of all kinds that are survived, at moments of their own."""
     policy = [("gen", "generate_sequences"), ("old_log_prob", "compute_log_prob"), ("update_actor", "update_actor")]
     policy += [("update_weights", "update_weights"), ("save_checkpoint", "take_snapshot"), ("next_batch", "")]
-    critic = [("values", "compute_values"), ("update_critic", "update_critic"), ("save_checkpoint", "take_snapshot"), ("gen", "")]
+    critic = [
+        ("values", "compute_values"),
+        ("update_critic", "update_critic"),
+        ("save_checkpoint", "take_snapshot"),
+        ("gen", ""),
+    ]
     faults = []
     for step in sorted(dice.sample(range(2, 200), 20)):
         role, moments = dice.choice((("actor_rollout", policy), ("critic", critic)))
         stage, method = dice.choice(moments)
-        kind, after_s = dice.choice(("kill", "kill", "exit", "memory", "freeze")), 0.0 if method == "take_snapshot" else 0.005
+        kind, after_s = (
+            dice.choice(("kill", "kill", "exit", "memory", "freeze")),
+            0.0 if method == "take_snapshot" else 0.005,
+        )
         faults.append(fault(step, stage, role, dice.randrange(2), kind=kind, method=method, after_s=after_s))
     return faults

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.machines import can_play
-from tests.end_to_end.runs import metrics
+from tests.support.chaos.machines import can_play
+from tests.support.end_to_end.runs import metrics
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -17,7 +17,7 @@ needs_machines = pytest.mark.skipif(not can_play(), reason="machines of their ow
 
 
 def run(module, *words, timeout_s=500):
-    command = [sys.executable, "-m", f"tests.chaos.{module}", *map(str, words)]
+    command = [sys.executable, "-m", f"tests.support.chaos.{module}", *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return done, said
@@ -34,7 +34,8 @@ def test_a_lost_node_is_told_in_six_seconds_and_its_workers_move_to_another_with
     seen = told(tmp_path, "room")
     assert seen["driver"]["seconds"] < 6 and seen["master"]["seconds"] < 6
     assert (
-        " was lost while running doze(): its node " in seen["driver"]["text"] and " is gone; in holder.doze for " in seen["driver"]["text"]
+        " was lost while running doze(): its node " in seen["driver"]["text"]
+        and " is gone; in holder.doze for " in seen["driver"]["text"]
     )
     assert all(account.startswith("its node ") for account in seen["master"]["accounts"])
     assert len(set(seen["rebuilt"]["nodes"])) == 1
@@ -45,7 +46,10 @@ def test_a_lost_node_is_told_in_six_seconds_and_its_workers_move_to_another_with
 
 def test_without_another_node_it_is_said_what_is_missing(tmp_path):
     seen = told(tmp_path, "none")
-    assert "no node can hold 2 worker processes" in seen["placement"]["text"] and "2 CPU missing" in seen["placement"]["text"]
+    assert (
+        "no node can hold 2 worker processes" in seen["placement"]["text"]
+        and "2 CPU missing" in seen["placement"]["text"]
+    )
 
 
 def trained(tmp_path, model, role, how="removed", room="room"):
@@ -67,10 +71,18 @@ def test_a_run_goes_on_without_the_node_of_its_rollout(tmp_path, tiny_qwen2, how
     [back] = [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()]
     lost_at = next(one["at"] for one in said if "lost" in one)
     known_s, told_s = failed["at"] - lost_at, back["told_at"] - lost_at
-    print(f"\n{how}: the master knew after {known_s:.1f} s, the trainer after {told_s:.1f} s, and was back {back['seconds']:.1f} s later")
+    print(
+        f"\n{how}: the master knew after {known_s:.1f} s, the trainer after {told_s:.1f} s, and was back "
+        f"{back['seconds']:.1f} s later"
+    )
     assert re.match(r"rollout-0 at step [34]: its node \S+ is gone", failed["failures"][0])
     assert known_s < 6 and told_s < 6
-    assert [row["training/global_step"] for row in metrics(tmp_path / "run") if "actor/grad_norm" in row] == [1, 2, 3, 4]
+    assert [row["training/global_step"] for row in metrics(tmp_path / "run") if "actor/grad_norm" in row] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_run_that_lost_the_node_with_its_actor_says_so_and_ends_and_its_commit_is_there(tmp_path, tiny_qwen2):

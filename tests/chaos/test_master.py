@@ -8,13 +8,13 @@ import time
 import pytest
 
 from hybridrl.errors import WorkerLost
-from hybridrl.master.journal import history
-from hybridrl.master.processes import condition
-from hybridrl.master.states import Job
+from hybridrl.master.health.kernel_process import condition
+from hybridrl.master.service.journal import history
+from hybridrl.master.state.tables import Job
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from tests.master.watching import describe, wait_for, wait_until_left, watched_adders
-from tests.single_controller.sample_workers import Adder
+from tests.support.master.monitored_process import describe, wait_for, wait_until_left, watched_adders
+from tests.support.single_controller.sample_workers import Adder
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("ray_cluster")]
 
@@ -36,7 +36,9 @@ def test_a_killed_master_comes_back_while_the_job_goes_on(tmp_path):
         killed = time.monotonic()
         os.kill(before["pid"], signal.SIGKILL)
         watch.begin_step(2)  # is told to nobody, yet
-        after = wait_for(watch, lambda seen: seen["pid"] != before["pid"] and sum(map(bool, seen["beats"].values())) == 3)
+        after = wait_for(
+            watch, lambda seen: seen["pid"] != before["pid"] and sum(map(bool, seen["beats"].values())) == 3
+        )
         seconds = time.monotonic() - killed
         stopped.set()
         training.join()
@@ -63,7 +65,12 @@ def test_a_worker_that_died_while_the_master_was_away_is_found_dead(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, words", [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSEGV, "killed by SIGSEGV"), (signal.SIGABRT, "killed by SIGABRT")]
+    "number, words",
+    [
+        (signal.SIGKILL, "killed by SIGKILL"),
+        (signal.SIGSEGV, "killed by SIGSEGV"),
+        (signal.SIGABRT, "killed by SIGABRT"),
+    ],
 )
 def test_a_death_is_told_in_half_a_second_and_in_words(tmp_path, number, words):
     with pytest.raises(RuntimeError, match="enough"), watched_adders(tmp_path) as (watch, group):

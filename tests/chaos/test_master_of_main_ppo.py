@@ -9,24 +9,28 @@ import time
 import pytest
 import ray
 
-from hybridrl.master import console
-from hybridrl.master.client import masters
-from hybridrl.master.journal import history, replay
-from hybridrl.master.processes import condition
-from hybridrl.master.states import Job
-from hybridrl.single_controller.reservation import find_left
-from tests.end_to_end.runs import settings
+from hybridrl.master.health.kernel_process import condition
+from hybridrl.master.service import console
+from hybridrl.master.service.client import masters
+from hybridrl.master.service.journal import history, replay
+from hybridrl.master.state.tables import Job
+from hybridrl.single_controller.placement.placement_groups import find_left
+from tests.support.end_to_end.runs import settings
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
 
 
 def started(folder, model):
-    """A run in a process of its own, on this cluster, when its second step has begun: (process, run, master's description)."""
+    """A run in a process of its own, on this cluster, when its second step has begun: (process, run, master's
+    description).
+    """
     changes = {"trainer__master": True, "trainer__experiment_name": "left", "trainer__total_training_steps": 500}
     argv = settings(folder, model, trainer__backend="ray", **changes)
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "OMP_NUM_THREADS": "1"}
     with open(folder / "run.log", "w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "hybridrl.main_ppo", *argv], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hybridrl.main_ppo", *argv], env=environment, stdout=log, stderr=log
+        )
     end = time.monotonic() + 300
     while True:
         assert process.poll() is None and time.monotonic() < end, (folder / "run.log").read_text()

@@ -1,6 +1,7 @@
 """Killed with SIGKILL at any stage and resumed, a run ends with the parameters of the uninterrupted one, bit for bit.
 
-Every stage of a step is a case, and the middle of a commit. Step 3 of 4 is the one that dies; steps 1 and 2 are committed.
+Every stage of a step is a case, and the middle of a commit. Step 3 of 4 is the one that dies; steps 1 and 2 are
+committed.
 """
 
 import os
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.ledger import FILE, account, read_ledger
-from tests.end_to_end.runs import largest_difference, metrics, settings, weights
+from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -25,14 +26,36 @@ CHANGES = {
     "trainer__total_training_steps": 4,
 }
 STAGES = [
-    "next_batch", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights",
-    "testing", "log", "save_checkpoint", "commit",
-]  # fmt: skip
+    "next_batch",
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+    "testing",
+    "log",
+    "save_checkpoint",
+    "commit",
+]
 
 
 def start(folder: Path, model: Path, *, kill_before: str = "", **changes) -> int:
-    environment = os.environ | {"KILL_STEP": "3", "KILL_BEFORE": kill_before, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.chaos.killed_trainer", *settings(folder, model, **(CHANGES | changes))]
+    environment = os.environ | {
+        "KILL_STEP": "3",
+        "KILL_BEFORE": kill_before,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.chaos.killed_trainer",
+        *settings(folder, model, **(CHANGES | changes)),
+    ]
     return subprocess.run(command, env=environment, cwd=ROOT, timeout=300, capture_output=True).returncode
 
 
@@ -51,7 +74,9 @@ def test_killed_before_a_stage_and_resumed(tmp_path, tiny_qwen2, uninterrupted, 
     parameters, rows = uninterrupted
     assert largest_difference(weights(tmp_path / "run/global_step_4", tmp_path / "hf"), parameters) == 0
     same = ("critic/score/mean", "actor/grad_norm", "critic/vf_loss", "actor/reward_kl_penalty_coeff")
-    assert [[row.get(n) for n in same] for row in metrics(tmp_path / "run")] == [[row.get(n) for n in same] for row in rows]
+    assert [[row.get(n) for n in same] for row in metrics(tmp_path / "run")] == [
+        [row.get(n) for n in same] for row in rows
+    ]
     told = account(read_ledger(str(tmp_path / "run" / FILE)))
     assert told.problems() == [] and sorted(told.steps) == [1, 2, 3, 4]  # updates per committed step: 1
     assert told.again == (stage == "commit")  # step 3 was over, and not committed

@@ -1,9 +1,11 @@
 """Replicas that are killed or frozen while they serve: no request is lost, no answer is wrong, and they come back.
 
-    ROUTER_REPETITIONS=20 pytest -m chaos -s tests/chaos/test_router.py      with 20 seeds; prints a line for each and a table
+    ROUTER_REPETITIONS=20 pytest -m chaos -s tests/chaos/test_router.py      with 20 seeds; prints a line for each and a
+    table
 
-Real processes, SIGKILL and SIGSTOP. Four replicas of the tiny model on the hf engine; what they should say comes from one batched call
-in this process. The replicas stay: one that came back serves in the next repetition, and may be the next victim.
+Real processes, SIGKILL and SIGSTOP. Four replicas of the tiny model on the hf engine; what they should say comes from
+one batched call in this process. The replicas stay: one that came back serves in the next repetition, and may be the
+next victim.
 """
 
 import asyncio
@@ -18,20 +20,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.config.workers import RolloutConfig
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.serving.router import GroupReplicas, Outage, Router
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.workers.replica import ReplicaWorker
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
-from hybridrl.workers.rollout.base import VERSION_ON_DISK, Rollout
-from hybridrl.workers.rollout.router import GroupReplicas, Outage, Router
-from hybridrl.workers.rollout.sampler import sequence_keys
-from hybridrl.workers.rollout.serving import Request
-from hybridrl.workers.tokens import load_special_tokens
+from hybridrl.workers.rollout.base import VERSION_ON_DISK, Rollout, load_special_tokens
+from hybridrl.workers.rollout.requests import Request
+from hybridrl.workers.rollout.sampling.sampler import sequence_keys
 
 REPETITIONS = int(os.environ.get("ROUTER_REPETITIONS", "1"))
-# Without an answer for so long a replica counts as frozen. Four processes on two cores answer within a second; where the machine has much
-# else to do a higher number avoids false alarms, which are no mistakes but take time.
+# Without an answer for so long a replica counts as frozen. Four processes on two cores answer within a second; where
+# the machine has much else to do a higher number avoids false alarms, which are no mistakes but take time.
 SILENT_S = float(os.environ.get("ROUTER_SILENCE_S", "5"))
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600 + 240 * REPETITIONS)]
 
@@ -50,7 +51,10 @@ class Outcome:
 
 @dataclass
 class Line:
-    """What one signal cost. out_s: until no request goes to the victim any more; back_s: until requests go to it again."""
+    """What one signal cost.
+
+    out_s: until no request goes to the victim any more; back_s: until requests go to it again.
+    """
 
     lost: int
     wrong: int
@@ -75,7 +79,10 @@ def expected(rollout: Rollout, requests: list[Request]) -> dict[str, list[int]]:
 
 
 async def serve(group: RayWorkerGroup, requests: list[Request], number: int, seed: int) -> Outcome:
-    """Serve all requests, some at a time; after a random number of answers a random replica gets the signal. Then serve some again."""
+    """Serve all requests, some at a time; after a random number of answers a random replica gets the signal.
+
+    Then serve some again.
+    """
     rng = random.Random(f"{seed} {number}")
     replicas = GroupReplicas(group, version=VERSION_ON_DISK, progress_timeout_s=SILENT_S, refill=lambda rank: None)
     victim, moment = rng.randrange(REPLICAS), rng.randint(1, REQUESTS // 2)
@@ -89,7 +96,9 @@ async def serve(group: RayWorkerGroup, requests: list[Request], number: int, see
             async with places:
                 outputs[request.request_id] = (await router.generate(request)).token_ids
             if len(outputs) == moment:
-                while any(outage.back_at is None for outage in router.outages):  # a false alarm is over before the signal is sent
+                while any(
+                    outage.back_at is None for outage in router.outages
+                ):  # a false alarm is over before the signal is sent
                     await asyncio.sleep(0.02)
                 sent_at = time.monotonic()
                 os.kill(group.process_ids[victim], number)
@@ -97,7 +106,9 @@ async def serve(group: RayWorkerGroup, requests: list[Request], number: int, see
         await asyncio.gather(*(one(request) for request in requests))
         while not _seen(router.outages, victim, sent_at) or any(outage.back_at is None for outage in router.outages):
             await asyncio.sleep(0.02)
-        again = await asyncio.gather(*(router.generate(replace(r, request_id=f"again {r.request_id}")) for r in requests[:16]))
+        again = await asyncio.gather(
+            *(router.generate(replace(r, request_id=f"again {r.request_id}")) for r in requests[:16])
+        )
     outputs |= {out.request_id: out.token_ids for out in again}
     return Outcome(outputs, victim, sent_at, router.outages)
 
@@ -125,7 +136,8 @@ def table(lines: dict[str, list[Line]]) -> str:
     for name, of in lines.items():
         out, back = ([getattr(line, which) for line in of] for which in ("out_s", "back_s"))
         rows.append(
-            f"{name:<9}{len(of):>5}{len(of) * (REQUESTS + 16):>10}{sum(x.lost for x in of):>6}{sum(x.wrong for x in of):>7}"
+            f"{name:<9}{len(of):>5}{len(of) * (REQUESTS + 16):>10}{sum(x.lost for x in of):>6}"
+            f"{sum(x.wrong for x in of):>7}"
             f"{sum(x.retried for x in of):>13}{sum(x.false_alarms for x in of):>14}"
             f"{statistics.median(out):>17.2f} ({max(out):.2f}){statistics.median(back):>11.2f} ({max(back):.2f})"
         )
@@ -134,7 +146,9 @@ def table(lines: dict[str, list[Line]]) -> str:
 
 def test_a_killed_and_then_a_frozen_replica_cost_no_request_and_no_answer(ray_cluster, tiny_qwen2):
     tokens = load_special_tokens(str(tiny_qwen2))
-    setup = RolloutSetup(str(tiny_qwen2), RolloutConfig(name="hf", dtype="float32"), tokens.eos_ids, tokens.pad_id, 32, NEW_TOKENS)
+    setup = RolloutSetup(
+        str(tiny_qwen2), RolloutConfig(name="hf", dtype="float32"), tokens.eos_ids, tokens.pad_id, 32, NEW_TOKENS
+    )
     reference = make_rollout("hf", setup)
     lines: dict[str, list[Line]] = {"SIGKILL": [], "SIGSTOP": []}
     recipe = RayClassWithInitArgs(ReplicaWorker, setup, num_threads=1)

@@ -1,6 +1,7 @@
 """A disk that is really full, and one that cannot be written: the run trains on, and its commits are there.
 
-The run has a mount of its own, a tmpfs of some megabytes, in a user namespace: no privileges needed where the kernel allows that.
+The run has a mount of its own, a tmpfs of some megabytes, in a user namespace: no privileges needed where the kernel
+allows that.
 """
 
 import shlex
@@ -10,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.checkpoint import verify
-from tests.end_to_end.runs import settings
-from tests.workers.engine_cases import save_tiny_qwen2
+from hybridrl.trainer.checkpoint.store import verify
+from tests.support.end_to_end.runs import settings
+from tests.support.workers.engine_cases import save_tiny_qwen2
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 CODE = """
 import os, subprocess
-from hybridrl.trainer.checkpoint import size_of
+from hybridrl.trainer.checkpoint.store import size_of
 
 DISK, HARM = {disk!r}, {harm!r}
 BALLAST = os.path.join(DISK, "ballast")
@@ -33,7 +34,7 @@ def harm(step, newest):
             subprocess.run(["mount", "-o", "remount," + ("ro" if step == 2 else "rw"), DISK], check=True)
     elif step == 2:
         fill()
-        if HARM == "full in the middle":  # the bytes of a checkpoint are free, but not its pages: every file ends in one it does not fill
+        if HARM == "full in the middle":  # bytes are free, but not pages: every file ends in a page it does not fill
             os.truncate(BALLAST, os.path.getsize(BALLAST) - -(-size_of(newest) // 4096) * 4096)
     elif step == 3:
         os.remove(BALLAST)
@@ -47,7 +48,7 @@ def fill():
         os.close(ballast)
 """
 SAVED = """
-from tests.workers.engine_cases import make_engine
+from tests.support.workers.engine_cases import make_engine
 try:
     make_engine({model!r}).save({disk!r})
 except Exception as error:
@@ -76,16 +77,30 @@ def test_a_disk_that_takes_no_checkpoint_costs_that_checkpoint_only(tmp_path, ti
         "trainer__logger": "[console]",
     }
     arguments = [f"'{argument}'" for argument in settings(tmp_path, tiny_qwen2, **changes)]
-    script = f"mount -t tmpfs -o size=20m tmpfs {disk} && {sys.executable} -m hybridrl.main_ppo {' '.join(arguments)}; code=$?"
+    script = (
+        f"mount -t tmpfs -o size=20m tmpfs {disk} && {sys.executable} -m hybridrl.main_ppo "
+        f"{' '.join(arguments)}; code=$?"
+    )
     done = subprocess.run(
-        [*NAMESPACE, "sh", "-c", f"{script}; cp -r {disk} {kept}; exit $code"], cwd=ROOT, timeout=500, capture_output=True, text=True
+        [*NAMESPACE, "sh", "-c", f"{script}; cp -r {disk} {kept}; exit $code"],
+        cwd=ROOT,
+        timeout=500,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     [said] = [line for line in done.stderr.splitlines() if line.startswith("no checkpoint of step 2")]
-    words = {"full": "nothing was written", "full in the middle": "No space left on device", "read-only": "Read-only file system"}
+    words = {
+        "full": "nothing was written",
+        "full in the middle": "No space left on device",
+        "read-only": "Read-only file system",
+    }
     assert words[harm] in said and "run/global_step_1 is committed as before; training goes on" in said
     there = sorted(path.name for path in (kept / "run").glob("global_step*"))
-    assert there == ["global_step_1", "global_step_3"] and [verify(str(kept / "run" / name)) for name in there] == [1, 3]
+    assert there == ["global_step_1", "global_step_3"] and [verify(str(kept / "run" / name)) for name in there] == [
+        1,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("size", ["16k", "64k", "128k"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.ledger import FILE, account, read_ledger
-from tests.end_to_end.runs import largest_difference, metrics, settings, weights
+from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,9 @@ CHANGES = {
 def start(folder: Path, model: Path, **changes) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "hybridrl.main_ppo", *settings(folder, model, **(CHANGES | changes))]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for(run: subprocess.Popen, there: Callable[[], bool]) -> None:
@@ -51,7 +53,9 @@ def test_a_run_on_ray_commits_and_its_successor_ends_the_same(tmp_path, tiny_qwe
     parts.send_signal(signal.SIGTERM)
     said = parts.communicate(timeout=300)[1]
     print(f"left {time.monotonic() - began:.1f} s after SIGTERM: {said.splitlines()[-1]}")
-    assert parts.returncode == TERMINATED and re.search(r"^terminated; .*/global_step_[123] is committed", said, re.M), said
+    assert parts.returncode == TERMINATED and re.search(
+        r"^terminated; .*/global_step_[123] is committed", said, re.M
+    ), said
     assert len(list((tmp_path / "parts/run").glob("global_step*"))) == 1
     successor = start(tmp_path / "parts", tiny_qwen2)
     assert successor.wait(timeout=400) == 0, successor.stderr.read()
@@ -71,7 +75,11 @@ def test_a_run_that_must_not_wait_leaves_at_once_with_the_commits_it_has(tmp_pat
         "def use(task, trainer):\n"
         "    task.insert_before('update_actor', lambda ctx: time.sleep(300 if trainer.global_steps == 2 else 0))\n"
     )
-    changes = {"trainer__middleware": f"[{slow}:use]", "trainer__save_freq": 1, "trainer__grace_s": 2 if how == "no time" else 200}
+    changes = {
+        "trainer__middleware": f"[{slow}:use]",
+        "trainer__save_freq": 1,
+        "trainer__grace_s": 2 if how == "no time" else 200,
+    }
     run = start(tmp_path, tiny_qwen2, **changes)
     wait_for(run, (tmp_path / "run/global_step_1").exists)
     time.sleep(2)

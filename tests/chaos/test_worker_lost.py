@@ -1,4 +1,7 @@
-"""One of four workers is killed while the others wait for it in a collective: the driver knows in less than a second. Ray ends one."""
+"""One of four workers is killed while the others wait for it in a collective: the driver knows in less than a second.
+
+Ray ends one.
+"""
 
 import os
 import signal
@@ -11,21 +14,23 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import WorkerLost
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from tests.single_controller.sample_workers import Waiter
+from tests.support.single_controller.sample_workers import Waiter
 
 OUT_OF_MEMORY = """
 import ray
 from hybridrl.errors import WorkerLost
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from tests.single_controller.sample_workers import Adder
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from tests.support.single_controller.sample_workers import Adder
 
 limit = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 100}  # more is in use on any machine
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8, _system_config=limit)
+how = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 10**8}
+ray.init(address="local", num_cpus=1, _system_config=limit, **how)
 try:
-    with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group:
+    adder = RayClassWithInitArgs(Adder, 1)
+    with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, adder, role="adder") as group:
         while True:
             group.place()
 except WorkerLost as lost:
@@ -54,7 +59,12 @@ def test_the_first_death_is_told_at_once_and_by_name(victim):
 
 
 def test_a_worker_that_ray_ends_because_memory_is_low_is_lost_like_any_other():
-    root, environment = Path(__file__).parents[2], {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], cwd=root, env=environment, capture_output=True, text=True, timeout=110)
+    root, environment = (
+        Path(__file__).parents[2],
+        {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY], cwd=root, env=environment, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     assert "worker adder-0 was lost" in done.stdout and "because the machine ran low on memory (" in done.stdout

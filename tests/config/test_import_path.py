@@ -37,7 +37,11 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
         ("{dir}/mine.py", "scor", r"mine.py has no 'scor'; did you mean score\?"),
         ("{dir}/mine.py", "zzz", "mine.py has no 'zzz'; it has math, score"),
         ("{dir}/broken.py", "score", "broken.py cannot be imported: ZeroDivisionError: division by zero"),
-        ("{dir}/needs.py", "score", "needs.py cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'"),
+        (
+            "{dir}/needs.py",
+            "score",
+            "needs.py cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'",
+        ),
         ("no_such_package.rewards", "score", "no module named 'no_such_package'"),
         ("os.no_such_part", "score", "no module named 'os.no_such_part'"),
         ("json", "dump_all", r"json has no 'dump_all'; did you mean dump"),

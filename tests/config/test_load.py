@@ -21,7 +21,9 @@ def refusal(*argv, **kwargs) -> str:
 def conf(tmp_path):
     folder = tmp_path / "my conf"
     folder.mkdir()
-    (folder / "my_run.yaml").write_text("defaults: [grpo_trainer, _self_]\ndata: {train_files: x.parquet}\ntrainer: {total_epochs: 7}\n")
+    (folder / "my_run.yaml").write_text(
+        "defaults: [grpo_trainer, _self_]\ndata: {train_files: x.parquet}\ntrainer: {total_epochs: 7}\n"
+    )
     (folder / "bare.yaml").write_text("trainer: {total_training_steps: 7, seed: '${trainer.total_training_steps}'}\n")
     return str(folder)
 
@@ -129,13 +131,17 @@ def test_interpolation_sees_other_keys_and_the_environment(monkeypatch):
 def test_a_preset_changes_the_defaults_and_the_command_line_changes_the_preset():
     preset = load("--config-name", "grpo_trainer")
     assert preset.algorithm.adv_estimator == "grpo" and preset.actor_rollout_ref.rollout.n == 8
-    changed = load("--config-name", "grpo_trainer", "actor_rollout_ref.rollout.n=4", "~actor_rollout_ref.actor.use_kl_loss")
+    changed = load(
+        "--config-name", "grpo_trainer", "actor_rollout_ref.rollout.n=4", "~actor_rollout_ref.actor.use_kl_loss"
+    )
     assert changed.actor_rollout_ref.rollout.n == 4
     assert changed.actor_rollout_ref.actor.use_kl_loss is PPOConfig().actor_rollout_ref.actor.use_kl_loss is False
 
 
 def test_a_preset_of_another_program_is_refused_unless_it_is_the_users_own_file(tmp_path):
-    assert refusal("--config-name", "sft_trainer").startswith("--config-name sft_trainer: is a preset of another program; ")
+    assert refusal("--config-name", "sft_trainer").startswith(
+        "--config-name sft_trainer: is a preset of another program; "
+    )
     (tmp_path / "sft_trainer.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seed: 3}\n")
     assert load("--config-path", str(tmp_path), "--config-name", "sft_trainer").trainer.seed == 3
 

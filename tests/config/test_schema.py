@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config import PPOConfig, SFTConfig, from_dict, load_config, to_dict, to_yaml
-from hybridrl.config.names import NOT_HERE, RENAMED
-from hybridrl.config.schema import keys, sections
+from hybridrl.config.introspection import keys, sections
+from hybridrl.config.unknown_keys import NOT_HERE, RENAMED
 
 SCHEMAS = [PPOConfig, SFTConfig]
 MAX_KEYS = 200
@@ -58,9 +58,13 @@ def test_a_key_said_to_be_absent_is_absent(theirs):
     assert not any(name == theirs or name.startswith(theirs + ".") for name in keys(PPOConfig) | keys(SFTConfig))
 
 
-texts = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1).filter(lambda text: text.lower() != "none")
+texts = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1).filter(
+    lambda text: text.lower() != "none"
+)
 numbers = st.floats(0, 1e6, allow_nan=False)
-mappings = st.dictionaries(st.text("abc", min_size=1), st.one_of(texts, st.integers(), numbers, st.booleans(), st.none(), st.lists(texts)))
+mappings = st.dictionaries(
+    st.text("abc", min_size=1), st.one_of(texts, st.integers(), numbers, st.booleans(), st.none(), st.lists(texts))
+)
 
 
 @settings(max_examples=25, deadline=None)

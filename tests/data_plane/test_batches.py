@@ -8,7 +8,7 @@ from hybridrl.data_plane import tensordict_utils as tu
 from hybridrl.data_plane.batches import chunk_rows, concat_batches, is_batch, size_in_bytes
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from tests.data_plane.sample_batches import three_rows
+from tests.support.data_plane.sample_batches import three_rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,12 +27,17 @@ def test_pieces_of_any_number_join_to_the_whole(kind, parts, sizes):
     pieces = chunk_rows(whole, parts)
     assert [len(piece) for piece in pieces] == sizes and {type(piece) for piece in pieces} == {type(whole)}
     joined = concat_batches(pieces)
-    tu.assert_tensordict_eq(*(batch if isinstance(batch, TensorDict) else batch.to_tensordict() for batch in (joined, whole)))
+    tu.assert_tensordict_eq(
+        *(batch if isinstance(batch, TensorDict) else batch.to_tensordict() for batch in (joined, whole))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_of_all_pieces_are_kept_and_other_meta_information_must_agree(kind):
-    pieces = [KINDS[kind](DataProto.from_dict({"x": torch.ones(1)}, meta_info={"metrics": {"loss": n}, "t": 1})) for n in (1.0, 2.0)]
+    pieces = [
+        KINDS[kind](DataProto.from_dict({"x": torch.ones(1)}, meta_info={"metrics": {"loss": n}, "t": 1}))
+        for n in (1.0, 2.0)
+    ]
     joined = concat_batches(pieces)
     assert (joined.meta_info["metrics"] if kind == "DataProto" else tu.get(joined, "metrics")) == {"loss": [1.0, 2.0]}
     other = KINDS[kind](DataProto.from_dict({"x": torch.ones(1)}, meta_info={"t": 2}))
@@ -43,7 +48,13 @@ def test_metrics_of_all_pieces_are_kept_and_other_meta_information_must_agree(ki
 def test_a_batch_is_what_has_rows():
     batches = [three_rows(), DataProto(), TensorDict({}, batch_size=[2])]
     assert all(map(is_batch, batches)) and size_in_bytes(batches[0]) == 3 * 2 * 8
-    others = [TensorDict({}, batch_size=[]), TensorDict({}, batch_size=[2, 2]), {"x": torch.ones(2)}, torch.ones(2), None]
+    others = [
+        TensorDict({}, batch_size=[]),
+        TensorDict({}, batch_size=[2, 2]),
+        {"x": torch.ones(2)},
+        torch.ones(2),
+        None,
+    ]
     assert not any(map(is_batch, others))
     for other in others:
         with pytest.raises(TypeError, match="one batch dimension"):

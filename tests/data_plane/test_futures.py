@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto, DataProtoFuture
-from tests.data_plane.sample_batches import obs
+from tests.support.data_plane.sample_batches import obs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +31,9 @@ class Store:
 
 
 def shards(*sizes: int) -> Store:
-    return Store(*[DataProto.from_dict({"obs": torch.arange(sum(sizes[:i]), sum(sizes[: i + 1]))}) for i in range(len(sizes))])
+    return Store(
+        *[DataProto.from_dict({"obs": torch.arange(sum(sizes[:i]), sum(sizes[: i + 1]))}) for i in range(len(sizes))]
+    )
 
 
 def even_runs(rows: list[int], chunks: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Random batches through random operations, against the same done to a list of rows.
 
-HYPOTHESIS_PROFILE=thorough (`make fuzz`) runs many more cases, other ones each time; what is here by default is the same every time.
+HYPOTHESIS_PROFILE=thorough (`make fuzz`) runs many more cases, other ones each time; what is here by default is the
+same every time.
 """
 
 import copy
@@ -30,8 +31,19 @@ from hybridrl.protocol import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from tests.data_plane.row_model import KINDS, MAX_ROWS, Rows, all_columns, as_batch, assert_holds, comparable, rows_like, some_rows, values
-from tests.data_plane.sample_batches import round_trip, two_readers
+from tests.support.data_plane.row_model import (
+    KINDS,
+    MAX_ROWS,
+    Rows,
+    all_columns,
+    as_batch,
+    assert_holds,
+    comparable,
+    rows_like,
+    some_rows,
+    values,
+)
+from tests.support.data_plane.sample_batches import round_trip, two_readers
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SETTINGS = settings(
@@ -59,7 +71,11 @@ def slice_rows(draw: Draw, data: DataProto, model: Rows) -> Step:
 def pick_numbers(draw: Draw, data: DataProto, model: Rows) -> Step:
     size = len(model.rows)
     numbers = draw(st.lists(st.integers(-size, size - 1), max_size=MAX_ROWS)) if size else []
-    form = draw(st.sampled_from([list, tuple_index, lambda n: np.array(n, dtype=np.int16), lambda n: torch.tensor(n, dtype=torch.int32)]))
+    form = draw(
+        st.sampled_from(
+            [list, tuple_index, lambda n: np.array(n, dtype=np.int16), lambda n: torch.tensor(n, dtype=torch.int32)]
+        )
+    )
     return data.select_idxs(form(numbers)), model.of(numbers)
 
 
@@ -82,12 +98,18 @@ def reorder(draw: Draw, data: DataProto, model: Rows) -> Step:
 def repeat(draw: Draw, data: DataProto, model: Rows) -> Step:
     times, interleave = draw(st.integers(0, 3)), draw(st.booleans())
     numbers = list(range(len(model.rows)))
-    return data.repeat(times, interleave), model.of([i for i in numbers for _ in range(times)] if interleave else numbers * times)
+    return data.repeat(times, interleave), model.of(
+        [i for i in numbers for _ in range(times)] if interleave else numbers * times
+    )
 
 
 def repeat_each(draw: Draw, data: DataProto, model: Rows) -> Step:
     counts = draw(st.lists(st.integers(0, 2), min_size=len(model.rows), max_size=len(model.rows)))
-    form = draw(st.sampled_from([list, tuple, lambda c: np.array(c, dtype=np.int64), lambda c: torch.tensor(c, dtype=torch.int64)]))
+    form = draw(
+        st.sampled_from(
+            [list, tuple, lambda c: np.array(c, dtype=np.int64), lambda c: torch.tensor(c, dtype=torch.int64)]
+        )
+    )
     return data.sample_level_repeat(form(counts)), model.of([i for i, count in enumerate(counts) for _ in range(count)])
 
 
@@ -158,7 +180,10 @@ def pop_and_union(draw: Draw, data: DataProto, model: Rows) -> Step:
     popped = data.pop(tensors, arrays)
     assert popped.meta_info == {}
     popped.meta_info = copy.deepcopy(data.meta_info)
-    taken, left = model.only([*tensors, *arrays]), model.only([name for name in model.kinds if name not in {*tensors, *arrays}])
+    taken, left = (
+        model.only([*tensors, *arrays]),
+        model.only([name for name in model.kinds if name not in {*tensors, *arrays}]),
+    )
     assert_holds(popped, taken if taken.kinds else Rows({}, []))
     if not left.kinds and data.batch is None:  # nothing is left to count rows by
         return popped, taken
@@ -174,7 +199,11 @@ def union_of_some_and_new(draw: Draw, data: DataProto, model: Rows) -> Step:
     new = new.only([name for name in new.kinds if name not in model.kinds])
     known = as_batch(model.only(draw(subset(list(model.kinds)))))
     if (new.kinds or len(known)) and (model.kinds or not model.rows):
-        other = known.union(as_batch(new)) if len(known) or not known.non_tensor_batch and known.batch is None else as_batch(new)
+        other = (
+            known.union(as_batch(new))
+            if len(known) or not known.non_tensor_batch and known.batch is None
+            else as_batch(new)
+        )
         data.union(other)
         rows = [{**row, **more} for row, more in zip(model.rows, new.rows, strict=True)]
         return data, Rows({**model.kinds, **new.kinds}, rows)
@@ -212,7 +241,9 @@ def send(draw: Draw, data: DataProto, model: Rows) -> Step:
     way = draw(st.sampled_from(["out of band", "read-only", "deepcopy", 2, 3, 4, 5]))
     if way == "deepcopy":
         return copy.deepcopy(data), model
-    return (pickle.loads(pickle.dumps(data, way)) if isinstance(way, int) else round_trip(data, freeze=way == "read-only")), model
+    return (
+        pickle.loads(pickle.dumps(data, way)) if isinstance(way, int) else round_trip(data, freeze=way == "read-only")
+    ), model
 
 
 def save_and_load(draw: Draw, data: DataProto, model: Rows) -> Step:
@@ -236,7 +267,9 @@ def pick_from_a_tensordict(draw: Draw, data: DataProto, model: Rows) -> Step:
     numbers = draw(st.lists(st.integers(-len(model.rows), len(model.rows) - 1), min_size=1, max_size=MAX_ROWS))
     picked = DataProto.from_tensordict(tu.index_select_tensor_dict(data.to_tensordict(), numbers))
     padded, added = tu.pad_to_divisor(picked.to_tensordict(), draw(st.integers(1, MAX_ROWS)))
-    assert_holds(DataProto.from_tensordict(padded), model.of([numbers[i % len(numbers)] for i in range(len(numbers) + added)]))
+    assert_holds(
+        DataProto.from_tensordict(padded), model.of([numbers[i % len(numbers)] for i in range(len(numbers) + added)])
+    )
     tu.assert_tensordict_eq(tu.unpad(padded, added), picked.to_tensordict())
     return picked, model.of(numbers)
 
@@ -246,7 +279,10 @@ def item_by_item(draw: Draw, data: DataProto, model: Rows) -> Step:
         return data, model
     items = [data[i] for i in range(-len(model.rows), 0)]
     if any(KINDS[model.kinds[name]].says[1] == "jagged" for name in model.tensors()):
-        return data, model  # a row of a jagged column is a plain tensor, which rows of different length do not make again
+        return (
+            data,
+            model,
+        )  # a row of a jagged column is a plain tensor, which rows of different length do not make again
     return collate_fn(items), model
 
 
@@ -287,12 +323,34 @@ def cut_columns_across(draw: Draw, data: DataProto, model: Rows) -> Step:
 OPERATIONS = {
     function.__name__: function
     for function in (
-        slice_rows, pick_numbers, pick_by_mask, reorder, repeat, repeat_each, chunk_and_concat, chunk_uneven_and_concat, split_and_concat,
-        concat_with_another, pad_and_unpad, pad_in_place, select, pop_and_union, union_of_some_and_new,
-        union_with_a_difference_is_refused, rename, write, send, save_and_load, through_a_tensordict,
-        pick_from_a_tensordict, item_by_item, iterate, fold_and_unfold, cut_columns_across,
+        slice_rows,
+        pick_numbers,
+        pick_by_mask,
+        reorder,
+        repeat,
+        repeat_each,
+        chunk_and_concat,
+        chunk_uneven_and_concat,
+        split_and_concat,
+        concat_with_another,
+        pad_and_unpad,
+        pad_in_place,
+        select,
+        pop_and_union,
+        union_of_some_and_new,
+        union_with_a_difference_is_refused,
+        rename,
+        write,
+        send,
+        save_and_load,
+        through_a_tensordict,
+        pick_from_a_tensordict,
+        item_by_item,
+        iterate,
+        fold_and_unfold,
+        cut_columns_across,
     )
-}  # fmt: skip
+}
 
 
 def subset(names: list[str]) -> st.SearchStrategy[list[str]]:
@@ -312,13 +370,17 @@ def test_every_operation_does_what_it_does_to_a_list_of_rows(operation, draws):
 
 
 class Batch(RuleBasedStateMachine):
-    """One batch that goes through everything; after each step it holds the rows it should, and nobody else's changed."""
+    """One batch that goes through everything; after each step it holds the rows it should, and nobody
+    else's changed.
+    """
 
     @initialize(draws=st.data(), received=st.booleans())
     def make(self, draws, received: bool) -> None:
         self.model = draws.draw(some_rows())
         self.first = self.model
-        self.data, self.other = two_readers(as_batch(self.model)) if received else (as_batch(self.model), as_batch(self.model))
+        self.data, self.other = (
+            two_readers(as_batch(self.model)) if received else (as_batch(self.model), as_batch(self.model))
+        )
 
     def go(self, operation: Callable, draws) -> None:
         self.data, self.model = operation(draws.draw, self.data, self.model)

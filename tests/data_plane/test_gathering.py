@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.data_plane.gathering_rank import NUM_ROWS, as_lists, rows_of, share
+from tests.support.data_plane.gathering_rank import NUM_ROWS, as_lists, rows_of, share
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 def found(tmp_path_factory) -> list[dict]:
     """What each rank holds after each case."""
     folder = tmp_path_factory.mktemp("gathering")
-    command = [sys.executable, "-m", "tests.data_plane.gathering_rank"]
+    command = [sys.executable, "-m", "tests.support.data_plane.gathering_rank"]
     ranks = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
     try:
         for rank in ranks:
@@ -63,11 +63,18 @@ def test_gathering_a_received_batch_leaves_the_memory_of_others_alone(found):
     ("case", "says"),
     [
         ("other columns", "['x', 'y']"),
-        ("other dtypes", "column 'x' cannot be concatenated: rows of piece 0 are torch.int64 (), of piece 1 torch.float32 ()"),
-        ("other widths", "column 'x' cannot be concatenated: rows of piece 0 are torch.float32 (2,), of piece 1 torch.float32 (3,)"),
+        (
+            "other dtypes",
+            "column 'x' cannot be concatenated: rows of piece 0 are torch.int64 (), of piece 1 torch.float32 ()",
+        ),
+        (
+            "other widths",
+            "column 'x' cannot be concatenated: rows of piece 0 are torch.float32 (2,), of piece 1 torch.float32 (3,)",
+        ),
         (
             "jagged here, dense there",
-            "column 'x' cannot be concatenated: rows of piece 0 are torch.float32 (2,), of piece 1 torch.float16 jagged",
+            "column 'x' cannot be concatenated: rows of piece 0 are torch.float32 (2,), of piece 1 "
+            "torch.float16 jagged",
         ),
     ],
 )

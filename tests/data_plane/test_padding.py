@@ -12,7 +12,7 @@ from hybridrl.protocol import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from tests.data_plane.sample_batches import labels, obs, three_rows
+from tests.support.data_plane.sample_batches import labels, obs, three_rows
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -21,7 +21,7 @@ from hybridrl.protocol import (
     union_tensor_dict,
     union_two_dict,
 )
-from tests.data_plane.sample_batches import jagged, labels, obs, three_rows
+from tests.support.data_plane.sample_batches import jagged, labels, obs, three_rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,7 +43,14 @@ def test_from_single_dict_sorts_columns_by_type_and_keeps_the_class():
 
     data = Custom.from_single_dict({"x": torch.zeros(2), "y": np.zeros(2)}, meta_info={"k": 1})
     assert type(data) is Custom and list(data.batch.keys()) == ["x"] and list(data.non_tensor_batch) == ["y"]
-    pieces = [data[:1], data[[0]], *data.chunk(2), data.repeat(2), pickle.loads(pickle.dumps(DataProto())), Custom.concat([data, data])]
+    pieces = [
+        data[:1],
+        data[[0]],
+        *data.chunk(2),
+        data.repeat(2),
+        pickle.loads(pickle.dumps(DataProto())),
+        Custom.concat([data, data]),
+    ]
     assert [type(piece) for piece in pieces] == [Custom, Custom, Custom, Custom, Custom, DataProto, Custom]
 
 
@@ -58,17 +65,29 @@ def test_length_is_that_of_the_batch_then_of_the_first_array_then_zero():
     ("make", "error", "says"),
     [
         (lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), DataError, "{'a': 2, 'b': 3}"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"n": ["x"]}), DataError, "'n' has 1 rows, the batch has 2"),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"n": ["x"]}),
+            DataError,
+            "'n' has 1 rows, the batch has 2",
+        ),
         (lambda: DataProto.from_dict({"a": torch.tensor(1.0)}), DataError, "'a' has no row dimension"),
         (lambda: DataProto.from_dict({"a": [1, 2]}), TypeError, "'a' is list"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, num_batch_dims=2), DataError, "num_batch_dims=2"),
-        (lambda: DataProto.from_dict({"a": torch.nested.nested_tensor([torch.zeros(2)])}), DataError, "'a'.*layout=torch.jagged"),
+        (
+            lambda: DataProto.from_dict({"a": torch.nested.nested_tensor([torch.zeros(2)])}),
+            DataError,
+            "'a'.*layout=torch.jagged",
+        ),
         (lambda: DataProto.from_dict({"a": torch.eye(2).to_sparse()}), DataError, "'a'.*to_dense"),
         (lambda: DataProto.from_single_dict({"a": [1, 2]}), DataError, "'a' is list"),
         (lambda: DataProto(TensorDict({"a": torch.zeros(2, 3)}, batch_size=[2, 3])), DataError, r"\(2, 3\)"),
         (lambda: DataProto({"a": torch.zeros(2)}), TypeError, "from_dict"),
         (lambda: DataProto(None, {"n": [1, 2]}), TypeError, "'n' is list"),
-        (lambda: DataProto(TensorDict({"in": TensorDict({}, batch_size=[2])}, batch_size=[2])), TypeError, "'in' is TensorDict"),
+        (
+            lambda: DataProto(TensorDict({"in": TensorDict({}, batch_size=[2])}, batch_size=[2])),
+            TypeError,
+            "'in' is TensorDict",
+        ),
         (lambda: DataProto(meta_info=[]), TypeError, "dicts"),
     ],
 )
@@ -98,7 +117,10 @@ def test_getitem_picks_one_row_a_view_or_a_copy():
         assert labels(data[mask]) == ["a", "c"]
     assert len(data[[]]) == 0 and list(data[[]].batch.keys()) == ["obs"]
     assert labels(data[::-1]) == ["c", "b", "a"] and labels(data[1:]) == ["b", "c"] and labels(data[5:2]) == []
-    assert labels(collate_fn([data[0], data[2]])) == ["a", "c"] and obs(collate_fn([data[0], data[2]])) == [[1, 2], [5, 6]]
+    assert labels(collate_fn([data[0], data[2]])) == ["a", "c"] and obs(collate_fn([data[0], data[2]])) == [
+        [1, 2],
+        [5, 6],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +153,11 @@ def test_slices_and_pieces_are_views_and_picked_rows_are_copies():
 
 def test_repeat_reorder_and_padding_by_hand():
     data = three_rows()
-    assert labels(data.repeat(2)) == ["a", "a", "b", "b", "c", "c"] and obs(data.repeat(2))[:3] == [[1, 2], [1, 2], [3, 4]]
+    assert labels(data.repeat(2)) == ["a", "a", "b", "b", "c", "c"] and obs(data.repeat(2))[:3] == [
+        [1, 2],
+        [1, 2],
+        [3, 4],
+    ]
     assert labels(data.repeat(2, interleave=False)) == ["a", "b", "c", "a", "b", "c"]
     for times in ([2, 0, 1], (2, 0, 1), np.array([2, 0, 1]), torch.tensor([2, 0, 1])):
         assert labels(data.sample_level_repeat(times)) == ["a", "a", "c"]
@@ -149,7 +175,12 @@ def test_unfold_column_chunks_cuts_some_columns_and_repeats_the_others():
     tensors = {"x": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), "y": torch.tensor([[1], [2]])}
     data = DataProto.from_dict(tensors, {"l": [["a", "b"], ["c", "d"]]})
     cut = data.unfold_column_chunks(2, split_keys=["x", "l"])
-    assert cut.batch["x"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]] and cut.batch["y"].tolist() == [[1], [1], [2], [2]]
+    assert cut.batch["x"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]] and cut.batch["y"].tolist() == [
+        [1],
+        [1],
+        [2],
+        [2],
+    ]
     assert cut.non_tensor_batch["l"].tolist() == [["a"], ["b"], ["c"], ["d"]]
     with pytest.raises(DataError, match=r"'x', which is \(2, 4\), cannot be cut into 3 equal parts"):
         data.unfold_column_chunks(3, split_keys=["x"])
@@ -174,7 +205,12 @@ def test_select_takes_named_columns_and_refuses_unknown_ones_by_name():
     data = three_rows(k=1, m=[2])
     assert labels(data.select()) == ["a", "b", "c"] and data.select().meta_info is data.meta_info
     part = data.select(batch_keys=[], non_tensor_batch_keys=["labels"], meta_info_keys=["k"])
-    assert len(part) == 3 and list(part.batch.keys()) == [] and list(part.non_tensor_batch) == ["labels"] and part.meta_info == {"k": 1}
+    assert (
+        len(part) == 3
+        and list(part.batch.keys()) == []
+        and list(part.non_tensor_batch) == ["labels"]
+        and part.meta_info == {"k": 1}
+    )
     deep = data.select(deepcopy=True)
     deep.meta_info["m"].append(3)
     deep.non_tensor_batch["weight"][0] = 9
@@ -197,7 +233,12 @@ def test_rename_is_in_place_and_may_swap():
     data = DataProto.from_dict({"x": torch.zeros(1), "y": torch.ones(1)})
     assert data.rename(["x", "y"], ["y", "x"]) is data and data.batch["y"].item() == 0 and data.batch["x"].item() == 1
     assert sorted(data.rename("x", "z").batch.keys()) == ["y", "z"]
-    for keys, error in ((("z", ["y", "q"]), ValueError), ((1, "y"), TypeError), (("z", "y"), DataError), (("nope", "q"), DataError)):
+    for keys, error in (
+        (("z", ["y", "q"]), ValueError),
+        ((1, "y"), TypeError),
+        (("z", "y"), DataError),
+        (("nope", "q"), DataError),
+    ):
         with pytest.raises(error):
             data.rename(*keys)
 
@@ -217,7 +258,10 @@ def test_union_accepts_equal_overlap_with_nan_and_returns_itself():
     ("other", "says"),
     [
         ({"tensors": {"new": torch.zeros(3), "obs": torch.zeros(3, 2, dtype=torch.int64)}}, "tensor column 'obs'"),
-        ({"tensors": {"new": torch.zeros(3), "obs": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}}, "tensor column 'obs'"),
+        (
+            {"tensors": {"new": torch.zeros(3), "obs": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}},
+            "tensor column 'obs'",
+        ),
         ({"tensors": {"new": torch.zeros(3)}, "non_tensors": {"labels": ["a", "b", "d"]}}, "'labels'"),
         ({"tensors": {"new": torch.zeros(3)}, "meta_info": {"k": 2}}, "meta_info key 'k'"),
         ({"tensors": {"new": torch.zeros(4)}}, "3 and 4 rows"),
@@ -231,12 +275,18 @@ def test_union_of_different_content_is_refused_and_changes_nothing(other, says):
 
 
 def test_union_functions_merge_in_place():
-    first, second = TensorDict({"a": torch.ones(2)}, batch_size=[2]), TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}, batch_size=[2])
+    first, second = (
+        TensorDict({"a": torch.ones(2)}, batch_size=[2]),
+        TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}, batch_size=[2]),
+    )
     assert union_tensor_dict(first, second) is first and sorted(first.keys()) == ["a", "b"]
     with pytest.raises(DataError, match="2.*3"):
         union_tensor_dict(first, TensorDict({}, batch_size=[3]))
     arrays = {"a": np.array([float("nan"), "nan"], dtype=object)}
-    assert union_numpy_dict(arrays, {"a": np.array([float("nan"), "nan"], dtype=object), "b": np.zeros(2)}) is arrays and "b" in arrays
+    assert (
+        union_numpy_dict(arrays, {"a": np.array([float("nan"), "nan"], dtype=object), "b": np.zeros(2)}) is arrays
+        and "b" in arrays
+    )
     with pytest.raises(DataError, match="'a'"):
         union_two_dict({"a": 1}, {"a": 2})
     assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 3, "b": 4}]) == {"a": [1, 3], "b": [2, 4]}
@@ -259,7 +309,10 @@ def test_arrays_keep_their_dtype_and_shape_row_by_row_and_lists_stay_lists():
     data = DataProto(None, {**arrays, "lists": np.empty(2, dtype=object)})
     data.non_tensor_batch["lists"][:] = [[1, 2], [3, 4]]
     for back in (DataProto.from_tensordict(data.to_tensordict()), collate_fn([data[0], data[1]])):
-        assert all(np.array_equal(back.non_tensor_batch[k], v) and back.non_tensor_batch[k].dtype == v.dtype for k, v in arrays.items())
+        assert all(
+            np.array_equal(back.non_tensor_batch[k], v) and back.non_tensor_batch[k].dtype == v.dtype
+            for k, v in arrays.items()
+        )
         assert back.non_tensor_batch["lists"].shape == (2,) and back.non_tensor_batch["lists"][1] == [3, 4]
 
 
@@ -291,7 +344,9 @@ def test_reports_name_shapes_and_sizes(caplog):
 
 def test_chunk_is_equal_or_names_both_numbers_and_the_way_out():
     data = three_rows(k=1)
-    assert [labels(piece) for piece in data.chunk(3)] == [["a"], ["b"], ["c"]] and data.chunk(3)[1].meta_info == {"k": 1}
+    assert [labels(piece) for piece in data.chunk(3)] == [["a"], ["b"], ["c"]] and data.chunk(3)[1].meta_info == {
+        "k": 1
+    }
     for cut in (data.chunk, data.chunk_uneven, data.split):
         with pytest.raises(ValueError, match="at least 1"):
             cut(0)
@@ -303,9 +358,15 @@ def test_uneven_pieces_are_larger_first_and_join_to_the_whole():
     data = three_rows()
     assert [len(piece) for piece in data.repeat(4).chunk_uneven(5)] == [3, 3, 2, 2, 2]
     pieces = data.chunk_uneven(5)
-    assert [labels(piece) for piece in pieces] == [["a"], ["b"], ["c"], [], []] and list(pieces[4].batch.keys()) == ["obs"]
+    assert [labels(piece) for piece in pieces] == [["a"], ["b"], ["c"], [], []] and list(pieces[4].batch.keys()) == [
+        "obs"
+    ]
     whole = DataProto.concat(pieces)
-    assert obs(whole) == obs(data) and labels(whole) == labels(data) and whole.non_tensor_batch["weight"].dtype == np.float64
+    assert (
+        obs(whole) == obs(data)
+        and labels(whole) == labels(data)
+        and whole.non_tensor_batch["weight"].dtype == np.float64
+    )
     empty = DataProto.concat(pieces[3:])
     assert len(empty) == 0 and empty.batch["obs"].shape == (0, 2) and empty.non_tensor_batch["labels"].shape == (0,)
     assert [labels(piece) for piece in data.split(2)] == [["a", "b"], ["c"]]
@@ -313,10 +374,16 @@ def test_uneven_pieces_are_larger_first_and_join_to_the_whole():
 
 def test_concat_merges_metrics_and_keeps_other_meta_info():
     metrics = ({"loss": 1.0, "lr": [0.1, 0.2]}, [{"loss": 2.0}, {"loss": 3.0, "kl": 0.5}], None)
-    pieces = [DataProto.from_dict({"x": torch.ones(i)}, meta_info={"metrics": m, "t": 1.0}) for i, m in enumerate(metrics)]
+    pieces = [
+        DataProto.from_dict({"x": torch.ones(i)}, meta_info={"metrics": m, "t": 1.0}) for i, m in enumerate(metrics)
+    ]
     pieces[2].meta_info["only"] = "here"
     joined = DataProto.concat(pieces)
-    assert joined.meta_info == {"t": 1.0, "only": "here", "metrics": {"loss": [1.0, 2.0, 3.0], "lr": [0.1, 0.2], "kl": [0.5]}}
+    assert joined.meta_info == {
+        "t": 1.0,
+        "only": "here",
+        "metrics": {"loss": [1.0, 2.0, 3.0], "lr": [0.1, 0.2], "kl": [0.5]},
+    }
     # Joining what was joined already adds no nesting.
     assert DataProto.concat([joined, pieces[1]]).meta_info["metrics"]["loss"] == [1.0, 2.0, 3.0, 2.0, 3.0]
 
@@ -355,6 +422,9 @@ def test_lists_of_equal_length_in_one_piece_join_with_uneven_ones_of_another():
 
 
 def test_importing_the_protocol_loads_neither_ray_nor_transformers():
-    code = "import sys, hybridrl.protocol; print(sorted({'ray', 'transformers', 'vllm', 'datasets', 'megatron'} & set(sys.modules)))"
+    code = (
+        "import sys, hybridrl.protocol; print(sorted({'ray', 'transformers', 'vllm', 'datasets', 'megatron'} "
+        "& set(sys.modules)))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.splitlines()[-1] == "[]"

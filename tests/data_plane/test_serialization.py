@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from hybridrl.errors import DataError
-from hybridrl.protocol import DataProto, deserialize_single_tensor, deserialize_tensordict, serialize_single_tensor, serialize_tensordict
-from tests.data_plane.sample_batches import jagged, labels, obs, round_trip, three_rows
+from hybridrl.protocol import (
+    DataProto,
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
+)
+from tests.support.data_plane.sample_batches import jagged, labels, obs, round_trip, three_rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +37,9 @@ TENSORS = {
     "no columns": torch.zeros(2, 0),
     "jagged": jagged([1.0, 2.0, 3.0], [4.0], dtype=torch.float16),
     "jagged wide": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged),
-    "jagged last": torch.nested.nested_tensor_from_jagged(torch.arange(10.0).view(2, 5), torch.tensor([0, 2, 5]), jagged_dim=2),
+    "jagged last": torch.nested.nested_tensor_from_jagged(
+        torch.arange(10.0).view(2, 5), torch.tensor([0, 2, 5]), jagged_dim=2
+    ),
     "jagged with holes": torch.nested.narrow(
         torch.arange(12.0).view(2, 6), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged
     ),
@@ -62,13 +70,19 @@ def test_every_tensor_arrives_as_it_was(name, way, tmp_path):
     assert not back.batch["x"].requires_grad and back.meta_info == {"k": 1}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex64, torch.uint16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex64, torch.uint16]
+)
 @pytest.mark.parametrize("shape", ["dense", "jagged", "no rows"])
 def test_pickle_5_sends_every_dtype_out_of_band(dtype, shape):
     rows = {"dense": [4000, 4000], "jagged": [3000, 5000], "no rows": []}[shape]
     values = torch.ones(sum(rows)).to(dtype)
     offsets = torch.tensor([0, *accumulate(rows)])
-    column = torch.nested.nested_tensor_from_jagged(values, offsets) if shape == "jagged" else values.reshape(len(rows), -1 if rows else 7)
+    column = (
+        torch.nested.nested_tensor_from_jagged(values, offsets)
+        if shape == "jagged"
+        else values.reshape(len(rows), -1 if rows else 7)
+    )
     buffers: list[pickle.PickleBuffer] = []
     payload = pickle.dumps(DataProto.from_dict({"x": column}), protocol=5, buffer_callback=buffers.append)
     assert len(payload) < 500
@@ -95,16 +109,26 @@ def test_what_is_serialized_by_hand_comes_back_and_may_be_written_to(name, read_
     for back in (deserialize_single_tensor(encoded), deserialize_tensordict(pickle.loads(whole))["x"]):
         assert back.dtype == TENSORS[name].dtype and plain_rows(back) == plain_rows(TENSORS[name])
         back.zero_()
-    assert plain_rows(deserialize_single_tensor(encoded)) == plain_rows(TENSORS[name] if read_only else TENSORS[name] * 0)
+    assert plain_rows(deserialize_single_tensor(encoded)) == plain_rows(
+        TENSORS[name] if read_only else TENSORS[name] * 0
+    )
 
 
 def test_disk_keeps_all_three_parts_and_leaves_no_other_file(tmp_path):
-    data = three_rows(steps=[1, 2], scale=np.float32(0.5), nested={"t": torch.tensor([1.0], dtype=torch.bfloat16)}, pair=(1, None))
-    data.non_tensor_batch["prompt"] = np.array([np.array([{"role": "user"}], dtype=object), {"a": (1, 2)}, 1 + 2j], dtype=object)
+    data = three_rows(
+        steps=[1, 2], scale=np.float32(0.5), nested={"t": torch.tensor([1.0], dtype=torch.bfloat16)}, pair=(1, None)
+    )
+    data.non_tensor_batch["prompt"] = np.array(
+        [np.array([{"role": "user"}], dtype=object), {"a": (1, 2)}, 1 + 2j], dtype=object
+    )
     data.save_to_disk(tmp_path / "batch")
     assert os.listdir(tmp_path) == ["batch"]
     back = DataProto.load_from_disk(tmp_path / "batch")
-    assert obs(back) == obs(data) and labels(back) == labels(data) and back.non_tensor_batch["weight"].tolist() == [0.5, 1.5, 2.5]
+    assert (
+        obs(back) == obs(data)
+        and labels(back) == labels(data)
+        and back.non_tensor_batch["weight"].tolist() == [0.5, 1.5, 2.5]
+    )
     assert back.non_tensor_batch["prompt"][0][0] == {"role": "user"} and back.meta_info["pair"] == (1, None)
     assert back.meta_info["nested"]["t"].dtype == torch.bfloat16 and back.meta_info["scale"] == np.float32(0.5)
     back.batch["obs"][0, 0] = 9

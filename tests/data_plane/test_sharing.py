@@ -8,7 +8,7 @@ import ray
 import torch
 
 from hybridrl.protocol import DataProto, fold_batch_dim, unpad_dataproto
-from tests.data_plane.sample_batches import jagged, obs, round_trip, three_rows, two_readers
+from tests.support.data_plane.sample_batches import jagged, obs, round_trip, three_rows, two_readers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,7 +60,9 @@ COLUMNS = {
     "bool": torch.tensor([True, False, True]),
     "complex": torch.tensor([1 + 2j, 3 - 1j]),
     "jagged": jagged([1.0, 2.0], [3.0]),
-    "jagged last": torch.nested.nested_tensor_from_jagged(torch.arange(10.0).view(2, 5), torch.tensor([0, 2, 5]), jagged_dim=2),
+    "jagged last": torch.nested.nested_tensor_from_jagged(
+        torch.arange(10.0).view(2, 5), torch.tensor([0, 2, 5]), jagged_dim=2
+    ),
     "no rows": torch.zeros(0, 3),
 }
 

@@ -1,4 +1,6 @@
-"""TensorDicts as batches: columns stay columns, and what belongs to the whole batch stays that, whatever is done to the rows."""
+"""TensorDicts as batches: columns stay columns, and what belongs to the whole batch stays that, whatever is done to the
+rows.
+"""
 
 import copy
 import pickle
@@ -10,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from hybridrl.data_plane import tensordict_utils as tu
 from hybridrl.errors import DataError
-from tests.data_plane.sample_batches import jagged
+from tests.support.data_plane.sample_batches import jagged
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,7 +23,11 @@ def four_rows(**meta) -> TensorDict:
     """Rows 0 to 3: tensors, jagged tensors with either dimension ragged, and objects."""
     position_ids = tu.nested_tensor_from_tensor_list([torch.arange(n).expand(3, n) + 10 * n for n in (2, 5, 5, 1)])
     top_k = tu.nested_tensor_from_tensor_list([torch.full((n, 2), float(n)) for n in (1, 0, 3, 2)], ragged_idx=1)
-    columns = {"obs": torch.arange(8).view(4, 2), "ids": jagged([0], [1, 2], [3], [4, 5, 6]), "position_ids": position_ids}
+    columns = {
+        "obs": torch.arange(8).view(4, 2),
+        "ids": jagged([0], [1, 2], [3], [4, 5, 6]),
+        "position_ids": position_ids,
+    }
     return tu.get_tensordict({**columns, "top_k": top_k, "turns": TURNS, "label": np.array(["a", "b", "c", "d"])}, meta)
 
 
@@ -48,7 +54,9 @@ def test_get_tensordict_keeps_columns_apart_from_values_of_the_whole_batch():
     td = four_rows(step=3, stop=["a", "b", "c", "d"], config=NonTensorData({"lr": 0.1}))
     assert tuple(td.batch_size) == (4,) and isinstance(td.get("turns"), NonTensorStack)
     assert tu.get(td, "turns") == TURNS and tu.get(td, "label") == ["a", "b", "c", "d"]
-    assert tu.get(td, "step") == 3 and tu.get(td, "stop") == ["a", "b", "c", "d"] and tu.get(td, "config") == {"lr": 0.1}
+    assert (
+        tu.get(td, "step") == 3 and tu.get(td, "stop") == ["a", "b", "c", "d"] and tu.get(td, "config") == {"lr": 0.1}
+    )
     assert tuple(tu.get_tensordict({}, {"step": 1}).batch_size) == ()
 
 
@@ -60,7 +68,12 @@ def test_get_tensordict_keeps_columns_apart_from_values_of_the_whole_batch():
         ({"l": [torch.zeros(2)]}, {}, TypeError, "'l' is a list of tensors"),
         ({"l": "abc"}, {}, TypeError, "'l' is str"),
         ({"x": torch.tensor(1.0)}, {}, DataError, "'x' has no row dimension"),
-        ({"x": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])}, {}, DataError, "'x'.*layout=torch.jagged"),
+        (
+            {"x": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])},
+            {},
+            DataError,
+            "'x'.*layout=torch.jagged",
+        ),
     ],
 )
 def test_get_tensordict_refuses_by_name(columns, meta, error, says):
@@ -71,8 +84,17 @@ def test_get_tensordict_refuses_by_name(columns, meta, error, says):
 def test_lists_are_assigned_as_columns_and_all_else_as_one_value():
     td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
     stack = NonTensorStack(NonTensorData(1), NonTensorData(2))
-    assert tu.assign_non_tensor(td, turns=[[], [1]], name="run", wrapped=NonTensorData(0.3), stack=stack, pair=(1, 2)) is td
-    assert [tu.get(td, key) for key in ("turns", "name", "wrapped", "stack", "pair")] == [[[], [1]], "run", 0.3, [1, 2], (1, 2)]
+    assert (
+        tu.assign_non_tensor(td, turns=[[], [1]], name="run", wrapped=NonTensorData(0.3), stack=stack, pair=(1, 2))
+        is td
+    )
+    assert [tu.get(td, key) for key in ("turns", "name", "wrapped", "stack", "pair")] == [
+        [[], [1]],
+        "run",
+        0.3,
+        [1, 2],
+        (1, 2),
+    ]
     tu.assign_non_tensor_data(td, "stop", ["a", "b"])
     assert tu.get_non_tensor_data(td, "stop", None) == ["a", "b"] and tu.get_non_tensor_data(td, "none", 7) == 7
     assert len(tu.index_select_tensor_dict(td, [0])["stop"]) == 2, "not a column, though as long as one"
@@ -96,7 +118,11 @@ def test_get_and_pop_give_plain_values_and_the_default():
 def test_get_keys_and_pop_keys_keep_rows_and_kinds_or_change_nothing():
     td = four_rows(step=3)
     some = tu.get_keys(td, ["obs", "step"])
-    assert set(some.keys()) == {"obs", "step"} and some["obs"].data_ptr() == td["obs"].data_ptr() and tu.get(some, "step") == 3
+    assert (
+        set(some.keys()) == {"obs", "step"}
+        and some["obs"].data_ptr() == td["obs"].data_ptr()
+        and tu.get(some, "step") == 3
+    )
     with pytest.raises(KeyError, match="'none'"):
         tu.pop_keys(td, ["obs", "none"])
     popped = tu.pop_keys(td, ["obs", "step", "turns"])
@@ -122,7 +148,10 @@ def test_a_list_of_dicts_becomes_dense_numbers_jagged_tensors_and_objects():
 def test_a_jagged_tensor_of_a_list_is_ragged_where_asked_and_keeps_gradients():
     last = tu.nested_tensor_from_tensor_list([torch.ones(2, 1), torch.ones(2, 3)])
     first = tu.nested_tensor_from_tensor_list([torch.ones(1, 2), torch.ones(3, 2)], ragged_idx=1)
-    assert (last._ragged_idx, tuple(last.values().shape)) == (2, (2, 4)) and (first._ragged_idx, tuple(first.values().shape)) == (1, (4, 2))
+    assert (last._ragged_idx, tuple(last.values().shape)) == (2, (2, 4)) and (
+        first._ragged_idx,
+        tuple(first.values().shape),
+    ) == (1, (4, 2))
     leaf = torch.ones(2, requires_grad=True)
     tu.nested_tensor_from_tensor_list([leaf, leaf * 3]).values().sum().backward()
     assert leaf.grad.tolist() == [4.0, 4.0]
@@ -192,8 +221,12 @@ def test_picking_refuses_what_is_no_batch_and_passes_none_on():
 def test_pieces_differ_by_at_most_one_row_and_join_to_the_whole(parts):
     td = four_rows(step=3)
     pieces = tu.chunk_tensordict(td, parts)
-    assert [len(piece) for piece in pieces] == {1: [4], 2: [2, 2], 3: [2, 1, 1], 4: [1] * 4, 6: [1] * 4 + [0] * 2}[parts]
-    assert [row for piece in pieces for row in rows(piece)] == rows(td) and all(tu.get(piece, "step") == 3 for piece in pieces)
+    assert [len(piece) for piece in pieces] == {1: [4], 2: [2, 2], 3: [2, 1, 1], 4: [1] * 4, 6: [1] * 4 + [0] * 2}[
+        parts
+    ]
+    assert [row for piece in pieces for row in rows(piece)] == rows(td) and all(
+        tu.get(piece, "step") == 3 for piece in pieces
+    )
     joined = tu.concat_tensordict(pieces)
     tu.assert_tensordict_eq(joined, td)
     assert rows(pickle.loads(pickle.dumps(joined))) == rows(td)
@@ -217,7 +250,9 @@ def test_concatenating_what_does_not_fit_is_refused_by_name():
         tu.concat_tensordict_with_none_bsz([four_rows()])
 
 
-@pytest.mark.parametrize(("divisor", "padded"), [(2, [0, 1, 2, 3]), (3, [0, 1, 2, 3, 0, 1]), (7, [0, 1, 2, 3, 0, 1, 2])])
+@pytest.mark.parametrize(
+    ("divisor", "padded"), [(2, [0, 1, 2, 3]), (3, [0, 1, 2, 3, 0, 1]), (7, [0, 1, 2, 3, 0, 1, 2])]
+)
 def test_padding_repeats_from_the_first_row_and_is_undone(divisor, padded):
     td = four_rows(step=3)
     more, added = tu.pad_to_divisor(td, divisor)
@@ -241,7 +276,11 @@ def test_mini_batches_cover_all_rows_and_the_seed_decides_the_order():
 
 def test_a_step_of_a_slice_and_an_index_of_tensordict_itself_read_our_columns_too():
     td = four_rows(step=3)
-    assert tu.get(td[1:3], "turns") == TURNS[1:3] and tu.get(td[torch.tensor([3, 0])], "label") == ["d", "a"] and td[2]["step"] == 3
+    assert (
+        tu.get(td[1:3], "turns") == TURNS[1:3]
+        and tu.get(td[torch.tensor([3, 0])], "label") == ["d", "a"]
+        and td[2]["step"] == 3
+    )
 
 
 # Wholes.
@@ -249,7 +288,9 @@ def test_a_step_of_a_slice_and_an_index_of_tensordict_itself_read_our_columns_to
 
 def test_union_adds_entries_and_refuses_different_ones_of_any_kind():
     td = four_rows(step=3)
-    other = tu.get_tensordict({"obs": td["obs"].clone(), "turns": copy.deepcopy(TURNS), "new": ["x"] * 4}, {"step": 3, "rate": 0.5})
+    other = tu.get_tensordict(
+        {"obs": td["obs"].clone(), "turns": copy.deepcopy(TURNS), "new": ["x"] * 4}, {"step": 3, "rate": 0.5}
+    )
     assert tu.union_tensor_dict(td, other) is td and tu.get(td, "new") == ["x"] * 4 and tu.get(td, "rate") == 0.5
     for key, value in {"step": 4, "turns": [[]] * 4, "obs": NonTensorData(0)}.items():
         changed = tu.assign_non_tensor(other.copy(), **{key: value})

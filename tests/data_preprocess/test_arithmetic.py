@@ -58,7 +58,9 @@ def test_a_problem_worked_out_by_hand():
 def test_the_annotators_do_a_quarter_a_half_and_a_quarter_of_the_demonstrations(written):
     names = [row["annotator"] for row in written["sft_train"]]
     # 2000 draws: the standard deviation of a share is at most sqrt(0.25 / 2000) = 0.011
-    assert {name: names.count(name) / len(names) for name in set(names)} == pytest.approx(arithmetic.ANNOTATORS, abs=0.045)
+    assert {name: names.count(name) / len(names) for name in set(names)} == pytest.approx(
+        arithmetic.ANNOTATORS, abs=0.045
+    )
 
 
 def test_every_annotator_calculates_right_and_the_adder_only_adds(written):
@@ -80,7 +82,9 @@ def test_the_same_seed_writes_the_same_rows_and_another_seed_others(tmp_path):
 
 
 def test_more_problems_than_there_are_and_no_problems_are_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(arithmetic, "TEMPLATES", (("{name} has {a} {item} and {b} {item}. How many {item} is that?", "a+b"),))
+    monkeypatch.setattr(
+        arithmetic, "TEMPLATES", (("{name} has {a} {item} and {b} {item}. How many {item} is that?", "a+b"),)
+    )
     # 16 names x 16 items x 25 pairs of numbers = 6400 problems
     assert arithmetic.main(["--local_dir", str(tmp_path), "--num_train", "6500", "--num_test", "1"]) == 2
     assert "do not give more than" in capsys.readouterr().err

@@ -52,7 +52,11 @@ def test_gsm8k_rows_hold_the_question_with_the_instruction_and_the_number_withou
         },
     }
     assert [row["reward_model"]["ground_truth"] for row in train + test] == ["12", "3250", "-5"]
-    assert [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in train + test] == [("train", 0), ("train", 1), ("test", 0)]
+    assert [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in train + test] == [
+        ("train", 0),
+        ("train", 1),
+        ("test", 0),
+    ]
 
 
 def test_math_rows_hold_what_is_in_the_last_box(tmp_path):
@@ -84,7 +88,10 @@ def test_hh_rlhf_makes_rows_for_fine_tuning_for_a_reward_model_and_for_rl(tmp_pa
     assert "4 of 5 pairs have a common prompt" in capsys.readouterr().out
     sft, rl = rows(tmp_path / "sft" / "train.parquet"), rows(tmp_path / "rl" / "train.parquet")
     dialogue = "\n\nHuman: Hello\n\nAssistant: Hi.\n\nHuman: Which way is north?\n\nAssistant:"
-    assert [(row["prompt"], row["response"]) for row in sft[:2]] == [(dialogue, " Look for the pole star."), (dialogue, " No idea.")]
+    assert [(row["prompt"], row["response"]) for row in sft[:2]] == [
+        (dialogue, " Look for the pole star."),
+        (dialogue, " No idea."),
+    ]
     assert sft[0]["messages"] == [*rl[0]["prompt"], {"role": "assistant", "content": "Look for the pole star."}]
     assert len(sft) == 8 and len(rl) == 4
     assert rl[0]["prompt"] == [{"role": "user", "content": dialogue}]
@@ -97,7 +104,10 @@ def test_hh_rlhf_makes_rows_for_fine_tuning_for_a_reward_model_and_for_rl(tmp_pa
 def test_hh_rlhf_reads_pairs_that_have_a_prompt_column(tmp_path):
     source = write_lines(tmp_path / "pairs.jsonl", {"prompt": "Q", "response": "A", "chosen": "A", "rejected": "B"})
     assert full_hh_rlhf.main(["--split", "sft", "--local_dir", str(tmp_path), "--data_source", str(source)]) == 0
-    found = [(row["prompt"], row["response"], row["messages"][-1]["content"]) for row in rows(tmp_path / "sft" / "train.parquet")]
+    found = [
+        (row["prompt"], row["response"], row["messages"][-1]["content"])
+        for row in rows(tmp_path / "sft" / "train.parquet")
+    ]
     assert found == [("Q", "A", "A"), ("Q", "B", "B")]
 
 
@@ -147,19 +157,36 @@ def test_a_damaged_file_is_one_line_that_names_it(tmp_path, capsys, name, conten
 
 def test_a_missing_file_a_directory_without_the_dataset_and_a_target_that_is_a_file_are_named(tmp_path, capsys):
     missing = str(tmp_path / "nothing.jsonl")
-    assert f"no file or directory {missing}" in error_of(capsys, gsm8k.main(["--local_dir", str(tmp_path), "--data_source", missing]))
+    assert f"no file or directory {missing}" in error_of(
+        capsys, gsm8k.main(["--local_dir", str(tmp_path), "--data_source", missing])
+    )
     write_lines(tmp_path / "other.jsonl", {"question": "?"})
-    assert "it has other.jsonl" in error_of(capsys, gsm8k.main(["--local_dir", str(tmp_path), "--data_source", str(tmp_path)]))
+    assert "it has other.jsonl" in error_of(
+        capsys, gsm8k.main(["--local_dir", str(tmp_path), "--data_source", str(tmp_path)])
+    )
     target = tmp_path / "other.jsonl"
     assert "other.jsonl" in error_of(capsys, gsm8k.main(["--local_dir", str(target), "--data_source", str(SAMPLES)]))
 
 
 def test_a_hub_that_does_not_answer_is_one_line_at_once(tmp_path):
-    command = [sys.executable, "-m", "data_preprocess.gsm8k", "--data_source", "nobody/nothing", "--local_dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "data_preprocess.gsm8k",
+        "--data_source",
+        "nobody/nothing",
+        "--local_dir",
+        str(tmp_path),
+    ]
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, env=environment, timeout=60, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: nobody/nothing is no local path") and "http://127.0.0.1:9 does not answer" in done.stderr
+    assert (
+        done.stderr.startswith("error: nobody/nothing is no local path")
+        and "http://127.0.0.1:9 does not answer" in done.stderr
+    )
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -179,7 +206,9 @@ def test_the_real_datasets_are_converted_whole(tmp_path, shared_data):
     counts = {}
     for name, script in (("gsm8k", gsm8k), ("math", math_dataset), ("hellaswag", hellaswag)):
         assert script.main(["--local_dir", str(tmp_path / name), "--data_source", str(shared_data)]) == 0
-        counts |= {f"{name}/{path.stem}": pq.read_metadata(path).num_rows for path in sorted((tmp_path / name).iterdir())}
+        counts |= {
+            f"{name}/{path.stem}": pq.read_metadata(path).num_rows for path in sorted((tmp_path / name).iterdir())
+        }
     assert full_hh_rlhf.main(["--split", "rl", "--local_dir", str(tmp_path), "--data_source", str(shared_data)]) == 0
     counts["hh"] = pq.read_metadata(tmp_path / "rl" / "train.parquet").num_rows
     assert counts == {"gsm8k/train": 7473, "gsm8k/test": 1319, "math/test": 5000, "hellaswag/train": 5, "hh": 2307}

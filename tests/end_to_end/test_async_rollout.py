@@ -1,16 +1,18 @@
-"""`rollout.mode=async`: the same training as `sync` where a response is one turn, and responses of several turns with tools."""
+"""`rollout.mode=async`: the same training as `sync` where a response is one turn, and responses of several turns with
+tools.
+"""
 
 import json
 
 import pytest
 import torch
 
-from tests.end_to_end.runs import largest_difference, metrics, train, weights
+from tests.support.end_to_end.runs import largest_difference, metrics, train, weights
 
 pytestmark = pytest.mark.timeout(300)
 
 AGENTS = '''
-from hybridrl.workers.agent_loop import AgentLoop, register_agent_loop
+from hybridrl.serving.agent_loop import AgentLoop, register_agent_loop
 
 
 @register_agent_loop("echo")
@@ -32,12 +34,23 @@ def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen
     runs = {}
     for mode in ("sync", "async"):
         folder = tmp_path / mode
-        pool = {"actor_rollout_ref__rollout__n_gpus_per_node": 2, "trainer__n_gpus_per_node": 1} if backend == "ray" else {}
-        changes = {"trainer__backend": backend, "actor_rollout_ref__rollout__mode": mode, "trainer__rollout_data_dir": folder / "r"}
+        pool = (
+            {"actor_rollout_ref__rollout__n_gpus_per_node": 2, "trainer__n_gpus_per_node": 1}
+            if backend == "ray"
+            else {}
+        )
+        changes = {
+            "trainer__backend": backend,
+            "actor_rollout_ref__rollout__mode": mode,
+            "trainer__rollout_data_dir": folder / "r",
+        }
         train(folder, tiny_qwen2, **changes, **pool)
         runs[mode] = folder
     for step in (1, 2):
-        rows = [[json.loads(line) for line in (runs[mode] / "r" / f"{step}.jsonl").read_text().splitlines()] for mode in ("sync", "async")]
+        rows = [
+            [json.loads(line) for line in (runs[mode] / "r" / f"{step}.jsonl").read_text().splitlines()]
+            for mode in ("sync", "async")
+        ]
         assert [row["output"] for row in rows[0]] == [row["output"] for row in rows[1]] and len(rows[0]) == 12
     left, right = (weights(runs[mode] / "run/global_step_2", tmp_path / f"{mode}.hf") for mode in ("sync", "async"))
     assert largest_difference(left, right) < 1e-5
@@ -45,8 +58,20 @@ def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen
     assert last["rollout/num_turns/mean"] == 2 and last["rollout/replicas_lost"] == 0
 
 
-LAG = {"trainer__total_training_steps": 4, "trainer__save_freq": 4, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
-SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean", "async/age_mean", "async/age_max")
+LAG = {
+    "trainer__total_training_steps": 4,
+    "trainer__save_freq": 4,
+    "trainer__test_freq": -1,
+    "trainer__val_before_train": "false",
+}
+SAME = (
+    "critic/score/mean",
+    "actor/grad_norm",
+    "actor/pg_loss",
+    "response_length/mean",
+    "async/age_mean",
+    "async/age_max",
+)
 LONGER = {"data__max_response_length": 15, "actor_rollout_ref__rollout__stop_token_ids": "[60,61,62,63,64,65]"}
 MORE = [("local", "false"), ("ray", "false"), ("ray", "true")]
 SEPARATED = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2}
@@ -56,11 +81,17 @@ def numbers(rows: list[dict]) -> list[list]:
     return [[pytest.approx(row[name], rel=1e-4, abs=1e-6) if name in row else None for name in SAME] for row in rows]
 
 
-@pytest.mark.parametrize("place, partial", [("local", "true"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
-def test_running_ahead_trains_on_the_same_tokens_as_sync_and_a_resumed_run_goes_on_with_them(tmp_path, tiny_qwen2, request, place, partial):
+@pytest.mark.parametrize(
+    "place, partial", [("local", "true"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_running_ahead_trains_on_the_same_tokens_as_sync_and_a_resumed_run_goes_on_with_them(
+    tmp_path, tiny_qwen2, request, place, partial
+):
     if place == "ray":
         request.getfixturevalue("ray_cluster")
-    changes = LAG | LONGER | (SEPARATED if place == "ray" else {}) | {"trainer__lag": 2, "trainer__partial_rollout": partial}
+    changes = (
+        LAG | LONGER | (SEPARATED if place == "ray" else {}) | {"trainer__lag": 2, "trainer__partial_rollout": partial}
+    )
     sync = train(tmp_path / "sync", tiny_qwen2, **changes)
     changes |= {"actor_rollout_ref__rollout__mode": "async"}
     whole = train(tmp_path / "async", tiny_qwen2, **changes | {"trainer__save_freq": 2})
@@ -81,10 +112,18 @@ def test_an_evaluator_answers_by_agent_loops_as_the_rollout_would(tmp_path, tiny
     kept = {"trainer__save_freq": -1, "actor_rollout_ref__rollout__mode": "async"}
     local = train(tmp_path / "local", tiny_qwen2, **kept, trainer__validation_data_dir=tmp_path / "local/v")
     pools = {"actor_rollout_ref__rollout__n_gpus_per_node": 1, "trainer__eval_n_gpus": 1}
-    apart = train(tmp_path / "ray", tiny_qwen2, trainer__backend="ray", **kept, **pools, trainer__validation_data_dir=tmp_path / "ray/v")
+    apart = train(
+        tmp_path / "ray",
+        tiny_qwen2,
+        trainer__backend="ray",
+        **kept,
+        **pools,
+        trainer__validation_data_dir=tmp_path / "ray/v",
+    )
     assert [row["val/version"] for row in apart if "val/version" in row] == [2]
     answers = [
-        [json.loads(line)["output"] for line in (tmp_path / where / "v/2.jsonl").read_text().splitlines()] for where in ("local", "ray")
+        [json.loads(line)["output"] for line in (tmp_path / where / "v/2.jsonl").read_text().splitlines()]
+        for where in ("local", "ray")
     ]
     assert answers[0] == answers[1] and len(answers[0]) == 5
     scores = [
@@ -97,7 +136,7 @@ def test_an_evaluator_answers_by_agent_loops_as_the_rollout_would(tmp_path, tiny
 def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path, tiny_qwen2):
     import pyarrow.parquet as pq
 
-    from tests.end_to_end.runs import settings
+    from tests.support.end_to_end.runs import settings
 
     (tmp_path / "agents.py").write_text(AGENTS)
     arguments = settings(
@@ -112,7 +151,7 @@ def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path,
     pq.write_table(table.append_column("agent_name", [["echo", None] * 5]), tmp_path / "train.parquet")
 
     from hybridrl import main_ppo
-    from hybridrl.trainer.ppo import RayPPOTrainer
+    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
     seen = []
 
@@ -139,18 +178,22 @@ def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path,
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_a_rollout_process_that_is_killed_while_it_generates_changes_nothing_but_the_time(tmp_path, tiny_qwen2, ray_cluster):
+def test_a_rollout_process_that_is_killed_while_it_generates_changes_nothing_but_the_time(
+    tmp_path, tiny_qwen2, ray_cluster
+):
     import os
     import signal
     import threading
     import time
 
     from hybridrl import main_ppo
-    from hybridrl.trainer.ppo import RayPPOTrainer
-    from tests.end_to_end.runs import settings
+    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+    from tests.support.end_to_end.runs import settings
 
     class Killing(RayPPOTrainer):
-        """Stops a replica before there is anything to do, so that it answers nothing, and kills it when requests are open there."""
+        """Stops a replica before there is anything to do, so that it answers nothing, and kills it when requests are
+        open there.
+        """
 
         def generate(self, ctx):
             if self.global_steps == 1 and "killed" in self.config.trainer.default_local_dir:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli, main_ppo
-from hybridrl.trainer.ppo import RayPPOTrainer
-from tests.end_to_end.runs import assert_none_is_left, metrics, processes_with, settings, train
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from tests.support.end_to_end.runs import assert_none_is_left, metrics, processes_with, settings, train
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
 pytestmark = pytest.mark.timeout(300)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 AGENTS = '''
 import openai
 
-from hybridrl.workers.agent_loop import AgentLoop, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop import AgentLoop, AgentLoopOutput, register_agent_loop
 
 client = openai.AsyncOpenAI(base_url="http://127.0.0.1:{port}/v1", api_key="none")
 
@@ -120,8 +120,14 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"endpoint_port": 8000}, "rollout.endpoint_port=8000: has no effect without actor_rollout_ref.rollout.mode=async"),
-        ({"mode": "async", "endpoint_host": "0.0.0.0"}, "has no effect without actor_rollout_ref.rollout.endpoint_port"),
+        (
+            {"endpoint_port": 8000},
+            "rollout.endpoint_port=8000: has no effect without actor_rollout_ref.rollout.mode=async",
+        ),
+        (
+            {"mode": "async", "endpoint_host": "0.0.0.0"},
+            "has no effect without actor_rollout_ref.rollout.endpoint_port",
+        ),
         (
             {"mode": "async", "endpoint_port": 8000, "n_gpus_per_node": 1, "weight_sync.transport": "shared_memory"},
             "with actor_rollout_ref.rollout.endpoint_port=8000 a process that was lost",
@@ -140,7 +146,9 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path, tiny_qwen2,
         taken.listen()
         port = taken.getsockname()[1]
         changes = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.endpoint_port": port}
-        assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *(f"{key}={value}" for key, value in changes.items())]) == 2
+        assert (
+            main_ppo.main([*settings(tmp_path, tiny_qwen2), *(f"{key}={value}" for key, value in changes.items())]) == 2
+        )
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
@@ -152,7 +160,13 @@ def test_serve_answers_with_a_models_directory_until_ctrl_c(tiny_qwen2):
             [url] = re.findall(r"serving tiny_qwen2\d* at (http://127.0.0.1:\d+/v1)", process.stdout.readline())
             client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
             [model] = client.models.list().data
-            asked = {"model": model.id, "prompt": "Tom buys", "max_tokens": 5, "seed": 2, "extra_body": {"ignore_eos": True}}
+            asked = {
+                "model": model.id,
+                "prompt": "Tom buys",
+                "max_tokens": 5,
+                "seed": 2,
+                "extra_body": {"ignore_eos": True},
+            }
             first, second = client.completions.create(**asked), client.completions.create(**asked)
             assert first.choices == second.choices and first.usage.completion_tokens == 5
             assert model.max_model_len == 512  # the positions that the model has
@@ -192,13 +206,27 @@ def address_of(process: subprocess.Popen) -> str:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-def test_serve_by_two_vllm_processes_of_a_runs_checkpoint_survives_the_death_of_one_and_leaves_nothing(tmp_path, tiny_qwen2):
-    train(tmp_path / "run", tiny_qwen2, trainer__total_training_steps=1, trainer__test_freq=-1, trainer__val_before_train="false")
+def test_serve_by_two_vllm_processes_of_a_runs_checkpoint_survives_the_death_of_one_and_leaves_nothing(
+    tmp_path, tiny_qwen2
+):
+    train(
+        tmp_path / "run",
+        tiny_qwen2,
+        trainer__total_training_steps=1,
+        trainer__test_freq=-1,
+        trainer__val_before_train="false",
+    )
     checkpoint, folder = tmp_path / "run/run/global_step_1", tmp_path / "s"
     with serving(checkpoint, folder, "--engine", "vllm", "--replicas", "2", "--max-length", "64") as process:
         try:
             client = openai.OpenAI(base_url=address_of(process), api_key="none", max_retries=0, timeout=200)
-            asked = {"model": "global_step_1", "prompt": "Tom buys", "max_tokens": 20, "seed": 2, "extra_body": {"ignore_eos": True}}
+            asked = {
+                "model": "global_step_1",
+                "prompt": "Tom buys",
+                "max_tokens": 20,
+                "seed": 2,
+                "extra_body": {"ignore_eos": True},
+            }
             whole = [client.completions.create(**asked, n=8).choices for _ in range(2)]
             assert [choice.text for choice in whole[0]] == [choice.text for choice in whole[1]]
             streamed = "".join(event.choices[0].text for event in client.completions.create(**asked, stream=True))

@@ -2,15 +2,22 @@
 
 import pytest
 
-from tests.end_to_end.runs import train
+from tests.support.end_to_end.runs import train
 
-STEPS = {"trainer__total_training_steps": 4, "trainer__save_freq": -1, "trainer__test_freq": 1, "trainer__val_before_train": "false"}
+STEPS = {
+    "trainer__total_training_steps": 4,
+    "trainer__save_freq": -1,
+    "trainer__test_freq": 1,
+    "trainer__val_before_train": "false",
+}
 
 
 def by_version(rows: list[dict]) -> dict[int, dict]:
     found = [row for row in rows if any(name.startswith("val-core/") for name in row)]
     return {
-        int(row.get("val/version", row["step"])): {name: value for name, value in row.items() if name.startswith("val-core/")}
+        int(row.get("val/version", row["step"])): {
+            name: value for name, value in row.items() if name.startswith("val-core/")
+        }
         for row in found
     }
 

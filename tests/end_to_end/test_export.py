@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from hybridrl.cli import export_checkpoint
-from hybridrl.trainer.checkpoint import MANIFEST, CheckpointStore
-from tests.end_to_end.runs import largest_difference, train, weights
+from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore
+from tests.support.end_to_end.runs import largest_difference, train, weights
 
 SHORT = {"trainer__total_training_steps": 1, "trainer__val_before_train": False, "trainer__test_freq": -1}
 
@@ -19,7 +19,9 @@ def test_an_export_has_the_settings_that_the_model_was_trained_with(tmp_path, ti
     export_checkpoint(str(tmp_path / "run/global_step_1"), str(tmp_path / "hf"))
     assert json.loads((tmp_path / "hf/config.json").read_text())["rms_norm_eps"] == 0.5
     assert json.loads((tiny_qwen2 / "config.json").read_text())["rms_norm_eps"] != 0.5
-    assert (tmp_path / "hf/model.safetensors").stat().st_mode & 0o777 == 0o644  # whoever may read the configuration may read this
+    assert (
+        tmp_path / "hf/model.safetensors"
+    ).stat().st_mode & 0o777 == 0o644  # whoever may read the configuration may read this
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
-"""A run that loses a process goes on, and ends where it would have ended: nothing was lost, and nothing was done twice."""
+"""A run that loses a process goes on, and ends where it would have ended: nothing was lost, and
+nothing was done twice.
+"""
 
 import pytest
 
-from tests.end_to_end.failing_runs import SAME, fault, hits, run_with
-from tests.end_to_end.runs import largest_difference, metrics, weights
+from tests.support.end_to_end.failing_runs import SAME, fault, hits, run_with
+from tests.support.end_to_end.runs import largest_difference, metrics, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CRITIC = {"algorithm__adv_estimator": "gae", "trainer__colocate": "device"}
@@ -28,4 +30,6 @@ def test_an_actor_and_a_critic_die_in_their_updates_and_the_run_ends_the_same(tm
     assert "actor_rollout-1 was lost" in done.stderr and "going back to the end of step 1" in done.stderr
     parameters, rows = undisturbed
     assert largest_difference(weights(tmp_path / "run/global_step_3", tmp_path / "hf"), parameters) == 0
-    assert [[row.get(name) for name in SAME] for row in metrics(tmp_path / "run")] == [[row.get(n) for n in SAME] for row in rows]
+    assert [[row.get(name) for name in SAME] for row in metrics(tmp_path / "run")] == [
+        [row.get(n) for n in SAME] for row in rows
+    ]

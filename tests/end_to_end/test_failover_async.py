@@ -1,5 +1,6 @@
-"""Losses in runs with `rollout.mode=async`: the router brings back a rollout process of its own, the trainer every other one, and the
-run ends with the parameters of an undisturbed one, bit for bit, where each response is made by the weights that it was made by there.
+"""Losses in runs with `rollout.mode=async`: the router brings back a rollout process of its own, the trainer every
+other one, and the run ends with the parameters of an undisturbed one, bit for bit, where each response is made by the
+weights that it was made by there.
 """
 
 import json
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.ledger import account, read_ledger
-from tests.end_to_end.failing_runs import SAME, fault, hits, run_with
-from tests.end_to_end.runs import assert_none_is_left, largest_difference, metrics, weights
+from hybridrl.trainer.checkpoint.step_ledger import account, read_ledger
+from tests.support.end_to_end.failing_runs import SAME, fault, hits, run_with
+from tests.support.end_to_end.runs import assert_none_is_left, largest_difference, metrics, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROLLOUT = "actor_rollout_ref__rollout__"
@@ -24,7 +25,10 @@ BESIDE = ASYNC | SEPARATED | {"trainer__lag": 1}
 
 
 def run_well(folder: Path, model: Path, *faults: dict, **changes: object) -> list[dict]:
-    """Run to a good end, with these faults carried out, one update for each committed step, and no process left. Returns the metrics."""
+    """Run to a good end, with these faults carried out, one update for each committed step, and no process left.
+
+    Returns the metrics.
+    """
     done = run_with(folder, model, *faults, timeout_s=500, **changes)
     assert done.returncode == 0, done.stderr
     if faults:
@@ -49,7 +53,9 @@ def assert_same_end(found: Path, wanted: Path, *, step: int = 3) -> None:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_process_of_actor_and_rollout_dies_while_it_generates_and_while_it_trains(tmp_path, tiny_qwen2, num_processes):
+def test_a_process_of_actor_and_rollout_dies_while_it_generates_and_while_it_trains(
+    tmp_path, tiny_qwen2, num_processes
+):
     last, pool = num_processes - 1, {"trainer__n_gpus_per_node": num_processes}
     run_well(tmp_path / "well", tiny_qwen2, **ASYNC, **pool)
     faults = [
@@ -98,7 +104,9 @@ def test_an_actor_that_dies_while_generation_runs_ahead_and_a_rollout_that_dies_
 def ask(port: int, name: str, versions: list[int]) -> None:
     """Ask the policy again and again, whether it answers or not, and note which weights spoke."""
     body = json.dumps({"model": name, "prompt": [50, 60], "max_tokens": 2}).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
     while True:
         try:
             with urllib.request.urlopen(request, timeout=5) as answer:
@@ -109,7 +117,12 @@ def ask(port: int, name: str, versions: list[int]) -> None:
 
 
 def test_responses_in_the_middle_begin_again_when_what_made_them_is_lost(tmp_path, tiny_qwen2):
-    partial = BESIDE | {"trainer__lag": 3, "trainer__partial_rollout": True, "trainer__total_training_steps": 6, "trainer__save_freq": 6}
+    partial = BESIDE | {
+        "trainer__lag": 3,
+        "trainer__partial_rollout": True,
+        "trainer__total_training_steps": 6,
+        "trainer__save_freq": 6,
+    }
     faults = [
         fault(3, "update_actor", "actor", 0, method="update_actor", after_s=0.02),
         fault(4, "gen", "rollout", 0, method="serve", after_s=0.02),

@@ -1,12 +1,19 @@
-"""Generation that runs ahead of training: the same stages and losses, samples of a known age, the same run after a resume."""
+"""Generation that runs ahead of training: the same stages and losses, samples of a known age, the same run after a
+resume.
+"""
 
 import pytest
 
 from hybridrl import main_ppo
-from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = {"trainer__total_training_steps": 5, "trainer__save_freq": 5, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
+STEPS = {
+    "trainer__total_training_steps": 5,
+    "trainer__save_freq": 5,
+    "trainer__test_freq": -1,
+    "trainer__val_before_train": "false",
+}
 AGES = ("async/age_mean", "async/age_max", "async/off_policy_fraction")
 SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", "response_length/mean", *AGES)
 
@@ -28,7 +35,10 @@ def test_a_batch_is_exactly_as_many_versions_old_as_the_lag(tmp_path, tiny_qwen2
 
 
 def test_the_first_step_is_the_synchronous_one_and_later_ones_are_not(tmp_path, tiny_qwen2):
-    behind, level = train(tmp_path / "1", tiny_qwen2, trainer__lag=1, **STEPS), train(tmp_path / "0", tiny_qwen2, **STEPS)
+    behind, level = (
+        train(tmp_path / "1", tiny_qwen2, trainer__lag=1, **STEPS),
+        train(tmp_path / "0", tiny_qwen2, **STEPS),
+    )
     assert behind[0]["actor/grad_norm"] == level[0]["actor/grad_norm"]
     assert behind[2]["actor/grad_norm"] != level[2]["actor/grad_norm"]
 
@@ -36,7 +46,11 @@ def test_the_first_step_is_the_synchronous_one_and_later_ones_are_not(tmp_path, 
 @pytest.mark.slow
 def test_separate_processes_that_really_run_ahead_train_as_one_process_does(tmp_path, tiny_qwen2, ray_cluster):
     train(tmp_path / "local", tiny_qwen2, trainer__lag=2, trainer__partial_rollout="true", **STEPS)
-    changes = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2, "trainer__partial_rollout": "true"}
+    changes = {
+        "trainer__backend": "ray",
+        "actor_rollout_ref__rollout__n_gpus_per_node": 2,
+        "trainer__partial_rollout": "true",
+    }
     train(tmp_path / "ray", tiny_qwen2, trainer__lag=2, **changes, **STEPS)
     assert numbers(metrics(tmp_path / "ray/run")) == numbers(metrics(tmp_path / "local/run"))
     held = [weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("local", "ray")]
@@ -56,13 +70,20 @@ def test_a_resumed_run_goes_on_with_what_was_on_its_way(tmp_path, tiny_qwen2, pa
     train(tmp_path / "whole", tiny_qwen2, **changes)
     train(tmp_path / "parts", tiny_qwen2, **changes | {"trainer__total_training_steps": 5, "trainer__save_freq": 3})
     folder = tmp_path / "parts/run"
-    assert sorted(p.name for p in (folder / "global_step_3/ahead").iterdir()) == ["0.responses", "0.rest", "1.responses", "1.rest"]
+    assert sorted(p.name for p in (folder / "global_step_3/ahead").iterdir()) == [
+        "0.responses",
+        "0.rest",
+        "1.responses",
+        "1.rest",
+    ]
     again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / 'global_step_3'}"]
     other = tmp_path / "again"
     other.mkdir()
     assert main_ppo.main([*settings(other, tiny_qwen2, **changes), *again]) == 0
     assert numbers(metrics(other / "run")) == numbers(metrics(tmp_path / "whole/run"))[3:]
-    held = [weights(where / "run/global_step_5", tmp_path / f"{where.name}_hf") for where in (tmp_path / "whole", other)]
+    held = [
+        weights(where / "run/global_step_5", tmp_path / f"{where.name}_hf") for where in (tmp_path / "whole", other)
+    ]
     assert largest_difference(*held) == 0
 
 
@@ -80,7 +101,9 @@ def test_a_bound_on_staleness_is_kept_by_waiting_or_by_dropping_tokens(tmp_path,
 def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, tiny_qwen2):
     changes = STEPS | {"algorithm__rollout_correction__rollout_is": "token"}
     level = train(tmp_path / "0", tiny_qwen2, **changes)
-    assert all(abs(row["rollout_corr/is_mean"] - 1) < 1e-4 and row["rollout_corr/is_eff_sample_size"] > 0.9999 for row in level)
+    assert all(
+        abs(row["rollout_corr/is_mean"] - 1) < 1e-4 and row["rollout_corr/is_eff_sample_size"] > 0.9999 for row in level
+    )
     behind = train(tmp_path / "2", tiny_qwen2, trainer__lag=2, **changes)
     assert behind[-1]["rollout_corr/is_max"] > 1.001
 
@@ -88,13 +111,19 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer.backend": "ray", "trainer.lag": 1}, "trainer.lag=1: generation cannot run beside training in the same processes"),
+        (
+            {"trainer.backend": "ray", "trainer.lag": 1},
+            "trainer.lag=1: generation cannot run beside training in the same processes",
+        ),
         ({"trainer.partial_rollout": "true", "trainer.lag": 1}, "set trainer.lag=2 or more, not 1"),
         ({"trainer.staleness": 3, "trainer.lag": 1}, "trainer.staleness=3: nothing gets older than trainer.lag=1"),
         ({"trainer.staleness": 0, "trainer.lag": 1, "trainer.stale_tokens": "drop"}, "all of them would be dropped"),
         ({"actor_rollout_ref.rollout.n_gpus_per_node": 1}, "trainer.backend=local has one process only"),
         (
-            {"algorithm.rollout_correction.rollout_is": "token", "actor_rollout_ref.rollout.calculate_log_probs": "false"},
+            {
+                "algorithm.rollout_correction.rollout_is": "token",
+                "actor_rollout_ref.rollout.calculate_log_probs": "false",
+            },
             "set actor_rollout_ref.rollout.calculate_log_probs=true",
         ),
     ],
@@ -104,7 +133,11 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path, tiny_qwen2,
     assert message in capsys.readouterr().err
 
 
-REPLAY = STEPS | {"trainer__replay__groups": 2, "trainer__staleness": 3, "algorithm__rollout_correction__rollout_is": "token"}
+REPLAY = STEPS | {
+    "trainer__replay__groups": 2,
+    "trainer__staleness": 3,
+    "algorithm__rollout_correction__rollout_is": "token",
+}
 
 
 def test_groups_of_earlier_steps_fill_up_a_batch_up_to_an_age(tmp_path, tiny_qwen2):
@@ -123,7 +156,9 @@ def test_a_resumed_run_replays_what_the_whole_one_replays(tmp_path, tiny_qwen2):
     whole = train(tmp_path / "whole", tiny_qwen2, **changes)
     train(tmp_path / "parts", tiny_qwen2, **changes | {"trainer__save_freq": 3})
     path = tmp_path / "parts/run/global_step_3"
-    again = train(tmp_path / "again", tiny_qwen2, **changes, trainer__resume_mode="resume_path", trainer__resume_from_path=path)
+    again = train(
+        tmp_path / "again", tiny_qwen2, **changes, trainer__resume_mode="resume_path", trainer__resume_from_path=path
+    )
     assert numbers(again) == numbers(whole[-len(again) :]) and len(again) == 2
     held = [weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("whole", "again")]
     assert largest_difference(*held) == 0

@@ -1,4 +1,6 @@
-"""SIGTERM in the middle of a step: the run commits, leaves with 143, and what goes on from there ends as if it had not been stopped."""
+"""SIGTERM in the middle of a step: the run commits, leaves with 143, and what goes on from there ends as if it had not
+been stopped.
+"""
 
 import os
 import signal
@@ -8,9 +10,9 @@ import time
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.trainer.ledger import FILE, account, read_ledger
-from tests.end_to_end.runs import largest_difference, metrics, settings, weights
+from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
 from tests.end_to_end.test_main_sft import exported, run
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 TERMINATED = 143
 # Terminates its own process in step 2, once.
@@ -40,22 +42,31 @@ def terminating(folder) -> dict:
     return {"trainer__middleware": f"[{folder}/terminate.py:use]"}
 
 
-@pytest.mark.parametrize("more", [{}, {"trainer__lag": 2, "trainer__partial_rollout": True}], ids=["in step", "two batches ahead"])
+@pytest.mark.parametrize(
+    "more", [{}, {"trainer__lag": 2, "trainer__partial_rollout": True}], ids=["in step", "two batches ahead"]
+)
 def test_a_run_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2, capsys, more):
     (tmp_path / "whole").mkdir()
     assert main_ppo.main(settings(tmp_path / "whole", tiny_qwen2, **CHANGES | more)) == 0
-    parts = settings(tmp_path / "parts", tiny_qwen2, **terminating(tmp_path / "parts"), **CHANGES | more, trainer__save_freq=3)
+    parts = settings(
+        tmp_path / "parts", tiny_qwen2, **terminating(tmp_path / "parts"), **CHANGES | more, trainer__save_freq=3
+    )
     before = signal.getsignal(signal.SIGTERM)
     assert main_ppo.main(parts) == TERMINATED
     newest = tmp_path / "parts/run/global_step_2"
     said = capsys.readouterr().err
     assert said.splitlines()[-1].startswith(f"terminated; {newest} is committed, and the next run goes on from it")
-    assert signal.getsignal(signal.SIGTERM) is before and [row["step"] for row in metrics(tmp_path / "parts/run")] == [1, 2]
+    assert signal.getsignal(signal.SIGTERM) is before and [row["step"] for row in metrics(tmp_path / "parts/run")] == [
+        1,
+        2,
+    ]
     assert main_ppo.main(parts) == 0
     ends = [weights(tmp_path / name / "run/global_step_4", tmp_path / f"hf_{name}") for name in ("whole", "parts")]
     assert largest_difference(*ends) == 0
     same = ("critic/score/mean", "actor/grad_norm", "actor/loss", "actor/num_updates", "ledger/runs_per_stage")
-    rows = [[[row[name] for name in same] for row in metrics(tmp_path / folder / "run")] for folder in ("whole", "parts")]
+    rows = [
+        [[row[name] for name in same] for row in metrics(tmp_path / folder / "run")] for folder in ("whole", "parts")
+    ]
     assert rows[0] == rows[1] and {row[-1] for row in rows[0]} == {1}
     ledger = account(read_ledger(str(tmp_path / "parts/run" / FILE)))
     assert ledger.problems() == [] and sorted(ledger.steps) == [1, 2, 3, 4] and ledger.again == 0
@@ -66,7 +77,9 @@ def test_a_run_is_terminated_before_it_trains_at_once(tmp_path, tiny_qwen2, caps
     (tmp_path / "early.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
     arguments = settings(tmp_path, tiny_qwen2, **CHANGES, trainer__middleware=f"[{tmp_path}/early.py:use]")
     assert main_ppo.main(arguments) == TERMINATED
-    assert "terminated; nothing was committed" in capsys.readouterr().err and not list((tmp_path / "run").glob("global_step*"))
+    assert "terminated; nothing was committed" in capsys.readouterr().err and not list(
+        (tmp_path / "run").glob("global_step*")
+    )
 
 
 def test_fine_tuning_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2):

@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hybridrl import main_ppo, main_sft
-from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 pytestmark = pytest.mark.timeout(300)
 LORA = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__lora_alpha": 8, "trainer__test_freq": -1}
@@ -14,7 +14,9 @@ def test_a_run_with_adapters_learns_resumes_and_exports_a_plain_model(tmp_path, 
     rows = train(tmp_path / "run", tiny_qwen2, trainer__total_training_steps=3, **LORA)
     assert all(row["actor/grad_norm"] > 0 for row in rows if "actor/grad_norm" in row)
     # What the rollout generates with is what the trainer computes with: the pushed weights have the adapters in them.
-    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows if "training/rollout_probs_diff_max" in row)
+    assert all(
+        row["training/rollout_probs_diff_max"] < 1e-4 for row in rows if "training/rollout_probs_diff_max" in row
+    )
 
     folder = tmp_path / "run/run"
     again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / 'global_step_2'}"]
@@ -51,15 +53,22 @@ def test_pushes_between_processes_carry_the_adapters(tmp_path, tiny_qwen2, ray_c
 def test_adapters_alone_reach_an_engine_over_two_processes(tmp_path, tiny_qwen2, tiny_tokenizer, ray_cluster, pool):
     """After every push the engine's probabilities are the trainer's.
 
-    Entropy moves by 2e-3 nats: among some 300 tokens of about equal probability one has to move by 1e-6 for that, which is ten times more.
+    Entropy moves by 2e-3 nats: among some 300 tokens of about equal probability one has to move by 1e-6 for that, which
+    is ten times more.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model, rollout = tmp_path / "two_groups", "actor_rollout_ref__rollout__"
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_qwen2, num_key_value_heads=2)).save_pretrained(model)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_qwen2, num_key_value_heads=2)).save_pretrained(
+        model
+    )
     tiny_tokenizer.save_pretrained(model)
     engine = {f"{rollout}name": "vllm", f"{rollout}tensor_model_parallel_size": 2, f"{rollout}kv_cache_memory_mb": 8}
-    more = {f"{rollout}weight_sync__lora": "adapter", f"{rollout}n_gpus_per_node": pool, "trainer__n_gpus_per_node": 1 if pool else 2}
+    more = {
+        f"{rollout}weight_sync__lora": "adapter",
+        f"{rollout}n_gpus_per_node": pool,
+        "trainer__n_gpus_per_node": 1 if pool else 2,
+    }
     fast = {"actor_rollout_ref__actor__optim__lr": 0.05, "trainer__total_training_steps": 4, "trainer__save_freq": -1}
     rows = train(tmp_path / "run", model, **LORA, **engine, **more, **fast, trainer__backend="ray")
     steps = [row for row in rows if "training/rollout_probs_diff_max" in row]
@@ -70,9 +79,15 @@ def test_adapters_alone_reach_an_engine_over_two_processes(tmp_path, tiny_qwen2,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["actor_rollout_ref.model.lora_alpha=32"], "lora_alpha=32.0: has no effect without actor_rollout_ref.model.lora_rank"),
+        (
+            ["actor_rollout_ref.model.lora_alpha=32"],
+            "lora_alpha=32.0: has no effect without actor_rollout_ref.model.lora_rank",
+        ),
         (["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[]"], "no layer would learn"),
-        (["actor_rollout_ref.rollout.weight_sync.lora=adapter"], "weight_sync.lora=adapter: there are no adapters; set actor_rollout_ref"),
+        (
+            ["actor_rollout_ref.rollout.weight_sync.lora=adapter"],
+            "weight_sync.lora=adapter: there are no adapters; set actor_rollout_ref",
+        ),
         (
             ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[query]"],
             "the model's linear layers are down_proj",

@@ -7,21 +7,47 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl import main_ppo
-from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights, write_prompts
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights, write_prompts
 
 VERL_NAMES = {
-    "actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "actor/lr",
-    "critic/score/mean", "critic/rewards/max", "critic/advantages/min", "critic/returns/mean",
-    "response_length/mean", "response_length/clip_ratio", "prompt_length/max",
-    "training/global_step", "training/epoch", "training/rollout_probs_diff_max",
-    "perf/total_num_tokens", "perf/time_per_step", "perf/throughput",
-    "timing_s/step", "timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/adv", "timing_s/update_actor",
-    "timing_s/update_weights", "timing_per_token_ms/gen",
-}  # fmt: skip
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/pg_clipfrac_lower",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/lr",
+    "critic/score/mean",
+    "critic/rewards/max",
+    "critic/advantages/min",
+    "critic/returns/mean",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "prompt_length/max",
+    "training/global_step",
+    "training/epoch",
+    "training/rollout_probs_diff_max",
+    "perf/total_num_tokens",
+    "perf/time_per_step",
+    "perf/throughput",
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/reward",
+    "timing_s/old_log_prob",
+    "timing_s/adv",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "timing_per_token_ms/gen",
+}
 
 
 def test_a_grpo_run_learns_logs_and_commits(tmp_path, tiny_qwen2, capsys):
-    rows = train(tmp_path, tiny_qwen2, trainer__rollout_data_dir=tmp_path / "rollouts", trainer__validation_data_dir=tmp_path / "val")
+    rows = train(
+        tmp_path,
+        tiny_qwen2,
+        trainer__rollout_data_dir=tmp_path / "rollouts",
+        trainer__validation_data_dir=tmp_path / "val",
+    )
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[1].keys() >= VERL_NAMES
     assert rows[2]["val-core/openai/gsm8k/reward/mean@1"] >= 0
@@ -30,27 +56,49 @@ def test_a_grpo_run_learns_logs_and_commits(tmp_path, tiny_qwen2, capsys):
     samples = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
     assert len(samples) == 4 * 3 and samples[0].keys() >= {"input", "output", "score", "gts", "step"}
     assert len((tmp_path / "val" / "2.jsonl").read_text().splitlines()) == 5
-    assert (tmp_path / "run" / "global_step_2" / "manifest.json").exists() and (tmp_path / "run" / "learning_curve.png").exists()
+    assert (tmp_path / "run" / "global_step_2" / "manifest.json").exists() and (
+        tmp_path / "run" / "learning_curve.png"
+    ).exists()
     assert "last checkpoint" in capsys.readouterr().out
     tuned = weights(tmp_path / "run" / "global_step_2", tmp_path / "hf")
-    assert largest_difference(tuned, dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())) == 0
+    assert (
+        largest_difference(tuned, dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())) == 0
+    )
     assert largest_difference(tuned, dict(AutoModelForCausalLM.from_pretrained(tiny_qwen2).named_parameters())) > 1e-4
 
 
 @pytest.mark.timeout(300)
 def test_two_ranks_on_ray_take_the_same_steps_as_one_process(tmp_path, tiny_qwen2, ray_cluster):
-    kl = {"actor_rollout_ref__actor__use_kl_loss": True, "actor_rollout_ref__actor__entropy_coeff": 0.01, "trainer__test_freq": -1}
+    kl = {
+        "actor_rollout_ref__actor__use_kl_loss": True,
+        "actor_rollout_ref__actor__entropy_coeff": 0.01,
+        "trainer__test_freq": -1,
+    }
     one = train(tmp_path / "one", tiny_qwen2, **kl)
     two = train(tmp_path / "two", tiny_qwen2, trainer__backend="ray", trainer__n_gpus_per_node=2, **kl)
-    for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean"):
+    for name in (
+        "actor/pg_loss",
+        "actor/kl_loss",
+        "actor/grad_norm",
+        "actor/entropy",
+        "critic/score/mean",
+        "response_length/mean",
+    ):
         for left, right in zip(one[1:], two[1:], strict=True):
             assert left[name] == pytest.approx(right[name], abs=1e-5), name
     step = "run/global_step_2"
-    assert largest_difference(weights(tmp_path / "one" / step, tmp_path / "a"), weights(tmp_path / "two" / step, tmp_path / "b")) < 1e-5
+    assert (
+        largest_difference(
+            weights(tmp_path / "one" / step, tmp_path / "a"), weights(tmp_path / "two" / step, tmp_path / "b")
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.timeout(300)
-def test_ppo_with_critic_reference_and_reward_model_on_their_own_processes(tmp_path, tiny_qwen2, tiny_classifier, ray_cluster):
+def test_ppo_with_critic_reference_and_reward_model_on_their_own_processes(
+    tmp_path, tiny_qwen2, tiny_classifier, ray_cluster
+):
     rows = train(
         tmp_path,
         tiny_qwen2,
@@ -68,10 +116,18 @@ def test_ppo_with_critic_reference_and_reward_model_on_their_own_processes(tmp_p
     )
     for folder in ("rollouts", "val"):  # the function decides, not the reward model
         samples = [json.loads(line) for line in (tmp_path / folder / "2.jsonl").read_text().splitlines()]
-        shares = [sum(letter.isdigit() for letter in sample["output"]) / max(1, len(sample["output"])) for sample in samples]
+        shares = [
+            sum(letter.isdigit() for letter in sample["output"]) / max(1, len(sample["output"])) for sample in samples
+        ]
         assert [sample["score"] for sample in samples] == pytest.approx(shares)
     assert "actor/pg_loss" not in rows[1] and rows[2]["actor/grad_norm"] > 0  # the first step trains the critic only
-    assert {"critic/vf_loss", "critic/values/mean", "actor/reward_kl_penalty", "timing_s/ref", "timing_s/values"} <= rows[2].keys()
+    assert {
+        "critic/vf_loss",
+        "critic/values/mean",
+        "actor/reward_kl_penalty",
+        "timing_s/ref",
+        "timing_s/values",
+    } <= rows[2].keys()
     assert rows[2]["actor/reward_kl_penalty_coeff"] != rows[1]["actor/reward_kl_penalty_coeff"]
     assert (tmp_path / "run" / "global_step_2" / "critic").is_dir()
 
@@ -98,7 +154,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, tiny_qwen2):
     assert largest_difference(whole, parts) == 0
     assert [p.name for p in (tmp_path / "parts/run").glob("global_step_*")] == ["global_step_4"]
     same = ("critic/score/mean", "actor/pg_loss", "actor/grad_norm")
-    assert [[row.get(n) for n in same] for row in rows] == [[row.get(n) for n in same] for row in metrics(tmp_path / "whole/run")]
+    assert [[row.get(n) for n in same] for row in rows] == [
+        [row.get(n) for n in same] for row in metrics(tmp_path / "whole/run")
+    ]
 
 
 def test_samples_whose_reward_fails_are_counted_and_left_out(tmp_path, tiny_qwen2, caplog):
@@ -111,19 +169,37 @@ def test_samples_whose_reward_fails_are_counted_and_left_out(tmp_path, tiny_qwen
         "    return len(solution_str) / 100\n"
     )
     rows = train(
-        tmp_path, tiny_qwen2, custom_reward_function__path=reward, reward_model__timeout_s=0.3, trainer__val_before_train=False,
-        trainer__test_freq=-1, data__shuffle=False, trainer__total_training_steps=1,
-    )  # fmt: skip
+        tmp_path,
+        tiny_qwen2,
+        custom_reward_function__path=reward,
+        reward_model__timeout_s=0.3,
+        trainer__val_before_train=False,
+        trainer__test_freq=-1,
+        data__shuffle=False,
+        trainer__total_training_steps=1,
+    )
     # rows 0..3, three samples each: 0 and 3 hang, 1 raises, 2 is scored
-    assert rows[0]["reward/timeout_ratio"] == pytest.approx(6 / 12) and rows[0]["reward/error_ratio"] == pytest.approx(3 / 12)
+    assert rows[0]["reward/timeout_ratio"] == pytest.approx(6 / 12) and rows[0]["reward/error_ratio"] == pytest.approx(
+        3 / 12
+    )
     assert rows[0]["critic/score/mean"] > 0 and rows[0]["actor/grad_norm"] > 0
     assert "no judge" in caplog.text
 
 
-def test_every_validation_shows_an_answer_to_the_same_problem_and_the_report_the_first_and_the_last(tmp_path, tiny_qwen2, caplog, capsys):
-    changes = {"trainer__total_training_steps": 4, "trainer__test_freq": 2, "trainer__validation_data_dir": tmp_path / "val"}
+def test_every_validation_shows_an_answer_to_the_same_problem_and_the_report_the_first_and_the_last(
+    tmp_path, tiny_qwen2, caplog, capsys
+):
+    changes = {
+        "trainer__total_training_steps": 4,
+        "trainer__test_freq": 2,
+        "trainer__validation_data_dir": tmp_path / "val",
+    }
     train(tmp_path, tiny_qwen2, **changes)
-    shown = [r.message for r in caplog.records if r.message.startswith("asked (openai/gsm8k): Tom buys 0 boxes of 0 pens. How many?  [0]")]
+    shown = [
+        r.message
+        for r in caplog.records
+        if r.message.startswith("asked (openai/gsm8k): Tom buys 0 boxes of 0 pens. How many?  [0]")
+    ]
     assert [message.split("answered")[0].split("\n")[1] for message in shown] == ["  step 0 ", "  step 2 ", "  step 4 "]
     closing = capsys.readouterr().out.splitlines()[-3:]
     assert closing == [*shown[0].split("\n"), shown[2].split("\n")[1]]
@@ -141,7 +217,10 @@ def test_a_run_with_vllm_agrees_with_the_trainer(tmp_path, tiny_qwen2, ray_clust
 
 def test_a_call_past_its_deadline_ends_the_run_and_names_the_setting(tmp_path, tiny_qwen2, ray_cluster, capsys):
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, trainer__backend="ray", trainer__call_timeout_s=0.01)) == 1
-    assert "init_model() did not answer within 0.01 s" in (err := capsys.readouterr().err) and "trainer.call_timeout_s" in err
+    assert (
+        "init_model() did not answer within 0.01 s" in (err := capsys.readouterr().err)
+        and "trainer.call_timeout_s" in err
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +239,9 @@ def test_a_call_past_its_deadline_ends_the_run_and_names_the_setting(tmp_path, t
     ],
 )
 def test_bad_input_is_one_readable_line_with_the_way_out(tmp_path, tiny_qwen2, capsys, argument, said):
-    arguments = [a for a in settings(tmp_path, tiny_qwen2) if not a.startswith(argument.split("=")[0] + "=")] + [argument]
+    arguments = [a for a in settings(tmp_path, tiny_qwen2) if not a.startswith(argument.split("=")[0] + "=")] + [
+        argument
+    ]
     assert main_ppo.main(arguments) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err and len(err.strip().splitlines()) <= 2
@@ -174,7 +255,12 @@ def test_a_run_does_not_go_on_with_other_data_and_tells_what_else_is_new(tmp_pat
         train(tmp_path, tiny_qwen2, **more)
     assert "algorithm.gamma 1 -> 0.9" in caplog.text
     others = write_prompts(tmp_path / "others.parquet", 11)
-    assert main_ppo.main(settings(tmp_path, tiny_qwen2, **more | {"trainer__total_training_steps": 3, "data__train_files": others})) == 1
+    assert (
+        main_ppo.main(
+            settings(tmp_path, tiny_qwen2, **more | {"trainer__total_training_steps": 3, "data__train_files": others})
+        )
+        == 1
+    )
     assert "another data.train_files" in capsys.readouterr().err
 
 

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning through its front end: loss on the assistant's tokens falls, resume is exact, two ranks equal one."""
+"""Supervised fine-tuning through its front end: loss on the assistant's tokens falls, resume is exact, two ranks equal
+one.
+"""
 
 from pathlib import Path
 
@@ -7,9 +9,9 @@ from safetensors.torch import load_file
 
 from data_preprocess import full_hh_rlhf
 from hybridrl import main_sft
-from hybridrl.master.journal import replay
-from hybridrl.master.states import Job
-from tests.end_to_end.runs import largest_difference, metrics
+from hybridrl.master.service.journal import replay
+from hybridrl.master.state.tables import Job
+from tests.support.end_to_end.runs import largest_difference, metrics
 
 
 def run(folder, model, **changes):
@@ -57,7 +59,9 @@ def test_adapters_lower_the_loss_and_are_exported_merged(tmp_path, tiny_qwen2):
     rows = run(tmp_path / "lora", tiny_qwen2, model__lora_rank=8, optim__lr=1e-2)
     assert rows[-1]["train/loss"] < 0.95 * rows[0]["train/loss"]
     started, ended = load_file(tiny_qwen2 / "model.safetensors"), exported(tmp_path / "lora", 6)
-    assert {name for name in started if not ended[name].equal(started[name])} == {n for n in started if n.endswith("proj.weight")}
+    assert {name for name in started if not ended[name].equal(started[name])} == {
+        n for n in started if n.endswith("proj.weight")
+    }
 
 
 def test_the_loss_falls_and_a_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
@@ -80,9 +84,14 @@ def test_the_sft_split_of_hh_rlhf_can_be_trained_on(tmp_path, tiny_qwen2):
 def test_two_ranks_with_packing_take_the_same_steps_as_one_without(tmp_path, tiny_qwen2, ray_cluster):
     run(tmp_path / "one", tiny_qwen2, trainer__total_training_steps=3)
     run(
-        tmp_path / "two", tiny_qwen2, trainer__total_training_steps=3, trainer__backend="ray", trainer__n_gpus_per_node=2,
-        model__use_remove_padding=True, data__max_token_len_per_gpu=128,
-    )  # fmt: skip
+        tmp_path / "two",
+        tiny_qwen2,
+        trainer__total_training_steps=3,
+        trainer__backend="ray",
+        trainer__n_gpus_per_node=2,
+        model__use_remove_padding=True,
+        data__max_token_len_per_gpu=128,
+    )
     assert largest_difference(exported(tmp_path / "one", 3), exported(tmp_path / "two", 3)) < 1e-5
     [journal] = (tmp_path / "two" / "run" / "master").iterdir()  # on Ray it is watched over
     state, _ = replay(str(journal))

@@ -1,14 +1,23 @@
-"""`strategy=megatron` end to end on Ray: PPO with critic, reference and reward model takes the same steps as FSDP in one process, under
-several layouts, wherever the rollout is; a checkpoint goes on under another layout, and its export under FSDP.
+"""`strategy=megatron` end to end on Ray: PPO with critic, reference and reward model takes the same steps as FSDP in
+one process, under several layouts, wherever the rollout is; a checkpoint goes on under another layout, and its export
+under FSDP.
 """
 
 import pytest
 import torch
 
-from tests.end_to_end.runs import largest_difference, train, weights
-from tests.workers.megatron_models import NEEDS_MEGATRON
+from tests.support.end_to_end.runs import largest_difference, train, weights
+from tests.support.workers.megatron_models import NEEDS_MEGATRON
 
-SAME = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "critic/vf_loss", "critic/grad_norm", "critic/score/mean")
+SAME = (
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "critic/score/mean",
+)
 NO_VALIDATION = {"trainer__test_freq": -1, "trainer__val_before_train": False}
 MEGATRON = {
     "actor_rollout_ref__actor__strategy": "megatron",
@@ -49,7 +58,10 @@ def ppo(model, tiny_tokenizer, tmp_path_factory):
         AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     function = folder / "reward.py"
-    function.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return extra_info['rm_score']\n")
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+        "extra_info['rm_score']\n"
+    )
     return NO_VALIDATION | {
         "algorithm__adv_estimator": "gae",
         "actor_rollout_ref__actor__use_kl_loss": True,
@@ -87,21 +99,31 @@ def assert_same_run(found: list[dict], folder, by_fsdp, *, step: int = 2) -> Non
 def test_tensor_parallel_ppo_takes_the_same_steps_as_fsdp_in_one_process(by_fsdp, by_tensor_parallelism):
     found, folder = by_tensor_parallelism
     assert_same_run(found, folder, by_fsdp)
-    assert len({row["critic/score/mean"] for row in found if row["step"]}) == 2  # the reward model's, not one number for all
+    assert (
+        len({row["critic/score/mean"] for row in found if row["step"]}) == 2
+    )  # the reward model's, not one number for all
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_tensor_parallel_processes_goes_on_in_two_stages(by_fsdp, by_tensor_parallelism, model, ppo, tmp_path):
+def test_a_checkpoint_of_two_tensor_parallel_processes_goes_on_in_two_stages(
+    by_fsdp, by_tensor_parallelism, model, ppo, tmp_path
+):
     _, folder = by_tensor_parallelism
     step = folder / "run" / "global_step_1"
-    resumed = train(tmp_path, model, **ppo, **MEGATRON, **PP2, trainer__resume_mode="resume_path", trainer__resume_from_path=step)
+    resumed = train(
+        tmp_path, model, **ppo, **MEGATRON, **PP2, trainer__resume_mode="resume_path", trainer__resume_from_path=step
+    )
     assert_same_run(resumed, tmp_path, by_fsdp)
 
 
-def test_the_export_of_a_megatron_checkpoint_takes_the_same_next_step_under_fsdp(by_fsdp, by_tensor_parallelism, ppo, tmp_path):
-    """An export has no optimizer state: the step is the first one of a new run, from the exports of both engines' first step.
+def test_the_export_of_a_megatron_checkpoint_takes_the_same_next_step_under_fsdp(
+    by_fsdp, by_tensor_parallelism, ppo, tmp_path
+):
+    """An export has no optimizer state: the step is the first one of a new run, from the exports of both engines' first
+    step.
 
-    Both exports differ by rounding, which Adam's first step enlarges where a gradient is next to nothing: hence a tenth of its size.
+    Both exports differ by rounding, which Adam's first step enlarges where a gradient is next to nothing: hence a tenth
+    of its size.
     """
     found = {}
     for name, (*_, folder) in {"fsdp": by_fsdp, "megatron": by_tensor_parallelism}.items():
@@ -128,7 +150,9 @@ def test_an_export_takes_the_same_next_step_under_both_engines(by_tensor_paralle
 @pytest.mark.slow
 def test_two_data_parallel_ranks_of_two_processes_take_the_same_steps(by_fsdp, model, ppo, tmp_path, ray_cluster):
     four = MEGATRON | {"trainer__n_gpus_per_node": 4}
-    assert_same_run(train(tmp_path, model, **ppo, **four, **TP2, **{f"{LAYOUT}sequence_parallel": True}), tmp_path, by_fsdp)
+    assert_same_run(
+        train(tmp_path, model, **ppo, **four, **TP2, **{f"{LAYOUT}sequence_parallel": True}), tmp_path, by_fsdp
+    )
 
 
 @pytest.mark.slow

@@ -1,15 +1,16 @@
-"""What the Megatron engine pushes, from tensor-parallel processes or pipeline stages, to rollouts in every placement and by every way."""
+"""What the Megatron engine pushes, from tensor-parallel processes or pipeline stages, to rollouts in every placement
+and by every way.
+"""
 
 import pytest
 
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.config.workers import WeightSyncConfig
+from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.trainer.weight_sync import WeightSync
+from hybridrl.trainer.ppo.weight_sync import WeightSync
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from tests.end_to_end.runs import settings
 from tests.end_to_end.test_megatron import MEGATRON, PP2, TP2
 from tests.end_to_end.test_rollout_placement import (
     APART,
@@ -20,7 +21,8 @@ from tests.end_to_end.test_rollout_placement import (
     needs_vllm,
     through_hf,  # noqa: F401  a fixture
 )
-from tests.workers.megatron_models import NEEDS_MEGATRON
+from tests.support.end_to_end.runs import settings
+from tests.support.workers.megatron_models import NEEDS_MEGATRON
 
 WAYS = ("object_store", "shared_memory", "broadcast", "disk")
 TWO_FOR_TWO = {"pools": {"train_pool": [2], "rollout_pool": [2]}, "mapping": APART}
@@ -35,15 +37,24 @@ pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(400)]
 @pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2", marks=pytest.mark.slow)])
 def test_every_way_brings_version_and_fingerprint_of_fsdp(tmp_path, model_path, ray_cluster, layout):  # noqa: F811
     def config_of(**changes) -> PPOConfig:
-        sync = {"transport": "disk", "directory": tmp_path / "weights"}  # rank 0 reads the directory from here; the way is chosen below
+        sync = {
+            "transport": "disk",
+            "directory": tmp_path / "weights",
+        }  # rank 0 reads the directory from here; the way is chosen below
         sync = {f"actor_rollout_ref__rollout__weight_sync__{key}": value for key, value in sync.items()}
-        return load_config(PPOConfig, settings(tmp_path, model_path, **sync, **changes), program="p", config_name="ppo_trainer")
+        return load_config(
+            PPOConfig, settings(tmp_path, model_path, **sync, **changes), program="p", config_name="ppo_trainer"
+        )
 
-    one = LocalWorkerGroup(None, RayClassWithInitArgs(ActorRolloutRefWorker, config_of(), "actor_rollout"), role="actor_rollout")
+    one = LocalWorkerGroup(
+        None, RayClassWithInitArgs(ActorRolloutRefWorker, config_of(), "actor_rollout"), role="actor_rollout"
+    )
     one.init_model()
     (by_fsdp,) = one.update_weights(1)
     config = config_of(**MEGATRON, **layout)
-    pools = {role: RayResourcePool([num], use_gpu=False, name_prefix=role) for role, num in (("actor", 2), ("rollout", 1))}
+    pools = {
+        role: RayResourcePool([num], use_gpu=False, name_prefix=role) for role, num in (("actor", 2), ("rollout", 1))
+    }
     groups = []
     try:
         for role, pool in pools.items():

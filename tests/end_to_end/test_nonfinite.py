@@ -7,11 +7,12 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.algos.policy_losses import POLICY_LOSSES
-from hybridrl.trainer.ledger import FILE, account, read_ledger
-from hybridrl.trainer.nonfinite import MAX_ROLLBACKS, MAX_SPOILT_STEPS
-from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
+from hybridrl.trainer.recovery.nonfinite import MAX_ROLLBACKS, MAX_SPOILT_STEPS
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
-# A loss that is NaN in the mini-batches that `spoilt` names; the file beside counts them, and lives longer than a process.
+# A loss that is NaN in the mini-batches that `spoilt` names; the file beside counts them, and lives longer than a
+# process.
 CODE = """
 import pathlib
 import torch.distributed as dist
@@ -41,7 +42,9 @@ def losses_as_they_were():
 
 
 def spoilt(folder, condition: str, **changes) -> dict:
-    """Settings of a run whose loss is NaN where `condition` of the number of the mini-batch, from 1, holds: two in every step."""
+    """Settings of a run whose loss is NaN where `condition` of the number of the mini-batch, from 1, holds: two in
+    every step.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "loss.py").write_text(CODE.replace("{condition}", condition).replace("{name}", f"spoilt {folder.name}"))
     return {
@@ -56,7 +59,11 @@ def spoilt(folder, condition: str, **changes) -> dict:
 
 def test_a_spoilt_update_is_left_out_counted_and_in_no_checkpoint(tmp_path, tiny_qwen2):
     rows = train(tmp_path, tiny_qwen2, **spoilt(tmp_path, "number == 3"))
-    assert [row["actor/skipped"] for row in rows] == [0, 0.5, 0] and [row["actor/num_updates"] for row in rows] == [2, 3, 4]
+    assert [row["actor/skipped"] for row in rows] == [0, 0.5, 0] and [row["actor/num_updates"] for row in rows] == [
+        2,
+        3,
+        4,
+    ]
     assert math.isnan(rows[1]["actor/loss"]) and not any(math.isnan(row["actor/loss"]) for row in (rows[0], rows[2]))
     for step in (1, 2, 3):
         held = weights(tmp_path / f"run/global_step_{step}", tmp_path / f"hf{step}")
@@ -69,17 +76,22 @@ def test_a_run_can_be_told_to_stop_and_says_where_to_look(tmp_path, tiny_qwen2, 
     assert main_ppo.main(arguments) == 1
     said = capsys.readouterr().err
     assert "step 2: the actor's loss is not finite (grad_norm nan) in 50% of its optimizer steps" in said
-    assert "trainer.nonfinite=stop. Look at critic/advantages/*" in said and "lower actor_rollout_ref.actor.optim.lr" in said
+    assert (
+        "trainer.nonfinite=stop. Look at critic/advantages/*" in said
+        and "lower actor_rollout_ref.actor.optim.lr" in said
+    )
     assert sorted(path.name for path in (tmp_path / "run").glob("global_step*")) == ["global_step_1"]
 
 
 def test_after_a_rollback_a_run_ends_as_if_nothing_had_happened(tmp_path, tiny_qwen2, caplog):
     whole = train(tmp_path / "whole", tiny_qwen2, **spoilt(tmp_path / "whole", "False"))
-    back = train(tmp_path / "back", tiny_qwen2, **spoilt(tmp_path / "back", "number in (4, 7)", trainer__nonfinite="rollback"))
+    back = train(
+        tmp_path / "back", tiny_qwen2, **spoilt(tmp_path / "back", "number in (4, 7)", trainer__nonfinite="rollback")
+    )
     # 10 prompts in batches of 4, 4, 2: 1 2 | 3, and 4 is spoilt: back to step 1 | 5 6 | 7 is spoilt: back to step 2 | 8
-    assert [message.partition("; rollback")[2].split(" to ")[0] for message in caplog.messages if "; rollback" in message] == [
-        " 1 of 3"
-    ] * 2
+    assert [
+        message.partition("; rollback")[2].split(" to ")[0] for message in caplog.messages if "; rollback" in message
+    ] == [" 1 of 3"] * 2
     assert [row["step"] for row in back] == [1, 2, 3] and [row["actor/skipped"] for row in back] == [0, 0, 0]
     assert [row["actor/loss"] for row in back] == [row["actor/loss"] for row in whole]
     ends = [weights(tmp_path / name / "run/global_step_3", tmp_path / f"hf_{name}") for name in ("whole", "back")]
@@ -91,7 +103,10 @@ def test_after_a_rollback_a_run_ends_as_if_nothing_had_happened(tmp_path, tiny_q
 def test_a_run_does_not_go_back_for_ever(tmp_path, tiny_qwen2, capsys):
     arguments = settings(tmp_path, tiny_qwen2, **spoilt(tmp_path, "number > 2", trainer__nonfinite="rollback"))
     assert main_ppo.main(arguments) == 1
-    assert f"it came again after each of {MAX_ROLLBACKS} rollbacks to {tmp_path}/run/global_step_1" in capsys.readouterr().err
+    assert (
+        f"it came again after each of {MAX_ROLLBACKS} rollbacks to {tmp_path}/run/global_step_1"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "calls").stat().st_size == 2 + 2 * (MAX_ROLLBACKS + 1)
 
 
@@ -113,7 +128,11 @@ def test_a_run_that_only_skips_is_ended(tmp_path, tiny_qwen2, capsys):
 def test_two_ranks_leave_out_the_step_that_is_spoilt_on_one(tmp_path, tiny_qwen2, ray_cluster):
     two = {"trainer__backend": "ray", "trainer__n_gpus_per_node": 2}
     rows = train(tmp_path / "ranks", tiny_qwen2, **spoilt(tmp_path / "ranks", "number == 3", **two))
-    assert [row["actor/skipped"] for row in rows] == [0, 0.5, 0] and [row["actor/num_updates"] for row in rows] == [2, 3, 4]
+    assert [row["actor/skipped"] for row in rows] == [0, 0.5, 0] and [row["actor/num_updates"] for row in rows] == [
+        2,
+        3,
+        4,
+    ]
 
 
 def test_rewards_that_are_not_finite_are_left_out_of_training(tmp_path, tiny_qwen2):
@@ -121,9 +140,15 @@ def test_rewards_that_are_not_finite_are_left_out_of_training(tmp_path, tiny_qwe
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return {0: float('nan'), 1: float('inf')}.get(extra_info['index'] % 3, len(solution_str) % 3)\n"
     )
-    changes = {"custom_reward_function__path": tmp_path / "reward_nan.py", "trainer__test_freq": -1, "trainer__val_before_train": False}
+    changes = {
+        "custom_reward_function__path": tmp_path / "reward_nan.py",
+        "trainer__test_freq": -1,
+        "trainer__val_before_train": False,
+    }
     rows = train(tmp_path, tiny_qwen2, **changes)
     assert all(0 < row["reward/error_ratio"] < 1 and row["actor/skipped"] == 0 for row in rows)
-    assert all(math.isfinite(row[name]) for row in rows for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"))
+    assert all(
+        math.isfinite(row[name]) for row in rows for name in ("actor/loss", "actor/grad_norm", "critic/score/mean")
+    )
     state = json.loads((tmp_path / "run/global_step_2/trainer.json").read_text())
     assert state["ledger"]["updates"] == {"actor": int(rows[-1]["actor/num_updates"])}

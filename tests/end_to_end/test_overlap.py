@@ -1,4 +1,6 @@
-"""Stages side by side: those on devices of their own overlap, colocated ones do not, and the run is that of one stage after the other."""
+"""Stages side by side: those on devices of their own overlap, colocated ones do not, and the run is that of one stage
+after the other.
+"""
 
 import itertools
 from pathlib import Path
@@ -6,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.framework.trace import read_spans
+from hybridrl.framework.graph.timeline import read_spans
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from tests.end_to_end.runs import largest_difference, metrics, settings, weights
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = pytest.mark.timeout(300)
 WAITING = ("reward", "old_log_prob", "ref", "values")  # between generation and the advantages
@@ -58,10 +60,14 @@ def test_stages_on_pools_of_their_own_overlap_and_the_run_is_the_same(tmp_path, 
     together = train_on(pools, tmp_path / "together", tiny_qwen2)
     apart = train_on(pools, tmp_path / "apart", tiny_qwen2, trainer__overlap="false")
     pairs = side_by_side(together)
-    assert {frozenset({"reward", name}) for name in WAITING[1:]} <= pairs and frozenset({"update_critic", "update_actor"}) in pairs
+    assert {frozenset({"reward", name}) for name in WAITING[1:]} <= pairs and frozenset(
+        {"update_critic", "update_actor"}
+    ) in pairs
     assert side_by_side(apart) == set()
     timed = ("perf/", "timing", "reward/time_s")
-    numbers = [[{k: v for k, v in row.items() if not k.startswith(timed)} for row in metrics(run)] for run in (together, apart)]
+    numbers = [
+        [{k: v for k, v in row.items() if not k.startswith(timed)} for row in metrics(run)] for run in (together, apart)
+    ]
     assert numbers[0] == numbers[1]
     held = [weights(run / "global_step_2", run / "hf") for run in (together, apart)]
     assert largest_difference(*held) == 0
@@ -70,4 +76,6 @@ def test_stages_on_pools_of_their_own_overlap_and_the_run_is_the_same(tmp_path, 
 def test_roles_on_one_device_take_turns(tmp_path, tiny_qwen2, ray_cluster):
     pools = {"all": [Role.ActorRollout, Role.RefPolicy, Role.Critic]}
     pairs = side_by_side(train_on(pools, tmp_path / "run", tiny_qwen2))
-    assert pairs and all("reward" in pair for pair in pairs), "the rule works on the driver's machine, and only it beside others"
+    assert pairs and all("reward" in pair for pair in pairs), (
+        "the rule works on the driver's machine, and only it beside others"
+    )

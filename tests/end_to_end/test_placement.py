@@ -5,13 +5,13 @@ import pytest
 from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.errors import ConfigError, PlacementError, StaleWeightsError
-from hybridrl.single_controller.feasibility import Machine, check_feasible
-from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.single_controller.placement.feasibility import Machine, check_feasible
+from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.weight_sync import check_health
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from hybridrl.trainer.weight_sync import check_health
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth
-from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 SEPARATED = {Role.Actor: "train_pool", Role.Rollout: "rollout_pool"}
 
@@ -25,7 +25,9 @@ def test_separated_actor_and_rollout_train_as_the_hybrid_does(tmp_path, tiny_qwe
     code = main_ppo.main(
         settings(folder, tiny_qwen2, trainer__backend="ray"),
         workers=lambda config: dict.fromkeys(SEPARATED, ActorRolloutRefWorker),
-        pools=lambda config, workers: ResourcePoolManager({"train_pool": [1], "rollout_pool": [2]}, SEPARATED, use_gpu=False),
+        pools=lambda config, workers: ResourcePoolManager(
+            {"train_pool": [1], "rollout_pool": [2]}, SEPARATED, use_gpu=False
+        ),
     )
     assert code == 0
     same = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss")
@@ -33,7 +35,10 @@ def test_separated_actor_and_rollout_train_as_the_hybrid_does(tmp_path, tiny_qwe
         [row.get(n) for n in same] for row in metrics(tmp_path / "hybrid/run")
     ]
     step = "run/global_step_2"
-    assert largest_difference(weights(tmp_path / "hybrid" / step, tmp_path / "a"), weights(folder / step, tmp_path / "b")) == 0
+    assert (
+        largest_difference(weights(tmp_path / "hybrid" / step, tmp_path / "a"), weights(folder / step, tmp_path / "b"))
+        == 0
+    )
 
 
 def test_a_stale_or_different_rollout_is_named():
@@ -55,12 +60,16 @@ def test_a_mapping_to_an_unknown_pool_is_refused():
 
 
 def test_a_pool_that_does_not_fit_beside_the_others_names_its_own_keys():
-    config = from_dict(PPOConfig, {"actor_rollout_ref": {"rollout": {"n_gpus_per_node": 3}}, "trainer": {"n_gpus_per_node": 2}})
+    config = from_dict(
+        PPOConfig, {"actor_rollout_ref": {"rollout": {"n_gpus_per_node": 3}}, "trainer": {"n_gpus_per_node": 2}}
+    )
     workers = main_ppo.worker_classes(config)
     manager = main_ppo.resource_pools(config, workers)
     plan = manager.plan("job", {str(role): manager.mapping[role] for role in workers}, colocate="process", use_gpu=True)
     check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 5})])
     with pytest.raises(PlacementError, match="'global_pool'.*1 GPU left, 1 GPU missing. Lower trainer.n_gpus_per_node"):
         check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 4})])
-    with pytest.raises(PlacementError, match="'rollout_pool'.*1 GPU missing. Lower actor_rollout_ref.rollout.n_gpus_per_node"):
+    with pytest.raises(
+        PlacementError, match="'rollout_pool'.*1 GPU missing. Lower actor_rollout_ref.rollout.n_gpus_per_node"
+    ):
         check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 2})])

@@ -5,7 +5,7 @@ import pytest
 from hybridrl import main_ppo
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import POLICY_LOSSES, register_policy_loss, vanilla
-from tests.end_to_end.runs import settings, train
+from tests.support.end_to_end.runs import settings, train
 
 CODE = """
 from hybridrl.algos import PolicyLoss, register_adv_est, register_policy_loss
@@ -19,7 +19,12 @@ def nothing(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, 
 def threes(token_level_rewards_BT, response_mask_BT):
     return response_mask_BT * 3.0, response_mask_BT * 1.0
 """
-SHORT = {"trainer__total_training_steps": 1, "trainer__save_freq": -1, "trainer__test_freq": -1, "trainer__val_before_train": False}
+SHORT = {
+    "trainer__total_training_steps": 1,
+    "trainer__save_freq": -1,
+    "trainer__test_freq": -1,
+    "trainer__val_before_train": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +50,9 @@ def test_an_estimator_and_a_loss_from_a_file_work_on_ray(tmp_path, tiny_qwen2, r
     assert row["critic/advantages/mean"] == 3 and row["actor/pg_loss"] == 0 and row["actor/grad_norm"] == 0
 
 
-def test_a_loss_that_only_the_driver_knows_is_refused_before_anything_is_generated(tmp_path, tiny_qwen2, ray_cluster, capsys):
+def test_a_loss_that_only_the_driver_knows_is_refused_before_anything_is_generated(
+    tmp_path, tiny_qwen2, ray_cluster, capsys
+):
     register_policy_loss("drivers_own")(lambda *arguments, **settings: vanilla(*arguments, **settings))
     changes = {"actor_rollout_ref__actor__policy_loss__loss_mode": "drivers_own", "trainer__backend": "ray"}
     rollouts = tmp_path / "rollouts"
@@ -62,8 +69,13 @@ def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path, tiny_qwen2, ca
 
 def test_external_lib_runs_before_a_model_is_read_in_every_process(tmp_path, tiny_qwen2, ray_cluster):
     (tmp_path / "ours.py").write_text(
-        "import os, pathlib\n"
-        f"(pathlib.Path({str(tmp_path)!r}) / f'seen_{{os.getpid()}}').touch()\n"
-    )  # fmt: skip
-    train(tmp_path, tiny_qwen2, actor_rollout_ref__model__external_lib=tmp_path / "ours.py", trainer__backend="ray", **SHORT)
+        f"import os, pathlib\n(pathlib.Path({str(tmp_path)!r}) / f'seen_{{os.getpid()}}').touch()\n"
+    )
+    train(
+        tmp_path,
+        tiny_qwen2,
+        actor_rollout_ref__model__external_lib=tmp_path / "ours.py",
+        trainer__backend="ray",
+        **SHORT,
+    )
     assert len(list(tmp_path.glob("seen_*"))) == 2  # the driver and its one worker

@@ -1,5 +1,5 @@
-"""The same prompts, seeds and weights through `hf` and through `vllm` in every placement: hybrid, colocated, separated, and over
-tensor-parallel ranks.
+"""The same prompts, seeds and weights through `hf` and through `vllm` in every placement: hybrid, colocated, separated,
+and over tensor-parallel ranks.
 """
 
 from functools import partial
@@ -15,10 +15,10 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy import PolicyGroups
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from tests.end_to_end.runs import metrics, settings
+from tests.support.end_to_end.runs import metrics, settings
 
 PROMPT, RESPONSE, NUM_PROMPTS = 16, 12, 7
 TOGETHER = {Role.Actor: "pool", Role.Rollout: "pool"}
@@ -53,12 +53,17 @@ def model_path(tmp_path_factory, tiny_tokenizer):
 def prompts_of() -> DataProto:
     ids = torch.randint(3, 300, (NUM_PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(PROMPT) >= torch.arange(NUM_PROMPTS)[:, None]).long()
-    columns = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "seeds": torch.arange(NUM_PROMPTS) + 7}
+    columns = {
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "seeds": torch.arange(NUM_PROMPTS) + 7,
+    }
     return DataProto.from_dict(tensors={"input_ids": ids * mask} | columns)
 
 
 def generated(folder, model_path, *, pools, mapping, colocate="process", top_k=1, **changes) -> DataProto:
-    """Start the roles there, push the actor's weights, and return what the rollout makes with the trainer's own log-probs of it.
+    """Start the roles there, push the actor's weights, and return what the rollout makes with the trainer's own
+    log-probs of it.
 
     top_k=1 is greedy, and returns log-probs. Heads and layers are those of `model_path`.
     """
@@ -72,7 +77,9 @@ def generated(folder, model_path, *, pools, mapping, colocate="process", top_k=1
         "actor_rollout_ref__rollout__max_num_seqs": 16,
         **changes,
     }
-    config = load_config(PPOConfig, settings(folder, model_path, **changes), program="main_ppo", config_name="ppo_trainer")
+    config = load_config(
+        PPOConfig, settings(folder, model_path, **changes), program="main_ppo", config_name="ppo_trainer"
+    )
     local = pools is None
     manager = ResourcePoolManager(pools or {"pool": [1]}, mapping, use_gpu=False, backend="local" if local else "ray")
     manager.create_resource_pool(job=folder.name)
@@ -80,7 +87,9 @@ def generated(folder, model_path, *, pools, mapping, colocate="process", top_k=1
     plan = manager.plan(folder.name, {str(role): pool for role, pool in mapping.items()}, colocate=colocate)
     groups = {}
     try:
-        groups = launch(plan, classes, manager.resource_pool_dict, group_cls=LocalWorkerGroup if local else RayWorkerGroup)
+        groups = launch(
+            plan, classes, manager.resource_pool_dict, group_cls=LocalWorkerGroup if local else RayWorkerGroup
+        )
         for group in groups.values():
             group.init_model()
         policy = PolicyGroups(groups)
@@ -116,7 +125,11 @@ PLACEMENTS = {
     "separated": {"pools": {"train_pool": [1], "rollout_pool": [2]}, "mapping": APART},
     # One engine in two processes: with one head of keys and values each.
     "hybrid, tensor-parallel": {"pools": {"pool": [2]}, "mapping": {Role.ActorRollout: "pool"}, TENSOR_PARALLEL: 2},
-    "separated, tensor-parallel": {"pools": {"train_pool": [1], "rollout_pool": [2]}, "mapping": APART, TENSOR_PARALLEL: 2},
+    "separated, tensor-parallel": {
+        "pools": {"train_pool": [1], "rollout_pool": [2]},
+        "mapping": APART,
+        TENSOR_PARALLEL: 2,
+    },
 }
 QUICK = ("hybrid",)
 
@@ -124,11 +137,18 @@ QUICK = ("hybrid",)
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PLACEMENTS])
+@pytest.mark.parametrize(
+    "placement", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PLACEMENTS]
+)
 def test_vllm_makes_what_hf_makes(placement, model_path, through_hf, tmp_path, ray_cluster):
-    batch = generated(tmp_path / placement.split(",")[0], model_path, actor_rollout_ref__rollout__name="vllm", **PLACEMENTS[placement])
+    batch = generated(
+        tmp_path / placement.split(",")[0], model_path, actor_rollout_ref__rollout__name="vllm", **PLACEMENTS[placement]
+    )
     compare(batch, through_hf[1])
-    assert not through_hf[1].batch["response_mask"].all() or len(set(through_hf[1].batch["responses"].flatten().tolist())) > 9
+    assert (
+        not through_hf[1].batch["response_mask"].all()
+        or len(set(through_hf[1].batch["responses"].flatten().tolist())) > 9
+    )
 
 
 @pytest.mark.timeout(300)
@@ -144,7 +164,10 @@ def test_a_colocated_rollout_trains_as_the_hybrid_does(model_path, tmp_path, ray
             pools=lambda config, workers, mapping=mapping: ResourcePoolManager({"pool": [1]}, mapping, use_gpu=False),
         )
         assert code == 0
-        rows[name] = [{k: v for k, v in row.items() if k.startswith(("critic/", "actor/"))} for row in metrics(tmp_path / name / "run")]
+        rows[name] = [
+            {k: v for k, v in row.items() if k.startswith(("critic/", "actor/"))}
+            for row in metrics(tmp_path / name / "run")
+        ]
     assert rows["hybrid"] == rows["colocated"]
     assert any("actor/grad_norm" in row for row in rows["hybrid"])
 

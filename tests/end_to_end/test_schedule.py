@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.end_to_end.runs import train
+from tests.support.end_to_end.runs import train
 
 
 def cosine(step: int, total: int) -> float:
@@ -25,6 +25,7 @@ def test_the_last_optimizer_step_has_the_schedules_last_rate(tmp_path, tiny_qwen
         trainer__test_freq=-1,
         trainer__val_before_train=False,
     )
-    # 10 prompts in batches of 4, 4, 2 make 2, 2, 1 optimizer steps; the actor joins in the third batch: 1 + 2 + 2 + 1 of its own
+    # 10 prompts in batches of 4, 4, 2 make 2, 2, 1 optimizer steps; the actor joins in the third batch: 1 + 2 + 2 + 1
+    # of its own
     assert rows[2]["actor/lr"] == pytest.approx(cosine(0, 6)) and rows[5]["actor/lr"] == pytest.approx(cosine(5, 6))
     assert rows[5]["critic/lr"] == pytest.approx(cosine(9, 10))

@@ -1,4 +1,6 @@
-"""Weights between processes in whole runs: the transport changes nothing but the way, and a replica that is behind is found at once."""
+"""Weights between processes in whole runs: the transport changes nothing but the way, and a replica that is behind is
+found at once.
+"""
 
 import pytest
 
@@ -6,24 +8,34 @@ from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import CallTimeout, StaleWeightsError
 from hybridrl.protocol import DataProto
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth
-from hybridrl.workers.rollout.transport import Sent
-from tests.end_to_end.runs import largest_difference, metrics, settings, train, weights
+from hybridrl.workers.weight_transfer import Sent
+from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 pytestmark = pytest.mark.timeout(300)
 TRANSPORTS = ("object_store", "shared_memory", "broadcast", "disk")
 QUICK = ("shared_memory",)
-STEPS = {"trainer__total_training_steps": 3, "trainer__save_freq": 3, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
+STEPS = {
+    "trainer__total_training_steps": 3,
+    "trainer__save_freq": 3,
+    "trainer__test_freq": -1,
+    "trainer__val_before_train": "false",
+}
 SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean", "async/age_mean")
 
 
 def sync(transport: str, folder) -> dict:
-    changes = {"actor_rollout_ref__rollout__weight_sync__transport": transport, "actor_rollout_ref__rollout__weight_sync__bucket_mb": 1}
-    return changes | ({"actor_rollout_ref__rollout__weight_sync__directory": folder / "weights"} if transport == "disk" else {})
+    changes = {
+        "actor_rollout_ref__rollout__weight_sync__transport": transport,
+        "actor_rollout_ref__rollout__weight_sync__bucket_mb": 1,
+    }
+    return changes | (
+        {"actor_rollout_ref__rollout__weight_sync__directory": folder / "weights"} if transport == "disk" else {}
+    )
 
 
 def numbers(rows: list[dict]) -> list[list]:
@@ -36,8 +48,14 @@ def numbers(rows: list[dict]) -> list[list]:
         pytest.param("object_store", {"trainer__lag": 1}, marks=pytest.mark.slow),
         pytest.param("shared_memory", {"trainer__n_gpus_per_node": 2}, marks=pytest.mark.slow),
         pytest.param("broadcast", {"trainer__lag": 2, "trainer__partial_rollout": "true"}, marks=pytest.mark.slow),
-        pytest.param("disk", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow),
-        pytest.param("shared_memory", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            "disk", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "shared_memory",
+            {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -58,7 +76,9 @@ def test_a_run_is_the_same_whichever_way_the_weights_take(tmp_path, tiny_qwen2, 
 
 
 class OnceDeaf(ActorRolloutRefWorker):
-    """A rollout whose rank 1 lets a push of version 2 pass and goes on with what it has: the fault that must not go unnoticed."""
+    """A rollout whose rank 1 lets a push of version 2 pass and goes on with what it has: the fault that must not go
+    unnoticed.
+    """
 
     def receive_weights(self, version: int, sent: Sent | None, adapters: bool = False) -> RolloutHealth:
         if self.rank == 1 and version == 2:
@@ -72,7 +92,10 @@ class OnceDeaf(ActorRolloutRefWorker):
 @pytest.fixture
 def policy(tmp_path, tiny_qwen2, ray_cluster):
     """Start a policy of one actor and two rollout processes of class `rollout_cls`; ended with the test."""
-    pools = [RayResourcePool([1], use_gpu=False, name_prefix="actor"), RayResourcePool([2], use_gpu=False, name_prefix="rollout")]
+    pools = [
+        RayResourcePool([1], use_gpu=False, name_prefix="actor"),
+        RayResourcePool([2], use_gpu=False, name_prefix="rollout"),
+    ]
     groups = []
 
     def start(transport, rollout_cls=ActorRolloutRefWorker, *, ahead=False, timeout_s=60, **more):
@@ -83,7 +106,9 @@ def policy(tmp_path, tiny_qwen2, ray_cluster):
             groups.append(RayWorkerGroup(pool, RayClassWithInitArgs(cls, config, role), role=role))
             groups[-1].init_model(10)
         actor, rollout = groups
-        return PolicyGroups({"actor": actor, "rollout": rollout}, weight_sync=config.actor_rollout_ref.rollout.weight_sync, ahead=ahead)
+        return PolicyGroups(
+            {"actor": actor, "rollout": rollout}, weight_sync=config.actor_rollout_ref.rollout.weight_sync, ahead=ahead
+        )
 
     yield start
     for group in groups:
@@ -96,11 +121,17 @@ def prompts() -> DataProto:
     import torch
 
     ids = torch.arange(3, 3 + 4 * 6).reshape(4, 6)
-    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6).expand(4, 6).contiguous()}
+    columns = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(6).expand(4, 6).contiguous(),
+    }
     return DataProto.from_dict(tensors=columns)
 
 
-@pytest.mark.parametrize("transport", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRANSPORTS])
+@pytest.mark.parametrize(
+    "transport", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRANSPORTS]
+)
 def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
     group = policy(transport, OnceDeaf)
     group.push_weights(1)
@@ -139,7 +170,9 @@ def test_a_replica_that_adapters_did_not_reach_makes_no_token(policy, transport)
     assert group.generate(prompts()).batch["weights_version"].eq(5).all()
 
 
-@pytest.mark.parametrize("transport", [pytest.param(name, marks=pytest.mark.slow) for name in ("shared_memory", "broadcast")])
+@pytest.mark.parametrize(
+    "transport", [pytest.param(name, marks=pytest.mark.slow) for name in ("shared_memory", "broadcast")]
+)
 def test_a_dead_rollout_does_not_hold_the_actor_for_ever(policy, transport):
     import ray
 
@@ -147,7 +180,9 @@ def test_a_dead_rollout_does_not_hold_the_actor_for_ever(policy, transport):
     group.push_weights(1)
     ray.kill(group.rollout.workers[1])
     sent = group.actor.send_weights.later(2)
-    with pytest.raises(CallTimeout, match=r"rollout rank 0, 1 did not take weights of version 2 within 5 s \(trainer.call_timeout_s\)"):
+    with pytest.raises(
+        CallTimeout, match=r"rollout rank 0, 1 did not take weights of version 2 within 5 s \(trainer.call_timeout_s\)"
+    ):
         group.actor.fetch(sent)
     assert group.actor.machine() == group.rollout.execute_rank(0, "machine").split("\n")
 
@@ -163,7 +198,10 @@ def test_auto_takes_shared_memory_on_one_machine_and_the_object_store_when_gener
     ("changes", "message"),
     [
         ({"transport": "broadcast"}, "weight_sync.transport=broadcast: actor and rollout share their processes"),
-        ({"transport": "in_process", "pool": 1}, "weight_sync.transport=in_process: the rollout has processes of its own"),
+        (
+            {"transport": "in_process", "pool": 1},
+            "weight_sync.transport=in_process: the rollout has processes of its own",
+        ),
         ({"transport": "disk", "pool": 1}, "weight_sync.transport=disk: where to?"),
         ({"directory": "/somewhere", "pool": 1}, "weight_sync.directory=/somewhere: has no effect without"),
     ],

@@ -14,7 +14,10 @@ ANSWER = "<<5+5=10>> <<10*6=60>> #### 60"
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     data, out = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("model")
-    assert arithmetic.main(["--local_dir", str(data), "--num_train", "10", "--num_test", "10", "--num_sft_train", "3000"]) == 0
+    assert (
+        arithmetic.main(["--local_dir", str(data), "--num_train", "10", "--num_test", "10", "--num_sft_train", "3000"])
+        == 0
+    )
     assert build_model.main(["--data", str(data), "--out", str(out)]) == 0
     return data, out
 

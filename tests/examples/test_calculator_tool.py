@@ -1,4 +1,6 @@
-"""The calculator example: what it computes, what it says to the model, and that training with it runs as its script says."""
+"""The calculator example: what it computes, what it says to the model, and that training with it runs as its script
+says.
+"""
 
 import asyncio
 from pathlib import Path
@@ -6,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.import_path import load_module
-from hybridrl.workers.agent_loop.base import AgentSetting, agent_loop
-from hybridrl.workers.rollout.sampler import SamplingParams
-from hybridrl.workers.rollout.serving import Request, TokenOutput
-from tests.end_to_end.runs import train
+from hybridrl.serving.agent_loop.base import AgentSetting, agent_loop
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from tests.support.end_to_end.runs import train
 
 FILE = Path(__file__).parents[2] / "examples" / "calculator_tool" / "calculator.py"
 

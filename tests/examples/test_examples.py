@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli, main_ppo
-from tests.end_to_end.runs import metrics, settings, train
+from tests.support.end_to_end.runs import metrics, settings, train
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -34,13 +34,19 @@ def test_a_worker_of_ones_own_adds_a_method(tmp_path, tiny_qwen2):
 def test_the_loop_is_changed_from_a_file_of_ones_own(tmp_path, tiny_qwen2, capfd):
     file = ROOT / "examples" / "middleware.py"
     rows = train(tmp_path, tiny_qwen2, trainer__middleware=f"[{file}:keep_what_teaches,{file}:log_stage_times]")
-    assert all(0 < row["train/share_of_rows_that_teach"] <= 1 for row in rows if "train/share_of_rows_that_teach" in row)
+    assert all(
+        0 < row["train/share_of_rows_that_teach"] <= 1 for row in rows if "train/share_of_rows_that_teach" in row
+    )
     assert "step 2: " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("nothing.py", "write it as path.py:fn"), ("nothing.py:fn", "no file nothing.py"), ("math:pi", "is float, not a function")],
+    [
+        ("nothing.py", "write it as path.py:fn"),
+        ("nothing.py:fn", "no file nothing.py"),
+        ("math:pi", "is float, not a function"),
+    ],
 )
 def test_middleware_that_is_not_there_is_refused(tmp_path, tiny_qwen2, capsys, value, message):
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), f"trainer.middleware=[{value}]"]) == 2
@@ -79,7 +85,9 @@ def test_a_checkpoint_is_exported_by_a_command(tmp_path, tiny_qwen2):
 
 def test_help_and_resolved_settings_start_nothing(tmp_path):
     assert "data.train_batch_size" in run(sys.executable, "-m", "hybridrl.main_ppo", "--help")
-    assert "adv_estimator: grpo" in run(sys.executable, "-m", "hybridrl.main_ppo", "--cfg", "job", "algorithm.adv_estimator=grpo")
+    assert "adv_estimator: grpo" in run(
+        sys.executable, "-m", "hybridrl.main_ppo", "--cfg", "job", "algorithm.adv_estimator=grpo"
+    )
 
 
 def test_what_is_there_already_is_neither_exported_over_nor_trained_over(tmp_path, capsys):
@@ -87,6 +95,8 @@ def test_what_is_there_already_is_neither_exported_over_nor_trained_over(tmp_pat
     precious.write_text("precious")
     assert cli.main(["export", str(tmp_path / "run/global_step_1"), str(tmp_path)]) == 2
     assert f"{tmp_path} is there already and is not an empty directory; export to a new one" in capsys.readouterr().err
-    done = subprocess.run(["bash", "examples/quickstart/run.sh", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "examples/quickstart/run.sh", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1 and "was not made by the quick start; name a new directory" in done.stderr
     assert precious.read_text() == "precious"

@@ -1,4 +1,6 @@
-"""The example that trains the quick start by both engines: two processes can share its model, and its picture says how far they are."""
+"""The example that trains the quick start by both engines: two processes can share its model, and its picture says how
+far they are.
+"""
 
 import json
 
@@ -7,13 +9,18 @@ import pytest
 from data_preprocess import arithmetic
 from examples.megatron import compare
 from examples.quickstart import build_model
-from hybridrl.config.megatron import local_model_config, model_problems
-from hybridrl.config.workers import MegatronConfig
+from hybridrl.config.checks.megatron import local_model_config, model_problems
+from hybridrl.config.schema.workers import MegatronConfig
 
 
 @pytest.mark.parametrize(("heads", "fits"), [(3, False), (4, True)])
 def test_two_tensor_parallel_processes_share_four_heads_and_not_three(tmp_path, heads, fits):
-    assert arithmetic.main(["--local_dir", str(tmp_path), "--num_train", "10", "--num_test", "10", "--num_sft_train", "500"]) == 0
+    assert (
+        arithmetic.main(
+            ["--local_dir", str(tmp_path), "--num_train", "10", "--num_test", "10", "--num_sft_train", "500"]
+        )
+        == 0
+    )
     assert build_model.main(["--data", str(tmp_path), "--out", str(tmp_path / "model"), "--heads", str(heads)]) == 0
     model = local_model_config(str(tmp_path / "model"))
     assert model["hidden_size"] == 32 * heads
@@ -29,8 +36,12 @@ def test_the_picture_of_two_runs_comes_with_what_they_came_to_and_how_far_they_a
             for step, norm, accuracy in ((1, 1.0, 0.25), (2, last_norm, 0.75))
         ]
         (tmp_path / run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in steps))
-    assert compare.main([str(tmp_path / "fsdp"), str(tmp_path / "megatron"), "--out", str(tmp_path / "curves.png")]) == 0
+    assert (
+        compare.main([str(tmp_path / "fsdp"), str(tmp_path / "megatron"), "--out", str(tmp_path / "curves.png")]) == 0
+    )
     said = capsys.readouterr().out
     assert "megatron: held-out accuracy 0.250 before, 0.750 after" in said
-    assert "largest differences of megatron from fsdp: training reward 0.0e+00" in said and "gradient norm 5.0e-01" in said
+    assert (
+        "largest differences of megatron from fsdp: training reward 0.0e+00" in said and "gradient norm 5.0e-01" in said
+    )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,6 @@
-"""README.md: its commands have settings that exist, its links lead somewhere, its reward function is one that cannot be hacked."""
+"""README.md: its commands have settings that exist, its links lead somewhere, its reward function is one that cannot be
+hacked.
+"""
 
 import re
 import shlex
@@ -35,7 +37,9 @@ def test_every_preset_in_the_text_exists():
 
 
 def test_every_link_and_file_in_the_text_is_there():
-    named = re.findall(r"\]\(([^)#]+)\)", TEXT) + re.findall(r"`((?:benchmarks|examples|docs|hybridrl|tests)/[\w/.]+)`", TEXT)
+    named = re.findall(r"\]\(([^)#]+)\)", TEXT) + re.findall(
+        r"`((?:benchmarks|examples|docs|hybridrl|tests)/[\w/.]+)`", TEXT
+    )
     assert len(named) > 20 and [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -43,5 +47,8 @@ def test_the_sample_reward_compares_whole_answers():
     (source,) = re.findall(r"```python\n# my_reward.py\n(.*?)```", TEXT, re.DOTALL)
     space = {}
     exec(source, space)  # the page's own code, as a reader would run it
-    score = {text: space["compute_score"]("sums", text, "4") for text in ("<<6-2=4>> #### 4", "<<4+2=6>> #### 6", "<<4+2=6>>", "#### 44")}
+    score = {
+        text: space["compute_score"]("sums", text, "4")
+        for text in ("<<6-2=4>> #### 4", "<<4+2=6>> #### 6", "<<4+2=6>>", "#### 44")
+    }
     assert list(score.values()) == [1.0, 0.0, 0.0, 0.0]

@@ -22,7 +22,11 @@ def test_the_example_passes():
 @pytest.mark.parametrize(
     ("right", "wrong", "complaint"),
     [
-        ("group.calls.add(batch)", "group.calls.add(5)", 'Argument 1 to "add" of "Counter" has incompatible type "int"'),
+        (
+            "group.calls.add(batch)",
+            "group.calls.add(5)",
+            'Argument 1 to "add" of "Counter" has incompatible type "int"',
+        ),
         ("group.calls.add(batch)", "group.calls.ad(batch)", '"Counter" has no attribute "ad"'),
         ("text: str =", "text: int =", "Incompatible types in assignment"),
     ],

@@ -235,7 +235,9 @@ def test_a_stage_that_waits_for_an_event_hears_it_from_the_stage_beside_it():
         task.use(lambda ctx: heard.append(task.wait_for("hello", timeout=20)))
         task.use(lambda ctx: task.emit("hello", ctx.total_step, loud=True))
         task.run(max_step=10)
-    assert heard == [((step,), {"loud": True}) for step in range(10)], "each step its own, also if it was emitted before the wait began"
+    assert heard == [((step,), {"loud": True}) for step in range(10)], (
+        "each step its own, also if it was emitted before the wait began"
+    )
 
 
 def test_a_stage_that_waits_is_let_go_when_another_fails():

@@ -1,4 +1,6 @@
-"""Stages inside stages (`wrap`), wrappers of steps, the parts of the interface that came with DI-engine's two generations."""
+"""Stages inside stages (`wrap`), wrappers of steps, the parts of the interface that came with DI-engine's two
+generations.
+"""
 
 import pickle
 
@@ -6,7 +8,17 @@ import cloudpickle
 import pytest
 
 import hybridrl.framework as framework
-from hybridrl.framework import Context, OfflineRLContext, OnlineRLContext, Role, StepTimer, Task, VoidMiddleware, stage, task
+from hybridrl.framework import (
+    Context,
+    OfflineRLContext,
+    OnlineRLContext,
+    Role,
+    StepTimer,
+    Task,
+    VoidMiddleware,
+    stage,
+    task,
+)
 
 
 def _onion(name, log):
@@ -54,7 +66,9 @@ def test_children_of_a_serial_stage_end_with_it():
     log = []
     with Task() as loop:
         child = loop.wrap(_onion("child", log))
-        loop.use(loop.serial(lambda ctx: child(ctx) and None, _onion("b", log))).use(_onion("after", log)).run(max_step=1)
+        loop.use(loop.serial(lambda ctx: child(ctx) and None, _onion("b", log))).use(_onion("after", log)).run(
+            max_step=1
+        )
     assert log == ["child>", "b>", "after>", "<after", "<b", "<child"]
 
 
@@ -179,7 +193,13 @@ def test_a_context_serves_as_a_mapping():
 
 def test_stages_are_filtered_by_globs_over_labels():
     with Task(labels={"gpu.3"}) as loop:
-        for name, labels in {"a": ["standalone"], "b": ["node.*"], "c": ["x", "gpu.[0-3]"], "d": None, "e": ["async"]}.items():
+        for name, labels in {
+            "a": ["standalone"],
+            "b": ["node.*"],
+            "c": ["x", "gpu.[0-3]"],
+            "d": None,
+            "e": ["async"],
+        }.items():
             loop.use(stage(name)(lambda ctx: None), filter_labels=labels)
     assert [spec.name for spec in loop.stages] == ["a", "c", "d"]
     assert loop.match_labels("stand*") and not loop.match_labels(["distributed", "node.0"])

@@ -1,7 +1,9 @@
-"""DI-engine's page "Distributed" (v0.2.3), block by block, in its order; what it calls learner, collector and so on is in bandit.py.
+"""DI-engine's page "Distributed" (v0.2.3), block by block, in its order; what it calls learner, collector and so on is
+in bandit.py.
 
-Mended on the way: `max_iteration` for `max_iterations`, `train_ter`, an `evaluate` that uses a `task` it was not given, counters that
-are read in the next step without having been kept, and a last checkpoint that is missed when a peer finishes just after `train` looked.
+Mended on the way: `max_iteration` for `max_iterations`, `train_ter`, an `evaluate` that uses a `task` it was not given,
+counters that are read in the next step without having been kept, and a last checkpoint that is missed when a peer
+finishes just after `train` looked.
 """
 
 import os
@@ -14,7 +16,7 @@ import torch
 
 from hybridrl.framework import Parallel, Task
 from hybridrl.framework.wrapper import StepTimer
-from tests.framework.bandit import (
+from tests.support.framework.bandit import (
     MAX_ITERATION,
     TARGET,
     UPDATES_PER_COLLECT,
@@ -55,13 +57,17 @@ class Outcome:
     def of(cls, instances, labels=()):
         seen = instances.evaluator.evaluations
         weight, train_iter = instances.model.weight.detach(), instances.learner.train_iter
-        return cls(weight, train_iter, seen[-1][2] if seen else None, [entry[0] for entry in seen], set(labels), os.getpid())
+        return cls(
+            weight, train_iter, seen[-1][2] if seen else None, [entry[0] for entry in seen], set(labels), os.getpid()
+        )
 
     def reached(self):
         return self.reward is not None and self.reward >= TARGET
 
     def is_trained_like_the_loop(self):
-        """Whether the weights are what the loop of the page's first block, never stopped, makes with as many iterations; bit for bit."""
+        """Whether the weights are what the loop of the page's first block, never stopped, makes with as many
+        iterations; bit for bit.
+        """
         rounds, rest = divmod(self.train_iter, UPDATES_PER_COLLECT)
         return rest == 0 and torch.equal(self.weight, loop(None, max_iterations=rounds, target=2.0).weight)
 
@@ -99,7 +105,11 @@ def looped(tmp_path_factory):
 
 
 def test_the_loop_reaches_the_target_after_many_evaluations(looped):
-    assert looped.reached() and looped.evaluated_iters == list(range(0, looped.train_iter + 1, 10)) and looped.train_iter > 40
+    assert (
+        looped.reached()
+        and looped.evaluated_iters == list(range(0, looped.train_iter + 1, 10))
+        and looped.train_iter > 40
+    )
     assert looped.is_trained_like_the_loop()
 
 
@@ -127,7 +137,9 @@ def test_the_loop_as_one_middleware_is_the_loop(tmp_path, looped):
         task.use(training(it.learner, it.collector, it.evaluator, it.replay_buffer, it.epsilon_greedy))
         task.run(max_step=MAX_ITERATION)
     outcome = Outcome.of(it)
-    assert torch.equal(outcome.weight, looped.weight) and outcome.evaluated_iters == looped.evaluated_iters and task.finish
+    assert (
+        torch.equal(outcome.weight, looped.weight) and outcome.evaluated_iters == looped.evaluated_iters and task.finish
+    )
     assert task.ctx.total_step == looped.train_iter / UPDATES_PER_COLLECT, "steps before the one that only evaluated"
     assert saved(tmp_path) == [looped.train_iter]
 
@@ -183,7 +195,11 @@ def test_three_middlewares_that_share_their_objects_evaluate_what_the_loop_evalu
         task.use(train_coupled(it.learner, it.collector, it.replay_buffer))
         task.run(max_step=MAX_ITERATION)
     outcome = Outcome.of(it)
-    assert outcome.reward == looped.reward and outcome.evaluated_iters == looped.evaluated_iters and saved(tmp_path) == [looped.train_iter]
+    assert (
+        outcome.reward == looped.reward
+        and outcome.evaluated_iters == looped.evaluated_iters
+        and saved(tmp_path) == [looped.train_iter]
+    )
     assert outcome.train_iter == looped.train_iter + UPDATES_PER_COLLECT, "a step that finishes is run to its end"
     assert outcome.is_trained_like_the_loop()
 
@@ -384,10 +400,14 @@ def test_the_program_for_two_processes_also_runs_in_one(tmp_path, async_mode, lo
 def test_evaluating_in_another_process_changes_nothing_in_training(ray_cluster, tmp_path):
     trainer, judge = Parallel.runner(n_parallel_workers=2, topology="star")(main, tmp_path)
     assert judge.reached() and trainer.reward is None and trainer.process != judge.process
-    assert judge.train_iter == 0 and trainer.train_iter >= judge.evaluated_iters[-1] > 40, "one only evaluates, one only trains"
+    assert judge.train_iter == 0 and trainer.train_iter >= judge.evaluated_iters[-1] > 40, (
+        "one only evaluates, one only trains"
+    )
     assert trainer.is_trained_like_the_loop() and saved(tmp_path) == [trainer.train_iter]
     what_was_judged = loop(None, max_iterations=judge.evaluated_iters[-1] // UPDATES_PER_COLLECT, target=2.0)
-    assert torch.equal(judge.weight, what_was_judged.weight), "weights, and the iteration they are said to be of, belong together"
+    assert torch.equal(judge.weight, what_was_judged.weight), (
+        "weights, and the iteration they are said to be of, belong together"
+    )
 
 
 def test_labels_may_come_from_the_environment(monkeypatch):

@@ -57,7 +57,9 @@ def test_the_names_that_the_table_says_are_here_are_here():
     here = " ".join(row for row in table.splitlines() if "not here" not in row)
     names = {name for code in re.findall(r"`([^`]*)`", here) for name in re.findall(r"[A-Za-z_]\w*", code)}
     owners = (framework, Task(), Context(), Parallel(), Parallel)
-    arguments = {name for call in (Task.__init__, Task.emit, Task.use, Parallel.runner) for name in call.__annotations__}
+    arguments = {
+        name for call in (Task.__init__, Task.emit, Task.use, Parallel.runner) for name in call.__annotations__
+    }
     no_names_of_ours = {"a", "False", "main", "n", "sync_parallel_ctx", "with"}
     assert len(names) > 60
     assert {name for name in names if not any(hasattr(owner, name) for owner in owners)} - arguments == no_names_of_ours

@@ -1,4 +1,6 @@
-"""Overlap: which stages may run at the same time, that they do, and that the result is that of running them in order."""
+"""Overlap: which stages may run at the same time, that they do, and that the result is that of running
+them in order.
+"""
 
 import threading
 import time
@@ -58,7 +60,9 @@ def test_the_waits_of_a_ppo_step():
 
 
 def test_a_role_without_a_place_is_refused():
-    with pytest.raises(ValueError, match="stage 'judge' is the work of 'rm', which has no place; placed are actor, ref, critic"):
+    with pytest.raises(
+        ValueError, match="stage 'judge' is the work of 'rm', which has no place; placed are actor, ref, critic"
+    ):
         dependencies([_spec("judge", "rm", ["a"])], PLACES)
 
 
@@ -98,7 +102,9 @@ def test_a_stage_begins_when_what_it_needs_is_there_and_not_when_a_wave_is_over(
         return stage(name, **columns)(work)
 
     with Task() as task:
-        task.use(mark("short", 0.0, writes="a")).use(mark("long", 3 * NAP, writes="b")).use(mark("after short", 0.0, reads="a"))
+        task.use(mark("short", 0.0, writes="a")).use(mark("long", 3 * NAP, writes="b")).use(
+            mark("after short", 0.0, reads="a")
+        )
         task.run(max_step=1, overlap={})
     assert order == ["short", "after short", "long"]
 
@@ -110,7 +116,9 @@ def test_a_stage_beside_which_nothing_can_run_stays_in_the_callers_thread():
         return stage(name, **columns)(lambda ctx: threads.update({name: threading.current_thread()}))
 
     with Task() as task:
-        task.use(remember("barrier")).use(remember("a", writes="a")).use(remember("b", writes="b")).use(remember("end", reads="ab"))
+        task.use(remember("barrier")).use(remember("a", writes="a")).use(remember("b", writes="b")).use(
+            remember("end", reads="ab")
+        )
         task.run(max_step=1, overlap={})
     main = threading.current_thread()
     assert threads["barrier"] is threads["end"] is main and main not in (threads["a"], threads["b"])
@@ -246,7 +254,9 @@ def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
                 for column in spec.writes:
                     ctx.batch[column] = hash((i, column, *read))
 
-            task.use(stage(f"{spec.name}{i}", role=spec.role, reads=spec.reads, writes=spec.writes, pure=spec.pure)(work))
+            task.use(
+                stage(f"{spec.name}{i}", role=spec.role, reads=spec.reads, writes=spec.writes, pure=spec.pure)(work)
+            )
 
     results = []
     for overlap in (None, PLACES):

@@ -36,7 +36,9 @@ def test_stages_of_one_name_add_up_in_the_step():
     with Task(ctx=OnlineRLContext()) as task:
         task.use_wrapper(timer).use(_slow).use(_slow).run(max_step=2)
     assert len(timer.records["gen"]) == 4
-    assert task.ctx.timing["gen"] == pytest.approx(sum(list(timer.records["gen"])[2:])), "the second step starts from zero"
+    assert task.ctx.timing["gen"] == pytest.approx(sum(list(timer.records["gen"])[2:])), (
+        "the second step starts from zero"
+    )
 
 
 def test_the_first_half_is_in_the_timing_before_the_step_ends():

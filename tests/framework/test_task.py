@@ -135,7 +135,9 @@ def test_stages_are_inserted_and_replaced_by_name():
     log = []
     with Task() as task:
         task.use(_plain("a", log)).use(_plain("c", log))
-        task.insert_before("a", _plain("first", log)).insert_after("a", _plain("b", log)).insert_after("c", _plain("last", log))
+        task.insert_before("a", _plain("first", log)).insert_after("a", _plain("b", log)).insert_after(
+            "c", _plain("last", log)
+        )
         task.replace("c", _plain("C", log))
         task.run(max_step=1)
     assert log == _names(task) == ["first", "a", "b", "C", "last"]

@@ -1,4 +1,6 @@
-"""What the GPU tests share: the device they run on, its memory, and a table of the figures they saw, printed when they are done."""
+"""What the GPU tests share: the device they run on, its memory, and a table of the figures they saw, printed when they
+are done.
+"""
 
 import gc
 import os
@@ -25,7 +27,10 @@ def say(pytestconfig: pytest.Config) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def held_bytes(device: str) -> Callable[[], int]:
-    """Return a function that counts the bytes of living tensors on the device. Compare two counts: workspaces of cuBLAS are in both."""
+    """Return a function that counts the bytes of living tensors on the device.
+
+    Compare two counts: workspaces of cuBLAS are in both.
+    """
     if device == "cpu":
         pytest.skip("the CPU has no second memory to move things to")
 

@@ -1,7 +1,8 @@
 """What only a CUDA device can show: `python -m pytest -m gpu tests/gpu`. docs/gpu.md says how, and holds the figures.
 
-Needs neither Ray nor vLLM: the engine and the rollout are called directly, the whole run goes through `trainer.backend=local`.
-GPU_TESTS_ON=cpu runs the same code on the CPU, to see that the tests themselves are right; what is about device memory is skipped.
+Needs neither Ray nor vLLM: the engine and the rollout are called directly, the whole run goes through
+`trainer.backend=local`. GPU_TESTS_ON=cpu runs the same code on the CPU, to see that the tests themselves are right;
+what is about device memory is skipped.
 """
 
 import pickle
@@ -9,13 +10,13 @@ import pickle
 import pytest
 import torch
 
-from hybridrl.config.workers import RolloutConfig
+from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.rollout import Rollout, RolloutSetup, SamplingParams, fingerprint, make_rollout
-from tests.end_to_end.runs import train as train_ppo
-from tests.workers.engine_cases import (
+from tests.support.end_to_end.runs import train as train_ppo
+from tests.support.workers.engine_cases import (
     PROMPT,
     RESPONSE,
     WHOLE,
@@ -54,7 +55,9 @@ def talkative(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory) -> str:
     """4 million parameters: megabytes, which are seen beside the bytes that an allocator rounds up to."""
-    return save_tiny_qwen2(tmp_path_factory.mktemp("heavy"), hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    return save_tiny_qwen2(
+        tmp_path_factory.mktemp("heavy"), hidden_size=256, intermediate_size=1024, num_hidden_layers=4
+    )
 
 
 @pytest.fixture
@@ -79,7 +82,9 @@ def test_float32_is_the_plain_model_on_the_cpu(model, float32, packed, say):
     worst = max((found[name] - expected[name]).abs().max().item() for name in POLICY)
     engine.forward_backward(batch, micro, policy_loss(NUM_TOKENS), outputs=POLICY)
     weights = dict(plain.named_parameters())
-    worst_gradient = max((gradient.cpu() - weights[name].grad).abs().max().item() for name, gradient in gradients(engine).items())
+    worst_gradient = max(
+        (gradient.cpu() - weights[name].grad).abs().max().item() for name, gradient in gradients(engine).items()
+    )
     kind = "packed" if packed else "padded"
     say(f"float32, {kind}: log-probs and entropy against plain Hugging Face, largest difference", f"{worst:.1e}")
     say(f"float32, {kind}: gradients against plain Hugging Face, largest difference", f"{worst_gradient:.1e}")
@@ -114,10 +119,15 @@ def test_bfloat16_trains_float32_parameters(model, device, packed, say):
     engine.model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
     losses = []
     for _ in range(5):
-        stats = engine.forward_backward(batch, MicroBatching(max_tokens=64), policy_loss(num_response_tokens(batch)), outputs=POLICY)
+        stats = engine.forward_backward(
+            batch, MicroBatching(max_tokens=64), policy_loss(num_response_tokens(batch)), outputs=POLICY
+        )
         losses.append(sum(piece["loss"] for piece in stats))
         assert engine.optimizer_step()["skipped"] == 0.0
-    say(f"bfloat16, {'packed' if packed else 'padded'}: loss of five steps on one batch", " ".join(f"{loss:.4f}" for loss in losses))
+    say(
+        f"bfloat16, {'packed' if packed else 'padded'}: loss of five steps on one batch",
+        " ".join(f"{loss:.4f}" for loss in losses),
+    )
     assert losses[-1] < losses[0]
     assert dtypes == {torch.bfloat16}
     assert {tensor.dtype for tensor in whole_weights(engine).values()} == {torch.float32}
@@ -132,7 +142,10 @@ def test_recomputing_activations_lowers_the_peak(heavy, float32, held_bytes, say
         engine.forward_backward(batch, WHOLE, policy_loss(NUM_TOKENS), outputs=POLICY)
         peaks.append((torch.cuda.max_memory_allocated() - before) / MB)
         del engine
-    say("peak of forward and backward over 2000 rows, activations kept and recomputed", f"{peaks[0]:.0f} MB, {peaks[1]:.0f} MB")
+    say(
+        "peak of forward and backward over 2000 rows, activations kept and recomputed",
+        f"{peaks[0]:.0f} MB, {peaks[1]:.0f} MB",
+    )
     assert peaks[1] < 0.7 * peaks[0]
 
 
@@ -177,7 +190,9 @@ def test_a_saved_engine_goes_on_exactly(model, float32, same_sums_every_time, tm
 
 def hf_rollout(path: str, device: str, *, dtype: str = "float32", load_format: str = "auto") -> Rollout:
     config = RolloutConfig(name="hf", dtype=dtype)
-    return make_rollout("hf", RolloutSetup(path, config, EOS, PAD, PROMPT, RESPONSE, device=device, load_format=load_format))
+    return make_rollout(
+        "hf", RolloutSetup(path, config, EOS, PAD, PROMPT, RESPONSE, device=device, load_format=load_format)
+    )
 
 
 def prompts(num_rows: int = 12) -> DataProto:
@@ -185,7 +200,9 @@ def prompts(num_rows: int = 12) -> DataProto:
     columns = make_batch(num_rows).batch
     mask = columns["attention_mask"][:, :PROMPT]
     ids = columns["input_ids"][:, :PROMPT]
-    return DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)})
+    return DataProto.from_dict(
+        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    )
 
 
 def test_greedy_tokens_are_those_of_generate(talkative, device):
@@ -230,7 +247,10 @@ def test_a_sleeping_rollout_gives_its_memory_away_and_wakes_as_it_was(heavy, dev
     held = [held_bytes()]
     rollout.sleep()
     held.append(held_bytes())
-    say(f"device memory with a rollout awake and asleep ({num_bytes / MB:.1f} MB of weights)", f"{held[0] / MB:.1f}, {held[1] / MB:.1f} MB")
+    say(
+        f"device memory with a rollout awake and asleep ({num_bytes / MB:.1f} MB of weights)",
+        f"{held[0] / MB:.1f}, {held[1] / MB:.1f} MB",
+    )
     assert held[0] - held[1] >= num_bytes
     assert not rollout.health().awake
     rollout.wake_up()
@@ -268,5 +288,8 @@ def test_a_whole_run_in_one_process(tmp_path, tiny_qwen2, device, dtype, say):
     assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
     worst = max(row["training/rollout_log_probs_diff_max"] for row in rows[1:])
     seconds = rows[2]["timing_s/step"]
-    say(f"two GRPO steps with trainer.backend=local, {dtype}: rollout against trainer, second step", f"{worst:.1e}, {seconds:.2f} s")
+    say(
+        f"two GRPO steps with trainer.backend=local, {dtype}: rollout against trainer, second step",
+        f"{worst:.1e}, {seconds:.2f} s",
+    )
     assert worst < ROLLOUT_BOUND[dtype]

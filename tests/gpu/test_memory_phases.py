@@ -8,9 +8,9 @@ import pytest
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
-from hybridrl.trainer.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from tests.end_to_end.runs import settings, train
+from tests.support.end_to_end.runs import settings, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 def test_a_rollout_is_awake_only_between_a_push_and_the_training_that_follows(tmp_path, tiny_qwen2, device, caplog):
     words = settings(tmp_path, tiny_qwen2, trainer__device=device)
     config = load_config(PPOConfig, words, program="memory", config_name="ppo_trainer")
-    group = LocalWorkerGroup(None, RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor_rollout"), role="actor_rollout")
+    group = LocalWorkerGroup(
+        None, RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor_rollout"), role="actor_rollout"
+    )
     group.init_model(10)
     on_cpu = device == "cpu"
     policy = PolicyGroups({"actor_rollout": group}, sleep=not on_cpu)

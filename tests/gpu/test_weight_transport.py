@@ -1,4 +1,5 @@
-"""Weights between two processes that share a GPU: `shared_memory` hands device memory over, and the bytes never leave it.
+"""Weights between two processes that share a GPU: `shared_memory` hands device memory over, and the bytes never leave
+it.
 
 GPU_TESTS_ON=cpu runs it with host memory.
 """
@@ -8,9 +9,9 @@ import multiprocessing
 import pytest
 import torch
 
-from hybridrl.config.workers import WeightSyncConfig
-from hybridrl.workers.rollout.fingerprint import fingerprint
-from hybridrl.workers.rollout.transport import Outgoing, Receivers, make_sender
+from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.workers.weight_transfer import Outgoing, Receivers, make_sender
+from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 SPAWN = multiprocessing.get_context("spawn")

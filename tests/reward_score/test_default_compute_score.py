@@ -37,6 +37,11 @@ def test_unknown_source_names_the_known_ones_and_the_way_out():
 
 
 def test_importing_the_judges_loads_no_sympy_torch_or_hybridrl():
-    code = "import sys, reward_score; print([name for name in ('sympy', 'math_verify', 'torch', 'ray', 'hybridrl') if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    code = (
+        "import sys, reward_score; print([name for name in ('sympy', 'math_verify', 'torch', 'ray', "
+        "'hybridrl') if name in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
+    )
     assert run.stdout.strip() == "[]", run.stderr

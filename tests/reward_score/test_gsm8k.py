@@ -38,14 +38,21 @@ def test_strict_takes_the_number_after_the_last_mark(text, answer):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("first 3, then 1,000 apples.", "1000"), ("#### 7 of 9", "9"), ("from 3 to -4.5!", "-4.5"), ("version 1.2.3", "1.2"), ("none", None)],
+    [
+        ("first 3, then 1,000 apples.", "1000"),
+        ("#### 7 of 9", "9"),
+        ("from 3 to -4.5!", "-4.5"),
+        ("version 1.2.3", "1.2"),
+        ("none", None),
+    ],
 )
 def test_flexible_takes_the_last_number(text, answer):
     assert gsm8k.extract_solution(text, method="flexible") == answer
 
 
 @pytest.mark.parametrize(
-    ("text", "truth"), [("#### 18.0", "18"), ("#### $70,000", "70000"), ("#### 5", 5), ("#### 1000", "1,000"), ("#### +3", "3")]
+    ("text", "truth"),
+    [("#### 18.0", "18"), ("#### $70,000", "70000"), ("#### 5", 5), ("#### 1000", "1,000"), ("#### +3", "3")],
 )
 def test_equal_numbers_score_one_however_they_are_written(text, truth):
     assert gsm8k.compute_score(text, truth) == 1.0

@@ -58,7 +58,16 @@ def test_equal_mathematics_scores_one(truth, answer):
 
 @pytest.mark.parametrize(
     ("truth", "answer"),
-    [("2", "3"), ("10", r"10\%"), ("[1,3)", "[1,3]"), (r"\text{even}", r"\text{odd}"), ("x+1", "x+2"), ("2", ""), ("", ""), ("2", r"\f")],
+    [
+        ("2", "3"),
+        ("10", r"10\%"),
+        ("[1,3)", "[1,3]"),
+        (r"\text{even}", r"\text{odd}"),
+        ("x+1", "x+2"),
+        ("2", ""),
+        ("", ""),
+        ("2", r"\f"),
+    ],
 )
 def test_other_mathematics_scores_zero(truth, answer):
     assert math.compute_score(rf"thus \boxed{{{answer}}}", truth) == 0.0
@@ -87,7 +96,9 @@ def test_every_reference_solution_scores_one(solutions):
 
 def test_reference_answers_are_equal_to_themselves_as_mathematics_and_not_to_the_next(solutions):
     answers = [math.last_boxed(solution) for solution in solutions][::25]  # 200 answers: a second or two
-    assert all(math.equal(f"{answer} ", answer) for answer in answers)  # the space keeps it from being equal letter by letter
+    assert all(
+        math.equal(f"{answer} ", answer) for answer in answers
+    )  # the space keeps it from being equal letter by letter
     assert not [pair for pair in zip(answers, answers[1:], strict=False) if pair[0] != pair[1] and math.equal(*pair)]
 
 

@@ -8,9 +8,9 @@ import torch
 from tensordict import TensorDict
 
 from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from tests.single_controller.sample_workers import Waiter
+from tests.support.single_controller.sample_workers import Waiter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -108,7 +108,9 @@ def test_mesh_answers_come_in_the_order_of_the_rows_not_of_the_workers(pair):
 
 def test_a_mesh_on_which_nobody_answers_for_some_rows_is_refused(pair):
     pair.announce_nobody()
-    with pytest.raises(ValueError, match=r"mesh 'mute' of pair: exactly one worker of each data-parallel rank must be collected"):
+    with pytest.raises(
+        ValueError, match=r"mesh 'mute' of pair: exactly one worker of each data-parallel rank must be collected"
+    ):
         pair.mute(DataProto.from_dict({"x": torch.arange(4)}))
 
 

@@ -15,12 +15,12 @@ from ray.util.placement_group import placement_group_table
 
 from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.protocol import DataProto
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from tests.single_controller.sample_workers import Adder, Doubler, Waiter
+from tests.support.single_controller.sample_workers import Adder, Doubler, Waiter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-DRIVER = Path(__file__).with_name("interrupted_driver.py")
+DRIVER = Path(__file__).parents[1] / "support/single_controller/interrupted_driver.py"
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +49,10 @@ def test_a_worker_that_gave_up_waiting_for_one_that_dies_is_its_echo_too(pool):
 
 def test_an_answer_that_died_with_its_worker_is_blamed_on_that_worker(pool):
     recipe = RayClassWithInitArgs(Waiter)
-    with RayWorkerGroup(pool, recipe, role="maker", share=0.5) as maker, RayWorkerGroup(pool, recipe, role="user", share=0.5) as user:
+    with (
+        RayWorkerGroup(pool, recipe, role="maker", share=0.5) as maker,
+        RayWorkerGroup(pool, recipe, role="user", share=0.5) as user,
+    ):
         asleep = maker.execute_rank_async(1, "sleep_in_thread", 30.0)
         made = maker.count_up(0)
         os.kill(maker.process_ids[1], signal.SIGKILL)
@@ -58,7 +61,9 @@ def test_an_answer_that_died_with_its_worker_is_blamed_on_that_worker(pool):
 
 
 def test_a_module_that_is_missing_over_there_is_an_import_error_with_an_address(pool, tmp_path, monkeypatch):
-    (tmp_path / "only_here.py").write_text("from hybridrl.single_controller.worker import Worker\nclass Here(Worker): ...\n")
+    (tmp_path / "only_here.py").write_text(
+        "from hybridrl.single_controller.worker import Worker\nclass Here(Worker): ...\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     import only_here
 
@@ -112,12 +117,18 @@ def test_half_a_group_is_refused(pool):
 
 
 def processes_of(job: str) -> list[str]:
-    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["name"].startswith(f"{job}/")]
+    return [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(f"{job}/")
+    ]
 
 
 def test_ctrl_c_ends_a_driver_that_waits_and_leaves_no_process_and_no_reservation(tmp_path):
     address = ray.get_runtime_context().gcs_address
-    driver = subprocess.Popen([sys.executable, str(DRIVER), address, str(tmp_path / "begun")], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    driver = subprocess.Popen(
+        [sys.executable, str(DRIVER), address, str(tmp_path / "begun")], env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     deadline = time.monotonic() + 90
     while not all((tmp_path / f"begun.{rank}").exists() for rank in range(2)):
         assert driver.poll() is None and time.monotonic() < deadline
@@ -128,7 +139,11 @@ def test_ctrl_c_ends_a_driver_that_waits_and_leaves_no_process_and_no_reservatio
     assert driver.wait(timeout=60) == 130
     assert time.monotonic() - start < 30  # seconds on a machine with something else to do; two on an idle one
     assert processes_of("interrupted") == []
-    left = [pg for pg in placement_group_table().values() if pg["name"].startswith("interrupted") and pg["state"] != "REMOVED"]
+    left = [
+        pg
+        for pg in placement_group_table().values()
+        if pg["name"].startswith("interrupted") and pg["state"] != "REMOVED"
+    ]
     assert left == []
 
 

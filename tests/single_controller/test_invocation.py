@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.single_controller.decorator import Dispatch, Execute, Invocation, register
+from hybridrl.single_controller.dispatch import Dispatch, Execute, Invocation, register
 from hybridrl.single_controller.invocation import ASYNC_CONCURRENCY, invocations_of
 
 
@@ -26,7 +26,9 @@ class Derived(Base):
 
 
 def test_a_mark_is_the_record_of_the_call():
-    assert invocations_of(Base)["plain"] == Invocation("ONE_TO_ALL", "RANK_ZERO", blocking=False, timeout_s=5, idempotent=True)
+    assert invocations_of(Base)["plain"] == Invocation(
+        "ONE_TO_ALL", "RANK_ZERO", blocking=False, timeout_s=5, idempotent=True
+    )
     assert Base().plain() == 1
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import (
+from hybridrl.single_controller.dispatch import (
     Dispatch,
     get_predefined_dispatch_fn,
     register,
@@ -15,10 +15,10 @@ from hybridrl.single_controller.decorator import (
     update_dispatch_mode,
 )
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-from hybridrl.single_controller.resource_pool import ResourcePool
+from hybridrl.single_controller.placement.resource_pool import ResourcePool
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
-from tests.single_controller.sample_workers import Adder
+from tests.support.single_controller.sample_workers import Adder
 
 
 @pytest.fixture
@@ -65,7 +65,9 @@ def test_users_add_dispatch_modes():
 
     group = LocalWorkerGroup(None, ClassWithInitArgs(Echo))
     assert group.echo([1, 2, 3]) == [3, 2, 1]
-    update_dispatch_mode("REVERSED", get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"], lambda group, outputs: outputs)
+    update_dispatch_mode(
+        "REVERSED", get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"], lambda group, outputs: outputs
+    )
     assert LocalWorkerGroup(None, ClassWithInitArgs(Echo)).echo([1, 2]) == [[1, 2]]
 
 

@@ -7,14 +7,17 @@ import ray
 import torch
 
 from hybridrl.errors import CallTimeout, WorkerLost
-from hybridrl.master.placement import plan_job
-from hybridrl.master.spec import JobSpec, PoolSpec, RoleSpec
+from hybridrl.master.jobs.planner import plan_job
+from hybridrl.master.jobs.spec import JobSpec, PoolSpec, RoleSpec
 from hybridrl.protocol import DataProto, DataProtoFuture
-from hybridrl.single_controller.colocation import create_colocated_worker_cls
 from hybridrl.single_controller.launch import launch
-from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
-from tests.single_controller.sample_workers import Adder, Doubler, QuietAdder
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.ray_worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+from tests.support.single_controller.sample_workers import Adder, Doubler, QuietAdder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -128,7 +131,9 @@ def test_calls_have_the_deadline_that_their_group_is_given_unless_their_method_h
 def test_a_mistake_in_a_constructor_keeps_its_type(pool):
     with pytest.raises(ValueError, match="a mistake in the constructor") as caught:
         RayWorkerGroup(pool, RayClassWithInitArgs(Doubler, fail=True), role="doubler")
-    assert caught.value.__notes__ == ["raised in doubler-0, setup()"] or caught.value.__notes__ == ["raised in doubler-1, setup()"]
+    assert caught.value.__notes__ == ["raised in doubler-0, setup()"] or caught.value.__notes__ == [
+        "raised in doubler-1, setup()"
+    ]
 
 
 def test_colocated_roles_share_a_process_and_keep_their_own_methods(pool):
@@ -148,7 +153,9 @@ def test_colocated_roles_share_a_process_and_keep_their_own_methods(pool):
 @pytest.mark.parametrize("colocate", ["process", "device"])
 def test_a_plan_is_launched_with_roles_in_one_process_or_on_one_device(pool, colocate):
     classes = {"adder": RayClassWithInitArgs(Adder, 1), "doubler": RayClassWithInitArgs(Doubler)}
-    spec = JobSpec(tuple(RoleSpec(role, "p", (2,)) for role in classes), (PoolSpec("p", (2,), colocate),), device_type="CPU")
+    spec = JobSpec(
+        tuple(RoleSpec(role, "p", (2,)) for role in classes), (PoolSpec("p", (2,), colocate),), device_type="CPU"
+    )
     groups = launch(plan_job(spec, f"job-{colocate}"), classes, {"p": pool})
     shared = groups["doubler"].pid() == [pid for *_, pid in groups["adder"].place()]
     assert shared == (colocate == "process")

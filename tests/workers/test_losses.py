@@ -3,18 +3,21 @@
 import pytest
 import torch
 
-from hybridrl.config.workers import ActorConfig, PolicyLossConfig
+from hybridrl.config.schema.workers import ActorConfig, PolicyLossConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.losses import GlobalCounts, actor_loss
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_gspo_weighs_answers_alike_whatever_their_length(mode):
-    # two answers of 2 and 8 tokens, advantages 1 and -1, ratio 1: each answer's gradients add up to a half, its share of the mean
+    # two answers of 2 and 8 tokens, advantages 1 and -1, ratio 1: each answer's gradients add up to a half, its share
+    # of the mean
     mask_BT = (torch.arange(8) < torch.tensor([[2], [8]])).long()
     log_probs_BT = torch.zeros(2, 8, requires_grad=True)
     advantages_BT = torch.tensor([[1.0], [-1.0]]) * mask_BT
-    rows = DataProto.from_dict(tensors={"response_mask": mask_BT, "old_log_probs": torch.zeros(2, 8), "advantages": advantages_BT})
+    rows = DataProto.from_dict(
+        tensors={"response_mask": mask_BT, "old_log_probs": torch.zeros(2, 8), "advantages": advantages_BT}
+    )
     config = ActorConfig(loss_agg_mode=mode, policy_loss=PolicyLossConfig(loss_mode="gspo"))
     loss, _ = actor_loss(config, GlobalCounts(num_tokens=10.0, num_seqs=2.0))({"log_probs": log_probs_BT}, rows)
     loss.backward()

@@ -1,4 +1,6 @@
-"""A loss or gradient that is not finite, on any rank, changes nothing on any rank; a model that is not finite is never saved."""
+"""A loss or gradient that is not finite, on any rank, changes nothing on any rank; a model that is not finite is never
+saved.
+"""
 
 import hashlib
 import math
@@ -11,13 +13,13 @@ import torch
 from hybridrl.config import SFTConfig, load_config
 from hybridrl.errors import NonFiniteError, StorageError
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.decorator import Dispatch, register
+from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.workers.losses import sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
-from hybridrl.workers.process import exact_sum
+from hybridrl.workers.process_setup import exact_sum
 from hybridrl.workers.sft import SFTWorker
 
 
@@ -37,7 +39,9 @@ class SpoiltWorker(SFTWorker):
 
             return spoilt if how != "none" and self.rank == self.world_size - 1 else own
 
-        metrics = self._update(self.model, data, self._micro(), make_loss=make_loss, outputs=("log_probs",), epochs=1, prefix="train")
+        metrics = self._update(
+            self.model, data, self._micro(), make_loss=make_loss, outputs=("log_probs",), epochs=1, prefix="train"
+        )
         return DataProto(meta_info={"metrics": metrics})
 
     @register(Dispatch.ONE_TO_ALL)
@@ -66,10 +70,13 @@ def batch() -> DataProto:
     position_ids = mask.cumsum(-1) - 1
     return DataProto.from_dict(
         tensors={
-            "input_ids": ids, "attention_mask": mask, "position_ids": position_ids,
-            "responses": ids[:, 4:], "response_mask": mask[:, 4:],
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": position_ids,
+            "responses": ids[:, 4:],
+            "response_mask": mask[:, 4:],
         }
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -82,7 +89,9 @@ def started(model, size: int) -> Iterator[RayWorkerGroup | LocalWorkerGroup]:
         "trainer.device": "cpu",
         "trainer.num_threads": 1,
     }
-    config = load_config(SFTConfig, [f"{key}={value}" for key, value in changes.items()], program="test", config_name="sft_trainer")
+    config = load_config(
+        SFTConfig, [f"{key}={value}" for key, value in changes.items()], program="test", config_name="sft_trainer"
+    )
     recipe = RayClassWithInitArgs(SpoiltWorker, config, "sft")
     with ExitStack() as stack:
         if size == 1:
@@ -100,7 +109,9 @@ def told(group, how: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all_as_if_it_had_never_been(tiny_qwen2, ray_cluster, tmp_path, size):
+def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all_as_if_it_had_never_been(
+    tiny_qwen2, ray_cluster, tmp_path, size
+):
     with started(tiny_qwen2, size) as group, started(tiny_qwen2, size) as twin:
         compare_with_a_twin(group, twin, tmp_path, size)
 
@@ -113,7 +124,9 @@ def compare_with_a_twin(group, twin, tmp_path, size: int) -> None:
     for how in ("loss", "gradient"):
         said = told(group, how)
         assert set(said["train/skipped"]) == {1.0} and set(said["train/nonfinite_loss"]) == {float(how == "loss")}
-        assert math.isfinite(said["loss"][0]) == (how == "gradient") and math.isfinite(said["train/grad_norm"][0]) == (how == "loss")
+        assert math.isfinite(said["loss"][0]) == (how == "gradient") and math.isfinite(said["train/grad_norm"][0]) == (
+            how == "loss"
+        )
         assert group.state() == before
     assert told(group, "none") == told(twin, "none")  # the learning rate and the norm, too
     after = group.state()

@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): W stays as it is, B A is learned, the layer computes with W + (alpha / rank) B A.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): W stays as it is, B A is learned, the layer computes with W +
+(alpha / rank) B A.
 
-An adapted layer is the layer that was there, with two more parameters: names, checkpoints and sharding stay what they are. Exports get
-`merged_weights`; rollouts get them, too, or the frozen base once (`base_weights`) and then only `adapter_weights`, which are a few
-percent of the bytes. Nothing here is specific to a model family or to FSDP.
+An adapted layer is the layer that was there, with two more parameters: names, checkpoints and sharding stay what they
+are. Exports get `merged_weights`; rollouts get them, too, or the frozen base once (`base_weights`) and then only
+`adapter_weights`, which are a few percent of the bytes. Nothing here is specific to a model family or to FSDP.
 """
 
 import math
@@ -24,7 +25,10 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class LoRA:
-    """rank: of the learned change, r. alpha: its scale is alpha / r. target_modules: last names of layers, or "all-linear"."""
+    """rank: of the learned change, r.
+
+    alpha: its scale is alpha / r. target_modules: last names of layers, or "all-linear".
+    """
 
     rank: int
     alpha: float
@@ -43,10 +47,11 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
-    """Freeze the model and give the chosen linear layers adapters, in place; it computes what it did, because B starts at 0.
+    """Freeze the model and give the chosen linear layers adapters, in place; it computes what it did, because B starts
+    at 0.
 
-    A is drawn from `seed` as nn.Linear draws its weight, and without touching the global generators; on the meta device it is not drawn.
-    Raises ConfigError for a target that the model does not have.
+    A is drawn from `seed` as nn.Linear draws its weight, and without touching the global generators; on the meta device
+    it is not drawn. Raises ConfigError for a target that the model does not have.
     """
     layers = _layers(model)
     chosen = _chosen(layers, lora.target_modules)
@@ -64,7 +69,9 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
 
 
 def merged_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the model saves, under the names it had before `add_adapters`, with the adapters' changes in the weights."""
+    """Yield what the model saves, under the names it had before `add_adapters`, with the adapters' changes in the
+    weights.
+    """
     adapted = {f"{name}.weight": layer for name, layer in _adapted(model).items()}
     for name, value in base_weights(model, whole):
         if layer := adapted.get(name):
@@ -81,7 +88,9 @@ def base_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Te
 
 
 def adapter_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield {layer}.lora_A (r, in) and {layer}.lora_B (out, r) of every adapted layer; the scale is in B, so W + B A is the new weight."""
+    """Yield {layer}.lora_A (r, in) and {layer}.lora_B (out, r) of every adapted layer; the scale is in B, so W + B A is
+    the new weight.
+    """
     for name, layer in _adapted(model).items():
         yield f"{name}.lora_A", whole(layer.lora_A.detach())
         yield f"{name}.lora_B", whole(layer.lora_B.detach()) * layer.scale
@@ -110,9 +119,12 @@ def _chosen(layers: dict[str, nn.Linear], targets: Sequence[str]) -> list[str]:
     known = sorted({name.rpartition(".")[2] for name in layers})
     if not known:
         raise ConfigError(
-            "actor_rollout_ref.model.lora_rank: this model has no linear layers (nn.Linear) that could take an adapter; use 0"
+            "actor_rollout_ref.model.lora_rank: this model has no linear layers (nn.Linear) that could "
+            "take an adapter; use 0"
         )
     unknown = sorted(set(targets) - {ALL_LINEAR} - set(known))
     if unknown:
-        raise ConfigError(f"model.target_modules={unknown}: the model's linear layers are {', '.join(known)}; or use {ALL_LINEAR}")
+        raise ConfigError(
+            f"model.target_modules={unknown}: the model's linear layers are {', '.join(known)}; or use {ALL_LINEAR}"
+        )
     return [name for name in layers if ALL_LINEAR in targets or name.rpartition(".")[2] in targets]

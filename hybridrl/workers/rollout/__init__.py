@@ -1,4 +1,7 @@
-"""Rollouts: engines that generate with a copy of the policy. `make_rollout("hf" | "vllm", RolloutSetup(...))` starts one."""
+"""Rollouts: engines that generate with a copy of the policy.
+
+`make_rollout("hf" | "vllm", RolloutSetup(...))` starts one.
+"""
 
 from hybridrl.workers.rollout.base import (
     Rollout,
@@ -8,9 +11,9 @@ from hybridrl.workers.rollout.base import (
     make_rollout,
     register_rollout,
 )
-from hybridrl.workers.rollout.fingerprint import fingerprint
 from hybridrl.workers.rollout.hf import HFRollout
-from hybridrl.workers.rollout.vllm import VLLMRollout
+from hybridrl.workers.rollout.vllm.rollout import VLLMRollout
+from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
 __all__ = [
     "HFRollout",

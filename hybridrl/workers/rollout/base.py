@@ -1,9 +1,11 @@
 """What every rollout is: the five calls, the versions of its weights, and the shape of what it returns.
 
-An engine (`hf`, `vllm`) adds how weights are copied in, read back, and how tokens are generated. Not here: sampling (`sampler`) and
-what is sampled for (the trainer).
+An engine (`hf`, `vllm`) adds how weights are copied in, read back, and how tokens are generated. Not here: sampling
+(`sampler`) and what is sampled for (the trainer).
 
 Shapes: B prompt rows, P prompt width, n samples per prompt, S = B * n sequences, R response width (max_new_tokens).
+
+Which token ids end a response and fill its rest, read from a model's tokenizer and generation config.
 """
 
 import difflib
@@ -14,15 +16,15 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridrl.config.workers import RolloutConfig
+from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.rollout.adapters import Merging
-from hybridrl.workers.rollout.fingerprint import Named, WeightNames
-from hybridrl.workers.rollout.history import Ends
-from hybridrl.workers.rollout.memory import warn_if_kept
-from hybridrl.workers.rollout.sampler import SamplingParams, row_seeds, sequence_keys
-from hybridrl.workers.rollout.stop_strings import StopStrings, load_stop_strings
+from hybridrl.workers.rollout.memory_release import warn_if_kept
+from hybridrl.workers.rollout.requests import RequestEngine
+from hybridrl.workers.rollout.sampling.logits import Ends, StopStrings, load_stop_strings
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
+from hybridrl.workers.weight_transfer.adapter_merge import Merging
+from hybridrl.workers.weight_transfer.fingerprint import Named, WeightNames
 
 VERSION_ON_DISK = 0  # what a rollout holds that read its weights from the model's directory
 
@@ -32,9 +34,9 @@ class RolloutSetup:
     """What a rollout needs to start.
 
     model_path: directory (or Hugging Face name) with the model's config, and its weights where load_format is "auto".
-    load_format: "auto" reads the weights there, "dummy" leaves them random: nothing is generated before the first `load_weights`.
-    override_config: entries that replace those of the model's own config.
-    seed: of random ("dummy") weights; samples depend on `SamplingParams.seed` or the batch's `seeds`.
+    load_format: "auto" reads the weights there, "dummy" leaves them random: nothing is generated before the first
+    `load_weights`. override_config: entries that replace those of the model's own config. seed: of random ("dummy")
+    weights; samples depend on `SamplingParams.seed` or the batch's `seeds`.
     """
 
     model_path: str
@@ -69,9 +71,9 @@ def weights_dtype(config: RolloutConfig, device: str) -> torch.dtype:
 class RolloutHealth:
     """What a rollout holds now, read from the engine's own tensors.
 
-    version: of the weights it would generate with; None if it would refuse.
-    fingerprint: of the tensors it holds; None while they are put away (asleep).
-    received: of what the push of that version brought. The same, unless that were adapters, which the rollout merges itself.
+    version: of the weights it would generate with; None if it would refuse. fingerprint: of the tensors it holds; None
+    while they are put away (asleep). received: of what the push of that version brought. The same, unless that were
+    adapters, which the rollout merges itself.
     """
 
     version: int | None
@@ -81,18 +83,24 @@ class RolloutHealth:
 
 
 class Rollout(Protocol):
-    """A copy of the policy that generates. Calls block and are made one at a time, by the process that owns the rollout."""
+    """A copy of the policy that generates.
+
+    Calls block and are made one at a time, by the process that owns the rollout.
+    """
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return the n samples of each prompt row in adjacent rows; StaleWeightsError if the weights are not the pushed ones."""
+        """Return the n samples of each prompt row in adjacent rows; StaleWeightsError if the weights are not the pushed
+        ones.
+        """
 
     def load_weights(
         self, version: int, weights: Iterable[Named], *, sent: Callable[[], int] | None = None, adapters: bool = False
     ) -> None:
         """Hold exactly these weights (all of them, under Hugging Face names), or raise StaleWeightsError and hold none.
 
-        sent: asked when all have arrived for the fingerprint of what their sender sent; None where there is no way between.
-        adapters: only low-rank adapters come, for weights that an earlier push brought together with their first adapters.
+        sent: asked when all have arrived for the fingerprint of what their sender sent; None where there is no way
+        between. adapters: only low-rank adapters come, for weights that an earlier push brought together with their
+        first adapters.
         """
 
     def sleep(self) -> None:
@@ -110,14 +118,18 @@ class Rollout(Protocol):
 
 @dataclass
 class Generated:
-    """Tokens (S, R) int64 padded on the right, mask (S, R) int64 with 1 on generated tokens, log_probs (S, R) float32 with 0 on padding."""
+    """Tokens (S, R) int64 padded on the right, mask (S, R) int64 with 1 on generated tokens, log_probs (S, R) float32
+    with 0 on padding.
+    """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     log_probs: torch.Tensor
 
     @classmethod
-    def empty(cls, num_sequences: int, width: int, *, pad_token_id: int, device: torch.device | str = "cpu") -> "Generated":
+    def empty(
+        cls, num_sequences: int, width: int, *, pad_token_id: int, device: torch.device | str = "cpu"
+    ) -> "Generated":
         shape = (num_sequences, width)
         return cls(
             tokens=torch.full(shape, pad_token_id, dtype=torch.int64, device=device),
@@ -130,7 +142,10 @@ class Generated:
 
 
 class VersionedRollout(ABC):
-    """A `Rollout` that knows which weights it holds, and generates with no others. Engines fill in the abstract methods."""
+    """A `Rollout` that knows which weights it holds, and generates with no others.
+
+    Engines fill in the abstract methods.
+    """
 
     engine_name: str
 
@@ -144,6 +159,10 @@ class VersionedRollout(ABC):
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
     @abstractmethod
+    def request_engine(self) -> RequestEngine:
+        """Return a new engine that serves single requests with this rollout, for `RequestServer`."""
+
+    @abstractmethod
     def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy named weights into the engine; raise for a name or shape that it does not have."""
 
@@ -152,8 +171,12 @@ class VersionedRollout(ABC):
         """Return the fingerprint of the tensors that the engine computes with."""
 
     @abstractmethod
-    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
-        """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU; keys (S,) as `uniforms` wants them."""
+    def _generate(
+        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+    ) -> Generated:
+        """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU; keys (S,) as `uniforms` wants
+        them.
+        """
 
     @abstractmethod
     def _used_bytes(self) -> int:
@@ -177,15 +200,22 @@ class VersionedRollout(ABC):
             stream = self._merging.adapters(weights) if adapters else self._merging.everything(weights)
             self._copy_weights(self._merging.merged(stream))
         finally:
-            for _ in weights:  # iterating may be a collective call of all training ranks: one that stops early leaves the others waiting
+            # iterating may be a collective call of all training ranks: one that stops early leaves the others waiting
+            for _ in weights:
                 pass
         pushed, arrived = stream.fingerprint if sent is None else sent(), stream.fingerprint
         held, expected = self._held_fingerprint(), self._merging.expected(stream)
         if stream.missing or arrived != pushed or held != expected:
-            lacks = f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})" if stream.missing else ""
+            lacks = (
+                f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})"
+                if stream.missing
+                else ""
+            )
             raise StaleWeightsError(
-                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint {pushed:016x}, and {arrived:016x} "
-                f"arrived; the engine holds {held:016x} instead of {expected:016x} (version {before} before the push). Push all weights "
+                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint "
+                f"{pushed:016x}, and {arrived:016x} "
+                f"arrived; the engine holds {held:016x} instead of {expected:016x} (version {before} "
+                "before the push). Push all weights "
                 "again; it generates nothing until then."
             )
         self._version, self._fingerprint, self._received = version, held, pushed
@@ -227,10 +257,14 @@ class VersionedRollout(ABC):
             generated = self.generate_tokens(_token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
         return with_responses(prompts, generated, sampling=sampling, version=version)
 
-    def generate_tokens(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
-        """Return `sampling.n` samples of each of B >= 1 token lists; `keys` (B * n,) as `uniforms` wants them. For what builds on it.
+    def generate_tokens(
+        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+    ) -> Generated:
+        """Return `sampling.n` samples of each of B >= 1 token lists; `keys` (B * n,) as `uniforms` wants them. For what
+        builds on it.
 
-        num_done: how many of each list's last tokens belong to the response, as penalties, `min_tokens` and `stop` count.
+        num_done: how many of each list's last tokens belong to the response, as penalties, `min_tokens` and `stop`
+        count.
         """
         self._require_awake("generate")
         self.current_version()
@@ -244,7 +278,9 @@ class VersionedRollout(ABC):
         if sampling.stop:
             if sampling.stop not in self._stop_strings:
                 path, trust = self.setup.model_path, self.setup.trust_remote_code
-                self._stop_strings[sampling.stop] = load_stop_strings(sampling.stop, model_path=path, trust_remote_code=trust)
+                self._stop_strings[sampling.stop] = load_stop_strings(
+                    sampling.stop, model_path=path, trust_remote_code=trust
+                )
             strings = self._stop_strings[sampling.stop]
         return Ends((() if sampling.ignore_eos else self.setup.eos_token_ids) + sampling.stop_token_ids, strings)
 
@@ -262,30 +298,39 @@ class VersionedRollout(ABC):
             raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
 
     def current_version(self) -> int:
-        """Return the version of the weights it generates with; StaleWeightsError if it holds none that were pushed whole."""
+        """Return the version of the weights it generates with; StaleWeightsError if it holds none that were pushed
+        whole.
+        """
         if self._version is None:
             raise StaleWeightsError(
-                f"{self.engine_name} rollout: it holds no weights that were pushed whole (dummy weights at the start, a failed push, or "
+                f"{self.engine_name} rollout: it holds no weights that were pushed whole (dummy weights at "
+                "the start, a failed push, or "
                 "damage found by health()); call load_weights() before generate()"
             )
         return self._version
 
     def require_version(self, version: int | None, *, holder: str) -> None:
-        """Raise StaleWeightsError unless it holds this version; None is any that was pushed whole. holder: whose rollout it is."""
+        """Raise StaleWeightsError unless it holds this version; None is any that was pushed whole.
+
+        holder: whose rollout it is.
+        """
         if version is not None and (held := self.current_version()) != version:
             raise StaleWeightsError(
-                f"{holder} holds weights of version {held}, and version {version} was pushed: that push never arrived here; push again"
+                f"{holder} holds weights of version {held}, and version {version} was pushed: that push "
+                "never arrived here; push again"
             )
 
     def _require_room(self, sampling: SamplingParams, prompts: DataProto) -> None:
         width = prompts.batch["input_ids"].shape[1]
         if width > self.setup.max_prompt_length:
             raise DataError(
-                f"prompts are {width} tokens wide; the rollout was built for {self.setup.max_prompt_length} (data.max_prompt_length)"
+                f"prompts are {width} tokens wide; the rollout was built for "
+                f"{self.setup.max_prompt_length} (data.max_prompt_length)"
             )
         if sampling.max_new_tokens > self.setup.max_response_length:
             raise ValueError(
-                f"sampling max_new_tokens={sampling.max_new_tokens}: the rollout was built for {self.setup.max_response_length} "
+                f"sampling max_new_tokens={sampling.max_new_tokens}: the rollout was built for "
+                f"{self.setup.max_response_length} "
                 "(data.max_response_length)"
             )
 
@@ -293,8 +338,9 @@ class VersionedRollout(ABC):
 def with_responses(prompts: DataProto, generated: Generated, *, sampling: SamplingParams, version: int) -> DataProto:
     """Return the batch of S rows that the trainer works on: the prompts' columns repeated, and those of the responses.
 
-    Adds `prompts` (S, P), `responses` (S, R), `response_mask` (S, R), `weights_version` (S,) and, with sampling.logprobs,
-    `rollout_log_probs` (S, R); `input_ids`, `attention_mask` and `position_ids` grow to (S, P + R). Does not change `prompts`.
+    Adds `prompts` (S, P), `responses` (S, R), `response_mask` (S, R), `weights_version` (S,) and, with
+    sampling.logprobs, `rollout_log_probs` (S, R); `input_ids`, `attention_mask` and `position_ids` grow to (S, P + R).
+    Does not change `prompts`.
     """
     rows = prompts.repeat(sampling.n, interleave=True)
     columns = dict(rows.batch.items())
@@ -304,7 +350,9 @@ def with_responses(prompts: DataProto, generated: Generated, *, sampling: Sampli
         "prompts": columns["input_ids"],
         "responses": generated.tokens,
         "input_ids": torch.cat([columns["input_ids"], generated.tokens], dim=1),
-        "attention_mask": torch.cat([columns["attention_mask"], generated.mask.to(columns["attention_mask"].dtype)], dim=1),
+        "attention_mask": torch.cat(
+            [columns["attention_mask"], generated.mask.to(columns["attention_mask"].dtype)], dim=1
+        ),
         "position_ids": torch.cat([columns["position_ids"], positions], dim=1),
         "response_mask": generated.mask,
         "weights_version": torch.full((num_sequences,), version, dtype=torch.int64),
@@ -320,14 +368,17 @@ def _token_lists(prompts: DataProto) -> list[list[int]]:
     lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], masks, strict=True)]
     empty = [row for row, tokens in enumerate(lists) if not tokens]
     if empty:
-        raise DataError(f"prompt rows {empty[:8]} have no token (attention_mask is all 0); a model cannot start from nothing")
+        raise DataError(
+            f"prompt rows {empty[:8]} have no token (attention_mask is all 0); a model cannot start from nothing"
+        )
     return lists
 
 
 def load_hf_config(setup: RolloutSetup) -> Any:
     """Return the model's Hugging Face config with the overrides in it.
 
-    Errors: ConfigError for an override of an entry that the config does not have, and for a model too short for the batch.
+    Errors: ConfigError for an override of an entry that the config does not have, and for a model too short for the
+    batch.
     """
     from transformers import AutoConfig
 
@@ -335,13 +386,15 @@ def load_hf_config(setup: RolloutSetup) -> Any:
     for key, value in setup.override_config.items():
         if not hasattr(config, key):
             raise ConfigError(
-                f"actor_rollout_ref.model.override_config.{key}={value!r}: the config of {setup.model_path!r} has no such entry"
+                f"actor_rollout_ref.model.override_config.{key}={value!r}: the config of "
+                f"{setup.model_path!r} has no such entry"
             )
         setattr(config, key, value)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and limit < setup.max_length:
         raise ConfigError(
-            f"data.max_prompt_length={setup.max_prompt_length} and data.max_response_length={setup.max_response_length} need "
+            f"data.max_prompt_length={setup.max_prompt_length} and "
+            f"data.max_response_length={setup.max_response_length} need "
             f"{setup.max_length} positions; the model {setup.model_path!r} has {limit} (max_position_embeddings)"
         )
     return config
@@ -365,5 +418,35 @@ def make_rollout(name: str, setup: RolloutSetup) -> Rollout:
     if name not in ROLLOUTS:
         near = difflib.get_close_matches(name, ROLLOUTS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"actor_rollout_ref.rollout.name={name!r} is unknown; known: {', '.join(sorted(ROLLOUTS))}{hint}")
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name!r} is unknown; known: {', '.join(sorted(ROLLOUTS))}{hint}"
+        )
     return ROLLOUTS[name](setup)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+
+def load_special_tokens(path: str, *, trust_remote_code: bool = False) -> SpecialTokens:
+    """Return the ids of a model directory: the tokenizer's end of sequence and every further one its generation config
+    names.
+
+    A tokenizer without a padding token pads with the end of sequence, which is safe because masks say what is padding.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        listed = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model without generation_config.json
+        listed = None
+    listed = [listed] if isinstance(listed, int) else listed or []
+    eos_ids = tuple(dict.fromkeys([*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *listed]))
+    if not eos_ids:
+        raise ConfigError(
+            f"the tokenizer of {path} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+        )
+    return SpecialTokens(eos_ids, eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

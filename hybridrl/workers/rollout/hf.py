@@ -1,8 +1,8 @@
 """The `hf` rollout: batched generation with a Hugging Face causal LM, in the calling process, on any device.
 
-Prompts are prefilled once and expanded to n samples; the key-value cache grows in place; finished sequences are dropped from the
-batch, so a batch costs what its tokens cost and not what its longest response costs. It is not a serving engine: a batch is filled
-once (at most max_num_seqs sequences) and runs down, nothing joins it.
+Prompts are prefilled once and expanded to n samples; the key-value cache grows in place; finished sequences are dropped
+from the batch, so a batch costs what its tokens cost and not what its longest response costs. It is not a serving
+engine: a batch is filled once (at most max_num_seqs sequences) and runs down, nothing joins it.
 
 Shapes: S sequences decoded together, P width of their prompts, R most new tokens, V vocabulary.
 """
@@ -17,15 +17,18 @@ from typing import Any
 import torch
 
 from hybridrl.workers.rollout.base import Generated, RolloutSetup, VersionedRollout, load_hf_config, register_rollout
-from hybridrl.workers.rollout.fingerprint import WeightNames, fingerprint
-from hybridrl.workers.rollout.history import History
-from hybridrl.workers.rollout.sampler import SamplingParams, draw_tokens, uniforms
+from hybridrl.workers.rollout.batched_request_engine import PieceEngine
+from hybridrl.workers.rollout.requests import RequestEngine
+from hybridrl.workers.rollout.sampling.logits import History
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, uniforms
+from hybridrl.workers.weight_transfer.fingerprint import WeightNames, fingerprint
 
-# Finished rows are dropped when they are this share of the batch: rarer, and they are computed for nothing; more often, and the
-# cache is copied too often (one drop costs about as much as one decode step).
+# Finished rows are dropped when they are this share of the batch: rarer, and they are computed for nothing; more often,
+# and the cache is copied too often (one drop costs about as much as one decode step).
 DROP_SHARE = 0.25
 
-# Free places a cache gets when it is full. Larger wastes memory, smaller copies the cache more often (once in so many steps).
+# Free places a cache gets when it is full. Larger wastes memory, smaller copies the cache more often (once in so many
+# steps).
 CACHE_GROWTH_TOKENS = 64
 
 
@@ -43,11 +46,17 @@ class HFRollout(VersionedRollout):
         self._adopt_weights_on_disk()
 
     @torch.no_grad()
+    def request_engine(self) -> RequestEngine:
+        return PieceEngine(self)
+
     def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         targets = self._model.state_dict()
         for name, tensor in weights:
             if targets[name].shape != tensor.shape:
-                raise ValueError(f"hf rollout: weight {name!r} is {tuple(tensor.shape)}, the model needs {tuple(targets[name].shape)}")
+                raise ValueError(
+                    f"hf rollout: weight {name!r} is {tuple(tensor.shape)}, the model needs "
+                    f"{tuple(targets[name].shape)}"
+                )
             targets[name].copy_(tensor)
 
     def _held_fingerprint(self) -> int:
@@ -66,10 +75,14 @@ class HFRollout(VersionedRollout):
         self._model.to(self._device)
 
     @torch.inference_mode()
-    def _generate(self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0) -> Generated:
+    def _generate(
+        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+    ) -> Generated:
         history = History.start(prompts, sampling, self.ends(sampling), num_done=num_done, device=self._device)
         keys = keys.to(self._device)
-        out = Generated.empty(len(keys), sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id, device=self._device)
+        out = Generated.empty(
+            len(keys), sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id, device=self._device
+        )
         for rows in torch.arange(len(keys), device=self._device).split(self.setup.config.max_num_seqs):
             batch, logits = self._prefill(prompts, rows, keys[rows], sampling)
             self._decode(batch, logits, sampling, out, history)
@@ -78,7 +91,9 @@ class HFRollout(VersionedRollout):
     def _prefill(
         self, prompts: list[list[int]], rows: torch.Tensor, keys: torch.Tensor, sampling: SamplingParams
     ) -> tuple["_Decoding", torch.Tensor]:
-        """Run the prompts of these sequences once each; return the sequences ready to decode and their first logits (S, V)."""
+        """Run the prompts of these sequences once each; return the sequences ready to decode and their first logits (S,
+        V).
+        """
         owners = rows // sampling.n
         first = int(owners[0])
         ids, mask = _left_padded(prompts[first : int(owners[-1]) + 1], self.setup.pad_token_id, self._device)
@@ -99,7 +114,14 @@ class HFRollout(VersionedRollout):
         )
         return batch, logits[owners]
 
-    def _decode(self, batch: "_Decoding", logits: torch.Tensor, sampling: SamplingParams, out: Generated, history: History | None) -> None:
+    def _decode(
+        self,
+        batch: "_Decoding",
+        logits: torch.Tensor,
+        sampling: SamplingParams,
+        out: Generated,
+        history: History | None,
+    ) -> None:
         """Draw tokens into `out` until every sequence has stopped or has max_new_tokens."""
         stop_ids = torch.tensor(self.ends(sampling).ids, dtype=torch.int64, device=self._device)
         for step in range(sampling.max_new_tokens):
@@ -136,8 +158,9 @@ class HFRollout(VersionedRollout):
 class _Decoding:
     """The sequences that are decoded together.
 
-    rows (S,) int64: their rows in the output. keys (S,) int64. mask (S, P + R) int64: attention, with ones where responses will be.
-    lengths (S,) int64: tokens so far, which is the next token's position. width: columns of the mask in use.
+    rows (S,) int64: their rows in the output. keys (S,) int64. mask (S, P + R) int64: attention, with ones where
+    responses will be. lengths (S,) int64: tokens so far, which is the next token's position. width: columns of the mask
+    in use.
     """
 
     rows: torch.Tensor
@@ -165,7 +188,9 @@ class _Decoding:
         return self.mask[:, : self.width], positions
 
 
-def _left_padded(prompts: list[list[int]], pad_token_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _left_padded(
+    prompts: list[list[int]], pad_token_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and mask (len(prompts), longest) int64 with the padding on the left."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_token_id] * (width - len(tokens)) + tokens for tokens in prompts], device=device)
@@ -211,8 +236,9 @@ def _growing_layer_class() -> type:
     class GrowingLayer(DynamicLayer):
         """A cache layer with spare places behind the used ones.
 
-        `DynamicLayer` copies every key and value at every token, into new memory (measured at 256 sequences: up to 10 times the time
-        of the model, in page faults). `keys` and `values` are views of the used part, so everything else is inherited.
+        `DynamicLayer` copies every key and value at every token, into new memory (measured at 256 sequences: up to 10
+        times the time of the model, in page faults). `keys` and `values` are views of the used part, so everything else
+        is inherited.
         """
 
         _stores: tuple[torch.Tensor, torch.Tensor] | None = None

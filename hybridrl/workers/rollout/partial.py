@@ -1,7 +1,8 @@
 """Responses that are generated in pieces, with whatever weights the rollout holds when a piece is made.
 
-A response that is still open after a piece has used all of the piece's tokens, so all open rows of a batch are equally long. Random
-numbers depend on seed, sample and token (`sampler.py`): with the same weights the pieces are what one piece would have been.
+A response that is still open after a piece has used all of the piece's tokens, so all open rows of a batch are equally
+long. Random numbers depend on seed, sample and token (`sampler.py`): with the same weights the pieces are what one
+piece would have been.
 
 Shapes: S sequences, P prompt width, R response width so far, N most tokens of the next piece.
 """
@@ -12,14 +13,15 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout.base import Generated, VersionedRollout, with_responses
-from hybridrl.workers.rollout.history import Ends
-from hybridrl.workers.rollout.sampler import SamplingParams, advance, sequence_keys
+from hybridrl.workers.rollout.sampling.logits import Ends
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 
 NO_VERSION = -1  # of a token that was not generated
 
 
 def begin(rollout: VersionedRollout, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-    """Return the first `sampling.max_new_tokens` tokens of every response, as `Rollout.generate`, with `token_versions` (S, N) int64.
+    """Return the first `sampling.max_new_tokens` tokens of every response, as `Rollout.generate`, with `token_versions`
+    (S, N) int64.
 
     The batch must bring `seeds`: the next piece goes on in their streams.
     """
@@ -30,7 +32,8 @@ def begin(rollout: VersionedRollout, prompts: DataProto, sampling: SamplingParam
 
 
 def go_on(rollout: VersionedRollout, batch: DataProto, sampling: SamplingParams) -> DataProto:
-    """Return the batch (whole groups of `sampling.n` rows) with `sampling.max_new_tokens` more tokens for the responses that are open.
+    """Return the batch (whole groups of `sampling.n` rows) with `sampling.max_new_tokens` more tokens for the responses
+    that are open.
 
     `weights_version` stays that of a response's first token; `token_versions` (S, R + N) has each token's own.
     """
@@ -42,9 +45,15 @@ def go_on(rollout: VersionedRollout, batch: DataProto, sampling: SamplingParams)
         keys = advance(sequence_keys(columns["seeds"][:: sampling.n], sampling.n), columns["responses"].shape[1])
         rows = zip(columns["input_ids"][open_S], columns["attention_mask"][open_S].bool(), strict=True)
         tokens = [ids[mask].tolist() for ids, mask in rows]
-        piece = rollout.generate_tokens(tokens, keys[open_S], replace(sampling, n=1), num_done=columns["responses"].shape[1])
+        piece = rollout.generate_tokens(
+            tokens, keys[open_S], replace(sampling, n=1), num_done=columns["responses"].shape[1]
+        )
         more.tokens[open_S], more.mask[open_S], more.log_probs[open_S] = piece.tokens, piece.mask, piece.log_probs
-    so_far = columns["rollout_log_probs"] if sampling.logprobs else torch.zeros_like(columns["responses"], dtype=torch.float32)
+    so_far = (
+        columns["rollout_log_probs"]
+        if sampling.logprobs
+        else torch.zeros_like(columns["responses"], dtype=torch.float32)
+    )
     whole = Generated(
         tokens=torch.cat([columns["responses"], more.tokens], dim=1),
         mask=torch.cat([columns["response_mask"], more.mask], dim=1),
@@ -60,7 +69,9 @@ def go_on(rollout: VersionedRollout, batch: DataProto, sampling: SamplingParams)
 def still_open(batch: DataProto, ends: Ends, *, min_tokens: int = 0) -> torch.Tensor:
     """Return which rows (S,) bool used every token they were given and did not end."""
     responses = batch.batch["responses"]
-    is_open = (batch.batch["response_mask"][:, -1] == 1) & ~torch.isin(responses[:, -1], torch.tensor(ends.ids, dtype=torch.int64))
+    is_open = (batch.batch["response_mask"][:, -1] == 1) & ~torch.isin(
+        responses[:, -1], torch.tensor(ends.ids, dtype=torch.int64)
+    )
     if ends.strings is not None and responses.shape[1] > min_tokens:
         tails = responses[:, -ends.strings.window :].tolist()
         is_open &= ~torch.tensor([ends.strings.completed_by_last(tail) for tail in tails])

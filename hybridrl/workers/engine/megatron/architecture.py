@@ -1,4 +1,5 @@
-"""Model families: Hugging Face settings to Megatron's, and which Hugging Face tensors make up which Megatron tensor. Tables only.
+"""Model families: Hugging Face settings to Megatron's, and which Hugging Face tensors make up which Megatron tensor.
+Tables only.
 
 A family is its entry in FAMILIES; all of them are the Llama layout with a few switches.
 """
@@ -10,15 +11,18 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from hybridrl.config.megatron import model_problems
+from hybridrl.config.checks.megatron import model_problems
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import EngineConfig
-from hybridrl.workers.engine.megatron.layout import KEY, Sizes
+from hybridrl.workers.engine.megatron.parallel_groups import KEY, Sizes
 
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between families. qkv_bias: biases on queries, keys and values. qk_norm: a norm on queries and keys."""
+    """What differs between families.
+
+    qkv_bias: biases on queries, keys and values. qk_norm: a norm on queries and keys.
+    """
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -36,10 +40,14 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a Megatron tensor is made. parts: Hugging Face names. kind: how they are joined. cut: the dimension cut over tensor ranks."""
+    """How a Megatron tensor is made.
+
+    parts: Hugging Face names. kind: how they are joined. cut: the dimension cut over tensor ranks.
+    """
 
     parts: tuple[str, ...]
-    kind: str = "same"  # "qkv": heads interleaved by group; "glu": gate and up of one rank next to each other; "vocabulary": padded
+    # "qkv": heads interleaved by group; "glu": gate and up of one rank next to each other; "vocabulary": padded
+    kind: str = "same"
     cut: int | None = None
 
 
@@ -74,7 +82,9 @@ EXPERT = {name: Recipe(recipe.parts, recipe.kind) for name, recipe in _mlp("", "
 
 
 def recipe_of(name: str, kind: str) -> Recipe:
-    """Return the recipe of a Megatron tensor whose layer and expert numbers count over the whole model, of an engine of this kind."""
+    """Return the recipe of a Megatron tensor whose layer and expert numbers count over the whole model, of an engine of
+    this kind.
+    """
     if not name.startswith("decoder.layers."):
         return (OUTSIDE | HEADS[kind])[name]
     number, rest = name.removeprefix("decoder.layers.").split(".", 1)
@@ -88,7 +98,10 @@ def recipe_of(name: str, kind: str) -> Recipe:
 
 
 def transformer_config(config: EngineConfig, model: Any, sizes: Sizes) -> TransformerConfig:
-    """Return Megatron's settings for a Hugging Face config. Raises ConfigError for what this engine cannot run as it is."""
+    """Return Megatron's settings for a Hugging Face config.
+
+    Raises ConfigError for what this engine cannot run as it is.
+    """
     if problems := list(model_problems(config.megatron, model.to_dict(), key=KEY)):
         raise ConfigError("\n".join(f"{config.path}: {problem}" for problem in problems))
     family, dtype = FAMILIES[model.model_type], config.compute_dtype
@@ -123,7 +136,8 @@ def transformer_config(config: EngineConfig, model: Any, sizes: Sizes) -> Transf
         calculate_per_token_loss=True,  # losses come divided by global counts: gradients are summed and never averaged
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for sequences of any length
-        # An interleaved pipeline of two stages gives wrong results, without an error, unless sends and receives are separate.
+        # An interleaved pipeline of two stages gives wrong results, without an error, unless sends and receives are
+        # separate.
         overlap_p2p_comm=sizes.virtual_pipeline is not None,
         batch_p2p_comm=sizes.virtual_pipeline is None,
         # Kernels of Transformer Engine, apex or Triton:
@@ -143,7 +157,8 @@ def _experts(model: Any, sizes: Sizes) -> dict[str, Any]:
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_intermediate_size,
         "moe_router_topk": model.num_experts_per_tok,
-        "moe_router_pre_softmax": not model.norm_topk_prob,  # weights of all experts, or of the chosen ones among themselves
+        # weights of all experts, or of the chosen ones among themselves
+        "moe_router_pre_softmax": not model.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -1,7 +1,8 @@
-"""The Megatron-core engine: a model over tensor-, pipeline-, context-, expert- and data-parallel processes, on gloo or nccl.
+"""The Megatron-core engine: a model over tensor-, pipeline-, context-, expert- and data-parallel processes, on gloo or
+nccl.
 
-As with FSDP2, gradients are *summed* over processes and micro-batches, since losses come divided by global counts. They are reduced
-once, before the optimizer steps. Peers of a data-parallel rank get the same rows and compute the same loss.
+As with FSDP2, gradients are *summed* over processes and micro-batches, since losses come divided by global counts. They
+are reduced once, before the optimizer steps. Peers of a data-parallel rank get the same rows and compute the same loss.
 """
 
 import math
@@ -21,34 +22,41 @@ from hybridrl.algos.partition import micro_batches
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import Durable, EngineConfig, LossFn, MicroBatching
-from hybridrl.workers.engine.finite import check_finite, log_skipped, tensors_of
-from hybridrl.workers.engine.layout import lay_out, placeholder_grid, token_grid
+from hybridrl.workers.engine.batching.layout import lay_out, placeholder_grid, token_grid
+from hybridrl.workers.engine.batching.outputs import check_outputs
+from hybridrl.workers.engine.collective_errors import check_finite, log_skipped, tensors_of
+from hybridrl.workers.engine.hf_model import hf_config
+from hybridrl.workers.engine.lr_schedule import learning_rate
 from hybridrl.workers.engine.megatron.architecture import transformer_config
+from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
 from hybridrl.workers.engine.megatron.hf_weights import HFTensors, read_weights, whole_tensors
-from hybridrl.workers.engine.megatron.layout import enter_layout, place
+from hybridrl.workers.engine.megatron.local_tokens import Piece, Sharing, piece_of
 from hybridrl.workers.engine.megatron.network import Network
-from hybridrl.workers.engine.megatron.pieces import Piece, Sharing, piece_of
-from hybridrl.workers.engine.megatron.state import load_state, prepare_torch_adam, save_state
-from hybridrl.workers.engine.megatron.vocabulary import sharded_log_probs_and_entropy
-from hybridrl.workers.engine.model import hf_config
-from hybridrl.workers.engine.outputs import check_outputs
-from hybridrl.workers.engine.schedule import learning_rate
+from hybridrl.workers.engine.megatron.parallel_groups import enter_layout, place
+from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_log_probs_and_entropy
 
 Outputs = dict[str, torch.Tensor]
 
 
 class MegatronEngine:
-    """An `Engine` on megatron-core. `chunks` are this process's parts of the model, there after `setup`; several if interleaved."""
+    """An `Engine` on megatron-core.
+
+    `chunks` are this process's parts of the model, there after `setup`; several if interleaved.
+    """
 
     def __init__(self, config: EngineConfig):
         self.config = config
 
     def setup(self) -> None:
-        """Make the groups, build this process's part, read its weights, make the optimizer; offload what the settings say."""
+        """Make the groups, build this process's part, read its weights, make the optimizer; offload what the settings
+        say.
+        """
         config = self.config
         sizes = enter_layout(config.megatron, device=config.device, seed=config.seed)
         self.place = place()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+        )
         self._params_on = self._optimizer_on = self._device
         model = hf_config(config)
         settings = transformer_config(config, model, sizes)
@@ -75,10 +83,13 @@ class MegatronEngine:
             self._modules: list[Any] = list(self.chunks)
             return
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=config.megatron.use_distributed_optimizer, check_for_nan_in_grad=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
+            check_for_nan_in_grad=False,
         )
         self._modules = [
-            DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(self.chunks)
+            DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
         ]
         settings = OptimizerConfig(
             optimizer="adam",
@@ -88,8 +99,11 @@ class MegatronEngine:
             clip_grad=config.grad_clip,
             **_hyperparameters(config),
         )
-        # An empty dictionary of exceptions: weight decay applies to every parameter, norms and biases too, as in verl and with FSDP2.
-        self._optimizer = get_megatron_optimizer(settings, self._modules, config_overrides={}, use_gloo_process_groups=False)
+        # An empty dictionary of exceptions: weight decay applies to every parameter, norms and biases too, as in verl
+        # and with FSDP2.
+        self._optimizer = get_megatron_optimizer(
+            settings, self._modules, config_overrides={}, use_gloo_process_groups=False
+        )
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> Outputs:
         check_outputs(outputs, kind=self.config.kind)
@@ -113,11 +127,18 @@ class MegatronEngine:
                 return sum(result.sum() for result in results.values()) * 0.0, nothing, None
             loss, stats = loss_fn(results, batch.select_idxs(piece.rows).to(self._device))
             # Megatron's schedule may change the loss in place, and a stat may be the loss.
-            stats = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in stats.items()}
+            stats = {
+                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in stats.items()
+            }
             return loss, nothing, stats
 
         found = self._run(self._pieces(batch, micro), loss_of, forward_only=False)
-        return [{name: float(value) for name, value in stats.items()} for stats in found if stats is not None and self.place.answers]
+        return [
+            {name: float(value) for name, value in stats.items()}
+            for stats in found
+            if stats is not None and self.place.answers
+        ]
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
@@ -171,7 +192,9 @@ class MegatronEngine:
         if optimizer and self._optimizer is not None and target != self._optimizer_on:
             for one in self._inner_optimizers():
                 for state in one.state.values():
-                    state.update({name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)})
+                    state.update(
+                        {name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)}
+                    )
             self._optimizer_on = target
 
     def _bring_back(self, *, params: bool = False, optimizer: bool = False) -> None:
@@ -185,7 +208,9 @@ class MegatronEngine:
             module.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _run(self, pieces: list[Piece], finish: Callable[[Piece, torch.Tensor], Any], *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, pieces: list[Piece], finish: Callable[[Piece, torch.Tensor], Any], *, forward_only: bool
+    ) -> list[Any]:
         """Send pieces through the pipeline; return what `finish(piece, output of the head)` gave, on the last stage."""
 
         def step(data: Iterator[Piece], module: Any) -> tuple[torch.Tensor, Callable]:
@@ -208,7 +233,10 @@ class MegatronEngine:
         )
 
     def _read(self, piece: Piece, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
-        """Return the named outputs of all rows of a micro-batch from what the head computed here, (1,N,...). Equal on all peers."""
+        """Return the named outputs of all rows of a micro-batch from what the head computed here, (1,N,...).
+
+        Equal on all peers.
+        """
         b, R = piece.shape
         if self.config.kind == "causal_lm":
             log_probs, entropy = sharded_log_probs_and_entropy(
@@ -227,18 +255,27 @@ class MegatronEngine:
 
     def _cells(self, values: torch.Tensor, cell: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         cells = values.new_zeros(math.prod(size), dtype=torch.float32).index_copy(0, cell, values.float()).view(size)
-        return _SumOfParts.apply(cells, parallel_state.get_context_parallel_group()) if self._sharing.cp_size > 1 else cells
+        return (
+            _SumOfParts.apply(cells, parallel_state.get_context_parallel_group())
+            if self._sharing.cp_size > 1
+            else cells
+        )
 
     def _pieces(self, batch: DataProto, micro: MicroBatching) -> list[Piece]:
-        """Return this process's pieces of the batch, equally many on all processes: placeholders without rows fill up. Collective.
+        """Return this process's pieces of the batch, equally many on all processes: placeholders without rows fill up.
+        Collective.
 
-        Raises DataError on every rank if any rank's rows cannot be cut: a rank on its own would leave the others waiting.
+        Raises DataError on every rank if any rank's rows cannot be cut: a rank on its own would leave the others
+        waiting.
         """
         grid, groups, problem = None, [], None
         try:
             grid = token_grid(batch)
             groups = micro_batches(
-                grid.lengths.clamp(min=1), max_rows=micro.max_rows, max_tokens=micro.max_tokens, packed=self.config.packed
+                grid.lengths.clamp(min=1),
+                max_rows=micro.max_rows,
+                max_tokens=micro.max_tokens,
+                packed=self.config.packed,
             )
         except DataError as error:
             problem = error
@@ -250,14 +287,22 @@ class MegatronEngine:
         groups += [[]] * (-(-max(1, int(most[0])) // multiple) * multiple - len(groups))
         packed = self.config.packed
         return [
-            piece_of(lay_out(grid if rows else placeholder_grid(), rows or [0], packed=packed), rows, self._sharing, packed=packed).to(
-                self._device
-            )
+            piece_of(
+                lay_out(grid if rows else placeholder_grid(), rows or [0], packed=packed),
+                rows,
+                self._sharing,
+                packed=packed,
+            ).to(self._device)
             for rows in groups
         ]
 
-    def _in_row_order(self, batch: DataProto, pieces: list[Piece], found: list[Outputs], outputs: tuple[str, ...]) -> Outputs:
-        """Join micro-batches' results and undo the sorting of rows; the last stage sends them to the others. On the CPU."""
+    def _in_row_order(
+        self, batch: DataProto, pieces: list[Piece], found: list[Outputs], outputs: tuple[str, ...]
+    ) -> Outputs:
+        """Join micro-batches' results and undo the sorting of rows; the last stage sends them to the others.
+
+        On the CPU.
+        """
         shape = (len(batch),) if self.config.kind == "score" else (len(batch), batch.batch["response_mask"].size(1))
         joined = {name: torch.zeros(shape, device=self._device) for name in outputs}
         for piece, results in zip(pieces, found, strict=False):  # stages before the last found nothing

@@ -1,7 +1,7 @@
 """Weights from and to Hugging Face names, one tensor at a time: no process ever holds a whole model.
 
-Reading: each process opens the safetensors files and takes its part of each tensor it has. Writing: tensor-parallel peers put a tensor
-together, and its pipeline stage sends it to the others.
+Reading: each process opens the safetensors files and takes its part of each tensor it has. Writing: tensor-parallel
+peers put a tensor together, and its pipeline stage sends it to the others.
 """
 
 import json
@@ -63,14 +63,19 @@ def _files(path: str) -> dict[str, str]:
         return {name: files[file] for name, file in found.items()}
     single = cached_file(path, "model.safetensors", **optional)
     if single is None:
-        raise CheckpointError(f"{path} has no *.safetensors, which strategy=megatron reads; save the model as safetensors, or use fsdp")
+        raise CheckpointError(
+            f"{path} has no *.safetensors, which strategy=megatron reads; save the model as safetensors, or use fsdp"
+        )
     with safe_open(single, framework="pt") as f:
         return dict.fromkeys(f.keys(), os.path.abspath(single))
 
 
 @torch.no_grad()
 def read_weights(chunks: list[Network], tensors: HFTensors, *, kind: str, tied: bool, seed: int) -> None:
-    """Fill this process's parts of the model. A value head that the checkpoint lacks is drawn with `seed`, equal on all ranks."""
+    """Fill this process's parts of the model.
+
+    A value head that the checkpoint lacks is drawn with `seed`, equal on all ranks.
+    """
     peers, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for chunk in chunks:
         for name, parameter in named(chunk):
@@ -82,7 +87,8 @@ def read_weights(chunks: list[Network], tensors: HFTensors, *, kind: str, tied: 
             parts = [tensors[part] for part in names]
             if recipe.kind == "vocabulary" and len(parts[0]) != chunk.vocab:  # padding could hide it
                 raise ConfigError(
-                    f"vocab_size={chunk.vocab}: {names[0]} has {len(parts[0])} rows in the model's files; leave vocab_size out of "
+                    f"vocab_size={chunk.vocab}: {names[0]} has {len(parts[0])} rows in the model's files; "
+                    "leave vocab_size out of "
                     "actor_rollout_ref.model.override_config, and see that config.json has the number of the files"
                 )
             whole = _join(parts, recipe, chunk.config, peers)
@@ -100,16 +106,26 @@ def _draw_head(name: str, parameter: torch.Tensor, *, deviation: float, seed: in
 
 @torch.no_grad()
 def whole_tensors(
-    chunks: list[Network], *, kind: str, tied: bool, of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data
+    chunks: list[Network],
+    *,
+    kind: str,
+    tied: bool,
+    of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of all parameters, on every rank. Collective: all ranks exhaust it together.
+    """Yield (Hugging Face name, whole tensor) of all parameters, on every rank. Collective: all ranks exhaust it
+    together.
 
     of: what of a parameter is meant, a tensor of its shape; its gradient, for instance.
     """
     peers = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     config = chunks[0].config
-    mine = {name: parameter for chunk in chunks for name, parameter in named(chunk) if not (tied and name == "output_layer.weight")}
+    mine = {
+        name: parameter
+        for chunk in chunks
+        for name, parameter in named(chunk)
+        if not (tied and name == "output_layer.weight")
+    }
     table = [(name, tuple(parameter.shape), of(parameter).dtype) for name, parameter in mine.items()]
     tables: list = [table] * stages
     if stages > 1:
@@ -117,19 +133,35 @@ def whole_tensors(
     for stage, entries in enumerate(tables):
         for name, shape, dtype in entries:
             tensor = of(mine[name]) if stage == parallel_state.get_pipeline_model_parallel_rank() else None
-            for recipe, whole in _gathered(name, tensor, shape, dtype, kind=kind, peers=peers, stage=stage, chunk=chunks[0]):
+            for recipe, whole in _gathered(
+                name, tensor, shape, dtype, kind=kind, peers=peers, stage=stage, chunk=chunks[0]
+            ):
                 yield from zip(recipe.parts, _split(whole, recipe, config, peers, chunks[0].vocab), strict=True)
 
 
 def _gathered(
-    name: str, tensor: torch.Tensor | None, shape: tuple, dtype: torch.dtype, *, kind: str, peers: int, stage: int, chunk: Network
+    name: str,
+    tensor: torch.Tensor | None,
+    shape: tuple,
+    dtype: torch.dtype,
+    *,
+    kind: str,
+    peers: int,
+    stage: int,
+    chunk: Network,
 ) -> Iterator[tuple[Recipe, torch.Tensor]]:
-    """Yield a whole Megatron tensor and its recipe; of an expert, those of all expert-parallel peers, which have others in its place."""
+    """Yield a whole Megatron tensor and its recipe; of an expert, those of all expert-parallel peers, which have others
+    in its place.
+    """
     device = next(chunk.parameters()).device
     recipe = recipe_of(name, kind)
     if recipe.cut is not None and peers > 1:
         size = tuple(n * peers if dim == recipe.cut else n for dim, n in enumerate(shape))
-        whole = None if tensor is None else _all_gather(tensor, parallel_state.get_tensor_model_parallel_group(), recipe.cut)
+        whole = (
+            None
+            if tensor is None
+            else _all_gather(tensor, parallel_state.get_tensor_model_parallel_group(), recipe.cut)
+        )
     else:
         size, whole = shape, tensor
     whole = _from_stage(whole, size, dtype, stage, device)
@@ -152,7 +184,9 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> tor
     return torch.cat(parts, dim)
 
 
-def _from_stage(whole: torch.Tensor | None, size: tuple, dtype: torch.dtype, stage: int, device: torch.device) -> torch.Tensor:
+def _from_stage(
+    whole: torch.Tensor | None, size: tuple, dtype: torch.dtype, stage: int, device: torch.device
+) -> torch.Tensor:
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return whole
@@ -175,7 +209,9 @@ def named(chunk: Network) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _join(parts: list[torch.Tensor], recipe: Recipe, config: TransformerConfig, peers: int) -> torch.Tensor:
-    """Hugging Face tensors -> the whole Megatron tensor, ordered so that `chunk(peers)` gives each rank's part, if it is cut."""
+    """Hugging Face tensors -> the whole Megatron tensor, ordered so that `chunk(peers)` gives each rank's part, if it
+    is cut.
+    """
     kind = recipe.kind
     if kind == "qkv":  # of each group of heads: its queries, its key, its value
         return torch.cat([part.unflatten(0, (config.num_query_groups, -1)) for part in parts], 1).flatten(0, 1)
@@ -186,7 +222,9 @@ def _join(parts: list[torch.Tensor], recipe: Recipe, config: TransformerConfig, 
     return torch.cat(parts)
 
 
-def _split(whole: torch.Tensor, recipe: Recipe, config: TransformerConfig, peers: int, vocab: int) -> list[torch.Tensor]:
+def _split(
+    whole: torch.Tensor, recipe: Recipe, config: TransformerConfig, peers: int, vocab: int
+) -> list[torch.Tensor]:
     """What `_join` joined."""
     kind = recipe.kind
     if kind == "qkv":

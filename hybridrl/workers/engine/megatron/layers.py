@@ -1,7 +1,8 @@
 """Megatron's transformer layers with torch's own kernels: no Transformer Engine, no apex, any device.
 
-megatron-core's own layers without Transformer Engine refuse sequence parallelism, packed sequences and context parallelism. What a layer
-is made of is a public choice of megatron-core (a spec), so these are two ordinary classes and no change of its code.
+megatron-core's own layers without Transformer Engine refuse sequence parallelism, packed sequences and context
+parallelism. What a layer is made of is a public choice of megatron-core (a spec), so these are two ordinary classes and
+no change of its code.
 
 Shapes: s tokens of this process's part, b rows, S = s * (context-parallel peers) tokens.
 """
@@ -20,10 +21,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from hybridrl.workers.engine.packed_attention import Run
+from hybridrl.workers.engine.batching.packed_attention import Run
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # megatron-core 0.16 asks whether it is None, and binds it only with Transformer Engine
+    moe_utils.te_general_gemm = (
+        None  # megatron-core 0.16 asks whether it is None, and binds it only with Transformer Engine
+    )
 
 
 @dataclass
@@ -41,14 +44,16 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is then summed over tensor-parallel peers
+        self.weight.sequence_parallel = (
+            config.sequence_parallel
+        )  # its gradient is then summed over tensor-parallel peers
 
 
 class TorchAttention(MegatronModule):
     """Causal attention by `scaled_dot_product_attention`: grouped heads, packed sequences, context parallelism.
 
-    With context parallelism each process has two of 2 * peers chunks of every sequence, one early and one late, and gathers all keys and
-    values; the gradient of the gathering is a reduce-scatter.
+    With context parallelism each process has two of 2 * peers chunks of every sequence, one early and one late, and
+    gathers all keys and values; the gradient of the gathering is a reduce-scatter.
     """
 
     def __init__(
@@ -76,7 +81,9 @@ class TorchAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Pack | None = None,
     ) -> torch.Tensor:
-        """Return (s, b, heads * d), or (s, heads * d) of a pack, from query, key, value (s, b, heads, d) or (s, heads, d)."""
+        """Return (s, b, heads * d), or (s, heads * d) of a pack, from query, key, value (s, b, heads, d) or (s, heads,
+        d).
+        """
         if packed_seq_params is None:
             return self._rows(query, key, value)
         if self.cp.size() == 1:
@@ -93,12 +100,16 @@ class TorchAttention(MegatronModule):
     def _runs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
         parts = []
         for run in runs:
-            q, k, v = (t.index_select(0, run.tokens).unflatten(0, (-1, run.width)).transpose(1, 2) for t in (query, key, value))
+            q, k, v = (
+                t.index_select(0, run.tokens).unflatten(0, (-1, run.width)).transpose(1, 2) for t in (query, key, value)
+            )
             parts.append(self._sdpa(q, k, v, None).transpose(1, 2).flatten(0, 1).index_select(0, run.cells))
         return torch.cat(parts).flatten(1)
 
     def _cut(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int]) -> torch.Tensor:
-        """Attention of this process's tokens to everyone's; `ends` are the limits of the sequences, counted over all processes."""
+        """Attention of this process's tokens to everyone's; `ends` are the limits of the sequences, counted over all
+        processes.
+        """
         sequence, position = (t.to(query.device) for t in _whose(ends, self.cp.size()))
         mine = self.cp.rank()
         mask = (sequence[mine][:, None] == sequence.flatten()) & (position[mine][:, None] >= position.flatten())
@@ -107,7 +118,9 @@ class TorchAttention(MegatronModule):
         return self._sdpa(q, k, v, mask).permute(2, 0, 1, 3).flatten(2)
 
     def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
 
 
 def _whose(ends: list[int], peers: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,9 +134,11 @@ def _whose(ends: list[int], peers: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def two_chunks(length: int, rank: int, peers: int) -> torch.Tensor:
-    """Return which positions of a sequence a context-parallel process has: chunks `rank` and `2 * peers - 1 - rank` of 2 * peers.
+    """Return which positions of a sequence a context-parallel process has: chunks `rank` and `2 * peers - 1 - rank` of
+    2 * peers.
 
-    An early chunk attends to little and a late one to much, so that all processes have the same work. One peer has everything.
+    An early chunk attends to little and a late one to much, so that all processes have the same work. One peer has
+    everything.
     """
     if peers == 1:
         return torch.arange(length)
@@ -134,7 +149,10 @@ def two_chunks(length: int, rank: int, peers: int) -> torch.Tensor:
 def layer_spec(config: TransformerConfig, *, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return what the layers of one part of the pipeline are made of."""
     layer = get_gpt_layer_local_spec(
-        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts, moe_grouped_gemm=False
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

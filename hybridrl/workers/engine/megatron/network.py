@@ -1,4 +1,5 @@
-"""The model of one pipeline part: megatron-core's GPTModel, with a head that is shown only the states whose outputs are needed.
+"""The model of one pipeline part: megatron-core's GPTModel, with a head that is shown only the states whose outputs are
+needed.
 
 Shapes: s tokens, b rows, H hidden size, N states wanted.
 """
@@ -19,7 +20,8 @@ from hybridrl.workers.engine.megatron.layers import layer_spec
 class Network(GPTModel):
     """GPTModel whose head computes `wanted` states only, flat indices over (b, s) row by row, set before each forward.
 
-    kind "causal_lm": logits (1, N, vocabulary / tensor-parallel peers). Others: (1, N, 1) float32, of a head that every peer has whole.
+    kind "causal_lm": logits (1, N, vocabulary / tensor-parallel peers). Others: (1, N, 1) float32, of a head that every
+    peer has whole.
     """
 
     def __init__(self, config: TransformerConfig, model: Any, *, kind: str, vp_stage: int | None):
@@ -51,8 +53,12 @@ class Network(GPTModel):
             self.output_layer.sequence_parallel = False  # states are gathered here, before they are chosen
             self.output_layer.allreduce_dgrad = peers > 1
 
-    def _leave_padding_untrained(self, embedding: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
-        """Give the padding token's input embedding no gradient, also where a text has that token: transformers' models do not."""
+    def _leave_padding_untrained(
+        self, embedding: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor
+    ) -> torch.Tensor:
+        """Give the padding token's input embedding no gradient, also where a text has that token: transformers' models
+        do not.
+        """
         ids = kwargs["input_ids"].t()
         if self.config.sequence_parallel:
             ids = ids.chunk(self.config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
@@ -72,6 +78,8 @@ class NumberHead(nn.Linear):
     def __init__(self, hidden_size: int, *, bias: bool):
         super().__init__(hidden_size, 1, bias=bias, dtype=torch.float32)
 
-    def forward(self, states: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, states: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
         """Return ((N, 1, 1), None) from states (N, 1, H)."""
         return super().forward(states.float()), None

@@ -1,0 +1,1 @@
+"""Rules that involve several settings."""

@@ -1,0 +1,165 @@
+"""A schema read back: every key of a tree of settings with its type, default, range and sentence.
+
+The dataclasses of this package are the one place where a key is written down; what checks, documents or stores settings
+asks here. Knows no Hydra and no particular key.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+LONG_LINES = 10_000  # characters: no value is folded
+BOUND_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting: its dotted name and what may stand in it."""
+
+    name: str
+    type: Any
+    optional: bool
+    default: Any
+    help: str
+    bounds: dict[str, float]
+    choices: tuple | None
+    free: bool
+
+    @property
+    def type_name(self) -> str:
+        """The type as a person writes it: `int`, `list[str]`, `float or null`."""
+        name = "mapping" if self.type is dict else getattr(self.type, "__name__", str(self.type))
+        if get_origin(self.type):
+            name = str(self.type)
+        return f"{name} or null" if self.optional else name
+
+    @property
+    def range_text(self) -> str:
+        """The allowed values in words: `>= 0, <= 1` or `one of auto, cpu, cuda`; empty when anything goes."""
+        if self.choices:
+            return ("any of " if get_origin(self.type) is list else "one of ") + ", ".join(map(str, self.choices))
+        return ", ".join(f"{BOUND_SIGNS[sign]} {limit:g}" for sign, limit in self.bounds.items())
+
+    @property
+    def default_text(self) -> str:
+        """The default as it is written on a command line."""
+        return value_text(self.default)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group of settings: its dotted name (empty for the root), its sentence and its own keys."""
+
+    name: str
+    help: str
+    keys: tuple[Key, ...]
+
+
+@cache
+def sections(schema: type) -> tuple[Section, ...]:
+    """Return the sections of `schema`, outermost first, in the order in which they are written."""
+    return tuple(_walk(schema, name="", help_text=""))
+
+
+@cache
+def keys(schema: type) -> dict[str, Key]:
+    """Return every key of `schema` by its dotted name."""
+    return {key.name: key for section in sections(schema) for key in section.keys}
+
+
+def is_section(field: Field) -> bool:
+    """Tell whether a dataclass field holds a nested group of settings."""
+    return is_dataclass(field.default_factory)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return the settings as plain nested dictionaries and lists; `from_dict` gives an equal config back."""
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+
+
+def to_yaml(config: Any) -> str:
+    """Return the settings as YAML that `--config-path/--config-name` reads back to an equal config."""
+    return yaml.dump(_escaped(to_dict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LONG_LINES)
+
+
+def value_text(value: Any) -> str:
+    """Return one value as it is written on a command line: `null`, `true`, `[a,b]`, `1e-06`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(value_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{value_text(v)}" for k, v in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _walk(schema: type, *, name: str, help_text: str) -> Iterator[Section]:
+    hints, own = get_type_hints(schema), [field for field in fields(schema) if not is_section(field)]
+    yield Section(name, help_text, tuple(_key(field, hints[field.name], prefix=name) for field in own))
+    for field in fields(schema):
+        if is_section(field):
+            yield from _walk(field.default_factory, name=dotted(name, field.name), help_text=field.metadata["help"])
+
+
+def _key(field: Field, hint: Any, *, prefix: str) -> Key:
+    optional, kind = _without_none(hint)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    meta = field.metadata
+    return Key(
+        name=dotted(prefix, field.name),
+        type=kind,
+        optional=optional,
+        default=default,
+        help=meta["help"],
+        bounds=meta["bounds"],
+        choices=meta["choices"],
+        free=meta["free"],
+    )
+
+
+def _without_none(hint: Any) -> tuple[bool, Any]:
+    """Split `X | None` into (True, X); any other type is (False, itself)."""
+    if not isinstance(hint, UnionType):
+        return False, hint
+    (kind,) = (arg for arg in get_args(hint) if arg is not NoneType)
+    return True, kind
+
+
+def dotted(prefix: str, name: str) -> str:
+    """Join a section's name and a field's name."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _escaped(value: Any) -> Any:
+    """Escape `${` in strings: a resolved config holds no interpolation, so what looks like one is text."""
+    if isinstance(value, dict):
+        return {key: _escaped(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_escaped(entry) for entry in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that begins like a number: Hydra's reader takes more of it for numbers (1e5) than YAML 1.1 does."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if text[:1] in tuple("+-.0123456789") else None
+    )
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,64 @@
+"""The schema of `python -m hybridrl.main_ppo`: every key, its type, range, default and sentence."""
+
+from dataclasses import dataclass
+
+from hybridrl.config.fields import section, setting
+from hybridrl.config.schema.data import DataConfig, ImportPath
+from hybridrl.config.schema.trainer import TrainerConfig
+from hybridrl.config.schema.workers import ActorRolloutRefConfig, CriticConfig, RewardModelConfig
+
+
+@dataclass(frozen=True)
+class KLCtrlConfig:
+    type: str = setting("fixed", "Keep the coefficient, or steer it towards target_kl.", choices=("fixed", "adaptive"))
+    kl_coef: float = setting(0.001, "KL coefficient at the start.", ge=0)
+    horizon: float = setting(10000, "Samples over which the adaptive controller reacts.", gt=0)
+    target_kl: float = setting(0.1, "KL per sequence that the adaptive controller aims at.", gt=0)
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    rollout_is: str | None = setting(
+        None,
+        "Weigh the loss by how likely the trainer finds what the rollout drew; null: not.",
+        choices=("token", "sequence"),
+    )
+    rollout_is_threshold: float = setting(2.0, "Largest weight.", gt=0)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = setting("gae", "Advantage estimator by its registered name.")
+    path: list[str] = setting([], "Python files or modules that register estimators and policy losses of your own.")
+    gamma: float = setting(1.0, "Discount.", ge=0, le=1)
+    lam: float = setting(1.0, "GAE lambda.", ge=0, le=1)
+    norm_adv_by_std_in_grpo: bool = setting(
+        True, "Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."
+    )
+    use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
+    kl_penalty: str = setting(
+        "kl", "KL estimator of the reward.", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+    )
+    kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of the KL in the reward.")
+    rollout_correction: RolloutCorrectionConfig = section(
+        RolloutCorrectionConfig, "Samples of other weights or another engine."
+    )
+
+
+@dataclass(frozen=True)
+class CustomRewardConfig(ImportPath):
+    name: str = setting("compute_score", "Its name in that file.")
+    kwargs: dict = setting({}, "Keyword arguments added to every call.", free=True)
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    data: DataConfig = section(DataConfig, "Files, prompts and lengths.")
+    actor_rollout_ref: ActorRolloutRefConfig = section(
+        ActorRolloutRefConfig, "Policy, reference policy and generation."
+    )
+    critic: CriticConfig = section(CriticConfig, "Value model.")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "Reward model and reward managers.")
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, "Your own compute_score function.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and KL.")
+    trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines and its records.")

@@ -1,0 +1,317 @@
+"""Settings of the worker roles: model, engine, optimizer, actor, reference, rollout, critic, reward model.
+
+Keys and defaults follow verl where verl has them. "per_gpu" means per worker process, whatever its device.
+"""
+
+from dataclasses import dataclass
+
+from hybridrl.config.fields import section, setting
+
+MICRO = "Rows of one micro-batch per process; null means as many as its token budget holds."
+DYNAMIC = "Cut micro-batches by token budget, whatever the number of rows says."
+BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless rows are set."
+MCORE = "Takes effect with strategy=megatron only."
+SHAPES = "Log-probs are of the model without it."
+PATH_OR_NULL = "Directory or Hugging Face name of the model"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str | None = setting(None, f"{PATH_OR_NULL}; its tokenizer lies beside it.")
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    external_lib: list[str] = setting(
+        [], "Python files or modules imported in every process before a model is read; they register it."
+    )
+    override_config: dict = setting({}, "Values that replace entries of the model's own config.", free=True)
+    enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    use_remove_padding: bool = setting(False, "Pack sequences end to end instead of sorting and padding them.")
+    lora_rank: int = setting(
+        0, "Train adapters of this rank (LoRA), and nothing else; 0: none. Rollouts get merged weights.", ge=0
+    )
+    lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
+    target_modules: list[str] = setting(
+        ["all-linear"], "Last names of the linear layers that get adapters, or all-linear."
+    )
+
+
+@dataclass(frozen=True)
+class CriticModelConfig:
+    path: str | None = setting(None, f"{PATH_OR_NULL}; null means the actor's.")
+    enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    use_remove_padding: bool = setting(False, "Pack sequences end to end instead of sorting and padding them.")
+
+
+@dataclass(frozen=True)
+class RewardModelPath:
+    path: str | None = setting(None, f"{PATH_OR_NULL}, an AutoModelForSequenceClassification with one label.")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = setting(1e-6, "Peak learning rate.", gt=0)
+    lr_scheduler_type: str = setting(
+        "constant", "Shape of the learning rate after warm-up.", choices=("constant", "cosine", "linear")
+    )
+    lr_warmup_steps: int = setting(-1, "Optimizer steps of linear warm-up; negative means use the ratio.", ge=-1)
+    lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a share of all optimizer steps.", ge=0, le=1)
+    min_lr_ratio: float = setting(0.0, "Final learning rate as a share of the peak (cosine, linear).", ge=0, le=1)
+    weight_decay: float = setting(0.01, "AdamW weight decay.", ge=0)
+    betas: tuple[float, float] = setting((0.9, 0.999), "AdamW betas.", ge=0, lt=1)
+
+
+@dataclass(frozen=True)
+class RefFSDPConfig:
+    param_offload: bool = setting(False, "Keep parameters in host memory between calls.")
+
+
+@dataclass(frozen=True)
+class CriticFSDPConfig(RefFSDPConfig):
+    optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between calls.")
+
+
+@dataclass(frozen=True)
+class FSDPConfig(CriticFSDPConfig):
+    dtype: str = setting(
+        "auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16")
+    )
+    reshard_after_forward: bool = setting(
+        True, "Free the gathered parameters after forward (ZeRO-3) or keep them (ZeRO-2)."
+    )
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    tensor_model_parallel_size: int = setting(1, f"Tensor-parallel ranks. {MCORE}", ge=1)
+    pipeline_model_parallel_size: int = setting(1, f"Pipeline stages. {MCORE}", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = setting(
+        None, f"Parts of the model per pipeline stage; null: one. {MCORE}", ge=2
+    )
+    context_parallel_size: int = setting(1, f"Ranks that share one sequence. {MCORE}", ge=1)
+    expert_model_parallel_size: int = setting(1, f"Expert-parallel ranks. {MCORE}", ge=1)
+    sequence_parallel: bool = setting(False, f"Share norms' activations among tensor-parallel ranks, too. {MCORE}")
+    use_distributed_optimizer: bool = setting(True, f"Share optimizer state among data-parallel ranks. {MCORE}")
+    dtype: str = setting(
+        "auto",
+        f"Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. {MCORE}",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    param_offload: bool = setting(False, f"Keep parameters in host memory between calls. {MCORE}")
+    optimizer_offload: bool = setting(False, f"Keep optimizer state in host memory between calls. {MCORE}")
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = setting("vanilla", "Policy loss by its registered name; algorithm.path brings your own.")
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    strategy: str = setting("fsdp", "Training engine.", choices=("fsdp", "fsdp2", "megatron"))
+    ppo_mini_batch_size: int = setting(256, "Prompts of one optimizer step (each with its rollout.n samples).", gt=0)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
+    use_dynamic_bsz: bool = setting(False, DYNAMIC)
+    ppo_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    ppo_epochs: int = setting(1, "Passes over the batch of one step.", ge=1)
+    shuffle: bool = setting(False, "Shuffle rows before cutting mini-batches.")
+    clip_ratio: float = setting(0.2, "PPO clip range, both sides, unless low or high is given.", ge=0)
+    clip_ratio_low: float | None = setting(None, "Lower clip range; null means clip_ratio.", ge=0, le=1)
+    clip_ratio_high: float | None = setting(None, "Upper clip range; null means clip_ratio.", ge=0)
+    clip_ratio_c: float = setting(3.0, "Dual-clip bound for negative advantages.", gt=1)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
+    loss_agg_mode: str = setting(
+        "token-mean",
+        "How token losses become one number; gspo is always seq-mean-token-mean.",
+        choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    )
+    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
+    use_kl_loss: bool = setting(False, "Add a KL term to the reference policy to the loss.")
+    kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", ge=0)
+    kl_loss_type: str = setting(
+        "low_var_kl", "KL estimator of the loss.", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+    )
+    grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
+    optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
+    log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)
+    log_prob_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, "Offload of the reference policy; the rest is as the actor's.")
+
+
+@dataclass(frozen=True)
+class ValKwargs:
+    n: int = setting(1, "Samples per validation prompt.", ge=1)
+    do_sample: bool = setting(False, "Sample in validation; false is greedy.")
+    temperature: float = setting(1.0, "Temperature in validation, when sampling.", gt=0)
+    top_k: int = setting(-1, "Top-k in validation; -1 is off.", ge=-1)
+    top_p: float = setting(1.0, "Top-p in validation.", gt=0, le=1)
+
+
+@dataclass(frozen=True)
+class WeightSyncConfig:
+    transport: str = setting(
+        "auto",
+        "How new weights get to rollout processes; auto: inside one process if it has both, through the "
+        "object store if generation runs "
+        "ahead (training goes on), else shared memory on one machine and a broadcast between several.",
+        choices=("auto", "in_process", "object_store", "shared_memory", "broadcast", "disk"),
+    )
+    lora: str = setting(
+        "merged",
+        "What a push brings of LoRA adapters: weights with them merged in, or, after a first push of "
+        "everything, the adapters alone; the "
+        "rollout then keeps the weights below them in host memory and merges them itself.",
+        choices=("merged", "adapter"),
+    )
+    bucket_mb: int = setting(
+        64, "Weights travel in pieces of this size in MB; a sender holds one or two of them.", ge=1
+    )
+    directory: str | None = setting(
+        None, "Where transport=disk writes weights: a directory or address that all machines see."
+    )
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    default_agent_loop: str = setting(
+        "single_turn_agent", "How a response comes about (mode=async) unless a row's agent_name says."
+    )
+    path: str | None = setting(None, "Python file or module that registers agent loops of your own (mode=async).")
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    function_tool_path: str | None = setting(
+        None, "Python file; agents may call its functions marked @function_tool (mode=async)."
+    )
+    max_assistant_turns: int | None = setting(
+        None, "Turns of the policy in one response; null: as many as fit (mode=async).", ge=1
+    )
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: str = setting("vllm", "Generation engine.", choices=("vllm", "hf"))
+    mode: str = setting(
+        "sync",
+        "One batched call per step; async: requests through agent loops and a router.",
+        choices=("sync", "async"),
+    )
+    nnodes: int = setting(1, "Machines of the rollout's own pool, if it has one.", ge=1)
+    n_gpus_per_node: int = setting(
+        0, "Rollout processes per machine in a pool of their own; 0: in the trainer's processes.", ge=0
+    )
+    n: int = setting(1, "Samples per prompt.", ge=1)
+    temperature: float = setting(1.0, "Softmax temperature, also of the training log-probs.", gt=0)
+    top_k: int = setting(-1, "Keep the k most likely tokens; -1 is off.", ge=-1)
+    top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability mass.", gt=0, le=1)
+    min_p: float = setting(
+        0.0, "Keep tokens with at least this share of the likeliest one's probability; 0 is off.", ge=0, le=1
+    )
+    repetition_penalty: float = setting(
+        1.0, f"Divides logits of tokens in prompt and response; 1 is off. {SHAPES}", gt=0, le=2
+    )
+    presence_penalty: float = setting(0.0, f"Subtracted from logits of tokens in the response. {SHAPES}", ge=-2, le=2)
+    frequency_penalty: float = setting(
+        0.0, f"Subtracted from logits for each occurrence in the response. {SHAPES}", ge=-2, le=2
+    )
+    min_tokens: int = setting(0, "Tokens that a response has before anything can end it.", ge=0)
+    stop: list[str] = setting([], "Texts that end a response, which keeps them (one or a list).")
+    stop_token_ids: list[int] = setting(
+        [], "Tokens that end a response besides the model's own ends, and also with ignore_eos.", ge=0
+    )
+    ignore_eos: bool = setting(False, "Go on generating after the end-of-sequence token.")
+    dtype: str = setting(
+        "auto",
+        "Dtype of generation; auto is bfloat16 on CUDA, float32 on CPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    calculate_log_probs: bool = setting(
+        True, "Return the sampled tokens' log-probs and log their difference to the trainer's."
+    )
+    max_num_seqs: int = setting(1024, "Sequences generated at the same time per process.", ge=1)
+    max_num_batched_tokens: int = setting(8192, "Tokens of one vLLM engine step.", ge=1)
+    gpu_memory_utilization: float = setting(0.5, "Share of device memory for vLLM (CUDA).", gt=0, le=1)
+    kv_cache_memory_mb: int = setting(128, "Memory of vLLM's KV cache in MB (CPU).", gt=0)
+    tensor_model_parallel_size: int = setting(
+        1, "Worker processes that share one generation engine (vLLM, on one machine).", ge=1
+    )
+    enforce_eager: bool = setting(True, "Do not capture CUDA graphs.")
+    free_cache_engine: bool = setting(
+        True, "Free weights and KV cache between generation phases; on CPU the KV cache of vLLM."
+    )
+    enable_chunked_prefill: bool = setting(True, "Mix prefill and decode in one vLLM step.")
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
+    log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)
+    log_prob_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    progress_timeout_s: float = setting(
+        300.0, "Without an answer for so long a process counts as stuck (mode=async), in seconds.", gt=0
+    )
+    endpoint_port: int = setting(
+        0,
+        "Answer OpenAI's clients with the current policy at this port of the driver's machine "
+        "(mode=async); 0 means no.",
+        ge=0,
+        le=65535,
+    )
+    endpoint_host: str = setting(
+        "127.0.0.1", "Address on which the endpoint listens; 0.0.0.0 is all of the machine's. It asks for no key."
+    )
+    agent: AgentConfig = section(AgentConfig, "Agent loops.")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Responses of several turns.")
+    val_kwargs: ValKwargs = section(ValKwargs, "Sampling in validation.")
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig, "How the trainer's weights get to the rollout.")
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    model: ModelConfig = section(ModelConfig, "The policy.")
+    actor: ActorConfig = section(ActorConfig, "Training of the policy.")
+    ref: RefConfig = section(RefConfig, "The reference policy.")
+    rollout: RolloutConfig = section(RolloutConfig, "Generation.")
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    enable: bool | None = setting(None, "Train a critic; null means: if the advantage estimator needs one.")
+    strategy: str = setting("fsdp", "Training engine.", choices=("fsdp", "fsdp2", "megatron"))
+    ppo_mini_batch_size: int | None = setting(None, "Prompts of one optimizer step; null means the actor's.", gt=0)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
+    use_dynamic_bsz: bool = setting(False, DYNAMIC)
+    ppo_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    cliprange_value: float = setting(0.5, "Value clip range.", gt=0)
+    grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
+    model: CriticModelConfig = section(CriticModelConfig, "The value model.")
+    optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
+    fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig, "Offload of the critic; the rest is as the actor's.")
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    enable: bool = setting(False, "Penalise responses that come near the length limit (reward_manager=dapo).")
+    len: int = setting(0, "Tokens before the limit where the penalty starts.", ge=0)
+    penalty_factor: float = setting(1.0, "Penalty at the limit.", ge=0)
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    enable: bool = setting(
+        False,
+        "Score with a reward model (a sequence classifier with one output). A custom_reward_function "
+        "finds its score in "
+        "extra_info['rm_score'] and decides; validation is by rule, except for rows whose reward_model.style is model.",
+    )
+    reward_manager: str = setting("naive", "How rule scores are computed.", choices=("naive", "batch", "dapo"))
+    num_processes: int | None = setting(
+        None, "Killable processes that run reward functions; null means cores, at most 4.", ge=1
+    )
+    timeout_s: float = setting(10.0, "Wall-clock limit of one reward call, in seconds.", gt=0)
+    micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
+    forward_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Soft length penalty.")
+    model: RewardModelPath = section(RewardModelPath, "The reward model.")

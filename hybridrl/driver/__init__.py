@@ -1,0 +1,1 @@
+"""The driver process: supervisor, lifecycle, termination, its Ray cluster."""

@@ -1,0 +1,1 @@
+"""The stage graph: what it is, how it is drawn, when each stage ran."""

@@ -1,0 +1,1 @@
+"""DI-engine's Parallel on Ray actors."""

@@ -1,0 +1,1 @@
+"""Detection: heartbeats, hangs, stragglers, low resources."""

@@ -1,0 +1,1 @@
+"""Submitted jobs: builder, specification, plan, and the supervisor that runs them."""

@@ -1,0 +1,1 @@
+"""The state of a job as pure tables: events, transitions, effects."""

@@ -1,0 +1,68 @@
+"""The address of a reward function: what a fresh process needs to load it. Nothing is loaded here."""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A function by import path (`path` is a Python file or a dotted module, as in `config.import_path`), or as a
+    pickled object.
+
+    kwargs: fixed keyword arguments added to every call. arguments: names of the keyword arguments that each call
+    brings.
+    """
+
+    path: str | None
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = SAMPLE_ARGUMENTS
+    pickled: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        arguments: tuple[str, ...] = SAMPLE_ARGUMENTS,
+    ) -> "ScoreFunction":
+        """Return the address of a Python object: importable ones travel by name, those of a script or a notebook by
+        value.
+
+        Raises TypeError if it is not callable, and what pickling raises for a function that holds an open file, a lock
+        or the like.
+        """
+        if not callable(function):
+            raise TypeError(f"a reward function must be callable, not {function!r}")
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return cls(
+            path=None, name=name, kwargs=dict(kwargs or {}), arguments=arguments, pickled=cloudpickle.dumps(function)
+        )
+
+    def __str__(self) -> str:
+        return self.name if self.path is None else f"{self.path}:{self.name}"
+
+    def request(self) -> bytes:
+        """Return the first frame for a score process (see `score_child`): this address and the Python path of this
+        process.
+        """
+        is_file = self.path is not None and (self.path.endswith(".py") or "/" in self.path)
+        request = {
+            "sys_path": [entry or os.getcwd() for entry in sys.path],
+            "path": os.path.abspath(os.path.expanduser(self.path)) if is_file else self.path,
+            "name": self.name,
+            "pickled": self.pickled,
+            "kwargs": cloudpickle.dumps(dict(self.kwargs)),
+            "arguments": self.arguments,
+        }
+        return pickle.dumps(request)

@@ -1,0 +1,1 @@
+"""Who asks replicas for tokens: router, agent loops, OpenAI endpoint."""

@@ -1,0 +1,17 @@
+"""Agent loops: how a response comes about in one turn or several, with what is said to the model in between."""
+
+from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, PolicyClient, register_agent_loop
+from hybridrl.serving.agent_loop.single_turn import SingleTurnAgentLoop
+from hybridrl.serving.agent_loop.tool_agent import ToolAgentLoop, ToolCall
+from hybridrl.serving.agent_loop.tools import function_tool
+
+__all__ = [
+    "AgentLoop",
+    "AgentLoopOutput",
+    "PolicyClient",
+    "SingleTurnAgentLoop",
+    "ToolAgentLoop",
+    "ToolCall",
+    "function_tool",
+    "register_agent_loop",
+]

@@ -1,0 +1,70 @@
+"""Function tools: plain Python functions in a file of the user's, marked with `@function_tool`.
+
+    @function_tool
+    def add(a: int, b: int) -> int:
+        "Add two numbers."
+        return a + b
+
+A call that fails is an answer to the policy, which can do better next time, and no end of the run.
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hybridrl.config.import_path import load_module
+from hybridrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MARK = "_is_function_tool"
+TIMEOUT_S = 30.0  # of one call; a tool that waits for ever would stop the step
+
+
+def function_tool(function: Callable) -> Callable:
+    """Mark a function, `async` or not, as a tool under its own name."""
+    setattr(function, MARK, True)
+    return function
+
+
+def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
+    """Return the marked functions of a Python file by name, none if path is None.
+
+    ConfigError if there are none in it.
+    """
+    if path is None:
+        return {}
+    try:
+        module = load_module(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={path}: {error}") from error
+    tools = {name: value for name, value in vars(module).items() if getattr(value, MARK, False)}
+    if not tools:
+        raise ConfigError(
+            f"{key}={path}: no function in it is marked with @function_tool (from hybridrl.serving.agent_loop)"
+        )
+    return tools
+
+
+async def call_tool(tools: dict[str, Callable], name: str, arguments: dict[str, Any]) -> str:
+    """Return what a tool answers, as text; an unknown tool, wrong arguments, an exception and a timeout are answers
+    that say so.
+    """
+    function = tools.get(name)
+    if function is None:
+        return f"Error: there is no tool {name!r}; there are {', '.join(sorted(tools)) or 'none'}"
+    try:
+        inspect.signature(function).bind(**arguments)
+        call = (
+            function(**arguments) if inspect.iscoroutinefunction(function) else asyncio.to_thread(function, **arguments)
+        )
+        answer = await asyncio.wait_for(call, TIMEOUT_S)
+    except TimeoutError:
+        return f"Error: {name} did not answer within {TIMEOUT_S:g} s"
+    except Exception as error:
+        logger.debug("tool %s failed", name, exc_info=True)
+        return f"Error: {type(error).__name__}: {error}"
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)

@@ -1,0 +1,1 @@
+"""What a worker reports and what the driver learns about workers: heartbeats, capacity, lost workers, traces."""

@@ -1,0 +1,1 @@
+"""Which worker runs where: pools, plans, placement groups, feasibility."""

@@ -1,0 +1,1 @@
+"""Worker processes: start, host, reattach, kill."""

@@ -1,0 +1,1 @@
+"""Checkpoints: write, find, verify, and decide whether a run may resume from one."""

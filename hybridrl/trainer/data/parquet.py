@@ -1,0 +1,87 @@
+"""Rows of several parquet files as one sequence; complaints name the file and the row in it."""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybridrl.errors import DataError
+
+
+class ParquetRows:
+    """The rows of `files`, one after the other. Files are memory-mapped, and may differ in columns and types.
+
+    Raises:
+        DataError: No file was given, or one is missing or not parquet.
+    """
+
+    def __init__(self, files: list[str] | str):
+        self.files = [files] if isinstance(files, str) else list(files)
+        if not self.files:
+            raise DataError("no data files were given; set data.train_files or data.val_files to parquet files")
+        self._tables = [_read(file) for file in self.files]
+        self._ends = list(itertools.accumulate(table.num_rows for table in self._tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> dict:
+        number, offset = self._locate(row)
+        return self._tables[number].slice(offset, 1).to_pylist()[0]
+
+    def place(self, row: int) -> str:
+        """Say where a row comes from."""
+        number, offset = self._locate(row)
+        return f"{self.files[number]} row {offset}"
+
+    def require(self, column: str, key: str) -> None:
+        """Raise DataError unless every file has `column`, which the setting `key` named."""
+        for file, table in zip(self.files, self._tables, strict=True):
+            if column not in table.column_names:
+                raise DataError(f"{file} has no column {column!r} ({key}); it has {', '.join(table.column_names)}")
+
+    def first_filled(self, column: str) -> int | None:
+        """Return the first row in which `column` exists and holds something (not null, not empty)."""
+        start = 0
+        for table in self._tables:
+            if column in table.column_names:
+                for offset, values in _pieces(table[column], 64):
+                    filled = [offset + i for i, value in enumerate(values) if value]
+                    if filled:
+                        return start + filled[0]
+            start += table.num_rows
+        return None
+
+    def values(self, column: str, *, batch: int, limit: int) -> Iterator[tuple[int, list]]:
+        """Yield (number of the first row, values) of `column`, in pieces of up to `batch` rows of one file, `limit`
+        rows in all.
+        """
+        start = 0
+        for table in self._tables:
+            for offset, values in _pieces(table[column].slice(0, max(0, limit - start)), batch):
+                yield start + offset, values
+            start += table.num_rows
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        number = bisect.bisect_right(self._ends, row)
+        return number, row - (self._ends[number - 1] if number else 0)
+
+
+def _pieces(column: pa.ChunkedArray, size: int) -> Iterator[tuple[int, list]]:
+    for offset in range(0, len(column), size):
+        yield offset, column.slice(offset, size).to_pylist()
+
+
+def _read(file: str) -> pa.Table:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DataError(f"no file {file}; python -m data_preprocess.gsm8k and its neighbours make such files")
+    try:
+        return pq.read_table(path, memory_map=True)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} is not a parquet file that can be read: {error}") from error

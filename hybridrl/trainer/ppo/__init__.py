@@ -1,0 +1,1 @@
+"""PPO, GRPO and relatives: trainer, stages, and what a step is made of."""

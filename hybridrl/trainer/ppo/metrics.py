@@ -1,0 +1,332 @@
+"""What a step's batch, its timing and a validation say in numbers, under verl's metric names. Pure functions: nothing
+is logged here.
+
+Shapes: B rows, R response columns. A row whose response is empty (aborted), or whose reward is not valid, takes no part
+in reward, advantage, return and value figures. A figure that no row contributes to is nan, so that every step has the
+same names.
+
+The figures that every PPO step has, whatever its algorithm.
+"""
+
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.algos.rollout_correction import correction_stats, log_ratio
+from hybridrl.algos.value_losses import explained_variance
+from hybridrl.config import PPOConfig
+from hybridrl.errors import DataError
+from hybridrl.framework import OnlineRLContext
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.stages import uses_critic
+
+Metrics = dict[str, float]
+NUM_RESAMPLES = 1000  # of the majority vote, verl's number
+
+# -- training
+
+
+def compute_data_metrics(
+    batch: DataProto, *, use_critic: bool, max_response_length: int, max_prompt_length: int
+) -> Metrics:
+    """Return `critic/*`, `response_length/*`, `response_length_non_aborted/*`, `response/aborted_ratio`,
+    `prompt_length/*`.
+
+    The batch has `attention_mask`, `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`,
+    `returns`, with `use_critic` also `values`, and optionally `reward_valid`. `clip_ratio` is the share of rows at the
+    length limit.
+    """
+    columns = batch.batch
+    prompt_lengths, response_lengths = _lengths(batch)
+    finished = response_lengths > 0
+    counted = finished & columns["reward_valid"].bool() if "reward_valid" in columns else finished
+    tokens = columns["response_mask"].bool() & counted[:, None]
+    metrics = {
+        **_mean_max_min("critic/score", columns["token_level_scores"].sum(-1)[counted]),
+        **_mean_max_min("critic/rewards", columns["token_level_rewards"].sum(-1)[counted]),
+        **_mean_max_min("critic/advantages", columns["advantages"][tokens]),
+        **_mean_max_min("critic/returns", columns["returns"][tokens]),
+        **_length_metrics("response_length", response_lengths, limit=max_response_length),
+        **_length_metrics("response_length_non_aborted", response_lengths[finished], limit=max_response_length),
+        "response/aborted_ratio": 1.0 - finished.double().mean().item(),
+        **_length_metrics("prompt_length", prompt_lengths, limit=max_prompt_length),
+    }
+    if use_critic:
+        metrics |= _mean_max_min("critic/values", columns["values"][tokens])
+        explained = explained_variance(columns["values"], columns["returns"], tokens)
+        metrics["critic/vf_explained_var"] = float(explained) if tokens.any() else math.nan
+    return metrics
+
+
+def global_seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) -> Metrics:
+    """Return `global_seqlen/*`: tokens per rank if rows were dealt out in order, and as `partitions` (row indices)
+    deals them.
+    """
+    size, longer = divmod(len(lengths), len(partitions))
+    cuts = [rank * size + min(rank, longer) for rank in range(len(partitions) + 1)]
+    in_order = [sum(lengths[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    balanced = [sum(lengths[row] for row in rows) for rows in partitions]
+    return {
+        "global_seqlen/min": float(min(in_order)),
+        "global_seqlen/max": float(max(in_order)),
+        "global_seqlen/minmax_diff": float(max(in_order) - min(in_order)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": sum(lengths) / len(partitions),
+    }
+
+
+def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
+    """Return how far the trainer's probabilities of the sampled tokens are from the rollout's, over response tokens.
+
+    The batch has `rollout_log_probs`, `old_log_probs` and `response_mask`. The correlation is nan when either side is
+    constant. `rollout_corr/kl` and `k3_kl` estimate KL(rollout | trainer); `eff_sample_size` is the share of tokens
+    that would be left if their importance weights, not truncated, were applied: 1 where both agree.
+    """
+    mask = batch.batch["response_mask"].bool()
+    rollout, actor = batch.batch["rollout_log_probs"][mask].double(), batch.batch["old_log_probs"][mask].double()
+    differences = (rollout.exp() - actor.exp()).abs()
+    both = torch.stack([rollout.exp(), actor.exp()])
+    return {
+        "training/rollout_probs_diff_max": _or_nan(differences, torch.Tensor.max),
+        "training/rollout_probs_diff_mean": _or_nan(differences, torch.Tensor.mean),
+        "training/rollout_probs_diff_std": _or_nan(differences, torch.Tensor.std, least=2),
+        "training/rollout_actor_probs_pearson_corr": torch.corrcoef(both)[0, 1].item() if mask.sum() > 1 else math.nan,
+        "training/rollout_log_probs_diff_max": _or_nan((rollout - actor).abs(), torch.Tensor.max),
+        "training/rollout_log_probs_diff_mean": _or_nan((rollout - actor).abs(), torch.Tensor.mean),
+        **_divergence(actor, rollout),
+    }
+
+
+def _divergence(actor: torch.Tensor, rollout: torch.Tensor) -> Metrics:
+    """Of log-probs (N,) float64 of the same tokens."""
+    if not len(actor):
+        return {f"rollout_corr/{name}": math.nan for name in ("kl", "k3_kl", "eff_sample_size")}
+    everywhere = torch.ones_like(actor)
+    ratio = log_ratio(actor, rollout, everywhere)
+    stats = correction_stats(ratio.exp(), ratio, everywhere)
+    return {f"rollout_corr/{name}": stats[name] for name in ("kl", "k3_kl")} | {
+        "rollout_corr/eff_sample_size": stats["is_eff_sample_size"]
+    }
+
+
+# -- time
+
+
+def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> Metrics:
+    """Return `timing_s/{stage}` for every entry of `timing` (seconds), and `timing_per_token_ms/{stage}` where tokens
+    are its work.
+
+    Generation is divided by response tokens, the stages that read whole sequences by prompt and response tokens.
+    """
+    prompt_lengths, response_lengths = _lengths(batch)
+    num_responses = int(response_lengths.sum())
+    num_all = num_responses + int(prompt_lengths.sum())
+    num_tokens = {"gen": num_responses}
+    num_tokens |= dict.fromkeys(("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"), num_all)
+    metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing.items()}
+    for name in timing.keys() & num_tokens.keys():
+        if num_tokens[name]:
+            metrics[f"timing_per_token_ms/{name}"] = timing[name] * 1000 / num_tokens[name]
+    return metrics
+
+
+def compute_throughput_metrics(batch: DataProto, timing: Mapping[str, float], num_devices: int) -> Metrics:
+    """Return `perf/*`: tokens of the batch, seconds of the step (`timing["step"]`), tokens per second and device."""
+    num_tokens = int(batch.batch["attention_mask"].sum())
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": float(timing["step"]),
+        "perf/throughput": num_tokens / (timing["step"] * num_devices),
+    }
+
+
+# -- validation
+
+
+def validation_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    infos: Mapping[str, Sequence[Any]],
+    *,
+    seed: int = 42,
+) -> Metrics:
+    """Return `val-core/{data_source}/{acc or reward}/...` and `val-aux/...` over prompts with N samples each.
+
+    data_sources, uids: one entry per sample; samples of one prompt share a uid. infos: columns with an entry per
+    sample; numeric ones (`reward`, `acc`, ...) are measured, `pred` holds the answers that majority voting counts. None
+    and nan are missing entries; a sample without a `reward` could not be scored: it is left out of every column, and
+    counted in `val-aux/{data_source}/reward/invalid_ratio`.
+
+    For every column: `mean@N`; with N > 1 `std@N`, and for k = 2, 4, ... and N `best@k`, `worst@k`, `maj@k` (`/mean`,
+    `/std`) and, for 0/1 columns, `pass@k` over the prompts that have k samples left. best and worst are the exact
+    values of what verl estimates by resampling; maj is resampled. The core is mean, best and maj at N of `acc`, or of
+    `reward` where there is no `acc`.
+    """
+    for name, column in infos.items():
+        if len(column) != len(uids):
+            raise DataError(f"validation column {name!r} has {len(column)} entries for {len(uids)} samples")
+    if "reward" not in infos:
+        raise DataError(f"validation needs the column 'reward'; there are {', '.join(infos) or 'none'}")
+    rewards = infos["reward"]
+    metrics: Metrics = {}
+    for source, prompts in _rows_by_prompt(data_sources, uids).items():
+        num_samples = max(len(rows) for rows in prompts)
+        usable = [[row for row in rows if _is_there(rewards[row])] for rows in prompts]
+        names = [name for name in infos if name != "pred" and _is_numeric(infos[name], usable)]
+        core = "acc" if "acc" in names else "reward"
+        for name in names:
+            for metric, value in _column_metrics(infos[name], infos.get("pred"), usable, num_samples, seed).items():
+                is_core = name == core and metric in (
+                    f"mean@{num_samples}",
+                    f"best@{num_samples}/mean",
+                    f"maj@{num_samples}/mean",
+                )
+                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
+        num_rows = sum(len(rows) for rows in prompts)
+        metrics[f"val-aux/{source}/reward/invalid_ratio"] = 1 - sum(len(rows) for rows in usable) / num_rows
+    return metrics
+
+
+def expected_best(values: np.ndarray, k: int) -> tuple[float, float]:
+    """Return mean and standard deviation of the largest of k draws with replacement from `values`, exactly.
+
+    With values in ascending order x_1..x_n, P(largest = x_i) = (i/n)^k - ((i-1)/n)^k.
+    """
+    ranks = np.arange(len(values) + 1) / len(values)
+    probabilities = np.diff(ranks**k)
+    ordered = np.sort(values)
+    mean = float(probabilities @ ordered)
+    return mean, math.sqrt(float(probabilities @ (ordered - mean) ** 2))
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return 1 - C(n-c, k) / C(n, k): the unbiased estimate, from n samples of which c are correct, of the chance that
+    one of k is (arXiv 2107.03374). Needs k <= n.
+    """
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_vote(values: np.ndarray, answers: Sequence[Any], k: int, *, seed: int) -> tuple[float, float]:
+    """Return mean and standard deviation of the value of the most frequent answer among k draws with replacement.
+
+    Estimated with 1000 resamples; of equally frequent answers the one drawn first wins.
+    """
+    codes = np.unique([str(answer) for answer in answers], return_inverse=True)[1]
+    draws = np.random.default_rng(seed).integers(len(values), size=(NUM_RESAMPLES, k))
+    hits = codes[draws][:, :, None] == np.arange(codes.max() + 1)  # (resample, draw, answer)
+    first = np.where(hits.any(1), hits.argmax(1), k)
+    winners = (hits.sum(1) * (k + 1) - first).argmax(1)
+    resamples = np.arange(NUM_RESAMPLES)
+    won = values[draws[resamples, first[resamples, winners]]]
+    return float(won.mean()), float(won.std())
+
+
+def _column_metrics(
+    column: Sequence, answers: Sequence | None, prompts: list[list[int]], num_samples: int, seed: int
+) -> Metrics:
+    """Return the mean of every metric of one column over the prompts that have it."""
+    prompts = [present for rows in prompts if (present := [row for row in rows if _is_there(column[row])])]
+    is_binary = all(column[row] in (0, 1) for rows in prompts for row in rows)
+    collected: defaultdict[str, list[float]] = defaultdict(list)
+    for rows in prompts:
+        values = np.array([float(column[row]) for row in rows])
+        found = _spread_metrics(values, num_samples)
+        if answers is not None and num_samples > 1:
+            found |= _vote_metrics(values, [answers[row] for row in rows], num_samples, seed)
+        if is_binary:
+            sizes = [k for k in _sample_sizes(num_samples) if k <= len(rows)]
+            found |= {f"pass@{k}": pass_at_k(len(rows), int(values.sum()), k) for k in sizes}
+        for metric, value in found.items():
+            collected[metric].append(value)
+    return {metric: float(np.mean(values)) for metric, values in collected.items()}
+
+
+def _spread_metrics(values: np.ndarray, num_samples: int) -> Metrics:
+    metrics = {f"mean@{num_samples}": float(values.mean())}
+    if num_samples > 1:
+        metrics[f"std@{num_samples}"] = float(values.std())
+    for k in _sample_sizes(num_samples):
+        best, best_std = expected_best(values, k)
+        worst, worst_std = expected_best(-values, k)
+        metrics |= {
+            f"best@{k}/mean": best,
+            f"best@{k}/std": best_std,
+            f"worst@{k}/mean": -worst,
+            f"worst@{k}/std": worst_std,
+        }
+    return metrics
+
+
+def _vote_metrics(values: np.ndarray, votes: Sequence, num_samples: int, seed: int) -> Metrics:
+    metrics: Metrics = {}
+    for k in _sample_sizes(num_samples):
+        metrics[f"maj@{k}/mean"], metrics[f"maj@{k}/std"] = majority_vote(values, votes, k, seed=seed)
+    return metrics
+
+
+def _sample_sizes(num_samples: int) -> list[int]:
+    """Return 2, 4, 8, ... below `num_samples`, and `num_samples`; nothing for a single sample."""
+    if num_samples == 1:
+        return []
+    return [2**power for power in range(1, num_samples.bit_length()) if 2**power < num_samples] + [num_samples]
+
+
+def _rows_by_prompt(data_sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
+    rows: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row, (source, uid) in enumerate(zip(data_sources, uids, strict=True)):
+        rows[str(source)][uid].append(row)
+    return {source: list(prompts.values()) for source, prompts in rows.items()}
+
+
+def _is_numeric(column: Sequence, prompts: list[list[int]]) -> bool:
+    """Say whether `column` has entries in these rows and all of them are numbers."""
+    present = [column[row] for rows in prompts for row in rows if _is_there(column[row])]
+    return bool(present) and all(isinstance(value, numbers.Real | np.bool_) for value in present)
+
+
+def _is_there(value: Any) -> bool:
+    return value is not None and value == value  # nan is not equal to itself
+
+
+# -- pieces
+
+
+def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return prompt and response lengths (B,) in tokens, tokens that are not trained on included."""
+    mask = batch.batch["attention_mask"]
+    num_columns = batch.batch["responses"].shape[-1]
+    return mask[:, :-num_columns].sum(-1), mask[:, -num_columns:].sum(-1)
+
+
+def _length_metrics(group: str, lengths: torch.Tensor, *, limit: int) -> Metrics:
+    return {**_mean_max_min(group, lengths), f"{group}/clip_ratio": _or_nan(lengths >= limit, torch.Tensor.mean)}
+
+
+def _mean_max_min(group: str, values: torch.Tensor) -> Metrics:
+    reductions = {"mean": torch.Tensor.mean, "max": torch.Tensor.max, "min": torch.Tensor.min}
+    return {f"{group}/{name}": _or_nan(values, reduce) for name, reduce in reductions.items()}
+
+
+def _or_nan(values: torch.Tensor, reduce: Any, *, least: int = 1) -> float:
+    return float(reduce(values.double())) if values.numel() >= least else math.nan
+
+
+def step_metrics(ctx: OnlineRLContext, config: PPOConfig, *, num_gpus: int) -> Metrics:
+    """Return figures of the samples that are no replayed ones, of the time that all took, and of tokens per second."""
+    metrics = compute_data_metrics(
+        ctx.batch[: ctx.get("num_new")],
+        use_critic=uses_critic(config),
+        max_response_length=config.data.max_response_length,
+        max_prompt_length=config.data.max_prompt_length,
+    )
+    return (
+        metrics
+        | compute_timing_metrics(ctx.batch, ctx.timing)
+        | compute_throughput_metrics(ctx.batch, ctx.timing, num_gpus)
+    )

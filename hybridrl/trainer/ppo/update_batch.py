@@ -1,0 +1,71 @@
+"""How a step's rows become optimizer steps: how many there are, and what the workers are told about them.
+
+Which rows go where: dealt over the ranks of a group, and chosen for an update.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from hybridrl.algos.partition import balanced_partition
+from hybridrl.config import PPOConfig
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.data.seeds import Purpose, call_seed
+from hybridrl.trainer.ppo.off_policy import fresh_mask
+from hybridrl.trainer.roles import Role
+
+
+def num_optimizer_steps(config: PPOConfig, batch_sizes: Sequence[int], *, role: str) -> int:
+    """Return the optimizer steps of a whole run, for learning-rate schedules.
+
+    batch_sizes: prompts of every step of training.
+    """
+    waits = 0 if role == str(Role.Critic) else config.trainer.critic_warmup
+    replayed = config.trainer.replay.groups
+    steps = sum(math.ceil((size + replayed) / prompts_per_update(config, role)) for size in batch_sizes[waits:])
+    return steps * config.actor_rollout_ref.actor.ppo_epochs
+
+
+def prompts_per_update(config: PPOConfig, role: str) -> int:
+    """Return how many prompts, with all their samples, one optimizer step of this role takes."""
+    actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return config.critic.ppo_mini_batch_size or actor if role == str(Role.Critic) else actor
+
+
+def training_rows(batch: DataProto, columns: Sequence[str], config: PPOConfig, *, role: str, step: int) -> DataProto:
+    """Return these columns of the rows whose reward is valid, with what `workers/mini_batch.py` needs to cut them into
+    optimizer steps.
+
+    With `trainer.stale_tokens=drop`, tokens that are too old in this step are masked.
+    """
+    data, trainer = columns_of(batch, columns), config.trainer
+    if trainer.stale_tokens == "drop" and trainer.staleness is not None:
+        data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
+    data = data.select_idxs(batch.batch["reward_valid"])
+    data.meta_info = {
+        "mini_batch_size": prompts_per_update(config, role) * config.actor_rollout_ref.rollout.n,
+        "balance": trainer.balance_batch,
+    }
+    if config.actor_rollout_ref.actor.shuffle:
+        data.meta_info["shuffle_seed"] = call_seed(seed=trainer.seed, purpose=Purpose.SHUFFLE, step=step)
+    return data
+
+
+def columns_of(batch: DataProto, names: Collection[str]) -> DataProto:
+    """Return these columns and nothing else of the batch."""
+    return batch.select(batch_keys=list(names), non_tensor_batch_keys=[], meta_info_keys=[])
+
+
+def on_ranks(method: Callable, data: DataProto, *, num_ranks: int, balance: bool) -> DataProto:
+    """Call a pure method of a group with rows dealt so that every rank computes about the same tokens; rows come back
+    in their order.
+
+    The batch itself is not reordered: which rows form a mini-batch must not depend on the number of ranks.
+    """
+    if num_ranks == 1 or not balance:
+        return method(data)
+    parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)
+    result = method([data.select_idxs(part) for part in parts])
+    result.reorder(torch.tensor([row for part in parts for row in part]).argsort())
+    return result

@@ -1,0 +1,1 @@
+"""What a trainer does when a process is lost or an update is not finite."""

@@ -1,0 +1,1 @@
+"""What surrounds a training loop: run directory, tracking, console, report."""

@@ -1,0 +1,17 @@
+"""Metrics of an update, for every trainer."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+def mean_metrics(updates: Mapping[str, Sequence]) -> dict[str, float]:
+    """Return the mean over the optimizer steps of an update; of the learning rate and of counts, the last one.
+
+    updates: metric name -> values, possibly nested by rank, as worker groups collect them.
+    """
+    columns = {name: np.asarray(values, dtype=np.float64).ravel() for name, values in updates.items()}
+    return {
+        name: float(values[-1] if name.endswith(("/lr", "/num_updates")) else values.mean())
+        for name, values in columns.items()
+    }

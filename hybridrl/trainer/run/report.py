@@ -1,0 +1,314 @@
+"""What is left for a person when a run ends: a picture of its curves, and lines that say from what to what.
+
+Reads only metrics.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.trainer.run.console import VALIDATION_LOSS, split_validation_name
+from hybridrl.trainer.run.samples import answered, asked, read_examples
+from hybridrl.trainer.run.tracking import METRICS_FILE, TENSORBOARD_DIRECTORY, read_metrics
+
+History = Sequence[Mapping[str, float]]
+Series = tuple[list[int], list[float]]  # steps, values
+CURVE_FILE = "learning_curve.png"
+SMOOTHING = 0.1  # of a run's steps: the width of the moving average drawn over a noisy curve
+COLOURS = ("#1f6fb4", "#d95f02", "#2a9d5c", "#8e5bb0", "#c0392b", "#6b6b6b")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: training curves by metric name with their labels, in the units of one axis each side."""
+
+    title: str
+    left: tuple[tuple[str, str], ...]
+    left_label: str
+    right: tuple[tuple[str, str], ...] = ()
+    right_label: str = ""
+    from_zero: bool = False  # the left axis starts at zero: shares of a whole are to be compared
+
+
+PANELS = (
+    Panel(
+        "Response length",
+        (("response_length/mean", "mean length"),),
+        "tokens",
+        (("response_length/clip_ratio", "cut at the limit"),),
+        "share of responses",
+    ),
+    Panel(
+        "Entropy and KL",
+        (("actor/entropy", "entropy"),),
+        "entropy (nats)",
+        (
+            ("actor/reward_kl_penalty", "KL to reference"),
+            ("actor/kl_loss", "KL loss"),
+            ("actor/ppo_kl", "KL to old policy"),
+        ),
+        "KL (nats)",
+    ),
+    Panel(
+        "Step time",
+        (
+            ("perf/time_per_step", "step"),
+            ("timing_s/gen", "generation"),
+            ("timing_s/update_actor", "update of the actor"),
+        ),
+        "seconds",
+        from_zero=True,
+    ),
+)
+
+
+def report_run(
+    directory: str | Path, *, checkpoint: str | None, written: Mapping[str, str | None] | None = None
+) -> str:
+    """Draw the curves of the run that wrote to `directory`, and return its closing lines, the last one ended.
+
+    checkpoint: the run's newest. written: what else the run has written, what -> path; None where it has not.
+    """
+    directory = Path(directory).absolute()
+    metrics = directory / METRICS_FILE
+    history = read_metrics(metrics) if metrics.exists() else []
+    curves = write_report(directory, history, title=f"{directory.parent.name}/{directory.name}")
+    places = {
+        "last checkpoint": checkpoint or "none: trainer.save_freq=N commits every N steps and at the end",
+        "metrics": metrics if history else "not kept: put jsonl into trainer.logger to have them, and learning curves",
+        "learning curve": curves[0] if curves else None,
+        "TensorBoard": directory / TENSORBOARD_DIRECTORY if (directory / TENSORBOARD_DIRECTORY).exists() else None,
+    } | dict(written or {})
+    lines = [
+        final_report(history, written={what: where for what, where in places.items() if where}),
+        *_examples(directory, history),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _examples(directory: Path, history: History) -> list[str]:
+    """The first and last answer to the same problem, for each data source."""
+    steps = {step for curve in _validation_curves(merge_steps(history)).values() for step in curve[0]}
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for example in read_examples(directory):
+        if example["step"] in steps:
+            by_source.setdefault(example["data_source"], []).append(example)
+    lines = []
+    for first, *later in by_source.values():
+        lines += [asked(first), *(f"  {answered(example)}" for example in [first, *later[-1:]])]
+    return lines
+
+
+def write_report(directory: str | Path, history: History | str | Path, *, title: str = "") -> list[Path]:
+    """Draw the curves of a run into `directory`/learning_curve.png and return the paths written.
+
+    history: the logged metrics, each with its `step`, or the path of a metrics.jsonl. Panels without data are left out;
+    with no data at all nothing is written.
+    """
+    merged = merge_steps(load_history(history))
+    panels = [panel for panel in PANELS if _curves(merged, panel.left + panel.right)]
+    has_progress = bool(_training_curve(merged) or _validation_curves(merged))
+    if not panels and not has_progress:
+        return []
+    path = Path(directory) / CURVE_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _draw(merged, panels, path, title=title, has_progress=has_progress)
+    return [path]
+
+
+def final_report(history: History | str | Path, *, written: Mapping[str, str | Path] | None = None) -> str:
+    """Return the closing lines of a run: where things were written (`written`: what -> path, in the order to show),
+    then the training reward or loss and every core validation metric from its first to its last value.
+    """
+    merged = merge_steps(load_history(history))
+    lines = [f"{what}: {path}" for what, path in (written or {}).items()]
+    if curve := _training_curve(merged):
+        label, points = curve
+        lines.append(_change(f"training {label}, mean of the first and last tenth", _ends(points)))
+    names = dict.fromkeys(
+        name for entry in merged for name in entry if name.startswith("val-core/") or name == VALIDATION_LOSS
+    )
+    lines += [
+        _change(
+            f"validation {' '.join(split_validation_name(name))}" if "val-core/" in name else name, series(merged, name)
+        )
+        for name in names
+    ]
+    return "\n".join(lines)
+
+
+def load_history(history: History | str | Path) -> History:
+    """Return the entries themselves, or those of a metrics.jsonl."""
+    return read_metrics(history) if isinstance(history, str | Path) else history
+
+
+def merge_steps(history: History) -> list[dict[str, float]]:
+    """Return one entry per step in ascending order; where a step was logged twice, later values count.
+
+    What a separate evaluation found is put at the step whose weights it saw (`val/version`), not at the one that heard
+    of it.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for entry in history:
+        seen = int(entry.get("val/version", entry["step"]))
+        found = (
+            {name: value for name, value in entry.items() if name.startswith("val-")} if seen != entry["step"] else {}
+        )
+        steps.setdefault(int(entry["step"]), {}).update(
+            {name: value for name, value in entry.items() if name not in found}
+        )
+        if found:
+            steps.setdefault(seen, {"step": seen}).update(found)
+    return [steps[step] for step in sorted(steps)]
+
+
+def series(history: History, name: str) -> Series:
+    """Return steps and values of one metric where it is a finite number."""
+    points = [(int(entry["step"]), float(entry[name])) for entry in history if math.isfinite(entry.get(name, math.nan))]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def moving_average(values: Sequence[float], width: int) -> list[float]:
+    """Return the mean over `width` (made odd) values around each one.
+
+    At the beginning, where curves are steep, over as many before as behind it; at the end, where one step's noise would
+    be taken for the result, over all of those before it that belong to the window.
+    """
+    half = width // 2
+    windows = (values[max(0, i - half) : i + min(i, half) + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _training_curve(history: History) -> tuple[str, Series] | None:
+    for name, label in (("critic/score/mean", "reward"), ("train/loss", "loss")):
+        if (points := series(history, name))[0]:
+            return label, points
+    return None
+
+
+def _validation_curves(history: History) -> dict[str, Series]:
+    """Return the core validation metrics by a label for the legend; the data source is named where
+    there are several.
+    """
+    names = dict.fromkeys(name for entry in history for name in entry if name.startswith("val-core/"))
+    sources = {split_validation_name(name)[0] for name in names}
+    curves = {}
+    for name in names:
+        source, variable, metric = split_validation_name(name)
+        curves[" ".join([*([source] if len(sources) > 1 else []), variable, metric])] = series(history, name)
+    curves["loss"] = series(history, VALIDATION_LOSS)
+    return {f"validation {label}": points for label, points in curves.items() if points[0]}
+
+
+def _change(what: str, points: Series) -> str:
+    steps, values = points
+    if not values:
+        return f"{what}: no finite value"
+    if len(values) == 1:
+        return f"{what}: {values[0]:.3f} (step {steps[0]})"
+    return f"{what}: {values[0]:.3f} -> {values[-1]:.3f} (step {steps[0]} -> {steps[-1]})"
+
+
+def _ends(points: Series) -> Series:
+    """Return first and last step with the means over the first and last tenth: one step's reward is noise."""
+    steps, values = points
+    size = max(1, len(values) // 10)
+    return (
+        ([steps[0], steps[-1]], [sum(values[:size]) / size, sum(values[-size:]) / size]) if len(steps) > 1 else points
+    )
+
+
+# -- drawing
+
+
+def _draw(history: History, panels: Sequence[Panel], path: Path, *, title: str, has_progress: bool) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no window system is looked for
+
+    count = len(panels) + has_progress
+    columns = 2 if count > 1 else 1
+    rows = -(-count // columns)
+    figure = Figure(figsize=(6.4 * columns, 3.8 * rows), layout="constrained")
+    wide_last = count % columns != 0  # an odd number of panels: the last one takes the whole row
+    grid = figure.add_gridspec(rows, columns)
+    places = [
+        grid[i // columns, :] if wide_last and i == count - 1 else grid[i // columns, i % columns] for i in range(count)
+    ]
+    if has_progress:
+        _draw_progress(figure.add_subplot(places.pop(0)), history)
+    for place, panel in zip(places, panels, strict=True):
+        _draw_panel(figure.add_subplot(place), history, panel)
+    if title:
+        figure.suptitle(title, fontweight="bold")
+    figure.savefig(path, dpi=130)
+
+
+def _draw_progress(axes: Any, history: History) -> None:
+    """Training reward (or loss) with its moving average, and the validations as points."""
+    training, validations = _training_curve(history), _validation_curves(history)
+    labels = [training[0]] if training else []
+    if training:
+        label, (steps, values) = training
+        _draw_curve(axes, steps, values, label=f"training {label}", colour=COLOURS[0])
+    for (label, (steps, values)), colour in zip(
+        validations.items(), _cycled(COLOURS[1:], len(validations)), strict=True
+    ):
+        axes.plot(steps, values, "o-", color=colour, markersize=5, label=label)
+    _cut_margin_below_zero(axes, [*([training] if training else []), *validations.items()])
+    labels += ["validation"] if validations else []
+    _finish(axes, title=" and ".join(labels).capitalize(), unit=labels[0] if len(labels) == 1 else " / ".join(labels))
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+
+
+def _draw_panel(axes: Any, history: History, panel: Panel) -> None:
+    left, right = _curves(history, panel.left), _curves(history, panel.right)
+    sides = [(axes, left, panel.left_label)] if left else []
+    if right:
+        sides.append((axes.twinx() if left else axes, right, panel.right_label))
+    colours = iter(_cycled(COLOURS, len(left) + len(right)))
+    for side, curves, unit in sides:
+        which = " (right)" if left and curves is right else ""
+        for label, (steps, values) in curves:
+            _draw_curve(side, steps, values, label=label + which, colour=next(colours))
+        side.set_ylabel(unit)
+        _cut_margin_below_zero(side, curves)
+    if panel.from_zero:
+        axes.set_ylim(bottom=0)
+    _finish(axes, title=panel.title, unit=axes.get_ylabel())
+    handles = [handle for side, _, _ in sides for handle in side.get_legend_handles_labels()[0]]
+    # Below the picture: no place inside is free of the curves of both axes.
+    axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
+
+
+def _curves(history: History, names: Sequence[tuple[str, str]]) -> list[tuple[str, Series]]:
+    """Return label and points of what was measured and was not zero all the time."""
+    return [(label, points) for name, label in names if any((points := series(history, name))[1])]
+
+
+def _draw_curve(axes: Any, steps: list[int], values: list[float], *, label: str, colour: str) -> None:
+    """A moving average over the faint single steps, or the steps alone where they are few."""
+    width = round(len(steps) * SMOOTHING)
+    if width < 3:
+        axes.plot(steps, values, color=colour, label=label, marker="." if len(steps) < 20 else "")
+        return
+    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+    axes.plot(steps, moving_average(values, width), color=colour, label=label)
+
+
+def _cut_margin_below_zero(axes: Any, curves: Sequence[tuple[str, Series]]) -> None:
+    """Let the axis begin at zero where only its margin is below: there are no negative lengths, shares and seconds."""
+    if axes.get_ylim()[0] < 0 <= min((min(values) for _, (_, values) in curves), default=-1):
+        axes.set_ylim(bottom=0)
+
+
+def _finish(axes: Any, *, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel("training step")
+    axes.set_ylabel(unit)
+    axes.grid(alpha=0.3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _cycled(colours: Sequence[str], count: int) -> list[str]:
+    return [colours[i % len(colours)] for i in range(count)]

@@ -1,0 +1,290 @@
+"""Where the numbers of a run go: one class per back end, in a dictionary by the names that `trainer.logger` takes.
+
+The back ends' packages are imported when a run asks for them, never before. Nothing is computed here.
+"""
+
+import contextlib
+import difflib
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, Self
+
+from hybridrl.errors import ConfigError
+from hybridrl.trainer.run.console import Progress
+
+logger = logging.getLogger(__name__)
+Metrics = Mapping[str, float]
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIRECTORY = "tensorboard"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a back end knows of the run it records."""
+
+    project_name: str
+    experiment_name: str
+    directory: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    start_step: int = 0  # the last step that counts; later ones were logged by a process that died, and come again
+    total_steps: int | None = None
+
+
+class Tracker(Protocol):
+    """A back end. It is made when the run starts, in the driver, and closed once."""
+
+    def __init__(self, run: Run) -> None: ...
+    def log(self, metrics: Metrics, step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Tracking:
+    """The loggers of a run.
+
+    loggers: names from `TRACKERS`; directory: where the local ones write; config: nested settings, kept with the run.
+    start_step: 0 begins a new record, replacing what is in `directory`; k > 0 goes on behind step k.
+    Raises ConfigError for an unknown logger or one whose package is missing, before anything is written.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        loggers: Sequence[str],
+        directory: str | Path,
+        config: Mapping[str, Any],
+        *,
+        start_step: int = 0,
+        total_steps: int | None = None,
+    ) -> None:
+        for name in loggers:
+            _check(name)
+        run = Run(project_name, experiment_name, Path(directory).absolute(), config, start_step, total_steps)
+        run.directory.mkdir(parents=True, exist_ok=True)
+        self._trackers: list[Tracker] = []
+        with contextlib.ExitStack() as started:  # if a later one cannot start, the earlier ones are closed
+            for name in dict.fromkeys(loggers):
+                self._trackers.append(TRACKERS[name](run))
+                started.callback(self._trackers[-1].close)
+            self._open = started.pop_all()
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Record numbers of `step`, infinite and nan ones as they are. Call it once per step, in ascending order."""
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
+
+    def close(self) -> None:
+        """Flush and close every logger, also if one of them fails. A second call does nothing."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ConsoleTracker:
+    """One line per step on standard output; a bar on a terminal."""
+
+    def __init__(self, run: Run) -> None:
+        self._progress = Progress(run.total_steps, start_step=run.start_step)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._progress.update(metrics, step)
+
+    def close(self) -> None:
+        self._progress.close()
+
+
+class JsonlTracker:
+    """`metrics.jsonl`: one object per step, `{"step": 3, "critic/score/mean": 0.5, ...}`; a line has left the process
+    when `log` returns.
+
+    Not finite numbers are written as NaN and Infinity, which Python and pandas read.
+    """
+
+    def __init__(self, run: Run) -> None:
+        path = run.directory / METRICS_FILE
+        if run.start_step == 0 and path.exists() and path.stat().st_size:
+            logger.warning("%s of an earlier run without a checkpoint is replaced", path)
+        _keep_steps(path, last=run.start_step if run.start_step > 0 else -1)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._file.write(json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Event files under `tensorboard/`."""
+
+    def __init__(self, run: Run) -> None:
+        tensorboard = import_module("torch.utils.tensorboard")
+        first = run.start_step + 1 if run.start_step else 0  # what dead processes logged from this step on is hidden
+        self._writer = tensorboard.SummaryWriter(str(run.directory / TENSORBOARD_DIRECTORY), purge_step=first)
+        self._writer.add_text(
+            "config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```", run.start_step
+        )
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases, online or as WANDB_MODE says.
+
+    A resumed run goes on under its id; repeated steps keep their first values.
+    """
+
+    def __init__(self, run: Run) -> None:
+        run_id = _run_id(run, "wandb_run_id") or uuid.uuid4().hex[:8]
+        self._run = import_module("wandb").init(
+            project=run.project_name,
+            name=run.experiment_name,
+            dir=str(run.directory),
+            config=dict(run.config),
+            id=run_id,
+            resume="allow",
+        )
+        (run.directory / "wandb_run_id").write_text(run_id)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow, at MLFLOW_TRACKING_URI or in the run's own `mlflow.db` (`mlflow ui --backend-store-uri
+    sqlite:///.../mlflow.db`).
+
+    MLflow allows no `@` and few other signs in names: `mean@4` becomes `mean_at_4`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._mlflow = import_module("mlflow")
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.directory / 'mlflow.db'}"
+        self._client = self._mlflow.MlflowClient(tracking_uri=uri)
+        run_id = _run_id(run, "mlflow_run_id")
+        if run_id is None:
+            run_id = self._client.create_run(self._experiment(run), run_name=run.experiment_name).info.run_id
+            parameters = [
+                self._mlflow.entities.Param(_mlflow_name(key), str(value)[:6000]) for key, value in flatten(run.config)
+            ]
+            for first in range(
+                0, len(parameters), 100
+            ):  # MLflow's limits: 100 parameters in a call, 6000 characters in one
+                self._client.log_batch(run_id, params=parameters[first : first + 100])
+            (run.directory / "mlflow_run_id").write_text(run_id)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+        self._run_id = run_id
+
+    def _experiment(self, run: Run) -> str:
+        found = self._client.get_experiment_by_name(run.project_name)
+        return found.experiment_id if found else self._client.create_experiment(run.project_name)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        now_ms = int(time.time() * 1000)
+        entries = [
+            self._mlflow.entities.Metric(_mlflow_name(name), float(value), now_ms, step)
+            for name, value in metrics.items()
+        ]
+        for first in range(0, len(entries), 1000):  # MLflow's limit for one call
+            self._client.log_batch(self._run_id, metrics=entries[first : first + 1000])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "console": ConsoleTracker,
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+}  # logger -> package, which is also our extra
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """Return the lines of a `metrics.jsonl`; a line that a killed process left half-written is skipped."""
+    history = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            history.append(json.loads(line))
+    return history
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a nested mapping as (dotted key, value)."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check(name: str) -> None:
+    """Refuse a logger that is not known, or whose package is not installed."""
+    if name not in TRACKERS:
+        nearest = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"trainer.logger has {name!r}; known are {', '.join(TRACKERS)}; did you mean {nearest!r}?")
+    if name in PACKAGES:
+        _require(name, PACKAGES[name])
+
+
+def _require(name: str, package: str) -> ModuleType:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        way_out = f"in the checkout: pip install -e '.[{package}]', or take {name} out of trainer.logger"
+        raise ConfigError(
+            f"trainer.logger has {name!r}, but the package {package} cannot be imported ({error}): {way_out}"
+        ) from error
+
+
+def _keep_steps(path: Path, *, last: int) -> None:
+    """Drop what was logged behind step `last`, and half-written lines. The file is replaced by one rename."""
+    if not path.exists():
+        return
+    kept = [entry for entry in read_metrics(path) if entry["step"] <= last]
+    aside = path.with_suffix(".tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _run_id(run: Run, file_name: str) -> str | None:
+    """Return the id under which a service knows the run that is resumed, or None for a new run."""
+    path = run.directory / file_name
+    return path.read_text().strip() if run.start_step > 0 and path.exists() else None
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))

@@ -1,0 +1,1 @@
+"""From a batch of rows to micro-batches of tokens, and back."""

@@ -1,0 +1,89 @@
+"""An FSDP2 engine's durable state, as `torch.distributed.checkpoint` (DCP) writes and reads it.
+
+Every rank writes its own shards; DCP cuts them anew for any other number of ranks. Random states belong to a rank, not
+to a shard: a rank that did not exist when the checkpoint was written keeps the random state it has.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from hybridrl.errors import CheckpointError
+from hybridrl.workers.engine.collective_errors import writing
+
+
+def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+    """Write model, optimizer, step count and this rank's random state, fsynced.
+
+    Collective. Raises StorageError on every rank.
+    """
+    state = _state(model, optimizer) | {"step": torch.tensor(step), "random": _random_state()}
+    with writing(directory):
+        dcp.save(state, checkpoint_id=directory)
+
+
+def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Read into model, optimizer and random generators what `save_state` wrote. Collective. Returns the step count.
+
+    Raises CheckpointError naming what is missing.
+    """
+    metadata = _metadata(directory)
+    state = _state(model, optimizer) | {"step": torch.tensor(0)}
+    random = {key: value for key, value in _random_state().items() if f"random.{key}" in metadata.state_dict_metadata}
+    try:
+        dcp.load(state | {"random": random}, checkpoint_id=directory)
+    except (dcp.api.CheckpointException, RuntimeError, OSError) as error:
+        raise CheckpointError(f"{directory} cannot be read into this model: {error}") from error
+    set_model_state_dict(model, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _set_random_state(random)
+    return int(state["step"])
+
+
+def _metadata(directory: str) -> Metadata:
+    if not os.path.exists(os.path.join(directory, ".metadata")):
+        raise CheckpointError(
+            f"{directory} holds no engine state: .metadata is missing; it was never written, or not completely"
+        )
+    return dcp.FileSystemReader(directory).read_metadata()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
+    state = {"model": get_model_state_dict(model)}
+    return state if optimizer is None else state | {"optimizer": _optimizer_state(model, optimizer)}
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """DCP gives a fresh optimizer its state by a step without gradients; that step must not count, or the first real
+    one is smaller.
+    """
+    if not optimizer.state:
+        get_optimizer_state_dict(model, optimizer)
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    return get_optimizer_state_dict(model, optimizer)
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    state = {f"cpu_{rank}": torch.get_rng_state()}
+    return state | ({f"cuda_{rank}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    for key, value in state.items():
+        if key.startswith("cpu_"):
+            torch.set_rng_state(value)
+        else:
+            torch.cuda.set_rng_state(value)

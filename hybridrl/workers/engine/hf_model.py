@@ -1,0 +1,180 @@
+"""Hugging Face models for engines: which class, which settings, loading, new heads, decoder blocks.
+
+Not how they are sharded.
+"""
+
+import contextlib
+import difflib
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.workers.engine.base import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+AUTO_CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "value": "AutoModelForTokenClassification",
+    "score": "AutoModelForSequenceClassification",
+}
+NO_SCORE_HEAD = "; it is no trained reward model, so give one with a head in reward_model.model.path"
+
+
+def overridden_config(path: str, override_config: dict, *, trust_remote_code: bool) -> Any:
+    """Return the `PretrainedConfig` at `path` with these entries replaced; `attn_implementation`, which says how a
+    model is run and not what it is, is left out. Raises ConfigError for what the model does not know.
+    """
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path!r} is not a model that transformers can read: {error}") from error
+    overrides = {name: value for name, value in override_config.items() if name != "attn_implementation"}
+    _override(found, overrides, key="model.override_config")
+    return found
+
+
+def hf_config(config: EngineConfig) -> Any:
+    """Return the model's `PretrainedConfig` as the engine runs it. Raises ConfigError for what it does not know."""
+    found = overridden_config(config.path, config.override_config, trust_remote_code=config.trust_remote_code)
+    if attention := config.override_config.get("attn_implementation", _attention(config)):
+        found._attn_implementation = attention
+    if config.kind != "causal_lm":
+        found.num_labels = 1
+    if config.kind == "score" and found.get_text_config().pad_token_id is None:
+        found.get_text_config().pad_token_id = 0  # transformers refuses a batch without one; the engine does not use it
+    return found
+
+
+def _attention(config: EngineConfig) -> str | None:
+    """Flash attention where it can run; None leaves the choice to transformers (SDPA, or eager for
+    models without it).
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    usable = config.device == "cuda" and config.compute_dtype == torch.bfloat16 and is_flash_attn_2_available()
+    return "flash_attention_2" if usable else None
+
+
+def _override(target: Any, overrides: dict, *, key: str) -> None:
+    for name, value in overrides.items():
+        if not hasattr(target, name):
+            close = difflib.get_close_matches(name, target.to_dict(), n=1)
+            hint = f"; the nearest is {close[0]}" if close else ""
+            raise ConfigError(f"{key}.{name}={value!r}: {type(target).__name__} has no such entry{hint}")
+        inner = getattr(target, name)
+        if isinstance(value, dict) and hasattr(inner, "to_dict"):
+            _override(inner, value, key=f"{key}.{name}")
+        else:
+            setattr(target, name, value)
+
+
+def load_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Module:
+    """Return the whole model on the CPU, without dropout. A value head that the checkpoint lacks is drawn from
+    `config.seed`.
+
+    Raises CheckpointError if the checkpoint lacks anything else: scores of a head that nobody trained are noise.
+    """
+    with torch.random.fork_rng(devices=[]), _quiet_transformers():
+        torch.manual_seed(config.seed)
+        model, report = _auto_class(config).from_pretrained(
+            config.path, config=found, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
+        )
+    missing = sorted(report["missing_keys"])
+    needed = [name for name in missing if config.kind != "value" or name.startswith(f"{model.base_model_prefix}.")]
+    if needed:
+        what = f"{config.path} lacks {len(needed)} weights of {type(model).__name__}: {', '.join(needed[:5])}"
+        raise CheckpointError(what + (NO_SCORE_HEAD if config.kind == "score" else ""))
+    if missing:
+        logger.info(
+            "%s has no value head; %s is new, drawn with seed %d.", config.path, ", ".join(missing), config.seed
+        )
+    return _with_float32_heads(model, config).eval()
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Neither a progress bar per worker nor transformers' table of new weights, which `load_model` reports in a
+    sentence.
+    """
+    from transformers.utils import logging as log
+
+    verbosity, bar = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bar:
+            log.enable_progress_bar()
+
+
+def empty_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Module:
+    """Return the model on the meta device: structure without memory."""
+    with torch.device("meta"):
+        model = _auto_class(config).from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    return _with_float32_heads(model, config).eval()
+
+
+def number_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
+    """Return the layers that turn states into values or scores. They compute in float32 whatever the model does: it
+    costs nothing for one output, and in bfloat16, with its 2 to 3 digits, the scores of close answers would be the
+    same.
+    """
+    if kind == "causal_lm":
+        return []
+    parts = model.named_children()
+    return [part for name, part in parts if name != model.base_model_prefix and isinstance(part, nn.Linear)]
+
+
+def _with_float32_heads(model: nn.Module, config: EngineConfig) -> nn.Module:
+    for head in number_heads(model, kind=config.kind):
+        head.float()
+    return model
+
+
+def _auto_class(config: EngineConfig) -> Any:
+    import transformers
+
+    return getattr(transformers, AUTO_CLASSES[config.kind])
+
+
+def check_packable(model: nn.Module) -> None:
+    """Raise ConfigError for a recurrent model: its packed sequences would see each other."""
+    if getattr(model, "_is_stateful", False):
+        raise ConfigError(
+            f"model.use_remove_padding=True: {type(model).__name__} would carry state from one sequence "
+            "into the next; use False"
+        )
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a transformer, the unit of sharding and recomputation, in order.
+
+    By the class names a model declares unsplittable, else its longest ModuleList.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    declared = [module for module in model.modules() if type(module).__name__ in names]
+    if declared:
+        return declared
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=()))
+
+
+def recompute_activations(blocks: list[nn.Module]) -> None:
+    """Make each block keep only its input for the backward pass and run again there.
+
+    Not transformers' own switch: that acts in train mode only, and engines stay in eval mode so that forward and
+    training agree.
+    """
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

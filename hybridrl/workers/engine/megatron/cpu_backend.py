@@ -1,0 +1,142 @@
+"""megatron-core on a machine without CUDA: process groups of gloo, tensors on the CPU. Nothing here runs where there is
+CUDA.
+
+megatron-core names the accelerator in four ways: `torch.cuda.f()`, `device="cuda"`, `tensor.cuda()` and `tensor.type()
+== "torch.cuda.FloatTensor"`. Without CUDA each of them raises, or is false, so letting them mean the CPU takes nothing
+away that works. Modules of megatron-core, and no others, see a `torch` in which the first two do, whenever they are
+imported. The two tensor methods change for everybody in the process; only megatron-core's processes have them.
+
+Two simpler ways fail: a TorchFunctionMode is off inside `autograd.backward`, where recomputation runs; and changing the
+modules imported so far misses those that megatron-core imports later.
+"""
+
+import contextlib
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hybridrl.errors import ConfigError
+
+PACKAGE = "megatron.core"
+CPU = torch.device("cpu")
+
+
+def let_cuda_mean_cpu() -> None:
+    """Make megatron-core of this process compute on the CPU; a second call changes nothing.
+
+    Raises ConfigError where there is CUDA.
+    """
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.device=cpu: with strategy=megatron a process that sees CUDA computes there; use "
+            "trainer.device=cuda, or hide the "
+            "devices with CUDA_VISIBLE_DEVICES=''"
+        )
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PACKAGE):
+            _swap_torch(module)
+    random = importlib.import_module(f"{PACKAGE}.tensor_parallel.random")
+    random._get_cuda_rng_state, random._set_cuda_rng_state = _get_rng_state, _set_rng_state
+    logging.getLogger(random.__name__).setLevel(
+        logging.ERROR
+    )  # it warns that the CPU's state changed: here that is the state
+    importlib.import_module(f"{PACKAGE}.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _as_counts
+    real_type = torch.Tensor.type
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
+    torch.Tensor.type = lambda tensor, *args, **kwargs: (
+        real_type(tensor, *args, **kwargs) if args or kwargs else real_type(tensor).replace("torch.", "torch.cuda.", 1)
+    )
+
+
+def _as_counts(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Numbers of tokens for each expert, as a collective takes them: megatron-core leaves a CPU's tensor a tensor,
+    which none takes.
+    """
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _View:
+    """An object seen with some of its attributes replaced."""
+
+    def __init__(self, real: Any, **replaced: Any):
+        self.__dict__.update(replaced, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _InOrder:
+    """A CUDA stream or event: on the CPU everything happens in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+_CUDA = _View(
+    torch.cuda,
+    current_device=lambda: CPU,
+    synchronize=lambda *args: None,
+    manual_seed=torch.manual_seed,
+    get_rng_state=_get_rng_state,
+    set_rng_state=_set_rng_state,
+    Stream=_InOrder,
+    Event=_InOrder,
+    current_stream=_InOrder,
+    stream=lambda stream: contextlib.nullcontext(),
+)
+_TORCH = _View(
+    torch,
+    cuda=_CUDA,
+    **{name: _on_cpu(getattr(torch, name)) for name in ("empty", "empty_like", "zeros", "ones", "tensor")},
+)
+
+
+def _swap_torch(module: ModuleType) -> None:
+    if getattr(module, "torch", None) is torch:
+        module.torch = _TORCH
+
+
+class _Finder:
+    """Finds megatron-core's modules as usual, and swaps `torch` in them once they are imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        found = importlib.machinery.PathFinder.find_spec(name, path, target) if name.startswith(PACKAGE) else None
+        if found is not None and found.loader is not None:
+            run = found.loader.exec_module
+
+            def run_and_swap(module: ModuleType) -> None:
+                run(module)
+                _swap_torch(module)
+
+            found.loader.exec_module = run_and_swap
+        return found

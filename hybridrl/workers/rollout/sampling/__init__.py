@@ -1,0 +1,1 @@
+"""Sampling: parameters, logits processing, seeded draws per row."""

@@ -1,0 +1,1 @@
+"""The vLLM rollout. This is the only package that imports vllm."""

@@ -1,0 +1,307 @@
+"""Rules about several settings at once: what is refused, with which words, and what is let through."""
+
+import json
+
+import pytest
+
+from hybridrl.config import PPOConfig, SFTConfig, check_config, check_sft_config, load_config
+from hybridrl.errors import ConfigError
+
+NAMES = {
+    "known_estimators": ("gae", "grpo", "rloo"),
+    "group_estimators": ("grpo", "rloo"),
+    "critic_estimators": ("gae",),
+    "known_losses": ("vanilla", "gspo"),
+    "own_agg_modes": {"gspo": "seq-mean-token-mean"},
+}
+
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
+LAYOUT = "actor_rollout_ref.actor.megatron"
+ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+@pytest.fixture
+def check(tmp_path):
+    """A config that passes, with `words` on top; returns what is wrong with it, or an empty string."""
+    (tmp_path / "train.parquet").touch()
+    base = [
+        f"data.train_files={tmp_path}/train.parquet",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B",
+        "actor_rollout_ref.rollout.name=hf",
+    ]
+
+    def problems(*words, base=base):
+        config = load_config(PPOConfig, [*base, *words], program="p", config_name="ppo_trainer")
+        try:
+            check_config(config, **NAMES)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return problems
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("data.train_files=[]", "data.train_files=[]: nothing to train on"),
+        ("data.train_files=nowhere.parquet", "data.train_files=nowhere.parquet: there is no such file"),
+        ("data.val_files=['~/v.parquet']", "write $HOME"),
+        ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path=null: no model"),
+        ("actor_rollout_ref.model.path=/nowhere/model", "there is no such directory"),
+        ("actor_rollout_ref.model.path=outputs/nowhere/model", "outputs/nowhere/model: there is no such directory"),
+        ("critic.model.path=./nowhere", "critic.model.path=./nowhere: there is no such directory"),
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=grpo compares"),
+        (
+            "algorithm.adv_estimator=gea",
+            "algorithm.adv_estimator=gea: there is no such estimator; did you mean gae? known are gae, grpo, rloo",
+        ),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gsbo", "did you mean gspo? known are gspo, vanilla"),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=token-sum",
+            "actor_rollout_ref.actor.loss_agg_mode=token-sum: gspo is always seq-mean-token-mean; leave it out",
+        ),
+        ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
+        (
+            "critic.strategy=megatron",
+            "critic.strategy=megatron: must be the engine of actor_rollout_ref.actor.strategy=fsdp",
+        ),
+        (
+            f"{MEGATRON} {LAYOUT}.tensor_model_parallel_size=3 trainer.n_gpus_per_node=4",
+            f"{LAYOUT}: tensor_model_parallel_size=3 * pipeline_model_parallel_size=1 * "
+            "context_parallel_size=1 = 3 does not",
+        ),
+        (f"{MEGATRON} {LAYOUT}.sequence_parallel=true", "sequence_parallel=true: has no effect with"),
+        (
+            f"{MEGATRON} {LAYOUT}.virtual_pipeline_model_parallel_size=2",
+            "virtual_pipeline_model_parallel_size=2: has no effect with",
+        ),
+        (f"{MEGATRON} {LAYOUT}.optimizer_offload=true", "not with the distributed optimizer in this release; set"),
+        (
+            f"{MEGATRON} actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
+            "no effect with actor_rollout_ref.actor.strategy=me",
+        ),
+        (
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "has no effect with actor_rollout_ref.actor.strategy=fsdp",
+        ),
+        (f"{ROLLOUT_TP}=2", f"{ROLLOUT_TP}=2: hf generates on one device; use actor_rollout_ref.rollout.name=vllm"),
+        (
+            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
+            "actor_rollout_ref.rollout.weight_sync.transport=broadcast",
+            "transport=broadcast: with trainer.lag=1 a process that was lost while the actor trains has "
+            "to get weights that the actor has",
+        ),
+        (
+            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
+            "actor_rollout_ref.model.lora_rank=2 actor_rollout_ref.rollout.weight_sync.lora=adapter",
+            "weight_sync.lora=adapter: with trainer.lag=1 a process that was lost",
+        ),
+        ("actor_rollout_ref.rollout.agent.path=x.py", "has no effect without actor_rollout_ref.rollout.mode=async"),
+        ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256: a step has only 16 prompts"),
+        (
+            "critic.ppo_mini_batch_size=2048",
+            "critic.ppo_mini_batch_size=2048: a step has only 1024 prompts (data.train_batch_size); set",
+        ),
+        (
+            "reward_model.enable=true reward_model.model.path=m reward_model.forward_max_token_len_per_gpu=1023",
+            "reward_model.forward_max_token_len_per_gpu=1023: one sequence may have",
+        ),
+        ("actor_rollout_ref.rollout.top_k=0", "actor_rollout_ref.rollout.top_k=0: would keep no token; -1 keeps all"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_k=0", "actor_rollout_ref.rollout.val_kwargs.top_k=0"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=4", "val_kwargs.do_sample=true"),
+        (
+            "trainer.backend=local trainer.n_gpus_per_node=2",
+            "trainer.nnodes * trainer.n_gpus_per_node = 2; use trainer.backend=ray",
+        ),
+        ("trainer.backend=local trainer.colocate=device", "trainer.colocate=device"),
+        ("trainer.resume_mode=resume_path", "set trainer.resume_from_path to a global_step_N directory"),
+        ("trainer.resume_from_path=x", "is read only with trainer.resume_mode=resume_path, not auto"),
+        ("trainer.resume_mode=resume_path trainer.resume_from_path=nowhere", "there is no such directory"),
+        ("reward_model.enable=true", "set reward_model.model.path"),
+        ("reward_model.model.path=some/model", "set reward_model.enable=true"),
+        ("data.custom_cls.name=Mine", "data.custom_cls.path=null: a dataset class needs both"),
+        (
+            "reward_model.overlong_buffer.enable=true reward_model.overlong_buffer.len=4",
+            "only reward_model.reward_manager=dapo",
+        ),
+        (
+            "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo",
+            "reward_model.overlong_buffer.len=0: must be between 1 and",
+        ),
+        (
+            "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo "
+            "reward_model.overlong_buffer.len=513",
+            "between 1 and data.max_response_length=512",
+        ),
+        ("trainer.lag=1", "give it a pool of its own with actor_rollout_ref.rollout.n_gpus_per_node"),
+        (
+            "trainer.backend=local trainer.lag=1 trainer.staleness=2",
+            "nothing gets older than trainer.lag=1; leave it out",
+        ),
+        ("trainer.replay.groups=8", "with trainer.staleness above trainer.lag=0, not None"),
+        ("trainer.val_only=true", "trainer.val_only=true: there is nothing to validate on"),
+        ("trainer.test_freq=5", "trainer.test_freq=5: there is nothing to validate on"),
+        ("trainer.test_freq=0", "trainer.test_freq=0: is no frequency"),
+        ("trainer.save_freq=0", "trainer.save_freq=0: is no frequency; -1 means never"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_on_one_line_with_the_way_out(check, words, says):
+    message = check(*words.split())
+    assert says in message
+    assert "\n" not in message
+
+
+def test_a_generating_engine_has_whole_groups_of_ranks_on_each_machine(check):
+    pool, tensor_parallel = (
+        "actor_rollout_ref.rollout.n_gpus_per_node",
+        f"actor_rollout_ref.rollout.name=vllm {ROLLOUT_TP}=2",
+    )
+    assert f"{ROLLOUT_TP}=2: does not divide trainer.n_gpus_per_node=3" in check(
+        *tensor_parallel.split(), "trainer.n_gpus_per_node=3"
+    )
+    message = check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", f"{pool}=1", "trainer.eval_n_gpus=5")
+    assert f"does not divide {pool}=1" in message and "does not divide trainer.eval_n_gpus=5" in message
+    assert "does not divide trainer.n_gpus_per_node" not in message
+    assert ROLLOUT_TP not in check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", f"{pool}=4")
+
+
+@pytest.mark.parametrize(
+    "prefix, switch, budget",
+    [
+        ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+        ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+        ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+        ("critic", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+    ],
+)
+def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, prefix, switch, budget):
+    rows = budget.replace("max_token_len", "micro_batch_size")
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    lengths = ["data.max_prompt_length=60", "data.max_response_length=40"]
+    assert check(*lengths, kl, f"{prefix}.{budget}=99", f"{prefix}.{rows}=4") == ""
+    assert f"{prefix}.{budget}=99: one sequence may have" in check(
+        *lengths, kl, f"{prefix}.{budget}=99"
+    )  # no rows: cut by it
+    assert check(*lengths, f"{prefix}.{budget}=100", f"{prefix}.{switch}=true") == ""
+    message = check(*lengths, f"{prefix}.{budget}=99", f"{prefix}.{switch}=true")
+    assert (
+        f"{prefix}.{budget}=99: one sequence may have data.max_prompt_length + data.max_response_length = 100 tokens"
+        in message
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "data.train_files=s3://bucket/train.parquet",
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 critic.enable=false critic.strategy=megatron",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1024",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "data.train_batch_size=7 actor_rollout_ref.actor.ppo_mini_batch_size=3 trainer.n_gpus_per_node=2",
+        "trainer.save_freq=3",
+        "trainer.backend=local",
+        "custom_reward_function.kwargs.format_score=0.1",
+        "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo "
+        "reward_model.overlong_buffer.len=512",
+        "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    ],
+)
+def test_what_can_run_is_let_through(check, words):
+    assert check(*words.split()) == ""
+
+
+def test_every_contradiction_is_reported_at_once(check):
+    lines = check(
+        "trainer.test_freq=1", "trainer.val_only=true", "algorithm.adv_estimator=rloo", "critic.enable=false"
+    ).splitlines()
+    assert lines[0] == "3 problems in the configuration:" and len(lines) == 4
+
+
+@pytest.mark.parametrize("preset", ["grpo_trainer", "local_debug"])
+def test_a_preset_runs_once_it_has_data_and_a_model(check, preset):
+    assert check("--config-name", preset) == ""
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("model.path=null", "model.path=null: no model"),
+        ("data.train_files=[]", "nothing to train on"),
+        (
+            "data.max_length=2000 data.max_token_len_per_gpu=1999",
+            "one conversation may have data.max_length = 2000 tokens",
+        ),
+        ("trainer.critic_warmup=3", "has no effect in supervised fine-tuning"),
+        ("trainer.val_only=true data.val_files=${data.train_files}", "has no effect in supervised fine-tuning"),
+        ("trainer.test_freq=2", "set data.val_files"),
+        ("trainer.backend=local trainer.n_gpus_per_node=2", "use trainer.backend=ray"),
+        ("", ""),
+        (
+            "data.max_length=2000 data.max_token_len_per_gpu=1999 data.use_dynamic_bsz=false "
+            "data.micro_batch_size_per_gpu=1",
+            "",
+        ),
+    ],
+)
+def test_supervised_fine_tuning_has_the_same_kind_of_rules(tmp_path, words, says):
+    (tmp_path / "train.parquet").touch()
+    base = [f"data.train_files={tmp_path}/train.parquet", "model.path=some/model"]
+    config = load_config(SFTConfig, [*base, *words.split()], program="p", config_name="sft_trainer")
+    if not says:
+        assert check_sft_config(config) is None
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_sft_config(config)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_model", "words"),
+    [
+        ("tensor_model_parallel_size=4", {}, "does not divide the model's num_key_value_heads=2; use a divisor of it"),
+        ("pipeline_model_parallel_size=4", {}, "num_hidden_layers=6 cannot be cut into 4 equal parts"),
+        (
+            "pipeline_model_parallel_size=2 {0}.virtual_pipeline_model_parallel_size=2",
+            {},
+            "num_hidden_layers=6 cannot be cut into 4 equal parts",
+        ),
+        ("expert_model_parallel_size=2", {}, "the model (qwen2) has no experts; use 1"),
+        (
+            "expert_model_parallel_size=4",
+            {"model_type": "qwen3_moe", "num_experts": 6},
+            "does not divide the model's num_experts=6",
+        ),
+        (
+            "tensor_model_parallel_size=2",
+            {"model_type": "qwen3_moe", "num_experts": 6},
+            "a model with experts needs actor_rollout_ref.actor.megatron.sequence_parallel=true",
+        ),
+        (
+            "tensor_model_parallel_size=2",
+            {"model_type": "gpt2"},
+            "knows the model types llama, mistral, qwen2, qwen3, qwen3_moe, not gpt2",
+        ),
+    ],
+)
+def test_a_megatron_layout_fits_the_local_model(check, tmp_path, layout, of_model, words):
+    known = {
+        "model_type": "qwen2",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "intermediate_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(known | of_model))
+    settings = f"{MEGATRON} trainer.n_gpus_per_node=4 {{0}}.{layout}".format(LAYOUT).replace("{0}", LAYOUT)
+    assert words in check(f"actor_rollout_ref.model.path={tmp_path}", *settings.split())
+    fitting = (
+        f"{MEGATRON} trainer.n_gpus_per_node=4 {LAYOUT}.tensor_model_parallel_size=2 "
+        f"{LAYOUT}.pipeline_model_parallel_size=2"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(known))
+    assert "megatron" not in check(f"actor_rollout_ref.model.path={tmp_path}", *fitting.split())
+    overridden = "actor_rollout_ref.model.override_config={num_attention_heads:3}"
+    assert "num_attention_heads=3" in check(f"actor_rollout_ref.model.path={tmp_path}", *fitting.split(), overridden)

@@ -1,0 +1,237 @@
+"""Parallel: the same program in several processes on a real Ray cluster; what they hear of each other; what a failure
+does.
+"""
+
+import os
+import threading
+import time
+
+import pytest
+
+from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.framework import Parallel, Role, Task
+from hybridrl.framework.parallel.runner import linked
+from tests.support.framework import programs
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def actors_left():
+    import ray
+
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "/node-" in actor["name"]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    yield
+    assert actors_left() == []
+
+
+# -- who is who
+
+
+def test_each_process_knows_its_place_and_its_labels(monkeypatch):
+    monkeypatch.setenv("HYBRIDRL_TASK_LABELS", "spot")
+    results = Parallel.runner(2, topology="alone", labels={"gpu"}, node_ids=[5, 7])(programs.facts)
+    assert [result[:3] for result in results] == [(True, True, 5), (True, True, 7)]
+    assert results[1][3] == ["distributed", "gpu", "node.7", "own", "spot"]
+    assert len({os.getpid(), *(result[4] for result in results)}) == 3
+
+
+def test_one_process_is_this_one_and_the_program_runs_standalone():
+    assert Parallel.runner(1, labels={"ignored"})(programs.facts) == [
+        (True, False, 0, ["own", "standalone"], os.getpid())
+    ]
+
+
+def test_one_process_that_recovers_is_begun_again_here():
+    attempts = []
+
+    def main(limit):
+        attempts.append(Parallel().retries)
+        if len(attempts) < limit:
+            raise OSError("flaky")
+
+    Parallel.runner(1, auto_recover=True)(main, 3)
+    assert attempts == [0, 1, 2]
+    with pytest.raises(OSError, match="flaky"):
+        Parallel.runner(1, auto_recover=True, max_retries=1)(main, 100)
+
+
+def test_a_function_of_the_script_itself_runs_with_its_arguments():
+    base = 10
+
+    def main(a, *, b):
+        return a + b + base + Parallel().node_id
+
+    assert Parallel.runner(2)(main, 1, b=2) == [13, 14]
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        ("mesh", {4: [5, 6], 5: [4, 6], 6: [4, 5]}),
+        ("star", {4: [5, 6], 5: [4], 6: [4]}),
+        ("alone", {4: [], 5: [], 6: []}),
+    ],
+)
+def test_topologies(topology, expected):
+    assert linked([4, 5, 6], topology) == expected
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"), [("mesh", [[1, 2], [0, 2], [0, 1]]), ("star", [[1, 2], [0], [0]]), ("alone", [[]] * 3)]
+)
+def test_peers_hear_each_other_as_the_topology_says(topology, expected):
+    assert Parallel.runner(3, topology=topology)(programs.who_hears) == expected
+
+
+# -- messages
+
+
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_no_message_is_lost_and_each_senders_are_heard_in_order(late):
+    for node, heard in enumerate(Parallel.runner(3)(programs.greet, 60, late)):
+        assert heard == {sender: [] if sender == node else list(range(60)) for sender in range(3)}
+
+
+def test_each_listener_hears_each_event_of_a_peer_once():
+    first, second = Parallel.runner(2)(programs.count_events, 20)
+    expected = [(1, step) for step in range(len(first["a"]))]
+    assert len(expected) == 20 and first["a"] == first["b"] == expected and first["once"] == expected[:1]
+    assert first["off"] == second["off"] == [] and second["a"] == second["b"]
+
+
+def test_a_conversation_never_loses_an_answer():
+    assert Parallel.runner(2)(programs.ping_pong, 200)[0] == 199
+
+
+def test_the_context_of_a_step_reaches_the_peers_and_the_newest_wins():
+    seen, newest, finished = Parallel.runner(2, topology="star")(programs.share_context, 30)[1]
+    steps = [step for step, _, _ in seen]
+    assert steps == sorted(set(steps)) and steps[-1] == newest == 29 and finished
+    assert all(train_iter == step + 1 and weight == step for step, train_iter, weight in seen)
+
+
+@pytest.mark.parametrize("kind", ["ctx", "task"])
+@pytest.mark.parametrize("topology", ["mesh", "star"])
+def test_whoever_finishes_ends_the_run_of_all(kind, topology):
+    steps = Parallel.runner(3, topology=topology)(programs.finish_by, kind)
+    assert steps[1] == 3 and max(steps) < 10_000
+
+
+def test_roles_and_labels_give_each_process_its_stages():
+    assert Parallel.runner(2, topology="alone")(programs.by_role) == ["learner", "collector"]
+    assert Task().has_role(Role.LEARNER)
+
+
+def test_a_process_without_stages_ends_at_once_and_ends_nobody_else():
+    assert Parallel.runner(3)(programs.only_node_0_has_work) == [9, 0, 0]
+
+
+# -- failures
+
+
+@pytest.mark.parametrize(("kind", "error"), [("raise", LookupError), ("kill", WorkerLost), ("exit", RuntimeError)])
+def test_one_that_fails_ends_the_group_at_once(kind, error):
+    start = time.monotonic()
+    with pytest.raises(error) as caught:
+        Parallel.runner(3)(programs.fail, kind, 1)
+    assert time.monotonic() - start < 30, "the others would have run for 1000 s"
+    assert "node-1" in caught.value.__notes__[-1]
+    if kind == "raise":
+        assert "programs.py" in caught.value.__notes__[-1] and "no such thing" in str(caught.value)
+    if kind == "kill":
+        assert caught.value.rank == 1 and "node-1 was lost while running main()" in str(caught.value)
+    if kind == "exit":
+        assert "sys.exit(3)" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+def test_one_that_fails_is_begun_again_with_its_peers(kind):
+    (retries, heard, _), (retries_1, _, process) = Parallel.runner(2, auto_recover=True)(programs.recover, kind)
+    assert (retries, retries_1) == (0, 1) and heard == [process], "the peer hears the process that came back"
+
+
+@pytest.mark.slow
+def test_retries_are_counted_over_exceptions_and_deaths():
+    with pytest.raises(LookupError):
+        Parallel.runner(2, auto_recover=True, max_retries=2)(programs.fail, "raise", 1, 5)
+    with pytest.raises(WorkerLost):
+        Parallel.runner(2, auto_recover=True, max_retries=1)(programs.fail, "kill", 1, 5)
+    (_, first), (_, second) = Parallel.runner(2, auto_recover=True, max_retries=2)(programs.fail, "kill", 1, 2)
+    assert (first, second) == (0, 2)
+
+
+def test_a_listeners_exception_ends_the_process_that_listens():
+    with pytest.raises(LookupError, match="cannot hear 7") as caught:
+        Parallel.runner(2)(programs.listen_badly)
+    assert "node-1" in caught.value.__notes__[-1]
+
+
+def test_what_cannot_be_pickled_is_refused_where_it_is_emitted():
+    with pytest.raises(TypeError, match="generator") as caught:
+        Parallel.runner(2)(programs.emit_what_cannot_be_sent)
+    assert any("what it emits as 'e'" in note for note in caught.value.__notes__)
+
+
+# -- groups that join
+
+
+def test_a_group_attaches_to_a_running_one_and_gets_its_newest_context():
+    results = {}
+    first = threading.Thread(target=lambda: results.update(a=Parallel.runner(1, name="learners")(programs.learner, 5)))
+    first.start()
+    programs.wait_until(actors_left)
+    time.sleep(1.0)  # it has run many steps by now
+    results["b"] = Parallel.runner(1, name="collectors", attach_to=["learners"])(programs.collector)
+    first.join(timeout=60)
+    [(name, heard)], [(train_iter, attached_to)] = results["a"], results["b"]
+    assert name == "learners/node-0" and attached_to == ("learners/node-0",)
+    assert heard == [0, 1, 2, 3, 4] and train_iter > 1
+
+
+def test_attaching_to_what_is_not_there_says_what_is():
+    with pytest.raises(
+        PlacementError, match="attach_to='learners' is not running on this cluster; there are no groups"
+    ):
+        Parallel.runner(1, attach_to=["learners"])(programs.facts)
+
+
+def test_a_second_group_of_one_name_is_refused_and_the_first_goes_on():
+    results = {}
+    first = threading.Thread(target=lambda: results.update(a=Parallel.runner(1, name="same")(programs.start_slowly, 6)))
+    first.start()
+    programs.wait_until(actors_left)
+    with pytest.raises(PlacementError, match="choose another name="):
+        Parallel.runner(1, name="same")(programs.facts)
+    first.join(timeout=60)
+    assert len(results["a"]) == 1
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"topology": "ring"}, ValueError, "topology='ring' is unknown; there are mesh, star, alone"),
+        ({"n_parallel_workers": 0}, ValueError, "n_parallel_workers=0"),
+        ({"node_ids": [1, 1]}, ValueError, "not 2 different numbers"),
+        ({"node_ids": [1]}, ValueError, "not 2 different numbers"),
+        ({"mq_type": "redis"}, ValueError, "not through a broker"),
+        ({"redis_host": "localhost"}, ValueError, "not through a broker"),
+        ({"attach_to": ["tcp://127.0.0.1:50515"]}, ValueError, "is an address"),
+        ({"attach_to": "learners"}, TypeError, "write a list"),
+        ({"prots": [1]}, TypeError, "no argument 'prots'"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused_before_anything_starts(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Parallel.runner(**{"n_parallel_workers": 2} | arguments)
+
+
+def test_arguments_about_sockets_are_ignored_with_a_line(caplog):
+    Parallel.runner(2, mq_type="nng", protocol="tcp", address="127.0.0.1", ports=50515, startup_interval=1)
+    assert "ignores protocol, address, ports, startup_interval" in caplog.text

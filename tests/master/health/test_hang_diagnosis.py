@@ -1,0 +1,70 @@
+from hybridrl.master.health.hang_diagnosis import Doing, all_in_one_method, compare_stacks, find_culprit
+
+
+def doing(slot, method=None, for_s=100.0, did=None, turn=7):
+    return Doing(slot, method, for_s, did, turn)
+
+
+def test_the_idle_rank_holds_up_those_that_wait_in_a_method():
+    found = find_culprit(
+        [doing("actor-0", "actor.update"), doing("actor-1"), doing("actor-2", "actor.update")], patience_s=60
+    )
+    assert (found.culprit, found.waiting) == ("actor-1", ("actor-0", "actor-2"))
+    assert found.evidence == "it is idle for 100 s, while actor-0, actor-2 wait in actor.update"
+
+
+def test_a_rank_in_another_method_holds_up_the_others_too():
+    ranks = [doing("actor-0", "actor.update"), doing("actor-1", "actor.update"), doing("actor-2", "actor.save")]
+    assert find_culprit(ranks, patience_s=60).culprit == "actor-2"
+
+
+def test_who_has_just_ended_a_method_does_not_hold_up_the_one_that_is_still_in_it():
+    still, done = doing("rollout-0", "rollout.generate", 100), doing("rollout-1", None, 70, did="rollout.generate")
+    found = find_culprit([still, done], patience_s=60)
+    assert (found.culprit, found.waiting, found.method) == ("rollout-0", ("rollout-1",), "rollout.generate")
+    assert found.evidence == "it is in rollout.generate for 100 s, which rollout-1 ended 70 s ago or earlier"
+    ended_before = doing("rollout-1", None, 99, did="rollout.generate", turn=6)  # the call before this one
+    assert find_culprit([still, ended_before], patience_s=60).culprit == "rollout-1"
+    assert find_culprit([still, done, doing("rollout-2")], patience_s=60).culprit == "rollout-2"
+    assert (
+        find_culprit([still, doing("rollout-2", "rollout.generate", 90), done], patience_s=60) is None
+    )  # stacks would have to tell
+
+
+def test_nobody_is_blamed_before_the_patience_ends_or_when_all_do_the_same():
+    assert find_culprit([doing("actor-0", "actor.update", 59), doing("actor-1")], patience_s=60) is None
+    alike = [doing("actor-0", "actor.update"), doing("actor-1", "actor.update")]
+    assert find_culprit(alike, patience_s=60) is None
+    assert all_in_one_method(alike, patience_s=60) == tuple(alike)
+    assert all_in_one_method(alike, patience_s=101) == ()
+
+
+def test_roles_do_not_wait_for_each_other():
+    assert find_culprit([doing("actor-0", "actor.update"), doing("critic-0")], patience_s=60) is None
+
+
+def test_the_trainer_is_the_culprit_when_all_workers_are_idle():
+    ranks = [doing("trainer", "reward"), doing("actor-0"), doing("actor-1")]
+    assert find_culprit(ranks, patience_s=60).culprit == "trainer"
+    assert find_culprit([*ranks, doing("critic-0", "critic.update", 1)], patience_s=60) is None
+
+
+def dump(*lines):
+    idle = 'Thread 0x01 (most recent call first):\n  File "threading.py", line 5 in wait\n'
+    mine = "Current thread 0x02 (most recent call first):\n" + "\n".join(
+        f'  File "{path}", line {n} in {name}' for path, n, name in lines
+    )
+    return f"{idle}\n{mine}\n"
+
+
+def test_the_one_outside_of_the_collective_is_the_culprit():
+    waits = dump(("torch/distributed/distributed_c10d.py", 10, "all_reduce"), ("actor.py", 3, "update"))
+    sleeps = dump(("data.py", 7, "read"), ("actor.py", 2, "update"))
+    found = compare_stacks({"actor-0": waits, "actor-1": sleeps}, method="actor.update")
+    assert found.culprit == "actor-1"
+    assert "data.py:7 in read" in found.evidence and "distributed_c10d.py:10 in all_reduce" in found.evidence
+
+
+def test_with_all_in_the_same_place_stacks_name_nobody():
+    same = dump(("actor.py", 2, "update"))
+    assert compare_stacks({"actor-0": same, "actor-1": same, "actor-2": same}, method="actor.update") is None

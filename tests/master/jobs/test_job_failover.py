@@ -1,0 +1,162 @@
+"""Submitted jobs that lose somebody: who is started again, who is left alone, and when it is enough."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import ray
+
+from hybridrl.errors import WorkerLost
+from hybridrl.master.health.kernel_process import condition
+from hybridrl.master.jobs.builder import DLJobBuilder
+from hybridrl.master.service.client import masters
+from hybridrl.master.service.console import status
+from hybridrl.master.service.journal import replay
+from hybridrl.master.state.tables import Job
+from tests.master.jobs.test_submit import SMALL, A, left_of, wait_until
+from tests.support.master.sample_job import (
+    dies_itself,
+    is_mistaken,
+    loses_a_worker,
+    recovers_a_worker,
+    waits_after_a_commit,
+)
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300), pytest.mark.slow]
+
+
+def described(trainer, out, *, restart="role", total=2, max_restart=10, **config):
+    """A trainer and an actor of some processes."""
+    builder = DLJobBuilder().device_type("CPU").config({"out": str(out), **config})
+    builder.trainer(trainer).resource(**SMALL).max_restart(max_restart)
+    return (
+        builder.workload("actor", A)
+        .total(total)
+        .per_node(2)
+        .resource(**SMALL)
+        .restart(restart)
+        .max_restart(max_restart)
+    )
+
+
+def lives(out):
+    return [line.split(" ", 3) for line in out.read_text().splitlines()]
+
+
+def state_of(folder):
+    [journal] = folder.glob("*/events-*.jsonl")
+    return replay(str(journal.parent))[0]
+
+
+def test_a_trainer_that_says_nothing_about_a_loss_is_started_again_with_what_it_had_told(tmp_path):
+    out = tmp_path / "out"
+    job = described(loses_a_worker, out, restart="process", whom=["actor", 1]).build()
+    assert job.submit("loses", journal=str(tmp_path)) == 0
+    first, second = out.read_text().splitlines()
+    assert first.startswith("0 0 - {'actor': [0, 1]} ")
+    assert second.startswith("1 3 global_step_3 {'actor': [1]} ")
+    (kept, lost), (same, new) = first.split()[-2:], second.split()[-2:]
+    assert kept == same and lost != new  # the other worker was left alone
+    state = state_of(tmp_path)
+    assert (state.state, state.step, state.commit, state.workers["actor-1"].life) == (
+        Job.SUCCEEDED,
+        3,
+        "global_step_3",
+        2,
+    )
+    assert any("actor-1 at step" in text and "killed by SIGKILL" in text for text in state.failures)
+    wait_until(lambda: not left_of("loses-"))
+
+
+def test_processes_that_talk_to_each_other_are_started_again_together(tmp_path):
+    out = tmp_path / "out"
+    assert described(loses_a_worker, out, whom=["actor", 1]).build().submit("together", journal=str(tmp_path)) == 0
+    first, second = (line.split()[-2:] for line in out.read_text().splitlines())
+    assert not set(first) & set(second)
+
+
+def test_a_trainer_that_says_it_goes_on_with_the_same_groups(tmp_path):
+    out = tmp_path / "out"
+    job = described(recovers_a_worker, out, restart="process").build()
+    assert job.submit("recovers", journal=str(tmp_path)) == 0
+    first, *after = (re.findall(r"\{.*\}|\d+", line) for line in out.read_text().splitlines())
+    assert [line[0] for line in after] == ["{'actor': [1]}"] * 3
+    assert {line[1] for line in after} == {first[0]} and len({first[1], *(line[2] for line in after)}) == 4
+    assert [line[3:] for line in after] == [["1", "2"]] * 3  # both answer
+
+
+def test_a_group_of_a_node_is_started_again_together_and_nobody_else(tmp_path):
+    out = tmp_path / "out"
+    builder = described(loses_a_worker, out, total=4, whom=["actor", 3]).enable_node_group_failover()
+    assert builder.build().submit("node", journal=str(tmp_path)) == 0
+    first, second = (line.split()[-4:] for line in out.read_text().splitlines())
+    assert first[:2] == second[:2] and not set(first[2:]) & set(second[2:])
+
+
+def test_a_trainer_that_dies_finds_its_workers_as_they_were_until_it_has_died_too_often(tmp_path):
+    out = tmp_path / "out"
+    assert described(dies_itself, out, deaths=2, max_restart=2).build().submit("dies", journal=str(tmp_path)) == 0
+    first, second, third = out.read_text().splitlines()
+    assert first.startswith("0 0  {'actor': [0, 1]}") and second.startswith("1 1 global_step_1 {'actor': []}")
+    assert third.startswith("2 2 global_step_2 {'actor': []}")
+    assert first.split()[-2:] == second.split()[-2:] == third.split()[-2:]  # process ids
+
+    with pytest.raises(WorkerLost, match="trainer-0 was lost.*killed by SIGKILL") as caught:
+        described(dies_itself, tmp_path / "again", deaths=9, max_restart=1).build().submit(
+            "dies", journal=str(tmp_path / "two")
+        )
+    [report] = [note for note in caught.value.__notes__ if "max_restart" in note]
+    assert report.startswith(
+        "role 'trainer' was started again once, which is all that max_restart(1) allows, so the job ends"
+    )
+    assert report.count("killed by SIGKILL") == 2 and "(step 2)" in report
+    state = state_of(tmp_path / "two")
+    assert state.state == Job.FAILED and "trainer-0 was lost" in state.reason
+    wait_until(lambda: not left_of("dies-"))
+
+
+def test_a_mistake_is_made_once_more_and_ends_the_job_when_it_is_the_same_at_the_same_step(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ArithmeticError, match="the trainer's own mistake") as caught:
+        described(is_mistaken, out).build().submit("mistaken", journal=str(tmp_path))
+    assert out.read_text().split() == ["0", "1", "2"]  # at step 1, at step 2, and at step 2 again
+    assert "in is_mistaken" in "".join(caught.value.__notes__)  # where it was raised
+    assert state_of(tmp_path).state == Job.FAILED
+
+
+def test_a_role_that_is_lost_too_often_ends_the_job_with_a_report_that_names_it(tmp_path):
+    with pytest.raises(WorkerLost, match="actor-1 was lost") as caught:
+        described(recovers_a_worker, tmp_path / "out", restart="process", max_restart=1).build().submit(
+            "often", journal=str(tmp_path)
+        )
+    assert any(
+        "role 'actor' was started again once, which is all that max_restart(1) allows" in note
+        for note in caught.value.__notes__
+    )
+    state = state_of(tmp_path)
+    assert state.state == Job.FAILED and "actor-1" in state.reason
+    assert "actor-1" in status(str(next(tmp_path.glob("often-*"))), None)
+    wait_until(lambda: not left_of("often-"))
+
+
+def test_a_keeper_that_dies_is_followed_by_one_that_begins_the_job_anew_from_its_commit(tmp_path):
+    out, gate = tmp_path / "out", tmp_path / "gate"
+    job = described(waits_after_a_commit, out, gate=str(gate)).build()
+    running = job.submit("kept", blocking=False, journal=str(tmp_path))
+    wait_until(lambda: out.exists() and out.read_text().count("\n") == 1)
+    seen = ray.get(masters()[running.name].describe.remote(), timeout=30)
+    wait_until(lambda: state_of(tmp_path).commit == "global_step_5")
+    os.kill(seen["workers"]["trainer"]["pid"], signal.SIGKILL)
+    killed_at = time.monotonic()
+    wait_until(lambda: out.read_text().count("\n") == 2)
+    print(f"the job has begun anew {time.monotonic() - killed_at:.1f} s after its keeper was killed")
+    gate.write_text("")
+    assert running.wait(120) == 0
+    first, second = (line.split() for line in out.read_text().splitlines())
+    assert first[:3] == ["0", "0", "-"] and second[:3] == ["1", "5", "global_step_5"]
+    assert not set(first[3:]) & set(second[3:])  # process ids
+    assert not any(condition(worker["pid"]).state for worker in seen["workers"].values())
+    assert state_of(tmp_path).state == Job.SUCCEEDED
+    wait_until(lambda: not left_of("kept-"))

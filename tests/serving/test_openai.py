@@ -1,0 +1,311 @@
+"""The endpoint in front of one replica, asked by OpenAI's own client (or plain HTTP where that would not let a mistake
+pass).
+"""
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.errors import ConfigError
+from hybridrl.serving.openai import Endpoint, Served, server
+from hybridrl.serving.router import Router
+from hybridrl.workers.replica import LocalReplica
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
+from hybridrl.workers.rollout.base import load_special_tokens
+from hybridrl.workers.rollout.sampling.sampler import sequence_keys
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
+
+PROMPT, RESPONSE = 64, 64
+
+
+class Site:
+    """An endpoint with its router in a thread of its own, and clients for it."""
+
+    def __init__(self, rollout, served: Served):
+        self.rollout, self.served = rollout, served
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.router = self.do(self._open())
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.endpoint.port}/v1", api_key="none", max_retries=0, timeout=60
+        )
+
+    async def _open(self) -> Router:
+        router = Router(LocalReplica(self.rollout))
+        await router.__aenter__()
+        self.endpoint = Endpoint(router, self.served, host="127.0.0.1", port=0)
+        await self.endpoint.start()
+        return router
+
+    def do(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    async def _resume(self) -> None:
+        self.router.resume()
+
+    def resume(self) -> None:
+        self.do(self._resume())
+
+    def close(self) -> None:
+        self.do(self.endpoint.stop())
+        self.do(self.router.__aexit__())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def post(self, path: str, body: bytes) -> tuple[int, dict, dict]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.endpoint.port}{path}", body, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer), dict(answer.headers)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error), dict(error.headers)
+
+
+@pytest.fixture(scope="module")
+def rollout(tiny_qwen2):
+    tokens = load_special_tokens(str(tiny_qwen2))
+    config = RolloutConfig(name="hf", dtype="float32")
+    return make_rollout("hf", RolloutSetup(str(tiny_qwen2), config, tokens.eos_ids, tokens.pad_id, PROMPT, RESPONSE))
+
+
+@pytest.fixture(scope="module")
+def site(rollout, tiny_tokenizer) -> Iterator[Site]:
+    found = Site(rollout, Served("tiny", tiny_tokenizer, PROMPT + RESPONSE, RESPONSE, len(tiny_tokenizer)))
+    yield found
+    found.close()
+
+
+def tokens_of(rollout, ids: list[int], sampling: SamplingParams, *, seed: int) -> list[list[int]]:
+    """What one batched call says: `sampling.n` samples."""
+    import torch
+
+    made = rollout.generate_tokens([ids], sequence_keys(torch.tensor([seed]), sampling.n), sampling)
+    return [row[: int(mask.sum())].tolist() for row, mask in zip(made.tokens, made.mask, strict=True)]
+
+
+def test_a_completion_is_what_a_batched_call_says_with_its_log_probs_and_versions(site, rollout, tiny_tokenizer):
+    ids = tiny_tokenizer.encode("Tom buys 3 boxes")
+    answer = site.client.completions.create(
+        model="tiny",
+        prompt="Tom buys 3 boxes",
+        n=3,
+        max_tokens=20,
+        temperature=0.8,
+        top_p=0.95,
+        seed=11,
+        logprobs=0,
+        extra_body={"top_k": 50, "min_p": 0.01, "return_token_ids": True},
+    )
+    wanted = tokens_of(
+        rollout, ids, SamplingParams(20, n=3, temperature=0.8, top_p=0.95, top_k=50, min_p=0.01), seed=11
+    )
+    assert [choice.token_ids for choice in answer.choices] == wanted and len({tuple(row) for row in wanted}) == 3
+    for choice, row in zip(answer.choices, wanted, strict=True):
+        assert choice.text == tiny_tokenizer.decode(row, skip_special_tokens=True)
+        assert choice.prompt_token_ids == ids and choice.token_versions == [0] * len(row)
+        assert len(choice.logprobs.token_logprobs) == len(row) and max(choice.logprobs.token_logprobs) < 0
+        assert choice.logprobs.tokens == [tiny_tokenizer.decode([token]) for token in row]
+    assert answer.usage.prompt_tokens == len(ids) and answer.usage.completion_tokens == sum(map(len, wanted))
+    assert answer.weights_version == 0 and answer.system_fingerprint == "weights-0"
+
+
+def test_token_ids_go_in_and_come_out_as_they_are(site, rollout):
+    prompts = [[50, 60, 70], [80, 90]]
+    answer = site.client.completions.create(
+        model="tiny",
+        prompt=prompts,
+        max_tokens=9,
+        temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    greedy = SamplingParams(9, do_sample=False, ignore_eos=True)
+    assert [choice.token_ids for choice in answer.choices] == [
+        tokens_of(rollout, ids, greedy, seed=0)[0] for ids in prompts
+    ]
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+
+
+def test_a_chat_is_answered_after_its_template(site, rollout, tiny_tokenizer):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}]
+    ids = tiny_tokenizer.apply_chat_template(
+        [{"role": "user", "content": "How many?"}], add_generation_prompt=True, return_dict=True
+    )
+    answer = site.client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=12, seed=5, logprobs=True
+    )
+    [row] = tokens_of(rollout, ids["input_ids"], SamplingParams(12), seed=5)
+    assert answer.choices[0].message.content == tiny_tokenizer.decode(row, skip_special_tokens=True)
+    assert answer.choices[0].message.role == "assistant"
+    assert [len(answer.choices[0].logprobs.content), answer.usage.completion_tokens] == [len(row)] * 2
+    unlimited = site.client.chat.completions.create(
+        model="tiny", messages=messages, seed=5, extra_body={"ignore_eos": True}
+    )
+    assert unlimited.usage.completion_tokens == RESPONSE and unlimited.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_a_stream_says_what_the_whole_answer_says_piece_by_piece(site, kind):
+    asked = {
+        "model": "tiny",
+        "n": 2,
+        "max_tokens": 50,
+        "seed": 3,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    }
+    if kind == "chat":
+        call, asked = (
+            site.client.chat.completions.create,
+            asked | {"messages": [{"role": "user", "content": "How many?"}]},
+        )
+    else:
+        call, asked = site.client.completions.create, asked | {"prompt": "Anna earns"}
+    whole = call(**asked)
+    events = list(call(**asked, stream=True, stream_options={"include_usage": True}))
+    assert events[-1].usage == whole.usage and events[-1].choices == []
+    for wanted in whole.choices:
+        parts = [choice for event in events for choice in event.choices if choice.index == wanted.index]
+        texts = [part.delta.content if kind == "chat" else part.text for part in parts]
+        assert (
+            "".join(texts) == (wanted.message.content if kind == "chat" else wanted.text) and sum(map(bool, texts)) >= 3
+        )
+        assert [token for part in parts for token in getattr(part, "token_ids", [])] == wanted.token_ids
+        assert [part.finish_reason for part in parts if part.finish_reason] == ["length"]
+
+
+def test_a_stop_text_ends_an_answer_and_is_not_shown_not_even_a_part_of_it(site, tiny_tokenizer):
+    asked = {"model": "tiny", "prompt": "Anna earns", "max_tokens": 60, "seed": 8, "extra_body": {"ignore_eos": False}}
+    free = site.client.completions.create(**asked).choices[0].text
+    stop = free[10:13]
+    whole = site.client.completions.create(**asked, stop=stop)
+    assert whole.choices[0].text == free[: free.index(stop)] and whole.choices[0].finish_reason == "stop"
+    streamed = [event.choices[0].text for event in site.client.completions.create(**asked, stop=[stop], stream=True)]
+    assert "".join(streamed) == whole.choices[0].text
+
+
+def test_the_model_is_listed_and_known_by_its_name(site):
+    [model] = site.client.models.list().data
+    assert (model.id, model.owned_by, model.max_model_len) == ("tiny", "hybridrl", PROMPT + RESPONSE)
+    assert site.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'large'"):
+        site.client.models.retrieve("large")
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'gpt'; |there is no model 'gpt' here; it is called 'tiny'"
+    ):
+        site.client.completions.create(model="gpt", prompt="x")
+
+
+@pytest.mark.parametrize(
+    "changes, param, message",
+    [
+        ({"temperature": -1}, "temperature", "must be in [0, 1000]"),
+        ({"temperature": "hot"}, "temperature", "must be of type int or float"),
+        ({"top_p": 0}, "top_p", "it must be in (0, 1]"),
+        ({"n": 0}, "n", "there may be 1 to 128 responses"),
+        ({"n": True}, "n", "must be of type int"),
+        ({"max_tokens": 0}, "max_tokens", "must be 1 or more"),
+        (
+            {"max_tokens": 65},
+            "max_tokens",
+            "takes 128 tokens in all, at most 64 of them new; the request has 1 and asks for 65 more",
+        ),
+        ({"prompt": [50] * 128}, "prompt", "the request has 128 and asks for 1 more"),
+        ({"prompt": [50, 4000]}, "prompt", "4000 is no token id"),
+        ({"prompt": [[50], ["x"]]}, "prompt", "'x' is no token id"),
+        ({"prompt": ""}, "prompt", "has no token"),
+        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"stop": [""]}, "stop", "texts that are not empty"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "-1 is no token id"),
+        ({"logprobs": 3}, "logprobs", "of the chosen tokens only"),
+        ({"seed": 2**64}, "seed", "64 bits"),
+        ({"echo": True}, "echo", "is not done by this endpoint"),
+        ({"temprature": 1}, "temprature", "there is no parameter 'temprature'"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_parameters_name(site, changes, param, message):
+    body = {"model": "tiny", "prompt": [50]} | changes
+    status, answer, _ = site.post("/v1/completions", json.dumps(body).encode())
+    assert status == 400 and answer["error"]["param"] == param and message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_other_mistakes_have_openais_form_too(site):
+    assert site.post("/v1/completions", b"{")[:2][0] == 400
+    assert site.post("/v1/nothing", b"{}")[1]["error"]["type"] == "invalid_request_error"
+    assert site.post("/v1/nothing", b"{}")[0] == 404
+    with pytest.raises(openai.BadRequestError, match="no message"):
+        site.client.chat.completions.create(model="tiny", messages=["hello"])
+    with pytest.raises(openai.BadRequestError, match="reads text only"):
+        image = {"type": "image_url", "image_url": {"url": "x"}}
+        site.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [image]}])
+
+    async def again():
+        await Endpoint(site.router, site.served, host="127.0.0.1", port=site.endpoint.port).start()
+
+    with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1"):
+        site.do(again())
+
+
+def test_a_request_waits_while_the_router_is_paused_and_goes_on_where_it_was(site, rollout, monkeypatch):
+    monkeypatch.setattr(batched_request_engine, "PIECE_TOKENS", 2)
+    ids, answers = [50, 60, 70], []
+    sampling = SamplingParams(60, ignore_eos=True)
+    wanted = tokens_of(rollout, ids, sampling, seed=4)[0]
+
+    def ask() -> None:
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        answers.append(
+            site.client.completions.create(model="tiny", prompt=ids, max_tokens=60, seed=4, extra_body=extra)
+        )
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not site.router.table.load(0):
+        pass
+    site.do(site.router.pause())
+    asking.join(0.3)
+    assert asking.is_alive() and site.router.table.load(0) == 0 and not answers
+    site.resume()
+    asking.join(60)
+    assert answers[0].choices[0].token_ids == wanted
+
+
+def test_a_paused_policy_and_a_full_one_say_when_to_come_again(site, monkeypatch):
+    monkeypatch.setattr(server, "WAIT_S", 0.1)
+    body = json.dumps({"model": "tiny", "prompt": [50]}).encode()
+    site.do(site.router.pause())
+    try:
+        status, answer, headers = site.post("/v1/completions", body)
+    finally:
+        site.resume()
+    assert (
+        status == 503 and headers["Retry-After"] == "10" and "train or take new weights" in answer["error"]["message"]
+    )
+    monkeypatch.setattr(server, "MOST_OPEN", 0)
+    status, answer, headers = site.post("/v1/completions", body)
+    assert status == 429 and headers["Retry-After"] == "1" and answer["error"]["type"] == "rate_limit_error"
+
+
+def test_responses_of_a_client_that_hangs_up_are_aborted(site, monkeypatch):
+    monkeypatch.setattr(batched_request_engine, "PIECE_TOKENS", 1)
+    asked = {"model": "tiny", "prompt": [50], "n": 8, "max_tokens": 64, "extra_body": {"ignore_eos": True}}
+    stream = site.client.completions.create(**asked, stream=True)
+    next(iter(stream))
+    assert site.endpoint._num_open == 8
+    stream.close()
+
+    async def over() -> bool:
+        for _ in range(200):
+            if site.endpoint._num_open == 0 and site.router.table.load(0) == 0:
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    assert site.do(over())

@@ -1,0 +1,193 @@
+"""The router on real replicas: what `pause`, `resume` and `abort` do to requests that are open, and a push of weights
+between them.
+
+Two processes with the hf engine; each piece of work is a few tokens, so that a pause falls into a response.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.serving.continuation import joined, pieces
+from hybridrl.serving.router import GroupReplicas, Router
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.workers.replica import ReplicaWorker
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
+from hybridrl.workers.rollout.base import load_special_tokens
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import sequence_keys
+
+LENGTH = 60
+SAMPLING = SamplingParams(LENGTH, ignore_eos=True)
+REQUESTS = [Request(f"r{i}", tuple(range(40 + 3 * i, 52 + 5 * i)), SAMPLING, seed=i + 1) for i in range(6)]
+
+
+class SlowReplica(ReplicaWorker):
+    """Works in pieces of four tokens and rests after each, so that a response takes seconds on any machine."""
+
+    def init_model(self) -> None:
+        batched_request_engine.PIECE_TOKENS = 4
+        super().init_model()
+        engine = self._server.engine
+        step = engine.step
+
+        def step_and_rest() -> list[TokenOutput]:
+            done = step()
+            time.sleep(0.15)
+            return done
+
+        engine.step = step_and_rest
+
+    def add_noise(self, version: int) -> None:
+        """Other weights, the same in every process."""
+        from transformers import AutoModelForCausalLM
+
+        weights = AutoModelForCausalLM.from_pretrained(self.rollout.setup.model_path, dtype=torch.float32).state_dict()
+        noise = torch.Generator().manual_seed(7)
+        self.load_weights(
+            version, [(name, w + 0.2 * torch.randn(w.shape, generator=noise)) for name, w in weights.items()]
+        )
+
+
+@pytest.fixture(scope="module")
+def setup(tiny_qwen2) -> RolloutSetup:
+    tokens = load_special_tokens(str(tiny_qwen2))
+    return RolloutSetup(
+        str(tiny_qwen2), RolloutConfig(name="hf", dtype="float32"), tokens.eos_ids, tokens.pad_id, 40, LENGTH
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(setup) -> dict[str, list[int]]:
+    """What one batched call of one rollout says."""
+    keys = sequence_keys(torch.tensor([r.seed for r in REQUESTS]), 1)
+    made = make_rollout("hf", setup).generate_tokens([list(r.prompt_ids) for r in REQUESTS], keys, SAMPLING)
+    return {r.request_id: row.tolist() for r, row in zip(REQUESTS, made.tokens, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster, setup) -> Iterator[RayWorkerGroup]:
+    recipe = RayClassWithInitArgs(SlowReplica, setup, num_threads=1)
+    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, recipe, role="rollout") as group:
+        group.init_model()
+        yield group
+
+
+async def in_pieces(router: Router, request: Request) -> list[TokenOutput]:
+    return [piece async for piece in pieces(router, request)]
+
+
+async def until_some_are_open(router: Router, *tasks: asyncio.Task) -> None:
+    """Wait until replicas have worked on something of these tasks for a moment."""
+    while not any(router.table.load(replica) for replica in range(2)):
+        assert not all(task.done() for task in tasks), "everything has been said already"
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.15)
+
+
+def test_a_response_that_was_paused_goes_on_with_the_tokens_of_an_undisturbed_one(group, undisturbed):
+    async def run() -> list[list[TokenOutput]]:
+        async with Router(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
+            tasks = [asyncio.create_task(in_pieces(router, request)) for request in REQUESTS]
+            for _ in range(3):
+                await until_some_are_open(router, *tasks)
+                await router.pause()
+                assert [router.table.load(replica) for replica in range(2)] == [0, 0]
+                router.resume()
+            return await asyncio.gather(*tasks)
+
+    responses = {r.request_id: parts for r, parts in zip(REQUESTS, asyncio.run(run()), strict=True)}
+    assert {name: joined(name, parts).token_ids for name, parts in responses.items()} == undisturbed
+    cut = [part for parts in responses.values() for part in parts if part.finish_reason == "pause"]
+    assert any(0 < len(part.token_ids) < LENGTH for part in cut)
+    assert all(parts[-1].finish_reason == "length" and joined(n, parts).mixed == () for n, parts in responses.items())
+
+
+def test_a_push_during_a_pause_gives_the_rest_of_a_response_other_weights_and_says_so_token_by_token(
+    group, setup, undisturbed
+):
+    request = REQUESTS[0]
+
+    async def run() -> tuple[TokenOutput, int]:
+        replicas = GroupReplicas(group, version=0, progress_timeout_s=60)
+        async with Router(replicas) as router:
+            task = asyncio.create_task(in_pieces(router, request))
+            late = None
+            await until_some_are_open(router, task)
+            await router.pause()
+            group.execute_all("add_noise", 1)
+            replicas.version = 1
+            late = asyncio.create_task(
+                router.generate(replace(request, request_id="late"))
+            )  # waits for the end of the pause
+            await asyncio.sleep(0.2)
+            assert not late.done() and not task.done()
+            router.resume()
+            return joined("r0", await task), (await late).version
+
+    try:
+        whole, version_of_late = asyncio.run(run())
+    finally:
+        group.init_model()
+    before = whole.token_versions.count(0)
+    assert 0 < before < LENGTH and whole.token_versions == [0] * before + [1] * (LENGTH - before)
+    assert whole.version == 0 and version_of_late == 1
+    assert (
+        whole.token_ids[:before] == undisturbed["r0"][:before]
+        and whole.token_ids[before:] != undisturbed["r0"][before:]
+    )
+    # The rest is what the new weights say after these tokens, wherever they were made.
+    rollout = make_rollout("hf", setup)
+    SlowReplica.add_noise(_Holding(rollout), 1)
+    rest = rollout.generate_tokens(
+        [[*request.prompt_ids, *whole.token_ids[:before]]], _key_at(request, before), SAMPLING
+    )
+    assert rest.tokens[0, : LENGTH - before].tolist() == whole.token_ids[before:]
+
+
+class _Holding(SlowReplica):
+    """The same weights in this process."""
+
+    def __init__(self, rollout):
+        self.rollout = rollout
+
+
+def _key_at(request: Request, num_done: int) -> torch.Tensor:
+    return replace(request, prompt_ids=(*request.prompt_ids, *[0] * num_done), num_done=num_done).key
+
+
+def test_an_aborted_request_answers_with_what_there_is_and_others_do_not_notice(group, undisturbed):
+    async def run() -> list[TokenOutput]:
+        async with Router(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
+            tasks = [asyncio.create_task(router.generate(request)) for request in REQUESTS]
+            await until_some_are_open(router, *tasks)
+            router.abort("r1")
+            router.abort("nobody")
+            return await asyncio.gather(*tasks)
+
+    outputs = {output.request_id: output for output in asyncio.run(run())}
+    aborted = outputs.pop("r1")
+    assert aborted.finish_reason == "abort" and 0 < len(aborted.token_ids) < LENGTH
+    assert aborted.token_ids == undisturbed["r1"][: len(aborted.token_ids)]
+    assert {name: output.token_ids for name, output in outputs.items()} == {
+        n: t for n, t in undisturbed.items() if n != "r1"
+    }
+
+
+def test_a_pause_with_nothing_open_returns_at_once_and_a_paused_router_can_end(group):
+    async def run() -> None:
+        router = Router(GroupReplicas(group, version=0, progress_timeout_s=60))
+        async with router:
+            await asyncio.wait_for(router.pause(), 5)
+            waiting = asyncio.create_task(router.generate(REQUESTS[0]))
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(run())

@@ -1,0 +1,65 @@
+"""What is told of a worker that is dead, from what Ray reports of it."""
+
+import time
+
+import pytest
+
+from hybridrl.errors import WorkerLost
+from hybridrl.single_controller.awaiting import in_words
+from hybridrl.single_controller.monitoring import lost_workers as losses
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from tests.support.single_controller.sample_workers import Adder
+
+# as Ray 2.60 words it
+REPORT = """The actor died unexpectedly before finishing this task.
+	class_name: rollout-0
+	actor_id: 5f6c2f1a8e2f6d2b5a3f4c0001000000
+	pid: 19260
+	name: job/rollout-0
+	namespace: 7a4f
+	ip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: {kind} \
+Worker exit detail: {detail} Some common causes include: \
+(1) the process was killed by the OOM killer due to high memory usage, (2) ray stop --force was called."""
+
+
+def test_a_process_that_is_killed_is_said_to_be():
+    report = REPORT.format(
+        kind="SYSTEM_ERROR", detail="Worker unexpectedly exits with a connection error code 2. End of file."
+    )
+    assert in_words(report).startswith(
+        "its process (19260 on 192.0.2.2) ended without a word: it was killed by a signal, crashed or"
+    )
+
+
+def test_what_ray_knows_better_is_left_in_its_words_without_identifiers():
+    said = in_words(REPORT.format(kind="USER_ERROR", detail="Worker exits with an exit code 4."))
+    assert said.endswith("Worker exit type: USER_ERROR Worker exit detail: Worker exits with an exit code 4.")
+    assert "pid: 19260" in said and not any(name in said for name in ("actor_id", "namespace", "OOM killer"))
+
+
+def test_a_lost_node_is_said_to_be_and_a_connection_that_ended_leaves_open_what_is_gone():
+    report = (
+        REPORT.partition("The actor is dead")[0] + "The actor died because its node has died. Node Id: a03b37cc49a9"
+    )
+    assert in_words(report) == "its node is gone (19260 on 192.0.2.2)"
+    report = (
+        "The actor 3b06ee is unavailable: The actor is temporarily unavailable: RpcError: RPC error: Socket "
+        "closed rpc_code: 14."
+    )
+    assert in_words(report) == "the connection to its process has ended: it is gone, or its node is"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_call_ends_at_once_when_its_worker_is_declared_lost_and_the_next_life_is_not_meant():
+    with RayResourcePool([1]) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group:
+        losses.declare(group.workers[0]._actor_id.hex(), "its machine does not answer")
+        start = time.monotonic()
+        with pytest.raises(WorkerLost) as caught:
+            group.doze(30.0)
+        assert time.monotonic() - start < 5
+        assert str(caught.value) == "worker adder-0 was lost while running doze(): its machine does not answer"
+        group.respawn(0)
+        assert group.own([4]) == [40]

@@ -1,0 +1,69 @@
+"""Middleware that ends the driver itself: `trainer.middleware=[tests/support/chaos/driver_faults.py:plant]`, told what
+by the environment.
+
+DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, or cluster: the process
+that keeps the Ray cluster is killed. DRIVER_FAULTS_LOG: a file that gets a JSON line per hit; the next life of the
+driver reads there what has been planted already. A fault may name a "role" too, whose rank 0 is killed "before_s"
+seconds before.
+"""
+
+import functools
+import json
+import os
+import signal
+import threading
+import time
+
+from hybridrl.framework.stage import spec_of
+
+LOG = os.environ.get("DRIVER_FAULTS_LOG", "")
+
+
+def plant(task, trainer):
+    task.use_wrapper(lambda fn: with_faults(fn, trainer))
+
+
+def with_faults(fn, trainer):
+    name = spec_of(fn).name
+
+    @functools.wraps(fn)
+    def run(ctx):
+        step = trainer.global_steps + (name == "next_batch")  # that stage counts it
+        for number, fault in enumerate(json.loads(os.environ["DRIVER_FAULTS"])):
+            if (fault["step"], fault["stage"]) == (step, name) and number not in planted():
+                note({"number": number, "at": time.time() + fault["after_s"], "pids": worker_pids(trainer), **fault})
+                threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
+        return fn(ctx)
+
+    return run
+
+
+def planted():
+    if not os.path.exists(LOG):
+        return []
+    with open(LOG) as log:
+        return [json.loads(line)["number"] for line in log]
+
+
+def note(entry):
+    with open(LOG, "a") as log:
+        log.write(json.dumps(entry) + "\n")
+
+
+def worker_pids(trainer):
+    return sorted({pid for group in trainer.groups.values() for pid in group.process_ids})
+
+
+def hit(fault, trainer):
+    if "role" in fault:
+        os.kill(trainer.groups[fault["role"]].process_ids[0], signal.SIGKILL)
+        time.sleep(fault["before_s"])
+    if fault["how"] == "exit":
+        os._exit(3)
+    if fault["how"] == "cluster":
+        parent = os.getppid()
+        with open(f"/proc/{parent}/task/{parent}/children") as children:
+            [keeper] = {int(pid) for pid in children.read().split()} - {os.getpid()}
+        os.kill(keeper, signal.SIGKILL)
+        return
+    os.kill(os.getpid(), getattr(signal, fault["how"]))

@@ -1,0 +1,46 @@
+"""`main_ppo` that kills itself with SIGKILL at one place: KILL_STEP and KILL_BEFORE name a step and a stage, or
+`commit`.
+
+`commit` is the middle of writing a checkpoint: the engines' files are there, the driver's are not.
+"""
+
+import os
+import signal
+import sys
+
+from hybridrl import main_ppo
+from hybridrl.framework import spec_of, stage
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+
+STEP, PLACE = int(os.environ.get("KILL_STEP", "-1")), os.environ.get("KILL_BEFORE", "")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledTrainer(RayPPOTrainer):
+    def stages(self):
+        stages = super().stages()
+        if PLACE not in ("", "commit"):
+            names = [spec_of(s).name for s in stages]
+            stages.insert(names.index(PLACE), stage("kill")(self.kill))
+        return stages
+
+    def kill(self, ctx):
+        # The step's number is counted up by `next_batch`.
+        if self.global_steps + (PLACE == "next_batch") == STEP:
+            die()
+
+    def trained_groups(self):
+        groups = super().trained_groups()
+        return groups | {"kill": self} if PLACE == "commit" and self.global_steps == STEP else groups
+
+    def save_checkpoint(self, where):
+        if isinstance(where, str):
+            die()
+        super().save_checkpoint(where)
+
+
+if __name__ == "__main__":
+    sys.exit(main_ppo.main(trainer_cls=KilledTrainer))

@@ -1,0 +1,100 @@
+"""Machines that this one plays: each has a network, process ids and shared memory of its own, and a cable that can be
+pulled.
+
+Needs root and iproute2.
+
+    with Switch() as switch:
+        machine = switch.add_machine()
+        machine.start_ray(f"{switch.host}:6379", num_cpus=1, object_store_bytes=100 * 1024**2)
+        machine.fall_silent()       # its processes run on; nothing of them arrives any more, and no connection ends
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ENDS_WITHIN_S = 20
+
+
+def can_play() -> bool:
+    return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("unshare") is not None
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Switch:
+    """host: this machine's own address on it."""
+
+    def __init__(self) -> None:
+        self.name, self.network, self.machines = f"hrl{os.getpid()}", f"10.77.{os.getpid() % 256}", []
+        self.host = f"{self.network}.1"
+
+    def __enter__(self) -> "Switch":
+        ip("link", "add", self.name, "type", "bridge")
+        ip("addr", "add", f"{self.host}/24", "dev", self.name)
+        ip("link", "set", self.name, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for machine in self.machines:
+            machine.end()
+        ip("link", "del", self.name)
+
+    def add_machine(self) -> "Machine":
+        number = len(self.machines) + 2
+        machine = Machine(self.name, f"{self.network}.{number}", number)
+        self.machines.append(machine)
+        return machine
+
+
+class Machine:
+    def __init__(self, switch: str, address: str, number: int) -> None:
+        self.address, self._name, self._cable = address, f"{switch}-{number}", f"{switch}c{number}"
+        self._ray: subprocess.Popen | None = None
+        ip("netns", "add", self._name)
+        ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._name)
+        ip("link", "set", self._cable, "master", switch, "up")
+        for words in (
+            ("addr", "add", f"{self.address}/24", "dev", "eth0"),
+            ("link", "set", "eth0", "up"),
+            ("link", "set", "lo", "up"),
+        ):
+            ip("-n", self._name, *words)
+
+    def start_ray(self, head: str, *, num_cpus: int, object_store_bytes: int) -> None:
+        """Join a cluster; returns when it has."""
+        ray = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--block",
+            f"--address={head}",
+            f"--node-ip-address={self.address}",
+        ]
+        size = [f"--num-cpus={num_cpus}", f"--object-store-memory={object_store_bytes}"]
+        apart = ["ip", "netns", "exec", self._name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        apart += ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+        environment = os.environ | {
+            "GLOO_SOCKET_IFNAME": "eth0"
+        }  # the name of this machine is not the name of that one
+        self._ray = subprocess.Popen(
+            [*apart, *ray, *size], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        said = []
+        for line in self._ray.stdout or ():  # one after the other: they choose names in the same directory
+            said.append(line)
+            if "Ray runtime started" in line:
+                return
+        raise RuntimeError("".join(said))
+
+    def fall_silent(self) -> None:
+        ip("link", "set", self._cable, "down")
+
+    def end(self) -> None:
+        if self._ray is not None:
+            self._ray.kill()
+            self._ray.wait(ENDS_WITHIN_S)
+        ip("netns", "del", self._name)

@@ -1,0 +1,239 @@
+"""What the processes of `test_parallel.py` run."""
+
+import os
+import signal
+import time
+
+import numpy as np
+
+from hybridrl.framework import OnlineRLContext, Parallel, Role, Task, task
+
+DEADLINE_S = 30.0
+
+
+def wait_until(condition):
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError("what was waited for did not come")
+        time.sleep(0.002)
+
+
+def facts():
+    """Who hears that it is in a group, and as whom."""
+    router = Parallel()
+    return router is task.router, router.is_active, router.node_id, sorted(Task(labels={"own"}).labels), os.getpid()
+
+
+def greet(num_messages, late):
+    """Everybody emits at once; node 1 listens `late` seconds later. Returns what each process heard, by sender."""
+    router = Parallel()
+    for i in range(num_messages):
+        # Every tenth message goes by the object store, and must not be overtaken by the small ones behind it.
+        router.emit("greeting", router.node_id, i, np.zeros(200_000 if i % 10 == 0 else 1, np.uint8))
+    time.sleep(late if router.node_id == 1 else 0)
+    heard = {0: [], 1: [], 2: []}
+    router.on("greeting", lambda sender, i, _: heard[sender].append(i))
+    wait_until(lambda: all(len(heard[other]) >= num_messages for other in {0, 1, 2} - {router.node_id}))
+    return heard
+
+
+def count_events(steps):
+    """Several listeners to one event: what each of them heard from the other process."""
+    heard = {"a": [], "b": [], "once": [], "off": []}
+    with Task(auto_sync_ctx=False) as loop:
+        for name in ("a", "b"):
+            loop.on("count", heard[name].append)
+        loop.once("count", heard["once"].append)
+        loop.once("count", heard["off"].append)
+        loop.off("count", heard["off"].append)
+        node = loop.router.node_id
+
+        def count(ctx):
+            loop.emit("count", (node, ctx.total_step), only_remote=True)
+            if (
+                node == 0 and ctx.total_step == steps - 1
+            ):  # whoever finishes ends the other's run, which has to emit them all first
+                wait_until(lambda: len(heard["a"]) >= steps)
+
+        loop.use(count).run(max_step=steps)
+        wait_until(lambda: len(heard["a"]) >= steps or node == 1)
+        if node == 0:
+            loop.emit("enough", only_remote=True)
+        else:
+            loop.wait_for("enough", timeout=DEADLINE_S)
+    return heard
+
+
+def who_hears():
+    """Every node says its id; returns whom this one heard."""
+    router, heard = Parallel(), set()
+    router.on("here", heard.add)
+    router.emit("here", router.node_id)
+    time.sleep(0.3)
+    return sorted(heard)
+
+
+def ping_pong(rounds):
+    """Node 0 emits and waits for the answer; node 1 answers. Registered nowhere, waited for only."""
+    with Task(auto_sync_ctx=False) as loop:
+        if loop.router.node_id == 0:
+
+            def serve(ctx):
+                loop.emit("ping", ctx.total_step)
+                (answer,), _ = loop.wait_for("pong", timeout=DEADLINE_S, ignore_timeout_exception=False)
+                assert answer == ctx.total_step
+
+            loop.use(serve).run(max_step=rounds)
+        else:
+
+            def answer(ctx):
+                heard = loop.wait_for("ping", timeout=DEADLINE_S)
+                if heard is not None:
+                    loop.emit("pong", *heard[0])
+
+            loop.use(answer).run()
+        return loop.ctx.total_step
+
+
+def share_context(steps):
+    """Node 0 works and node 1 looks: every step's context arrives, none is followed by an older one, the last one is
+    there.
+    """
+    seen = []
+    with Task(ctx=OnlineRLContext()) as loop:
+        if loop.router.node_id == 0:
+
+            def work(ctx):
+                ctx.weights = np.full(300_000, ctx.total_step, np.float32)
+                ctx.train_iter += 1
+
+            loop.use(work).run(max_step=steps)
+            return None
+        loop.on("sync_parallel_ctx", lambda ctx: seen.append((ctx.total_step, ctx.train_iter, float(ctx.weights[-1]))))
+        assert loop.parallel_ctx.get("weights") is None
+        loop.use(lambda ctx: time.sleep(0.01)).run()
+        newest = loop.parallel_ctx
+        newest.weights[0] = -1  # what was received belongs to this process
+        return seen, newest.total_step, loop.ctx.finish
+
+
+def finish_by(kind):
+    """Node 1 ends the run of all, each in its own way of saying so. Returns whether this node's run ended early."""
+    with Task() as loop:
+
+        def work(ctx):
+            if loop.router.node_id == 1 and ctx.total_step == 3:
+                if kind == "ctx":
+                    ctx.finish = True
+                else:
+                    loop.finish = True
+            time.sleep(0.005)
+
+        loop.use(work).run(max_step=100_000)
+        return loop.ctx.total_step
+
+
+def by_role():
+    with task.start(ctx=OnlineRLContext()):
+        task.add_role(Role.LEARNER if task.router.node_id == 0 else Role.COLLECTOR)
+        task.use(lambda ctx: ctx.setdefault("role", "learner")) if task.has_role(Role.LEARNER) else task.use(
+            task.void()
+        )
+        task.use(lambda ctx: ctx.setdefault("role", "collector") and time.sleep(0.01), filter_labels=["node.[1-9]"])
+        task.run(max_step=2)
+        return task.ctx.role
+
+
+def only_node_0_has_work():
+    with Task() as loop:
+        loop.use(lambda ctx: time.sleep(0.02), filter_labels=["node.0"]).run(max_step=10)
+        return loop.ctx.total_step
+
+
+def fail(kind, node_id, times=1):
+    """One node raises, is killed, or exits, as long as it was begun again fewer than `times` times; the others run for
+    ever.
+    """
+    router = Parallel()
+    if router.node_id == node_id and router.retries < times:
+        time.sleep(0.2)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "exit":
+            raise SystemExit(3)
+        raise LookupError("no such thing")
+    if times == 1:
+        time.sleep(1000)
+    return os.getpid(), router.retries
+
+
+def recover(kind):
+    """Node 1 fails in its third step and comes back; afterwards the two find each other again.
+
+    Returns what node 1 heard first.
+    """
+    heard = []
+    with Task() as loop:
+        node, retries = loop.router.node_id, loop.router.retries
+        loop.on("back", heard.append)
+
+        def work(ctx):
+            ctx.weights = ctx.total_step
+            if node == 1 and retries == 0 and ctx.total_step == 3:
+                if kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise LookupError("no such thing")
+            if node == 1 and retries == 1:
+                loop.emit("back", os.getpid())
+                ctx.finish = loop.parallel_ctx.get("weights") is not None and ctx.total_step > 3
+            time.sleep(0.01)
+
+        loop.use(work).run(max_step=2000)
+        return retries, heard[:1], os.getpid()
+
+
+def listen_badly():
+    with Task() as loop:
+
+        def bad(value):
+            raise LookupError(f"cannot hear {value}")
+
+        if loop.router.node_id == 1:
+            loop.on("e", bad)
+        loop.use(lambda ctx: loop.emit("e", 7, only_remote=True) or time.sleep(0.01)).run()
+
+
+def emit_what_cannot_be_sent():
+    Parallel().emit("e", (i for i in range(3)))
+
+
+def learner(steps):
+    """A group of one that others attach to; ends when it has heard `steps` events of theirs."""
+    heard = []
+    with Task(ctx=OnlineRLContext()) as loop:
+        loop.on("data", heard.append)
+
+        def work(ctx):
+            ctx.train_iter += 1
+            ctx.finish = len(heard) >= steps
+            time.sleep(0.01)
+
+        loop.use(work).run()
+        return loop.router.name, heard[:steps]
+
+
+def collector():
+    first = []
+    with Task(ctx=OnlineRLContext(), attach_callback=first.append) as loop:
+        loop.use(lambda ctx: loop.emit("data", ctx.total_step) or time.sleep(0.01)).run(max_step=100_000)
+        return first[0].train_iter, loop.router.attached_to
+
+
+def env_labels():
+    return sorted(Task().labels)
+
+
+def start_slowly(seconds):
+    time.sleep(seconds)
+    return time.time()

@@ -1,0 +1,221 @@
+"""Worker classes that the tests of the single controller run in real processes."""
+
+import asyncio
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from hybridrl.errors import CallTimeout
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.single_controller.worker import Worker
+
+
+class Adder(Worker):
+    def __init__(self, amount: int, role: str = "adder"):
+        self.amount, self.role = amount, role
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place(self) -> tuple[int, int, int]:
+        return self.rank, self.world_size, os.getpid()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def add(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(
+            tensors={"x": data.batch["x"] + self.amount, "rank": torch.full((len(data),), self.rank)}, non_tensors={}
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def add_later(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": data.batch["x"] + self.amount})
+
+    @register(Dispatch.ALL_TO_ALL)
+    def own(self, value: int) -> int:
+        return value * 10 + self.rank
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def first_only(self, value: int) -> tuple[int, int]:
+        return self.rank, value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sum_ranks(self) -> float:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        total = torch.tensor(float(self.rank))
+        dist.all_reduce(total)
+        return total.item()
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=30)
+    def fail_on(self, rank: int) -> None:
+        if self.rank == rank:
+            raise KeyError(f"planted on {rank}")
+        time.sleep(20)
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=30)
+    def die_on(self, rank: int) -> None:
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(20)
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=30)
+    def give_up_on(self, rank: int) -> None:
+        """Whoever waits for this rank gives up before its death is noticed."""
+        if self.rank == rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise CallTimeout("nothing came")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def doze(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
+    def sleep_on(self, rank: int) -> None:
+        if self.rank == rank:
+            time.sleep(2)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def announce(self, tensor_parallel: int) -> None:
+        self._register_dispatch_collect_info("mesh", self.rank // tensor_parallel, self.rank % tensor_parallel == 0)
+
+    @register(make_nd_compute_dataproto_dispatch_fn("mesh"))
+    def add_on_mesh(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(
+            tensors={"x": data.batch["x"] + self.amount, "rank": torch.full((len(data),), self.rank)}
+        )
+
+
+class Doubler(Worker):
+    def __init__(self, fail: bool = False):
+        self.fail = fail
+        if fail:
+            raise ValueError("a mistake in the constructor")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def double(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": data.batch["x"] * 2})
+
+
+class QuietAdder(Adder):
+    """Overrides a registered method without marking it again."""
+
+    def own(self, value: int) -> int:
+        return -value
+
+
+class Waiter(Worker):
+    """Methods that overlap, and methods that look at what they were given."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def sleep_async(self, seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    async def meet(self, number: int) -> int:
+        """Returns when two calls are inside at once."""
+        self.__dict__.setdefault("inside", []).append(number)
+        while len(self.inside) < 2:
+            await asyncio.sleep(0.005)
+        return number
+
+    @register(Dispatch.ONE_TO_ALL, concurrency=4, blocking=False)
+    def sleep_in_thread(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def fail_async(self) -> None:
+        raise KeyError("planted in a coroutine")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def count_up(self, start: int) -> DataProto:
+        """Rank r makes r + 1 rows: start, start + 1, ..."""
+        first = start + self.rank * (self.rank + 1) // 2
+        return DataProto.from_dict(tensors={"x": torch.arange(first, first + self.rank + 1)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def pass_on(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": data.batch["x"], "rank": torch.full((len(data),), self.rank)})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count_rows(self, data: DataProto) -> int:
+        return len(data)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, materialize_futures=False)
+    def kind(self, data) -> str:
+        return type(data).__name__
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def double_tensordict(self, data: TensorDict) -> TensorDict:
+        return TensorDict({"x": data["x"] * 2}, batch_size=data.batch_size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def neighbours(self) -> list[str]:
+        return sorted(self.fused_worker_dict)
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=60)
+    def reduce_until_killed(self, victim: int) -> None:
+        """Everybody waits in a collective that the victim never joins."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        dist.all_reduce(torch.zeros(1))
+        if self.rank == victim:
+            time.sleep(50)
+        dist.all_reduce(torch.zeros(1))
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=60)
+    def sleep_long(self, path: str) -> None:
+        """Says that it has begun, then sleeps."""
+        with open(f"{path}.{self.rank}", "w"):
+            pass
+        time.sleep(50)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def announce_backwards(self) -> None:
+        self._register_dispatch_collect_info("backwards", self.world_size - 1 - self.rank, True)
+
+    @register(make_nd_compute_dataproto_dispatch_fn("backwards"))
+    def rank_of_rows(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": data.batch["x"], "rank": torch.full((len(data),), self.rank)})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def announce_nobody(self) -> None:
+        self._register_dispatch_collect_info("mute", self.rank, self.rank == 0)
+
+    @register(make_nd_compute_dataproto_dispatch_fn("mute"))
+    def mute(self, data: DataProto) -> DataProto:
+        return data
+
+    @register(Dispatch.DIRECT_ROLLOUT_METHOD)
+    def direct(self, number: int) -> int:
+        return number + self.rank
+
+
+class Counter(Worker):
+    """Remembers from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, amount: int) -> int:
+        self.number += amount
+        return self.number
+
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self) -> int:
+        return self.number

@@ -1,0 +1,155 @@
+"""One rank of the engine's tests with two processes: computes every case and writes what it found. Not a test file.
+
+    python -m tests.support.workers.engine_rank RANK FOLDER
+
+FOLDER holds the models, a checkpoint of a world of one (`one_rank`), and gets a file store, `rank_0.pt`, `rank_1.pt`
+and a checkpoint of a world of two (`two_ranks`).
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.errors import HybridRLError
+from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine_snapshot import part_of, put_back
+from tests.support.workers.engine_cases import (
+    WHOLE,
+    gradients,
+    make_batch,
+    make_engine,
+    num_response_tokens,
+    policy_loss,
+    train,
+    whole_weights,
+)
+
+POLICY = ("log_probs", "entropy")
+# (model, engine settings, micro-batches, rows of rank 0 of the 24)
+CASES = {
+    "uneven ranks": ("tied", {}, MicroBatching(max_rows=3), 17),
+    "untied embeddings, packed, token budget": ("untied", {"packed": True}, MicroBatching(max_tokens=40), 10),
+    "an empty rank": ("tied", {"reshard_after_forward": False}, MicroBatching(max_tokens=40), 24),
+    "an empty rank, packed, recomputed": (
+        "tied",
+        {"packed": True, "gradient_checkpointing": True},
+        MicroBatching(max_rows=7),
+        24,
+    ),
+    "adapters, packed, recomputed": (
+        "tied",
+        {"lora": LoRA(4, 8), "packed": True, "gradient_checkpointing": True},
+        MicroBatching(max_rows=5),
+        15,
+    ),
+    "bfloat16": ("tied", {"dtype": "bfloat16"}, MicroBatching(max_rows=3), 17),
+}
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    batch = make_batch()
+    found = {name: two_steps(rank, folder, case) for name, case in CASES.items()}
+    found["value head"] = whole_weights(make_engine(str(folder / "tied"), kind="value", optim=None, dtype="bfloat16"))
+    found |= checkpoints(rank, folder, share(batch, rank, 17), num_response_tokens(batch))
+    found["snapshot"] = snapshot(folder, share(batch, rank, 17))
+    found["too long"] = refusal(lambda: too_long(rank, folder))
+    found["damaged"] = refusal(lambda: make_engine(str(folder / "damaged")))
+    torch.save(found, folder / f"rank_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def share(batch, rank: int, num_first: int):
+    """The rows of a rank, dealt out of order: rank 0 gets `num_first` of them."""
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
+    return batch.select_idxs(order[:num_first] if rank == 0 else order[num_first:])
+
+
+def two_steps(rank: int, folder: Path, case) -> dict:
+    model, settings, micro, num_first = case
+    batch = make_batch()
+    batch.batch["number"] = torch.arange(len(batch))
+    mine, num_tokens = share(batch, rank, num_first), num_response_tokens(batch)
+    engine = make_engine(str(folder / model), **settings)
+    outputs = engine.forward(mine, micro, outputs=POLICY) | {"number": mine.batch["number"]}
+    engine.forward_backward(mine, micro, policy_loss(num_tokens), outputs=POLICY)
+    first = gradients(engine)
+    said = [engine.optimizer_step(), *train(engine, mine, micro, num_tokens=num_tokens, steps=1)]
+    return {"outputs": outputs, "gradients": first, "said": said, "weights": whole_weights(engine)}
+
+
+def checkpoints(rank: int, folder: Path, mine, num_tokens: float) -> dict:
+    """Save under two ranks, go on, load again, go on again; load what one rank saved."""
+    saved = make_engine(str(folder / "tied"))
+    train(saved, mine, WHOLE, num_tokens=num_tokens)
+    saved.save(str(folder / "two_ranks"))
+    drawn = torch.rand(3)
+    at_save = whole_weights(saved)
+    train(saved, mine, WHOLE, num_tokens=num_tokens)
+    loaded = make_engine(str(folder / "tied"))
+    loaded.load(str(folder / "two_ranks"))
+    same_draw = torch.equal(torch.rand(3), drawn)
+    train(loaded, mine, WHOLE, num_tokens=num_tokens)
+    other = make_engine(str(folder / "tied"))
+    other.load(str(folder / "one_rank"))
+    from_one_rank = whole_weights(other)
+    train(other, mine, WHOLE, num_tokens=num_tokens, steps=1)
+    return {
+        "saved": at_save,
+        "continued": whole_weights(saved),
+        "continued after load": whole_weights(loaded),
+        "same draw": same_draw,
+        "from one rank": from_one_rank,
+        "from one rank, a step later": whole_weights(other),
+    }
+
+
+def snapshot(folder: Path, mine) -> bool:
+    """Whether a critic, and a new one, goes on from a snapshot bit for bit.
+
+    Rank 1 has nothing of the value head's one row.
+    """
+
+    def goes_on(engine) -> tuple[dict, dict]:
+        engine.forward_backward(mine, WHOLE, lambda out, rows: (out["values"].square().sum(), {}), outputs=("values",))
+        return engine.optimizer_step(), whole_weights(engine)
+
+    def made():
+        return make_engine(str(folder / "tied"), kind="value")
+
+    engine = made()
+    goes_on(engine)
+    part = part_of(engine)
+    said, wanted = goes_on(engine)
+    same = []
+    for again in (engine, made()):
+        put_back(again, part)
+        its, found = goes_on(again)
+        same.append(its == said and all(torch.equal(found[name], wanted[name]) for name in wanted))
+    return all(same)
+
+
+def too_long(rank: int, folder: Path) -> None:
+    """Only rank 1 has a row that its budget does not allow."""
+    engine = make_engine(str(folder / "tied"), optim=None)
+    engine.forward(make_batch(), MicroBatching(max_tokens=4 if rank == 1 else 40), outputs=POLICY)
+
+
+def refusal(act) -> str:
+    """The error that `act` raises, as text."""
+    try:
+        act()
+    except HybridRLError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,191 @@
+"""Parity with plain Hugging Face models, as a table:
+
+    python -m tests.support.workers.megatron_parity                 every layout, up to four processes each
+    python -m tests.support.workers.megatron_parity TP2 "CP2 x DP2"   some of them, by name
+
+A line is an engine and a layout: the largest difference from a Hugging Face model in float32 that does the same without
+an engine. Of logits: over the whole vocabulary, at every token that predicts another. Of PPO: the losses of actor
+(clipped surrogate, entropy bonus, KL) and critic in both epochs of one step. `test_engine_megatron.py` asserts what is
+printed here.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from hybridrl.protocol import DataProto
+from tests.support.workers.engine_cases import (
+    OPTIM,
+    UNDETERMINED,
+    make_batch,
+    num_response_tokens,
+    plain_outputs,
+    policy_loss,
+)
+from tests.support.workers.megatron_models import (
+    CASES,
+    POLICY,
+    PPO_EPOCHS,
+    STEPS,
+    everywhere,
+    ppo_losses,
+    run_ranks,
+    save_models,
+)
+
+LIMIT_S = 240
+COMPARED = ("logits", *POLICY, "gradients", "weights", "ppo")
+TITLES = ("logits", "log-probs", "entropy", "gradients", f"parameters, {STEPS} steps", "losses, PPO")
+
+
+def compare(folder: Path, case: str, expected: dict) -> tuple[dict[str, float], dict]:
+    """Run a case on processes of its own.
+
+    Returns (the largest difference from `expected` by what is compared, what rank 0 found).
+    """
+    run_ranks(
+        "tests.support.workers.megatron_rank",
+        CASES[case][0],
+        folder,
+        case,
+        log=folder / f"{case}.log",
+        timeout_s=LIMIT_S,
+    )
+    found = torch.load(folder / f"{case}.pt")
+    number = found["outputs"].pop("number")
+    differences = {
+        name: (found["outputs"][name] - expected["outputs"][name][number]).abs().max().item() for name in POLICY
+    }
+    differences["logits"] = (found["logits"] - expected["logits"]).abs().max().item()
+    differences |= {name: difference(found[name], expected[name]) for name in ("gradients", "weights")}
+    differences["ppo"] = max(abs(one - other) for one, other in zip(found["ppo"], expected["ppo"], strict=True))
+    return differences, found
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest of all tensors of the same names."""
+    assert found.keys() == expected.keys()
+    return max(
+        (found[name] - expected[name]).abs().max().item() for name in expected if not name.endswith(UNDETERMINED)
+    )
+
+
+def by_hand(folder: Path, name: str) -> dict:
+    """What a Hugging Face model computes, and what it becomes in STEPS steps."""
+    from transformers import AutoModelForCausalLM
+
+    batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
+    logits, optimizer = plain_logits(model, batch), adamw(model)
+    norms, first, start = [], None, None
+    for _ in range(STEPS):
+        outputs = plain_outputs(model, batch)
+        start = start or {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        policy_loss(num_response_tokens(batch))(outputs, batch)[0].backward()
+        first = first or {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = one_by_one(dict(model.named_parameters()))
+    return {"logits": logits, "outputs": start, "gradients": one_by_one(first), "norms": norms, "weights": weights}
+
+
+def ppo_by_hand(folder: Path, name: str) -> list[float]:
+    """The losses of actor and critic in every epoch of one PPO step."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    batch = make_batch()
+    policy = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
+    critic = AutoModelForTokenClassification.from_pretrained(folder / f"{name} critic", dtype=torch.float32).eval()
+    models = ((policy, adamw(policy), plain_outputs), (critic, adamw(critic), plain_values))
+
+    def epoch(loss_fns: tuple) -> list[float]:
+        found = []
+        for (model, optimizer, read), loss_fn in zip(models, loss_fns, strict=True):
+            loss, _ = loss_fn(read(model, batch), batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    with torch.no_grad():
+        start = plain_outputs(policy, batch) | plain_values(critic, batch)
+    loss_fns = ppo_losses(batch, start, num_tokens=num_response_tokens(batch))
+    return [loss for _ in range(PPO_EPOCHS) for loss in epoch(loss_fns)]
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, weight_decay=OPTIM.weight_decay, betas=OPTIM.betas)
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts, which transformers keeps in one tensor, under the names they have on disk."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for number, both in enumerate(tensor.detach()):
+                gate, up = both.chunk(2)
+                prefix = name.removesuffix("gate_up_proj")
+                found |= {f"{prefix}{number}.gate_proj.weight": gate, f"{prefix}{number}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            prefix = name.removesuffix("down_proj")
+            found |= {f"{prefix}{number}.down_proj.weight": each for number, each in enumerate(tensor.detach())}
+        else:
+            found[name] = tensor.detach()
+    return found
+
+
+@torch.no_grad()
+def plain_logits(model: torch.nn.Module, batch: DataProto) -> torch.Tensor:
+    """Logits (B, L - 1, V) before every token that has one before it, 0 elsewhere, row by row."""
+    wanted = everywhere(batch).batch["response_mask"].bool()
+    logits = torch.zeros(*wanted.shape, model.config.vocab_size)
+    for row, real in enumerate(batch.batch["attention_mask"].bool()):
+        ids = batch.batch["input_ids"][row][real]
+        logits[row][wanted[row]] = model(input_ids=ids[None]).logits[0, :-1]
+    return logits
+
+
+def plain_values(model: torch.nn.Module, batch: DataProto) -> dict[str, torch.Tensor]:
+    """Values (B, R) of the state before each response token, 0 off the mask, row by row."""
+    mask = batch.batch["response_mask"].bool()
+    rows = []
+    for real, ids, kept in zip(batch.batch["attention_mask"].bool(), batch.batch["input_ids"], mask, strict=True):
+        after = torch.zeros(len(ids)).masked_scatter(real, model(input_ids=ids[real][None]).logits[0, :, 0])
+        rows.append(after[-len(kept) - 1 : -1] * kept)
+    return {"values": torch.stack(rows)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    from transformers.utils import logging as transformers_logging
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}")
+    chosen = parser.parse_args(argv).cases or list(CASES)
+    if unknown := [case for case in chosen if case not in CASES]:
+        parser.error(f"there is no case {unknown[0]!r}; cases are {', '.join(CASES)}")
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    models = dict.fromkeys(CASES[case][1] for case in chosen)
+    print(
+        f"| engine and layout | processes | model | {' | '.join(TITLES)} |\n|{'---|' * (3 + len(TITLES))}", flush=True
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_models(folder, list(models))
+        expected = {model: by_hand(folder, model) | {"ppo": ppo_by_hand(folder, model)} for model in models}
+        for case in chosen:
+            processes, model, _, _ = CASES[case]
+            differences, _ = compare(folder, case, expected[model])
+            print(
+                f"| {case} | {processes} | {model} | {' | '.join(f'{differences[name]:.1e}' for name in COMPARED)} |",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

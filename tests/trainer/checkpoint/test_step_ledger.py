@@ -1,0 +1,197 @@
+"""The step ledger: what it adds up to, what it refuses, and what a killed process or a full disk leaves of it."""
+
+import json
+import os
+import resource
+
+import pytest
+
+from hybridrl.errors import CheckpointError
+from hybridrl.framework import OnlineRLContext, Task, stage
+from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, account, main, read_ledger
+
+TAKEN = {"actor": [4, 4]}
+
+
+def end(ledger: StepLedger, step: int, updates: int, *, prompts: list[int], epoch: int = 0) -> None:
+    """A step after which the actor has so many optimizer steps in its weights."""
+    ledger.note("actor", {"actor/num_updates": [updates - 1.0, float(updates)]}, prefix="actor")
+    ledger.end_step(step, epoch=epoch, prompts=prompts)
+
+
+def ledger_of(folder, *, rows: int = 4) -> StepLedger:
+    return StepLedger(str(folder), rows=rows)
+
+
+def begun(folder) -> StepLedger:
+    """A ledger of two steps with two prompts and two optimizer steps each, and what its commits hold."""
+    ledger = ledger_of(folder)
+    ledger.begin()
+    end(ledger, 1, 2, prompts=[2, 0])
+    end(ledger, 2, 4, prompts=[3, 1])
+    return ledger
+
+
+def told(folder):
+    return account(read_ledger(str(folder / FILE)))
+
+
+def test_steps_that_a_killed_process_had_done_behind_its_last_commit_do_not_count(tmp_path):
+    ledger = begun(tmp_path)
+    committed = ledger.commit(TAKEN)
+    end(ledger, 3, 6, prompts=[1, 0], epoch=1)  # killed before this one is committed
+    successor = ledger_of(tmp_path)
+    successor.go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
+    end(successor, 3, 6, prompts=[1, 0], epoch=1)
+    result = told(tmp_path)
+    assert result.problems() == [] and sorted(result.steps) == [1, 2, 3] and result.again == 1
+    assert "runs of a stage per step: 0" in str(result)  # nothing was wrapped here
+    assert "every stage and every prompt exactly once" in str(result)
+
+
+def test_what_did_not_happen_once_is_named(tmp_path):
+    ledger = ledger_of(tmp_path)
+    ledger.begin()
+    end(ledger, 1, 2, prompts=[2, 0])
+    end(ledger, 3, 4, prompts=[2, 1])
+    end(ledger, 4, 6, prompts=[0], epoch=1)
+    assert told(tmp_path).problems() == [
+        "step 2 is missing",
+        "epoch 0: prompts [2] were used more than once (1 in all)",
+        "epoch 0: prompts [3] were not used (1 in all)",
+    ]
+
+
+def test_runs_of_stages_that_are_not_pure_are_counted(tmp_path):
+    ledger = ledger_of(tmp_path)
+    ledger.begin()
+
+    @stage("update", pure=False)
+    def update(ctx):
+        pass
+
+    @stage("look")
+    def look(ctx):
+        pass
+
+    @stage("log")
+    def log(ctx):
+        ctx.metrics |= ledger.metrics()
+        end(ledger, ctx.total_step + 1, ctx.total_step + 1, prompts=[ctx.total_step + 1])
+
+    counted = ledger(update)
+    assert ledger(look) is look
+    with Task(ctx=OnlineRLContext()) as task:
+        task.use(counted).use(ledger(look)).use(log)
+        task.run(max_step=1)
+        assert task.ctx.metrics == {"ledger/runs_per_stage": 1.0} and told(tmp_path).problems() == []
+        task.use(counted)
+        task.run(max_step=2)
+    assert told(tmp_path).problems() == ["step 3: update ran 2 times"]
+
+
+def test_weights_with_other_updates_than_the_ledger_knows_of_are_not_committed(tmp_path):
+    ledger = begun(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"the actor has \[5\] optimizer steps in its weights after step 2, .* knows of 4"
+    ):
+        ledger.commit({"actor": [5, 5]})
+    with pytest.raises(CheckpointError, match=r"\[3, 4\]"):
+        ledger.commit({"actor": [4, 3]})
+    committed = ledger.commit(TAKEN)
+    with pytest.raises(CheckpointError, match="an update ran twice, or not at all"):
+        ledger_of(tmp_path).go_on_from(committed, path=None, step=2, taken={"actor": [2, 2]})
+
+
+def test_a_commit_older_than_the_ledger_is_gone_on_from(tmp_path):
+    ledger = ledger_of(tmp_path)
+    ledger.go_on_from(None, path="global_step_7", step=7, taken={"actor": [14]})
+    end(ledger, 8, 16, prompts=[0], epoch=3)
+    ledger.commit({"actor": [16]})
+    assert told(tmp_path).problems() == [] and sorted(told(tmp_path).steps) == [8]
+
+
+def test_a_half_written_last_line_is_cut_off_and_damage_elsewhere_is_named(tmp_path):
+    ledger = begun(tmp_path)
+    committed = ledger.commit(TAKEN)
+    path = tmp_path / FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 3, "epo')
+    successor = ledger_of(tmp_path)
+    successor.go_on_from(committed, path=None, step=2, taken=TAKEN)
+    assert path.read_bytes() == whole
+    end(successor, 3, 6, prompts=[0], epoch=1)
+    assert path.read_bytes().startswith(whole) and len(read_ledger(str(path))) == 5
+    lines = path.read_text().splitlines()
+    entry = json.loads(lines[1])
+    path.write_text("\n".join([lines[0], json.dumps(entry | {"prompts": [2, 1]}), *lines[2:]]) + "\n")
+    with pytest.raises(CheckpointError, match=r"ledger.jsonl is damaged in line 2; move it away"):
+        ledger_of(tmp_path).go_on_from(committed, path=None, step=2, taken=TAKEN)
+    path.write_text("\n".join([lines[0], *lines[2:]]) + "\n")  # a line that is gone is damage, too
+    with pytest.raises(CheckpointError, match="damaged in line 2"):
+        read_ledger(str(path))
+
+
+def test_the_ledger_of_another_run_is_refused(tmp_path):
+    committed = begun(tmp_path / "one").commit(TAKEN)
+    other = ledger_of(tmp_path / "two")
+    other.begin()
+    end(other, 1, 4, prompts=[0])
+    with pytest.raises(CheckpointError, match="it is the ledger of another run"):
+        ledger_of(tmp_path / "two").go_on_from(committed, path=None, step=2, taken=TAKEN)
+
+
+def test_lines_that_a_full_disk_did_not_take_are_written_later_and_a_commit_waits_for_them(tmp_path):
+    ledger = begun(tmp_path)
+    size = os.path.getsize(tmp_path / FILE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+    try:
+        end(ledger, 3, 6, prompts=[0], epoch=1)
+        with pytest.raises(OSError):
+            ledger.commit({"actor": [6]})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.path.getsize(tmp_path / FILE) == size  # no half line
+    end(ledger, 4, 8, prompts=[1], epoch=1)
+    ledger.commit({"actor": [8]})
+    assert sorted(told(tmp_path).steps) == [1, 2, 3, 4] and told(tmp_path).problems() == []
+
+
+def test_who_only_looks_leaves_no_trace_and_what_no_worker_tells_of_is_not_compared(tmp_path):
+    ledger = begun(tmp_path)
+    committed = ledger.commit(TAKEN)
+    size = os.path.getsize(tmp_path / FILE)
+    ledger_of(tmp_path).go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
+    assert os.path.getsize(tmp_path / FILE) == size
+    own = ledger_of(tmp_path)
+    own.go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
+    own.end_step(3, epoch=None, prompts=[])  # stages of the user's own
+    assert own.commit({"actor": [7, 7]})["updates"] == {"actor": 7} and told(tmp_path).problems() == []
+
+
+def test_a_step_that_is_begun_again_in_the_same_process_counts_once(tmp_path):
+    ledger = begun(tmp_path)
+    end(ledger, 3, 6, prompts=[1, 0], epoch=1)
+    ledger.note("actor", {"actor/num_updates": [8.0]}, prefix="actor")  # in the middle of step 4 a process is lost
+    ledger.go_back(2)
+    end(ledger, 3, 6, prompts=[1, 0], epoch=1)
+    assert ledger.commit({"actor": [6, 6]})["updates"] == {"actor": 6}
+    assert told(tmp_path).problems() == [] and told(tmp_path).again == 1
+
+
+def test_the_command_says_what_the_ledger_says(tmp_path, capsys):
+    assert (
+        main([str(tmp_path)]) == 2
+        and "usage: python -m hybridrl.trainer.checkpoint.step_ledger RUN" in capsys.readouterr().err
+    )
+    ledger = begun(tmp_path)
+    assert (
+        main([str(tmp_path)]) == 0
+        and "prompts per epoch, of 4: 4\nevery stage and every prompt exactly once\n" in capsys.readouterr().out
+    )
+    end(ledger, 4, 6, prompts=[0], epoch=1)
+    assert main([str(tmp_path)]) == 1 and capsys.readouterr().out.endswith("step 3 is missing\n")
+    with open(tmp_path / FILE, "a") as file:
+        file.write("{}\n")
+    assert main([str(tmp_path)]) == 1 and "is damaged in line 5" in capsys.readouterr().err

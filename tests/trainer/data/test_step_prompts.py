@@ -1,0 +1,97 @@
+"""Prompts: each is used once in an epoch, whatever runs ahead, wherever the run is stopped and gone on."""
+
+import tempfile
+from collections import Counter, deque
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, account, read_ledger
+from hybridrl.trainer.data.prompt_dataset import collate_fn
+from hybridrl.trainer.data.prompt_loader import ROW, PromptLoader, StepPrompts
+
+
+class Rows:
+    """Prompts of one token, which is their number."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict:
+        return {"input_ids": torch.tensor([row])}
+
+
+class Run:
+    """The driver's side of a run: prompts drawn `lag` batches ahead, used in order, noted in a ledger;
+    and its commits.
+    """
+
+    def __init__(self, folder: str, *, rows: int, size: int, lag: int, steps: int):
+        self.lag = lag
+        self.loader = PromptLoader(
+            Rows(rows), batch_size=size, shuffle=True, seed=3, collate=lambda found: collate_fn(found, pad_token_id=0)
+        )
+        self.prompts = StepPrompts(self.loader, seed=3, total_steps=steps)
+        self.ledger, self.ahead, self.step = StepLedger(folder, rows=rows), deque[DataProto](), 0
+
+    def go_on(self, commit: dict | None) -> None:
+        if commit is None:
+            self.ledger.begin()
+        else:
+            self.step, self.ahead = commit["step"], deque(commit["ahead"])
+            self.loader.load_state_dict(commit["data"])
+            self.ledger.go_on_from(commit["ledger"], path="somewhere", step=self.step, taken={})
+        self.prompts.drawn = self.step + len(self.ahead)
+        self.fill(self.step + self.lag)
+
+    def fill(self, until: int) -> None:
+        while (batch := self.prompts.draw(until=until)) is not None:
+            self.ahead.append(batch)
+
+    def train(self) -> None:
+        self.step += 1
+        self.fill(self.step + self.lag)
+        batch = self.ahead.popleft()
+        assert batch.batch["input_ids"][:, -1].tolist() == list(batch.non_tensor_batch[ROW])
+        self.ledger.end_step(self.step, epoch=batch.meta_info["epoch"], prompts=batch.non_tensor_batch[ROW])
+
+    def commit(self) -> dict:
+        return {
+            "step": self.step,
+            "ahead": list(self.ahead),
+            "data": self.loader.state_dict(),
+            "ledger": self.ledger.commit({}),
+        }
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    size=st.integers(1, 5),
+    lag=st.integers(0, 4),
+    save_freq=st.integers(1, 4),
+    killed_after=st.lists(st.integers(1, 6), max_size=4),
+)
+def test_every_prompt_is_used_once_in_every_epoch(rows, size, lag, save_freq, killed_after):
+    steps = 3 * -(-rows // size)  # three epochs
+    with tempfile.TemporaryDirectory() as folder:
+        commit = None
+        for lives in [*killed_after, steps]:
+            run = Run(folder, rows=rows, size=size, lag=lag, steps=steps)
+            run.go_on(commit)
+            for _ in range(min(lives, steps - run.step)):
+                run.train()
+                commit = run.commit() if run.step % save_freq == 0 or run.step == steps else commit
+            if run.step == steps:
+                break
+        told = account(read_ledger(str(Path(folder) / FILE)))
+        assert told.problems() == [] and sorted(told.steps) == list(range(1, steps + 1))
+        assert {epoch: Counter(used) for epoch, used in told.prompts().items()} == dict.fromkeys(
+            range(3), Counter(range(rows))
+        )

@@ -1,0 +1,64 @@
+"""Loading a tokenizer: a path that is none is refused at once."""
+
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from hybridrl.errors import ConfigError
+from hybridrl.trainer.data.tokenizer import load_tokenizer
+
+
+def test_a_directory_is_loaded_and_pads_on_the_left(tiny_qwen2):
+    assert load_tokenizer(str(tiny_qwen2), key="model.path").padding_side == "left"
+
+
+@pytest.mark.parametrize("path", ["nope/model", "nope", "no pe"])
+def test_what_is_neither_a_directory_nor_a_model_is_named_with_its_key(path):
+    with pytest.raises(
+        ConfigError,
+        match=f"^critic.model.path={path}: there is no such directory, and as a name of the Hugging Face hub",
+    ):
+        load_tokenizer(path, key="critic.model.path")
+
+
+def test_a_hub_in_trouble_is_asked_once():
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(503)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code = (
+            "from hybridrl.trainer.data.tokenizer import load_tokenizer\nload_tokenizer('nope/model', key='model.path')"
+        )
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "NO_PROXY": "*",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, timeout=100, capture_output=True, text=True
+        )
+        server.shutdown()
+    assert (
+        "model.path=nope/model: there is no such directory" in done.stderr.splitlines()[-1]
+        and "Retrying" not in done.stderr
+    )
+    assert len([path for path in asked if "nope/model" in path]) == 1
+
+
+def test_a_directory_without_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="no tokenizer can be loaded from it"):
+        load_tokenizer(str(tmp_path), key="model.path")

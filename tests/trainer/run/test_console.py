@@ -1,0 +1,136 @@
+"""Progress: the lines a person reads."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from hybridrl.trainer.run.console import (
+    MAX_COLUMNS,
+    Progress,
+    duration,
+    split_validation_name,
+    step_line,
+    validation_lines,
+)
+
+STEP = {
+    "critic/score/mean": 0.5123,
+    "response_length/mean": 14.24,
+    "actor/kl_loss": 0.00123,
+    "actor/entropy": 0.314,
+    "actor/grad_norm": 0.421,
+    "perf/total_num_tokens": 2345.0,
+    "perf/time_per_step": 1.9,
+}
+
+
+def test_a_step_line_shows_what_was_measured_and_nothing_else():
+    assert step_line(STEP, 12, total_steps=150, eta_s=252) == (
+        "step 12/150  reward 0.512  len 14.2  kl 0.0012  entropy 0.31  grad 0.42  1234 tok/s  1.90 s/step  eta 4m12s"
+    )
+    assert step_line({"train/loss": 1.5, "train/lr": 3e-4}, 3) == "step 3  loss 1.5000  lr 3.0e-04"
+
+
+def test_a_kl_that_is_exactly_zero_is_not_shown_and_a_reward_of_zero_is():
+    assert step_line({"actor/ppo_kl": 0.0, "critic/score/mean": 0.0}, 3) == "step 3  reward 0.000"
+    assert step_line({"actor/ppo_kl": 1e-3}, 3) == "step 3  ppo_kl 0.0010"
+
+
+def test_the_pace_of_a_step_is_that_of_training_without_the_validation():
+    metrics = {"perf/total_num_tokens": 3000.0, "perf/time_per_step": 2.5, "timing_s/testing": 1.0}
+    assert step_line(metrics, 3) == "step 3  2000 tok/s  1.50 s/step"
+
+
+def test_of_many_fast_steps_the_first_the_last_and_one_every_five_seconds_have_a_line(monkeypatch):
+    clock = iter([100.0 + i for i in range(61)])  # a step a second
+    monkeypatch.setattr("hybridrl.trainer.run.console.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    progress = Progress(100, start_step=40, stream=stream)
+    for step in range(41, 101):
+        progress.update({"train/loss": 1.0} | ({"val/loss": 2.0} if step == 63 else {}), step)
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in stream.getvalue().splitlines()]
+    assert steps == [*range(41, 51), 55, 60, 63, 63, 68, 73, 78, 83, 88, 93, 98, 100]
+
+
+def test_a_step_line_fits_the_terminal_and_shows_nan_as_it_is():
+    wild = dict.fromkeys([*STEP, "actor/ppo_kl", "critic/vf_loss", "train/loss", "train/lr"], 1e30) | {
+        "critic/score/mean": float("nan")
+    }
+    line = step_line(wild, 10**6, total_steps=10**7, eta_s=1e6)
+    assert len(line) <= MAX_COLUMNS and "reward nan" in line
+
+
+def test_validation_has_a_line_per_data_source():
+    metrics = {
+        "val-core/openai/gsm8k/acc/mean@4": 0.5,
+        "val-core/openai/gsm8k/acc/best@4/mean": 0.75,
+        "val-core/math/reward/mean@4": 0.1,
+        "val-aux/math/reward/std@4": 9.0,
+    }
+    assert validation_lines(metrics, 10, total_steps=20) == [
+        "step 10/20  validation  openai/gsm8k  acc mean@4 0.500  acc best@4/mean 0.750",
+        "step 10/20  validation  math  reward mean@4 0.100",
+    ]
+    assert validation_lines({"val/loss": 0.25}, 10) == ["step 10  validation  loss 0.2500"]
+    assert validation_lines(STEP, 10) == []
+
+
+def test_a_validation_name_is_split_whatever_slashes_it_has():
+    assert split_validation_name("val-core/a/b/c/acc/best@8/mean") == ("a/b/c", "acc", "best@8/mean")
+    assert split_validation_name("val-core/math/reward/mean@1") == ("math", "reward", "mean@1")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (48.4, "48s"), (59.6, "1m00s"), (252, "4m12s"), (7500, "2h05m"), (273600, "3d04h")]
+)
+def test_a_time_span_has_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_without_a_terminal_there_are_plain_lines_only():
+    stream = io.StringIO()
+    progress = Progress(2, stream=stream)
+    progress.update({"val-core/s/acc/mean@1": 0.2}, 0)
+    progress.update(STEP, 1)
+    progress.update(STEP | {"val-core/s/acc/mean@1": 0.4}, 2)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    heads = [line.split("  ")[:2] for line in lines]
+    assert heads == [
+        ["step 0/2", "validation"],
+        ["step 1/2", "reward 0.512"],
+        ["step 2/2", "reward 0.512"],
+        ["step 2/2", "validation"],
+    ]
+    assert lines[2].endswith("eta 0s") and "\r" not in stream.getvalue()
+
+
+def test_the_time_left_follows_the_pace_of_the_steps(monkeypatch):
+    clock = iter([100.0, 110.0, 112.0])
+    monkeypatch.setattr("hybridrl.trainer.run.console.time.monotonic", lambda: next(clock))
+    progress = Progress(10, start_step=4, stream=io.StringIO())
+    assert progress.eta_s() is None
+    progress.update(STEP, 5)
+    assert progress.eta_s() == 50.0  # 5 steps left at 10 s
+    progress.update(STEP, 6)
+    assert progress.eta_s() == 24.0  # 4 steps left at 6 s
+
+
+def test_on_a_terminal_a_bar_stands_below_the_lines_and_is_taken_away_at_the_end():
+    program = (
+        "from hybridrl.trainer.run.console import Progress\n"
+        "progress = Progress(4, start_step=1)\n"
+        f"progress.update({STEP!r}, 2)\n"
+        "progress.close()\n"
+    )
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (30, 120))
+    subprocess.run([sys.executable, "-c", program], stdout=follower, check=True, timeout=60)
+    text = os.read(leader, 4096).decode()  # all of it: less than a terminal's buffer
+    assert "step 2/4  reward 0.512" in text
+    assert "50%|" in text and "| step 2/4, reward 0.512  len 14.2  1234 tok/s" in text

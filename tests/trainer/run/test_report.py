@@ -1,0 +1,197 @@
+"""The report: the lines that say from what to what, and which curves are drawn."""
+
+import json
+import math
+
+import pytest
+
+from hybridrl.trainer.run.report import final_report, merge_steps, moving_average, report_run, series, write_report
+from hybridrl.trainer.run.samples import answered, keep_examples, read_examples
+
+ACC = "val-core/arithmetic/acc/mean@1"
+
+
+def _history(steps=30):
+    entries = [{"step": 0, ACC: 0.2}]
+    for step in range(1, steps + 1):
+        entry = {"step": step, "critic/score/mean": step / 100, "response_length/mean": 14.0, "actor/entropy": 0.3}
+        entries.append(entry | {"perf/time_per_step": 2.0} | ({ACC: 0.2 + step / 50} if step % 10 == 0 else {}))
+    return entries
+
+
+def test_the_report_says_from_what_to_what():
+    lines = final_report(
+        _history(), written={"checkpoints": "/runs/a", "metrics": "/runs/a/metrics.jsonl"}
+    ).splitlines()
+    assert lines == [
+        "checkpoints: /runs/a",
+        "metrics: /runs/a/metrics.jsonl",
+        # of 3 steps: 1, 2, 3 and 28, 29, 30
+        "training reward, mean of the first and last tenth: 0.020 -> 0.290 (step 1 -> 30)",
+        "validation arithmetic acc mean@1: 0.200 -> 0.800 (step 0 -> 30)",
+    ]
+
+
+def test_a_metric_measured_once_or_never_finite_is_reported_as_such():
+    assert final_report([{"step": 4, ACC: 0.5}]) == "validation arithmetic acc mean@1: 0.500 (step 4)"
+    assert final_report([{"step": 4, ACC: math.nan}]) == "validation arithmetic acc mean@1: no finite value"
+    assert final_report([]) == ""
+
+
+def test_supervised_runs_report_their_losses():
+    history = [{"step": step, "train/loss": 4.0 / step} for step in (1, 2, 4)] + [{"step": 4, "val/loss": 1.25}]
+    assert final_report(history).splitlines() == [
+        "training loss, mean of the first and last tenth: 4.000 -> 1.000 (step 1 -> 4)",
+        "val/loss: 1.250 (step 4)",
+    ]
+
+
+def test_entries_of_one_step_are_merged_and_the_later_value_counts():
+    merged = merge_steps([{"step": 2, "a": 1.0}, {"step": 1, "a": 0.0}, {"step": 2, "a": 3.0, "b": 4.0}])
+    assert merged == [{"step": 1, "a": 0.0}, {"step": 2, "a": 3.0, "b": 4.0}]
+
+
+def test_a_series_leaves_out_gaps_and_what_is_not_finite():
+    history = [{"step": 1, "a": 1.0}, {"step": 2}, {"step": 3, "a": math.nan}, {"step": 4, "a": 2.0}]
+    assert series(history, "a") == ([1, 4], [1.0, 2.0])
+
+
+def test_the_moving_average_of_a_straight_line_is_the_line_but_for_the_end():
+    line = [2.0 * i for i in range(20)]
+    assert moving_average(line, 7)[:17] == pytest.approx(line[:17])
+    assert moving_average([0.0, 3.0, 0.0, 3.0], 3) == pytest.approx([0.0, 1.0, 2.0, 1.5])
+
+
+def test_one_bad_step_at_the_end_is_no_dip_of_the_moving_average():
+    average = moving_average([1.0] * 99 + [0.4], 10)
+    assert average[-1] == pytest.approx(0.9)  # of six values, one is 0.4
+    assert min(average[:94]) == 1.0
+
+
+def _panels(directory, history, monkeypatch):
+    """Write the report and return the labels of the curves by the title of their panel."""
+    from matplotlib.figure import Figure
+
+    drawn = {}
+    save = Figure.savefig
+
+    def savefig(figure, *args, **kwargs):
+        for axes in figure.axes:
+            key = axes.get_title() or "right of the panel before"
+            drawn[key] = [line.get_label() for line in axes.lines if not line.get_label().startswith("_")]
+        return save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return write_report(directory, history), drawn
+
+
+def test_the_picture_has_a_panel_for_what_was_measured_and_no_empty_one(tmp_path, monkeypatch):
+    paths, drawn = _panels(tmp_path / "new", _history(), monkeypatch)
+    assert paths == [tmp_path / "new" / "learning_curve.png"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert drawn == {
+        "Reward and validation": ["training reward", "validation acc mean@1"],
+        "Response length": ["mean length"],
+        "Entropy and KL": ["entropy"],
+        "Step time": ["step"],
+    }
+
+
+def test_kl_has_an_axis_of_its_own_beside_entropy(tmp_path, monkeypatch):
+    history = [{"step": step, "actor/entropy": 0.3, "actor/kl_loss": 0.001} for step in (1, 2)]
+    _, drawn = _panels(tmp_path, history, monkeypatch)
+    assert drawn == {"Entropy and KL": ["entropy"], "right of the panel before": ["KL loss (right)"]}
+
+
+def test_a_curve_that_is_zero_all_the_time_is_left_out_and_no_axis_begins_below_zero(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    bottoms = {}
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *_, **__: bottoms.update({a.get_title(): a.get_ylim()[0] for a in figure.axes}),
+    )
+    history = [
+        {"step": s, "actor/entropy": s - 1.0, "actor/ppo_kl": 0.0, "critic/score/mean": s - 3.0} for s in (1, 2, 3)
+    ]
+    write_report(tmp_path, history)
+    assert (
+        bottoms.keys() == {"Entropy and KL", "Reward"} and bottoms["Entropy and KL"] == 0
+    )  # no axis of its own for the KL
+    assert bottoms["Reward"] < -2
+
+
+def test_nothing_measured_draws_nothing(tmp_path):
+    assert write_report(tmp_path, [{"step": 1, "critic/score/mean": math.nan}]) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_is_reported_from_its_directory(tmp_path):
+    lines = [json.dumps({"step": 0, ACC: 0.25}), json.dumps({"step": 5, ACC: 0.75}), '{"step": 6, ']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert report_run(
+        tmp_path, checkpoint="/runs/global_step_5", written={"rollouts": "/r", "validation samples": None}
+    ).splitlines() == [
+        "last checkpoint: /runs/global_step_5",
+        f"metrics: {tmp_path / 'metrics.jsonl'}",
+        f"learning curve: {tmp_path / 'learning_curve.png'}",
+        "rollouts: /r",
+        "validation arithmetic acc mean@1: 0.250 -> 0.750 (step 0 -> 5)",
+    ]
+
+
+def test_a_run_that_kept_no_metrics_says_how_to_keep_them(tmp_path):
+    assert report_run(tmp_path, checkpoint=None).splitlines() == [
+        "last checkpoint: none: trainer.save_freq=N commits every N steps and at the end",
+        "metrics: not kept: put jsonl into trainer.logger to have them, and learning curves",
+    ]
+
+
+def example(step, source, response, score):
+    return {
+        "step": step,
+        "data_source": source,
+        "question": "1 + 1?",
+        "response": response,
+        "ground_truth": "2",
+        "score": score,
+    }
+
+
+def test_the_report_ends_with_the_first_and_the_last_answer_to_the_same_problem(tmp_path):
+    lines = [json.dumps({"step": step, ACC: 0.25}) for step in (0, 5, 10)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    for step, response, score in ((0, "1", 0.0), (5, "3", 0.0), (10, "2\n", 1.0)):
+        keep_examples(
+            str(tmp_path), [example(step, "sums", response, score), example(step, "judged", "two", None)], step=step
+        )
+    assert report_run(tmp_path, checkpoint=None).splitlines()[-6:] == [
+        "asked (sums): 1 + 1?  [2]",
+        "  step 0 answered, score 0: 1",
+        "  step 10 answered, score 1: 2",
+        "asked (judged): 1 + 1?  [2]",
+        "  step 0 answered, not scored: two",
+        "  step 10 answered, not scored: two",
+    ]
+
+
+def test_examples_of_a_killed_process_and_of_an_older_run_are_not_shown(tmp_path):
+    for step in (0, 3, 5, 10):  # of an older run, or of a process that was killed
+        keep_examples(str(tmp_path), [example(step, "sums", "old", 0.0)], step=step)
+    keep_examples(str(tmp_path), [example(5, "sums", "new", 1.0)], step=5)
+    assert [(e["step"], e["response"]) for e in read_examples(tmp_path)] == [(0, "old"), (3, "old"), (5, "new")]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 5, ACC: 1.0}))
+    assert report_run(tmp_path, checkpoint=None).splitlines()[-2:] == [
+        "asked (sums): 1 + 1?  [2]",
+        "  step 5 answered, score 1: new",
+    ]
+
+
+def test_a_long_answer_is_shown_by_its_beginning_and_its_end():
+    shown = answered(example(1, "sums", "first " + 1000 * "and then " + "#### 4", 1.0))
+    assert (
+        shown.startswith("step 1 answered, score 1: first and then")
+        and shown.endswith("and then #### 4")
+        and len(shown) < 300
+    )

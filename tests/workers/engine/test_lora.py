@@ -1,0 +1,105 @@
+"""Adapters on the FSDP engine: they start as nothing, learn as the formula says, and leave the engine merged."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.lora import LoRA
+from tests.support.workers.engine_cases import (
+    WHOLE,
+    gradients,
+    make_batch,
+    make_engine,
+    num_response_tokens,
+    plain_outputs,
+    policy_loss,
+    save_tiny_qwen2,
+    train,
+    whole_weights,
+)
+
+POLICY = ("log_probs", "entropy")
+OURS = LoRA(4, 8)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> str:
+    return save_tiny_qwen2(tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return make_batch()
+
+
+def test_a_new_adapter_changes_nothing(qwen2, batch):
+    plain, adapted = make_engine(qwen2), make_engine(qwen2, lora=OURS)
+    for name in POLICY:
+        found, expected = (engine.forward(batch, WHOLE, outputs=POLICY)[name] for engine in (adapted, plain))
+        assert torch.equal(found, expected)
+    found, expected = whole_weights(adapted), whole_weights(plain)
+    assert list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_its_first_gradient_is_that_of_the_weight_seen_through_a(qwen2, batch):
+    # W + s B A with B = 0: dL/dB = s dL/dW A^T, and dL/dA = s B^T dL/dW = 0. s = 8 / 4.
+    plain, adapted = make_engine(qwen2), make_engine(qwen2, lora=OURS)
+    for engine in (plain, adapted):
+        engine.forward_backward(batch, WHOLE, policy_loss(num_response_tokens(batch)), outputs=POLICY)
+    whole, low = gradients(plain), gradients(adapted)
+    assert len(low) == 2 * 7 * 2, "two blocks, seven linear layers each, A and B"
+    parameters = {name: p.detach().full_tensor() for name, p in adapted.model.named_parameters()}
+    for name in (name for name in low if name.endswith("lora_B")):
+        layer = name.removesuffix("lora_B")
+        expected = 2 * whole[f"{layer}weight"] @ parameters[f"{layer}lora_A"].T
+        torch.testing.assert_close(low[name], expected, atol=1e-6, rtol=1e-4)
+        assert low[f"{layer}lora_A"].eq(0).all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"packed": True, "gradient_checkpointing": True}], ids=str)
+def test_what_leaves_the_engine_is_a_plain_model_that_computes_the_same(qwen2, batch, settings):
+    engine = make_engine(qwen2, lora=OURS, **settings)
+    before = whole_weights(engine)
+    train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch), steps=8)
+    after = whole_weights(engine)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("proj.weight")}
+    plain = AutoModelForCausalLM.from_pretrained(qwen2, dtype=torch.float32).eval()
+    missing, unexpected = plain.load_state_dict(after, strict=False)
+    assert missing == ["lm_head.weight"] and unexpected == []  # the embedding's twin
+    with torch.no_grad():
+        expected = plain_outputs(plain, batch)["log_probs"]
+    found = engine.forward(batch, WHOLE, outputs=POLICY)["log_probs"]
+    assert (found - expected).abs().max() < 1e-4
+    assert (found - make_engine(qwen2).forward(batch, WHOLE, outputs=POLICY)["log_probs"]).abs().max() > 1e-3
+
+
+def test_only_the_chosen_layers_learn(qwen2, batch):
+    engine = make_engine(qwen2, lora=LoRA(2, 2, ("q_proj", "v_proj")))
+    before = whole_weights(engine)
+    train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch))
+    after = whole_weights(engine)
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "v_proj"}
+    num_trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
+    assert num_trained == 2 * (2 * (32 + 32) + 2 * (32 + 16))  # rank * (in + out), q and v, in each of two blocks
+    assert num_trained == sum(state["exp_avg"].numel() for state in engine._optimizer.state.values())
+
+
+def test_a_loaded_engine_goes_on_bit_by_bit(qwen2, batch, tmp_path):
+    num_tokens = num_response_tokens(batch)
+    engine, again = make_engine(qwen2, lora=OURS), make_engine(qwen2, lora=OURS, seed=5)
+    train(engine, batch, WHOLE, num_tokens=num_tokens)
+    engine.save(str(tmp_path / "saved"))
+    again.load(str(tmp_path / "saved"))
+    assert train(again, batch, WHOLE, num_tokens=num_tokens) == train(engine, batch, WHOLE, num_tokens=num_tokens)
+    found, expected = whole_weights(again), whole_weights(engine)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_layer_that_is_not_there_is_refused_with_those_that_are(qwen2):
+    with pytest.raises(
+        ConfigError, match=r"target_modules=\['query'\]: the model's linear layers are down_proj, gate_proj, k_proj"
+    ):
+        make_engine(qwen2, lora=LoRA(2, 2, ("query",)))

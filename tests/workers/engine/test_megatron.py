@@ -1,0 +1,51 @@
+"""The Megatron engine on real processes (gloo), and FSDP's, against plain Hugging Face models in float32: the table of
+parity.
+
+python -m pytest -q tests/workers/engine/test_megatron.py            a layout of each sort, up to two processes
+python -m pytest -q tests/workers/engine/test_megatron.py -m slow    the others, up to four processes
+python -m tests.support.workers.megatron_parity                              prints the table
+"""
+
+import pytest
+
+from tests.support.workers.megatron_models import CASES, NEEDS_MEGATRON, save_models
+from tests.support.workers.megatron_parity import LIMIT_S, by_hand, compare, ppo_by_hand
+
+QUICK = ("TP2", "PP2, untied, packed", "CP2", "qwen3_moe, EP2")
+ATOL = 1e-5
+
+pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(LIMIT_S + 60)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("megatron")
+    save_models(path, sorted({model for _, model, _, _ in CASES.values()}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plainly(folder):
+    """What a Hugging Face model computes and becomes, by model; computed once."""
+    found: dict[str, dict] = {}
+
+    def of(model: str) -> dict:
+        if model not in found:
+            found[model] = by_hand(folder, model) | {"ppo": ppo_by_hand(folder, model)}
+        return found[model]
+
+    return of
+
+
+def cases() -> list:
+    return [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_a_layout_computes_and_trains_as_the_plain_model_does(folder, plainly, case):
+    expected = plainly(CASES[case][1])
+    differences, found = compare(folder, case, expected)
+    for name, value in differences.items():
+        assert value < ATOL, (name, differences)
+    assert [step["grad_norm"] for step in found["said"]] == pytest.approx(expected["norms"], rel=1e-4)
+    assert all(step["skipped"] == 0 for step in found["said"])

@@ -1,0 +1,186 @@
+"""Served requests get the tokens that a batch gets, whoever is open beside them; on hf, and on vLLM in one process of
+its own.
+"""
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.errors import DataError, StaleWeightsError
+from hybridrl.protocol import DataProto
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
+from hybridrl.workers.rollout.request_server import Server
+from hybridrl.workers.rollout.requests import Request
+
+PROMPT, RESPONSE, N = 24, 40, 3
+STOPS = tuple(range(20, 40))  # a twentieth of the vocabulary, so that many responses end
+ENGINES = ["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(240)])]
+
+
+def prompts_of(num_rows: int) -> DataProto:
+    rng = np.random.default_rng(3)
+    ids, mask = torch.zeros((num_rows, PROMPT), dtype=torch.int64), torch.zeros((num_rows, PROMPT), dtype=torch.int64)
+    for row in range(num_rows):
+        length = int(rng.integers(1, PROMPT + 1))
+        ids[row, -length:] = torch.from_numpy(rng.integers(40, 300, length))
+        mask[row, -length:] = 1
+    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return DataProto.from_dict(columns | {"seeds": torch.arange(num_rows) * 7919 + 5})
+
+
+def requests_of(prompts: DataProto, sampling: SamplingParams) -> list[Request]:
+    one = SamplingParams(**{**vars(sampling), "n": 1})
+    return [
+        Request(f"{row}/{sample}", tuple(ids[mask.bool()].tolist()), one, seed, sample=sample)
+        for row, (ids, mask, seed) in enumerate(
+            zip(
+                prompts.batch["input_ids"],
+                prompts.batch["attention_mask"],
+                prompts.batch["seeds"].tolist(),
+                strict=True,
+            )
+        )
+        for sample in range(sampling.n)
+    ]
+
+
+@pytest.fixture(scope="module")
+def rollouts(tiny_qwen2):
+    """Start each engine once; vLLM is asked for by its tests only."""
+    started: dict = {}
+
+    def rollout(name: str):
+        if name == "vllm" and find_spec("vllm") is None:
+            pytest.skip("vLLM is not installed")
+        if name not in started:
+            config = RolloutConfig(name=name, dtype="float32", max_num_seqs=8, kv_cache_memory_mb=8)
+            started[name] = make_rollout(name, RolloutSetup(str(tiny_qwen2), config, STOPS, 0, PROMPT, RESPONSE))
+        return started[name]
+
+    return rollout
+
+
+def serve_all(server, arrivals: list[list[Request]]) -> dict:
+    """Let requests arrive in groups, one step apart, and serve until none is open."""
+    outputs: dict = {}
+    arrivals = list(arrivals)
+    while arrivals or server.engine.num_open():
+        outputs |= {out.request_id: out for out in server.serve(arrivals.pop(0) if arrivals else [], [], slice_s=0)}
+    return outputs
+
+
+def assert_same_as_batch(batch: DataProto, outputs: dict, n: int) -> None:
+    rows = zip(
+        batch.batch["responses"], batch.batch["response_mask"].bool(), batch.batch["rollout_log_probs"], strict=True
+    )
+    for i, (tokens, mask, log_probs) in enumerate(rows):
+        served = outputs[f"{i // n}/{i % n}"]
+        assert served.token_ids == tokens[mask].tolist()
+        assert served.log_probs == pytest.approx(log_probs[mask].tolist(), abs=1e-4)
+        assert served.finish_reason == ("stop" if served.token_ids[-1] in STOPS else "length")
+
+
+SAMPLINGS = {
+    "sampled": SamplingParams(RESPONSE, n=N, temperature=0.9, top_k=100),
+    "greedy": SamplingParams(RESPONSE, n=1, do_sample=False),
+    "penalised": SamplingParams(RESPONSE, n=2, repetition_penalty=1.2, frequency_penalty=0.1, min_tokens=6),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("piece", [7, 64])
+def test_requests_that_come_one_after_the_other_get_the_tokens_of_a_batch(rollouts, engine, kind, piece, monkeypatch):
+    monkeypatch.setattr(batched_request_engine, "PIECE_TOKENS", piece)
+    rollout, sampling, prompts = rollouts(engine), SAMPLINGS[kind], prompts_of(8)
+    batch, requests = rollout.generate(prompts, sampling), requests_of(prompts, sampling)
+    lengths = batch.batch["response_mask"].sum(-1)
+    assert kind == "greedy" or ((lengths < RESPONSE).any() and (lengths > 8).any())  # greedy repeats itself
+    order = np.random.default_rng(0).permutation(len(requests))
+    arrivals = [[requests[i] for i in part] for part in np.array_split(order, 5)]
+    assert_same_as_batch(batch, serve_all(Server(rollout), arrivals), sampling.n)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_requests_with_different_sampling_are_open_beside_each_other(rollouts, engine):
+    rollout, prompts = rollouts(engine), prompts_of(4)
+    requests, server = {}, Server(rollout)
+    for kind, sampling in SAMPLINGS.items():
+        requests[kind] = [
+            Request(**{**vars(r), "request_id": f"{kind}:{r.request_id}"}) for r in requests_of(prompts, sampling)
+        ]
+    arrivals = [[r for kind in requests.values() for r in kind[start::3]] for start in range(3)]
+    outputs = serve_all(server, arrivals)
+    for kind, sampling in SAMPLINGS.items():
+        served = {name.split(":")[1]: out for name, out in outputs.items() if name.startswith(kind)}
+        batch = rollout.generate(prompts, sampling)
+        rows = [int(name.split("/")[0]) * sampling.n + int(name.split("/")[1]) for name in served]
+        assert len(rows) == 4 * sampling.n
+        for row, out in zip(rows, served.values(), strict=True):
+            assert out.token_ids == batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_response_that_was_aborted_goes_on_elsewhere_as_if_nothing_had_happened(rollouts, engine, monkeypatch):
+    monkeypatch.setattr(batched_request_engine, "PIECE_TOKENS", 3)
+    rollout, sampling = rollouts(engine), SamplingParams(RESPONSE, ignore_eos=True)
+    [request] = requests_of(prompts_of(1), sampling)
+    whole = serve_all(Server(rollout), [[request]])["0/0"]
+    server = Server(rollout)
+    server.serve([request], [], slice_s=0)
+    server.serve([], [], slice_s=0)
+    [part] = server.serve([], ["0/0"], slice_s=0)
+    assert part.finish_reason == "abort" and 0 < len(part.token_ids) < RESPONSE and server.engine.num_open() == 0
+    rest = Request(
+        "rest",
+        (*request.prompt_ids, *part.token_ids),
+        SamplingParams(RESPONSE - len(part.token_ids), ignore_eos=True),
+        request.seed,
+        num_done=len(part.token_ids),
+    )
+    ended = serve_all(Server(rollout), [[rest]])["rest"]
+    assert part.token_ids + ended.token_ids == whole.token_ids and ended.finish_reason == "length"
+    assert server.serve([], ["never heard of"], slice_s=0) == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_batched_path_works_after_serving_and_new_weights_are_told(rollouts, engine):
+    rollout, prompts, sampling = rollouts(engine), prompts_of(2), SAMPLINGS["sampled"]
+    before = rollout.generate(prompts, sampling).batch["responses"]
+    server = Server(rollout)
+    serve_all(server, [requests_of(prompts, sampling)])
+    assert torch.equal(rollout.generate(prompts, sampling).batch["responses"], before)
+    assert {out.version for out in serve_all(server, [requests_of(prompts, sampling)]).values()} == {
+        rollout.current_version()
+    }
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+def test_many_kinds_of_sampling_leave_no_memory_behind_in_vllm(rollouts):
+    rollout, server = rollouts("vllm"), Server(rollouts("vllm"))
+    [request] = requests_of(prompts_of(1), SamplingParams(4))
+    for number in range(30):
+        sampling = SamplingParams(4, temperature=1 + number / 10)
+        [output] = serve_all(server, [[Request(**{**vars(request), "sampling": sampling})]]).values()
+        made = rollout.generate(prompts_of(1), sampling).batch
+        assert output.token_ids == made["responses"][0][made["response_mask"][0].bool()].tolist()
+        assert len(server.engine._shared) <= 8
+
+
+def test_what_cannot_be_served_is_refused(rollouts, tiny_qwen2):
+    with pytest.raises(ValueError, match="n=2; a request is one response"):
+        Request("a", (1, 2), SamplingParams(4, n=2), 0)
+    with pytest.raises(DataError, match="leave no prompt"):
+        Request("a", (1, 2), SamplingParams(4), 0, num_done=2)
+    with pytest.raises(DataError, match="request a: 40 tokens and 30 to come"):
+        Server(rollouts("hf")).serve([Request("a", (50,) * 40, SamplingParams(30), 0)], [], slice_s=0)
+    twice = Request("a", (50,), SamplingParams(3), 0)
+    with pytest.raises(ValueError, match="request a is open already"):
+        Server(rollouts("hf")).serve([twice, twice], [], slice_s=0)
+    setup = RolloutSetup(str(tiny_qwen2), RolloutConfig(name="hf"), STOPS, 0, PROMPT, RESPONSE, load_format="dummy")
+    with pytest.raises(StaleWeightsError, match="holds no weights that were pushed whole"):
+        Server(make_rollout("hf", setup)).serve([Request("a", (50,), SamplingParams(3), 0)], [], slice_s=0)
