@@ -1,7 +1,4 @@
-"""What the data-plane benchmarks share: the batch, and how two contenders are timed side by side.
-
-Not a benchmark itself.
-"""
+"""Shared by the data-plane benchmarks: the batch, and how contenders are timed in turn. Not a benchmark itself."""
 
 import time
 from collections.abc import Callable
@@ -22,23 +19,21 @@ def make_columns(rows: int, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def clock(work: Callable[[], object]) -> Callable[[], float]:
-    """Return what does the work once and returns the milliseconds it took."""
+    """Return a function that does the work once and returns its milliseconds."""
 
     def run() -> float:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         work()
-        return (time.perf_counter() - begin) * 1e3
+        return (time.perf_counter() - start) * 1e3
 
     return run
 
 
 def median_ms(contenders: list[Callable[[], float]], *, repeats: int) -> list[float]:
-    """Return the median of what each reports over rounds in which all have a turn, in one order and the other; round 0
-    does not count.
-    """
+    """Return each contender's median over rounds. The order alternates between rounds; round 0 does not count."""
     times = np.zeros((repeats + 1, len(contenders)))
     for number in range(repeats + 1):
         order = range(len(contenders)) if number % 2 else reversed(range(len(contenders)))
-        for place in order:
-            times[number, place] = contenders[place]()
+        for index in order:
+            times[number, index] = contenders[index]()
     return np.median(times[1:], axis=0).tolist()

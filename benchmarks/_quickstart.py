@@ -1,4 +1,4 @@
-"""The quick start's GRPO, with changes: what benchmarks of whole runs have in common."""
+"""Shared by benchmarks of whole runs: the quick start's GRPO with changed settings."""
 
 import contextlib
 import os
@@ -12,15 +12,12 @@ from hybridrl.trainer.run.tracking import read_metrics
 
 
 def sft_model(quickstart: Path) -> Path:
-    """Return where `make train` leaves the model that GRPO starts from.
-
-    quickstart: the directory it was told to write to.
-    """
+    """Return the SFT model that GRPO starts from. quickstart: output directory of `make train`."""
     return quickstart / "sft/global_step_500/huggingface"
 
 
 def run_grpo(quickstart: Path, folder: Path, *, steps: int, changes: dict[str, Any]) -> list[dict]:
-    """Run it in silence and return its metrics, one dict per step. It writes to `folder`."""
+    """Run it without output and return its metrics, one dict per step. It writes to `folder`."""
     settings = {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": quickstart / "data/train.parquet",
@@ -41,7 +38,7 @@ def run_grpo(quickstart: Path, folder: Path, *, steps: int, changes: dict[str, A
         "trainer.logger": "[jsonl]",
         "trainer.default_local_dir": folder,
     } | changes
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
         code = main_ppo.main([f"{key}={value}" for key, value in settings.items()])
     if code:
         sys.exit("the run failed")

@@ -1,8 +1,8 @@
-"""verl doing what `benchmarks/data_plane.py` times, run by an interpreter that has verl.
+"""verl's side of `benchmarks/data_plane.py`, run by an interpreter that has verl.
 
     python benchmarks/_verl_contender.py ROWS TOKENS
 
-Reads names of cases from its input, does each once, and answers with the milliseconds on a line `ms 12.3`; `ms ready`
+Reads names of cases from standard input, runs each once, and prints its milliseconds on a line `ms 12.3`; `ms ready`
 comes first.
 """
 
@@ -31,13 +31,13 @@ class Scorer(Worker):
 
 def batch_cases(batch: DataProto) -> dict[str, Callable]:
     order = torch.randperm(len(batch))
-    pieces, numbers, stored = batch.chunk(8), batch.select(NUMBERS), ray.put(batch)
+    chunks, numbers, stored = batch.chunk(8), batch.select(NUMBERS), ray.put(batch)
     return {
         "put": lambda: ray.put(batch),
         "get": lambda: ray.get(stored),
         "get, used": lambda: ray.get(stored).batch,
         "chunk into 8": lambda: batch.chunk(8),
-        "concat of 8": lambda: DataProto.concat(pieces),
+        "concat of 8": lambda: DataProto.concat(chunks),
         "reorder": lambda: batch.reorder(order),
         "select 3 columns": lambda: batch.select(WIDE),
         "union of 3 and 6 columns": lambda: batch.select(WIDE).union(numbers),
@@ -46,7 +46,7 @@ def batch_cases(batch: DataProto) -> dict[str, Callable]:
 
 
 def group_cases(batch: DataProto) -> Iterator[dict[str, Callable]]:
-    """The cases of one group after the other; asking for the next one ends the last one's processes."""
+    """Yield the cases of one group after the other; advancing ends the processes of the previous group."""
     for size in (2, 4, 8):
         pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer), device_name="cpu", use_gpu=False)
@@ -58,23 +58,23 @@ def group_cases(batch: DataProto) -> Iterator[dict[str, Callable]]:
             ray.kill(worker)
 
 
-def answer(words: object) -> None:
-    print("ms", words, flush=True)
+def report(value: object) -> None:
+    print("ms", value, flush=True)
 
 
 def main(rows: int, tokens: int) -> None:
     torch.set_num_threads(1)
     columns = make_columns(rows, tokens)
     store = 8 * sum(column.nbytes for column in columns.values()) + 500_000_000
-    # verl has no way to give a pool back, so there is a place for the workers of all three groups.
+    # verl cannot release a pool, so the CPUs suffice for the workers of all three groups together.
     ray.init(address="local", num_cpus=14, include_dashboard=False, log_to_driver=False, object_store_memory=store)
     batch = DataProto.from_dict(tensors=columns)
     cases, more = batch_cases(batch), group_cases(batch)
-    answer("ready")
+    report("ready")
     for line in sys.stdin:
         if line.strip() not in cases:
             cases |= next(more)
-        answer(clock(cases[line.strip()])())
+        report(clock(cases[line.strip()])())
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""What a batch costs: `python benchmarks/data_plane.py` (`--rows 128` on a small machine).
+"""Cost of a batch: `python benchmarks/data_plane.py` (`--rows 128` on a small machine).
 
-1. `DataProto` through Ray's object store against a plain dict of numpy arrays with the same bytes. "used" means that
-columns may be
-   written to: a received batch copies itself when it is first touched, and the arrays, which Ray leaves read-only, are
+1. `DataProto` through Ray's object store, against a dict of numpy arrays with the same bytes. "used" means that columns
+   may be written to. A received batch copies itself when it is first used; the arrays, which Ray leaves read-only, are
    copied by hand.
-2. What is done to rows and columns, against the same by hand on a dict of tensors.
+2. Operations on rows and columns, against the same by hand on a dict of tensors.
 3. With `--verl-python PATH`, an interpreter that has verl: the same cases and two calls on a group of workers, by verl
-in a process of
-   its own, which stands still while the others have their turn. To make one: a virtual environment with the torch and
-   Ray of this project, `pip install "tensordict<0.11" "transformers<5.11" omegaconf packaging`, then `pip install
-   --no-deps verl`.
+   in its own process, which is idle while the others run. To make one: a virtual environment with the torch and Ray of
+   this project, `pip install "tensordict<0.11" "transformers<5.11" omegaconf packaging`, then `pip install --no-deps
+   verl`.
 
-Contenders take turns; shown are median milliseconds and our ratio to each. A batch has 12 columns, half of its tokens
-are responses: 48 bytes per token, 0.2 GB by default. One torch thread. Calls on groups against Ray by hand are in
+Contenders run in turn. The table has median milliseconds and our ratio to each. A batch has 12 columns, half of its
+tokens are responses: 48 bytes per token, 0.2 GB by default. One torch thread. Calls on groups against plain Ray are in
 `worker_group.py`.
 """
 
@@ -40,7 +38,7 @@ Case = tuple[Callable[[], object], Callable[[], object]]
 
 
 class Scorer(Worker):
-    """What `_verl_contender.py` has, here."""
+    """The same worker as in `_verl_contender.py`."""
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def score(self, data: DataProto) -> DataProto:
@@ -62,12 +60,12 @@ def object_store(columns: dict[str, torch.Tensor]) -> dict[str, Case]:
 
 def rows_and_columns(columns: dict[str, torch.Tensor]) -> dict[str, Case]:
     batch, order = DataProto.from_dict(tensors=columns), torch.randperm(len(columns["responses"]))
-    pieces, numbers = batch.chunk(8), batch.select(NUMBERS)
+    chunks, numbers = batch.chunk(8), batch.select(NUMBERS)
     parts = [{k: v.chunk(8)[i] for k, v in columns.items()} for i in range(8)]
     return {
         "chunk into 8": (lambda: batch.chunk(8), lambda: {k: v.chunk(8) for k, v in columns.items()}),
         "concat of 8": (
-            lambda: DataProto.concat(pieces),
+            lambda: DataProto.concat(chunks),
             lambda: {k: torch.cat([part[k] for part in parts]) for k in columns},
         ),
         "reorder": (lambda: batch.reorder(order), lambda: {k: v[order] for k, v in columns.items()}),
@@ -81,13 +79,13 @@ def rows_and_columns(columns: dict[str, torch.Tensor]) -> dict[str, Case]:
 
 
 class Verl:
-    """verl in a process of its own, which does one case when asked to and else nothing."""
+    """verl in its own process, idle between cases."""
 
     def __init__(self, python: str, rows: int, tokens: int):
-        self.said: deque[str] = deque(maxlen=40)
+        self.output: deque[str] = deque(maxlen=40)
         command = [python, str(Path(__file__).with_name("_verl_contender.py")), str(rows), str(tokens)]
         pipe, both = subprocess.PIPE, subprocess.STDOUT
-        # In a session of its own: Ray ends what it started by signals to its whole group.
+        # In its own session: Ray ends its processes by signals to the whole process group.
         how = {"stdin": pipe, "stdout": pipe, "stderr": both, "text": True, "start_new_session": True}
         self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
         self.answer()
@@ -98,17 +96,17 @@ class Verl:
         return float(self.answer())
 
     def answer(self) -> str:
-        """The next answer, among whatever else it prints; it has five minutes."""
+        """Return the next answer among its other output; timeout: 5 minutes."""
         watchdog = threading.Timer(300, self.process.kill)
         watchdog.start()
         try:
             for line in self.process.stdout:
                 if line.startswith("ms "):
                     return line.removeprefix("ms ")
-                self.said.append(line)
+                self.output.append(line)
         finally:
             watchdog.cancel()
-        raise SystemExit(f"verl could not be timed:\n{''.join(self.said)}")
+        raise SystemExit(f"verl could not be timed:\n{''.join(self.output)}")
 
     def __enter__(self) -> Self:
         return self

@@ -1,10 +1,10 @@
 """Forward and forward_backward of the FSDP engine against a bare Hugging Face loop: `python benchmarks/engine.py`.
 
-The bare loop is what one writes by hand: micro-batches in the batch's order with the batch's padding, logits of the
-response only, their log-softmax, a policy-gradient loss; bfloat16 by autocast. All compute the same log-probs (the
-largest difference is shown) and take turns, round after round; shown is the median round, and the median of the rounds'
-ratios. One rank, no optimizer step. Runs on the CPU, then on CUDA where there is one, where a larger model tells more:
-`--device cuda --dtype bfloat16 --hidden_size 1024 ...`.
+The bare loop is the one written by hand: micro-batches in the batch's order with the batch's padding, logits of the
+response only, their log-softmax, a policy-gradient loss; bfloat16 by autocast. All contenders compute the same
+log-probs (the table has the largest difference) and run in turn. The table has the median round, and the median of the
+ratios within a round. One rank, no optimizer step. Runs on the CPU, then on CUDA if present. There a larger model is
+more telling: `--device cuda --dtype bfloat16 --hidden_size 1024 ...`.
 """
 
 import argparse
@@ -44,8 +44,9 @@ def parse() -> argparse.Namespace:
 
 
 def make_batch(options: argparse.Namespace) -> DataProto:
-    """Prompts of half to all of the prompt width, padded on the left; responses of a quarter to all of theirs, on the
-    right.
+    """Return left-padded prompts and right-padded responses.
+
+    Prompts have half to all of their width in tokens, responses a quarter to all of theirs.
     """
     B, P, R = options.rows, options.prompt, options.response
     prompts, responses = torch.randint(P // 2, P + 1, (B, 1)), torch.randint(R // 4, R + 1, (B, 1))
@@ -66,7 +67,7 @@ def policy_loss(
 
 
 class BareLoop:
-    """The two loops by hand, called as an engine is."""
+    """Forward and backward by hand, with the engine's interface."""
 
     def __init__(self, path: str, device: str, dtype: str):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
@@ -99,7 +100,7 @@ class BareLoop:
 def measure(loop: BareLoop | FSDPEngine, batch: DataProto, micro: MicroBatching) -> tuple[float, float]:
     """Return the milliseconds of a forward and of a forward_backward."""
     start = time.perf_counter()
-    loop.forward(batch, micro, outputs=OUTPUTS)  # its result is on the CPU: nothing is left to wait for
+    loop.forward(batch, micro, outputs=OUTPUTS)  # its result is on the CPU, so the device is idle again
     middle = time.perf_counter()
     loop.forward_backward(batch, micro, policy_loss, outputs=OUTPUTS)
     loop.model.zero_grad()
@@ -109,7 +110,7 @@ def measure(loop: BareLoop | FSDPEngine, batch: DataProto, micro: MicroBatching)
 
 
 def compare(path: str, device: str, options: argparse.Namespace) -> None:
-    """Print one device's table: milliseconds, and how many times the bare loop's they are."""
+    """Print one device's table: milliseconds, and their ratio to the bare loop."""
     batch, micro = make_batch(options), MicroBatching(max_rows=options.micro_rows)
     config = EngineConfig(kind="causal_lm", path=path, device=device, dtype=options.dtype, optim=OptimConfig())
     engines = {"padded engine": FSDPEngine(config), "packed engine": FSDPEngine(replace(config, packed=True))}

@@ -1,12 +1,16 @@
-"""One training step of the Megatron engine under several layouts against FSDP's, on two processes: `python
-benchmarks/engine_megatron.py`.
+"""One training step of the Megatron engine under several layouts against FSDP, on two processes.
 
-A step is forward_backward over the batch in micro-batches and an optimizer step. Shown are the median step and how it
-compares with the first contender's, the quickest and the slowest step, CPU-seconds of a step per process, and the
-largest memory that a process ever had (resident, Python and its libraries included); and the log-prob that the model
-gives to the responses after the last step, the same for everybody if all train alike. The contenders run one after the
-other, with FSDP once more at the end: what the machine did meanwhile shows in the difference between its two lines.
-Three to four minutes on two free cores.
+    python benchmarks/engine_megatron.py
+
+A step is forward_backward over the batch in micro-batches and an optimizer step. For each contender the table has
+
+- the median step, its ratio to the first contender's, the quickest and the slowest step,
+- CPU-seconds per step and process,
+- the peak memory of a process (resident, Python and its libraries included), and its ratio to the first contender's,
+- the log-prob of the responses after the last step, equal for all if all train alike.
+
+Contenders run one after the other. FSDP runs once more at the end: the difference between its two lines shows the load
+of the machine. Takes three to four minutes on two free cores.
 """
 
 import argparse
@@ -95,10 +99,10 @@ def run_rank(options: argparse.Namespace) -> None:
     engine = make_engine("fsdp" if LAYOUTS[layout] is None else "megatron", settings)
     engine.setup()
     batch, micro = make_batch(options, SIZES[size]["vocab_size"]), MicroBatching(max_rows=options.micro_rows)
-    mine = batch.select_idxs(list(range(engine.place.dp_rank, len(batch), engine.place.dp_size)))
+    mine = batch.select_idxs(list(range(engine.mesh_position.dp_rank, len(batch), engine.mesh_position.dp_size)))
     num_tokens = float(batch.batch["response_mask"].sum())
     seconds, cpu = [], []
-    for _ in range(options.steps + 1):  # the first makes buffers and optimizer state
+    for _ in range(options.steps + 1):  # the first step allocates buffers and optimizer state
         wall, own = time.perf_counter(), time.process_time()
         engine.forward_backward(
             mine, micro, lambda out, rows: (-out["log_probs"].sum() / num_tokens, {}), outputs=("log_probs",)
@@ -106,7 +110,9 @@ def run_rank(options: argparse.Namespace) -> None:
         engine.optimizer_step()
         seconds.append(time.perf_counter() - wall)
         cpu.append(time.process_time() - own)
-    log_probs = engine.forward(mine, micro, outputs=("log_probs",))["log_probs"].sum() * engine.place.answers
+    log_probs = (
+        engine.forward(mine, micro, outputs=("log_probs",))["log_probs"].sum() * engine.mesh_position.is_output_rank
+    )
     numbers = torch.tensor([sum(cpu[1:]) / options.steps / RANKS, float(log_probs) / num_tokens])
     dist.all_reduce(numbers)
     peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024])
@@ -129,7 +135,7 @@ def save_model(folder: Path, size: str) -> None:
 
 
 def measure(options: argparse.Namespace, folder: str, size: str, layout: str) -> dict:
-    """Run a contender in its own processes and return what its rank 0 found."""
+    """Run a contender in its own processes and return the figures of its rank 0."""
     arguments = [f"--{name}={getattr(options, name)}" for name in ("rows", "length", "micro_rows", "steps")]
     command = [sys.executable, "-W", "ignore", __file__, *arguments, "--child"]
     children = [subprocess.Popen([*command, str(rank), folder, size, layout], env=quiet()) for rank in range(RANKS)]

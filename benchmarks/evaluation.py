@@ -1,13 +1,12 @@
-"""What evaluation in a process of its own costs training: `python benchmarks/evaluation.py` after `make train`.
+"""What evaluation in a separate process costs training: `python benchmarks/evaluation.py` after `make train`.
 
-1. Stages that sleep: training 100 ms a step, an evaluation of 300 ms every step, as DI-engine's page has it: none, in
-the loop, in
-   another process (`Parallel`, `filter_labels`).
-2. The quick start's GRPO from its SFT model, 100 held-out problems after every step: none, in the loop, by an evaluator
-   (`trainer.eval_n_gpus=1`).
+1. Stages that sleep: 100 ms of training per step and 300 ms of evaluation every step, as on DI-engine's page. Without
+   evaluation, in the loop, and in another process (`Parallel`, `filter_labels`).
+2. The quick start's GRPO from its SFT model, with 100 held-out problems after every step: without evaluation, in the
+   loop, and by an evaluator (`trainer.eval_n_gpus=1`).
 
-Seconds per step (median), and the ratio to training without evaluation. Real stages need a core each: trainer,
-evaluator.
+The table has the median seconds per step, and the ratio to training without evaluation. The stages of 2 need a core
+each: trainer, evaluator.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from _quickstart import run_grpo, sft_model
 
 from hybridrl.framework import Context, Parallel, Task
 
-SKIPPED_STEPS = 3  # the first steps pay for allocations and imports
+SKIPPED_STEPS = 3  # the first steps include allocations and imports
 TRAIN_S, EVALUATE_S = 0.1, 0.3
 REAL = {
     "none": {"trainer.test_freq": -1},
@@ -32,7 +31,7 @@ REAL = {
 
 
 def sleeping(steps: int, evaluated: bool) -> list[float] | None:
-    """The `main` of every process. Returns the seconds of every step of the one that trains."""
+    """The `main` of every process; returns the step times of the one that trains."""
     seconds: list[float] = []
 
     def train(ctx: Context) -> None:

@@ -1,9 +1,8 @@
-"""What the loop itself costs: microseconds per stage of `Task`, against calling the same functions in a plain `for`.
+"""Cost of the loop: microseconds per stage of `Task`, against calling the same functions in a plain `for`.
 
-python benchmarks/framework_overhead.py
+    python benchmarks/framework_overhead.py
 
-Stages in threads do nothing here, so that all they show is what a thread costs: it pays where a stage takes
-milliseconds.
+Stages in threads do nothing here, so their figure is the cost of a thread. It pays where a stage takes milliseconds.
 """
 
 import argparse
@@ -22,7 +21,7 @@ def onion(ctx: OnlineRLContext):
 
 
 def seconds(run: Callable[[], None], repeats: int) -> float:
-    """Return the least wall time of `repeats` runs: what is left when the machine is not disturbed."""
+    """Return the shortest wall time of `repeats` runs: the one least disturbed by other load."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -56,7 +55,7 @@ def call_in_task(fn: Callable, stages: int, steps: int, *, timer: bool) -> Calla
 
 
 def call_in_threads(stages: int, steps: int, *, async_mode: bool) -> Callable[[], None]:
-    """Stages that do not need each other: all of a step are begun at once."""
+    """Run independent stages: all of a step start at once."""
 
     def run() -> None:
         with Task(async_mode=async_mode, ctx=OnlineRLContext(batch={})) as task:

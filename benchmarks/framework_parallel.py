@@ -1,13 +1,12 @@
-"""What processes of `Parallel.runner` cost each other, and what stages that overlap save: `python
-benchmarks/framework_parallel.py`.
+"""Communication cost between processes of `Parallel.runner`, and the time that overlapping stages save.
 
-1. An event to another process and its answer (`task.emit`, `task.wait_for`), against a call of a bare Ray actor from
-the same process,
-   in turns; and the same with listeners on both sides (`router.on`).
-2. Weights from one process to three others, as a task's event, until all of them have opened it, against one `ray.put`
-and three calls
-   of bare actors that fetch it and copy it, so that the weights are theirs to change.
-3. Three stages that sleep and do not need each other: one after the other, overlapped, in async mode; and one sleep.
+    python benchmarks/framework_parallel.py
+
+1. Round trips: an event to another process and its answer (`task.emit`, `task.wait_for`), and the same with listeners
+   on both sides (`router.on`), against a call of a bare Ray actor from the same process, in turns.
+2. Weights: from one process to three others as a task's event, until all have deserialized it. Against one `ray.put`
+   and three calls of bare actors that fetch and copy the weights, so that they may be modified.
+3. Stages: three independent stages that sleep, in sequence, overlapped, in async mode; and one sleep.
 
 Round trips are in milliseconds: median and 95th percentile. Weights and stages: median of the repeats. One torch
 thread.
@@ -28,12 +27,12 @@ from hybridrl.framework import Context, OnlineRLContext, Parallel, Task, stage
 
 TENSORS = 32
 WARM_UP = 20  # rounds that do not count
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @ray.remote(num_cpus=0)
 class Bare:
-    """What a user would write without a framework."""
+    """The actor that a user would write without a framework."""
 
     def echo(self, value: int) -> int:
         return value
@@ -45,7 +44,7 @@ class Bare:
 
 def warm_actors(count: int) -> list:
     actors = [Bare.remote() for _ in range(count)]
-    ray.get([actor.echo.remote(0) for actor in actors], timeout=DEADLINE_S)
+    ray.get([actor.echo.remote(0) for actor in actors], timeout=TIMEOUT_S)
     return actors
 
 
@@ -53,9 +52,10 @@ def warm_actors(count: int) -> list:
 
 
 def round_trips(rounds: int) -> dict[str, list[float]] | None:
-    """`main` of two processes: the first asks in every step, the second answers.
+    """`main` of two processes: the first sends in every step, the second answers.
 
-    Returns the first one's milliseconds per kind.
+    Returns:
+        The first process's milliseconds per kind; None in the second.
     """
     with Task(auto_sync_ctx=False) as task:
         if task.router.node_id == 1:
@@ -67,41 +67,41 @@ def round_trips(rounds: int) -> dict[str, list[float]] | None:
         contenders = {
             "task": lambda i: task_round_trip(task, i),
             "router": lambda i: router_round_trip(task, answers, i),
-            "bare": lambda i: ray.get(actor.echo.remote(i), timeout=DEADLINE_S),
+            "bare": lambda i: ray.get(actor.echo.remote(i), timeout=TIMEOUT_S),
         }
         times: dict[str, list[float]] = {kind: [] for kind in contenders}
 
-        def ask(ctx: Context) -> None:
+        def measure(ctx: Context) -> None:
             for kind, contender in contenders.items():
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 answer = contender(ctx.total_step)
-                times[kind].append((time.perf_counter() - begin) * 1e3)
+                times[kind].append((time.perf_counter() - start) * 1e3)
                 assert answer == ctx.total_step
 
-        task.use(ask).run(max_step=WARM_UP + rounds)
+        task.use(measure).run(max_step=WARM_UP + rounds)
         return {kind: values[WARM_UP:] for kind, values in times.items()}
 
 
 def answer_with(task: Task, event: str, answer: str, make: Callable) -> Callable[[Context], None]:
-    """Return a stage that waits for an event and answers with another one, until the other process has finished."""
+    """Return a stage that answers an event with another one, until the other process has finished."""
 
     def answering(ctx: Context) -> None:
-        heard = task.wait_for(event, timeout=DEADLINE_S)
-        if heard is not None:
-            task.emit(answer, make(*heard[0]), only_remote=True)
+        received = task.wait_for(event, timeout=TIMEOUT_S)
+        if received is not None:
+            task.emit(answer, make(*received[0]), only_remote=True)
 
     return answering
 
 
 def task_round_trip(task: Task, value: int) -> int:
     task.emit("ping", value, only_remote=True)
-    (answer,), _ = task.wait_for("pong", timeout=DEADLINE_S, ignore_timeout_exception=False)
+    (answer,), _ = task.wait_for("pong", timeout=TIMEOUT_S, ignore_timeout_exception=False)
     return answer
 
 
 def router_round_trip(task: Task, answers: queue.SimpleQueue, value: int) -> int:
     task.router.emit("question", value)
-    return answers.get(timeout=DEADLINE_S)
+    return answers.get(timeout=TIMEOUT_S)
 
 
 def show_round_trips(rounds: int) -> None:
@@ -125,9 +125,10 @@ def make_weights(num_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def send_weights(num_bytes: int, repeats: int) -> list[float] | None:
-    """`main` of four processes: the first sends, the others say that they have it.
+    """`main` of four processes: the first sends, the others confirm.
 
-    Returns medians in ms: as an event, by hand.
+    Returns:
+        Medians in ms: as an event, by hand.
     """
     with Task(auto_sync_ctx=False) as task:
         if task.router.node_id:
@@ -140,12 +141,12 @@ def send_weights(num_bytes: int, repeats: int) -> list[float] | None:
 
         def as_event() -> None:
             task.emit("weights", weights, only_remote=True)
-            have = [task.wait_for("have", timeout=DEADLINE_S, ignore_timeout_exception=False) for _ in range(3)]
+            have = [task.wait_for("have", timeout=TIMEOUT_S, ignore_timeout_exception=False) for _ in range(3)]
             assert [args for args, _ in have] == [(num_bytes,)] * 3
 
         def by_hand() -> None:
             stored = ray.put(arrays)
-            assert ray.get([actor.take.remote(stored) for actor in actors], timeout=DEADLINE_S) == [num_bytes] * 3
+            assert ray.get([actor.take.remote(stored) for actor in actors], timeout=TIMEOUT_S) == [num_bytes] * 3
 
         task.use(lambda ctx: medians.extend(median_ms([clock(as_event), clock(by_hand)], repeats=repeats))).run(
             max_step=1
@@ -170,7 +171,7 @@ def nap(name: str, seconds: float) -> Callable:
 
 
 def step(seconds: float, *, async_mode: bool = False, overlap: dict | None = None) -> Callable[[], float]:
-    """Return what runs one step of three stages and returns its milliseconds."""
+    """Return a function that runs one step of three stages and returns its milliseconds."""
 
     def run() -> float:
         with Task(async_mode=async_mode, ctx=OnlineRLContext()) as task:

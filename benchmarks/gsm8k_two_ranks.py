@@ -1,7 +1,7 @@
-"""PPO with a critic and GRPO on GSM8K with two FSDP ranks: three steps, then the same command resumed for two more.
+"""PPO with a critic and GRPO on GSM8K with two FSDP ranks.
 
-The model is the quick start's, untrained: this shows that the whole path works on real data, not that anything is
-learnt.
+Each runs three steps; the same command then resumes it for two more. The model is the quick start's, untrained. This
+shows that the whole path works on real data, not that anything is learnt.
 
     python benchmarks/gsm8k_two_ranks.py [--raw DIR]      DIR holds gsm8k_train.jsonl and gsm8k_test.jsonl
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-BESIDE_THE_CHECKOUT = Path(__file__).parents[2] / "shared" / "data"
+DEFAULT_RAW = Path(__file__).parents[2] / "shared" / "data"
 ALGORITHMS = {
     "PPO with critic": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "actor_rollout_ref.rollout.n=1"],
     "GRPO": [
@@ -73,7 +73,7 @@ def train(folder: Path, name: str, *, steps: int) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--raw", type=Path, default=BESIDE_THE_CHECKOUT)
+    parser.add_argument("--raw", type=Path, default=DEFAULT_RAW)
     raw = parser.parse_args().raw
     if not (raw / "gsm8k_train.jsonl").exists():
         sys.exit(f"--raw {raw}: there is no gsm8k_train.jsonl; give a directory with GSM8K's two files")

@@ -1,11 +1,17 @@
-"""What running ahead is worth, and what it costs: `python benchmarks/lag.py` after `make train` (uses its data and its
-SFT model).
+"""Gain and cost of generating ahead: `python benchmarks/lag.py` after `make train` (uses its data and its SFT model).
 
-The quick start's GRPO with one trainer process and one rollout process, at lag 0, 1 and 4, with and without importance
-weights for the older samples, with partial rollouts, and with a quarter more samples from a replay buffer. For each:
-seconds per step (median), the ratio to lag 0, the bound that the times of lag 0 allow (generation and push beside
-everything else, nothing lost), the reward over the run at equal numbers of new samples, and the accuracy on held-out
-problems at the end.
+Runs the quick start's GRPO with one trainer process and one rollout process, in these cases:
+
+- lag 0, 1 and 4, with and without importance weights for the older samples,
+- partial rollouts,
+- a quarter more samples from a replay buffer.
+
+For each case the table has
+
+- seconds per step (median) and the speed relative to lag 0,
+- the bound that the times of lag 0 allow (generation and push fully overlapped with the rest),
+- the reward over the run at equal numbers of new samples,
+- the final accuracy on held-out problems.
 """
 
 import argparse
@@ -16,7 +22,7 @@ from pathlib import Path
 
 from _quickstart import run_grpo, sft_model
 
-SKIPPED_STEPS = 3  # the first steps pay for allocations and imports
+SKIPPED_STEPS = 3  # the first steps include allocations and imports
 CASES = {
     "lag 0": {},
     "lag 1": {"trainer.lag": 1},
@@ -37,7 +43,7 @@ CASES = {
 
 
 def seconds(history: list[dict], name: str) -> float:
-    """The median over steps; validation, which only the last step has, is taken off."""
+    """Return the median over steps, without the validation in the last step."""
     return statistics.median(entry[name] - entry.get("timing_s/testing", 0.0) for entry in history[SKIPPED_STEPS:-1])
 
 

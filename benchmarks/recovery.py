@@ -1,16 +1,20 @@
-"""What it costs to lose a process: `python benchmarks/recovery.py [--quick]`, a row for every kind of loss, role and
-moment.
+"""Cost of losing a process: `python benchmarks/recovery.py [--quick]`, a row per kind of loss, role and moment.
 
-Real runs of PPO on Ray with a tiny model: two actor, critic, reference and reward processes each, a rollout process of
-its own, a master. Processes are hit in the very call that is meant (`tests/chaos`). For each loss: seconds until the
-master and until the trainer knew, until the processes were back and the step was taken again (of the trainer: until the
-next driver went on; of the master: until there was another, and how long the step took); steps that had ended and were
-lost; commits that were lost; optimizer updates per step that is in the weights. At the end of its run, whether the
-parameters are those of the undisturbed run, bit for bit, and the seconds until no process and no file in /dev/shm was
-left of it. A mistake in a worker's code (exception) has to end the run: the seconds until it had.
+Real runs of PPO on Ray with a tiny model: two actor, critic, reference and reward processes each, a separate rollout
+process, a master. A fault hits a process in exactly the intended call (`tests/chaos`). For each loss the table has
 
-Rows are kept in --out/rows.jsonl: what is there is not measured again. Seconds are of this machine under its present
-load.
+- seconds until the master and until the trainer noticed,
+- seconds until the processes were back and the step was retried (driver lost: until the next driver continued; master
+  lost: until there was another one, and the duration of the step),
+- completed steps that were lost, and commits that were lost,
+- optimizer updates per step in the final weights.
+
+At the end of its run: whether the parameters are bit-identical to those of an undisturbed run, and the seconds until no
+process and no file in /dev/shm was left. An exception in a worker's code must end the run; its row has the seconds
+until it did.
+
+Rows are stored in --out/rows.jsonl; rows that exist are not measured again. Seconds are of this machine under its
+present load.
 """
 
 import argparse
@@ -29,17 +33,17 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hybridrl.master.health.kernel_process import condition  # noqa: E402
+from hybridrl.master.health.kernel_process import read_process_stat  # noqa: E402
 from hybridrl.master.service.journal import history  # noqa: E402
-from hybridrl.master.state.events import Failed  # noqa: E402
-from hybridrl.trainer.checkpoint.step_ledger import account, read_ledger  # noqa: E402
+from hybridrl.master.state.events import WorkerFailed  # noqa: E402
+from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger  # noqa: E402
 from tests.conftest import make_tiny_qwen2  # noqa: E402
 from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with  # noqa: E402
 from tests.support.end_to_end.runs import largest_difference, metrics, processes_with, weights  # noqa: E402
 
-STEPS, PER_RUN = 6, 4  # one loss in each of the steps 2 to 5
+STEPS, PER_RUN = 6, 4  # one loss in each of steps 2 to 5
 NOTHING: dict[str, Any] = {"updates": {}}
-LEAK_WITHIN_S = 30.0
+LEAK_TIMEOUT_S = 30.0
 MEMORY = Path("/dev/shm")
 ALL_ROLES = {
     "algorithm__adv_estimator": "gae",
@@ -70,8 +74,7 @@ STAGES: dict[str, tuple[str, str | None]] = {
     "checkpoint": ("save_checkpoint", None),
     "recovery": ("update_actor", None),
 }
-# role -> moment -> (stage, the call that it is in: "" is in none, None any). "recovery": while another role is brought
-# back.
+# role -> moment -> (stage, call in progress: "" is none, None is any). "recovery": while another role is rebuilt.
 MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
     "actor": {
         "idle": ("next_batch", ""),
@@ -130,9 +133,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Every cell that means something: a kind of death is the same death elsewhere, so all kinds are shown where each
-    role works.
-    """
+    """Return all cells. A kind of death is the same everywhere, so all kinds are covered only where each role works."""
     found = []
     for role, moments in MOMENTS.items():
         for rank in (0, 1) if role == "actor" else (0,):
@@ -157,20 +158,22 @@ QUICK = [
 
 
 def runs_of(wanted: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells that can share a run: what is survived, of one configuration, a few at a time.
+    """Return groups of cells that can share a run: survivable losses of one configuration, a few at a time.
 
-    A mistake ends its run, and other masters would be killed before the first is back.
+    An exception ends its run. A master must not be killed again before the first is back.
     """
     groups: dict[str, list[Cell]] = {}
     for cell in wanted:
-        alone = cell.kind == "exception" or cell.role == "master" or (cell.role, cell.moment) == ("trainer", "recovery")
-        name = cell.key() if alone else f"{cell.config}, {'trainer' if cell.role == 'trainer' else 'worker'}"
+        single = (
+            cell.kind == "exception" or cell.role == "master" or (cell.role, cell.moment) == ("trainer", "recovery")
+        )
+        name = cell.key() if single else f"{cell.config}, {'trainer' if cell.role == 'trainer' else 'worker'}"
         groups.setdefault(name, []).append(cell)
     return [group[start : start + PER_RUN] for group in groups.values() for start in range(0, len(group), PER_RUN)]
 
 
 class Bench:
-    """out: where models, runs and rows are."""
+    """Models, runs and rows. out: their directory."""
 
     def __init__(self, out: Path):
         self.out, self.path = out, out / "rows.jsonl"
@@ -182,7 +185,7 @@ class Bench:
             make_judge(make_tiny_qwen2(self.model), self.judge)
 
     def run(self, name: str, config: str, faults: list[dict]) -> tuple[Path, Any, float]:
-        """Returns its folder, how it ended and when."""
+        """Return the run's directory, its process result and when it ended."""
         folder = self.out / f"{name}-{time.time():.0f}"
         changes = CONFIGS[config] | ({"reward_model__model__path": self.judge} if config == "all roles" else {})
         done = run_with(folder, self.model, *faults, timeout_s=900, **changes)
@@ -203,7 +206,7 @@ class Bench:
         files_before = {path.name for path in MEMORY.iterdir()}
         folder, done, ended = self.run("run", group[0].config, list(itertools.chain(*faults.values())))
         if not events(folder, "stage"):
-            print(f"{folder} did not start; its cells are for the next time\n{done.stderr}", file=sys.stderr)
+            print(f"{folder} did not start; run again to measure its cells\n{done.stderr}", file=sys.stderr)
             return
         left_s = seconds_until_nothing_is_left(folder, ended, files_before)
         if group[0].kind == "exception":
@@ -211,7 +214,7 @@ class Bench:
         else:
             same = done.returncode == 0 and is_same(folder, wanted)
         if not same:
-            print(f"not as it should be: {folder}\n{done.stderr}", file=sys.stderr)
+            print(f"{folder} differs from the undisturbed run\n{done.stderr}", file=sys.stderr)
         for cell, planted in faults.items():
             row = asdict(cell) | {"key": cell.key(), "same": same, "left_s": left_s, "run": str(folder)}
             row |= ended_by(folder, ended) if cell.kind == "exception" else measured(folder, wanted, cell, planted[-1])
@@ -222,7 +225,7 @@ class Bench:
 
 
 def make_judge(policy: Path, folder: Path) -> None:
-    """A reward model that reads the policy's tokens."""
+    """Write a reward model that reads the policy's tokens."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -232,28 +235,28 @@ def make_judge(policy: Path, folder: Path) -> None:
 
 
 def is_same(folder: Path, wanted: Path) -> bool:
-    """Whether a run ended as the other one, in every parameter and figure."""
+    """Return whether two runs have the same parameters and metrics."""
     ends = [weights(f / f"run/global_step_{STEPS}", f / f"hf-{time.time_ns()}") for f in (folder, wanted)]
     rows = [[[row.get(name) for name in SAME] for row in metrics(f / "run")] for f in (folder, wanted)]
     return largest_difference(*ends) == 0 and rows[0] == rows[1]
 
 
 def seconds_until_nothing_is_left(folder: Path, ended: float, files_before: set[str]) -> float | None:
-    """Of its processes and their files in memory; None if that did not come."""
+    """Return the seconds until the run's processes and its files in /dev/shm are gone; None on timeout."""
     pids = {pid for stage in events(folder, "stage") for pid in stage["pids"]} | {hit["pid"] for hit in hits(folder)}
-    while time.time() < ended + LEAK_WITHIN_S:
-        alive = processes_with(f"FAULTS_LOG={folder}/") or any(condition(pid).state for pid in pids)
-        if not alive and not nobodys_files(files_before):
+    while time.time() < ended + LEAK_TIMEOUT_S:
+        alive = processes_with(f"FAULTS_LOG={folder}/") or any(read_process_stat(pid).state for pid in pids)
+        if not alive and not unused_files(files_before):
             return time.time() - ended
         time.sleep(0.1)
     return None
 
 
-def nobodys_files(before: set[str]) -> set[str]:
-    """New files in memory that no process has mapped or open: those of others, who run beside this, are somebody's."""
+def unused_files(before: set[str]) -> set[str]:
+    """Return new files in /dev/shm that no process has mapped or open (other programs' files are in use)."""
     new, used = {path.name for path in MEMORY.iterdir()} - before, ""
     for process in Path("/proc").glob("[0-9]*") if new else ():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             used += (process / "maps").read_text() + "".join(os.readlink(link) for link in (process / "fd").iterdir())
     return {name for name in new if str(MEMORY / name) not in used}
 
@@ -263,7 +266,7 @@ def ended_by(folder: Path, ended: float) -> dict[str, Any]:
 
 
 def measured(folder: Path, wanted: Path, cell: Cell, planted: dict) -> dict[str, Any]:
-    """The figures of one loss."""
+    """Return the figures of one loss."""
     hit = next(
         (h for h in hits(folder) if all(h[name] == planted[name] for name in ("step", "stage", "role", "rank"))), None
     )
@@ -275,90 +278,100 @@ def measured(folder: Path, wanted: Path, cell: Cell, planted: dict) -> dict[str,
 
 
 def of_process(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
-    """Of a process that the trainer brings back."""
-    said = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
-    told = next((e for e in said if (m := LOST.match(e["text"])) and (m[2], int(m[3])) == (cell.role, cell.rank)), None)
-    if told is None or (lost := LOST.match(told["text"])) is None:
+    """Return the figures of a process that the trainer restarts."""
+    logged = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
+    matches = (
+        entry for entry in logged if (m := LOST.match(entry["text"])) and (m[2], int(m[3])) == (cell.role, cell.rank)
+    )
+    notice = next(matches, None)
+    if notice is None or (lost := LOST.match(notice["text"])) is None:
         return None
     return {
-        "known_s": known(folder, hit),
-        "told_s": since(hit["at"], told["at"]),
-        "back_s": since(told["at"], first(said, "back at the end of step", after=told["at"])),
-        "again_s": since(told["at"], begun(folder, hit["step"] + 1, after=told["at"])),
+        "known_s": master_detected(folder, hit),
+        "told_s": since(hit["at"], notice["at"]),
+        "back_s": since(notice["at"], first(logged, "all roles are at the end of step", after=notice["at"])),
+        "again_s": since(notice["at"], step_start(folder, hit["step"] + 1, after=notice["at"])),
         "lost_steps": max(0, int(lost[1]) - 1 - int(lost[4])),
     }
 
 
 def of_replica(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
-    """Of a process that the router brings back."""
-    said = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
-    out, back = (first(said, f"replica {cell.rank} {what}", after=hit["at"]) for what in ("is out of", "is back after"))
+    """Return the figures of a process that the router restarts."""
+    logged = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
+    out, back = (
+        first(logged, f"replica {cell.rank} {what}", after=hit["at"]) for what in ("was lost", "was restarted")
+    )
     if out is None:
         return None
-    return {"known_s": known(folder, hit), "told_s": since(hit["at"], out), "back_s": since(out, back), "lost_steps": 0}
+    return {
+        "known_s": master_detected(folder, hit),
+        "told_s": since(hit["at"], out),
+        "back_s": since(out, back),
+        "lost_steps": 0,
+    }
 
 
 def of_master(folder: Path, cell: Cell, hit: dict) -> dict[str, Any]:
     back = next((entry["at"] for entry in events(folder, "back") if entry["at"] > hit["at"]), None)
     processes = {tuple(stage["pids"]) for stage in events(folder, "stage")}
-    start = begun(folder, hit["step"], after=0.0)
+    start = step_start(folder, hit["step"], after=0.0)
     return {
         "back_s": since(hit["at"], back),
-        "again_s": since(start, begun(folder, hit["step"] + 1, after=hit["at"])),
+        "again_s": since(start, step_start(folder, hit["step"] + 1, after=hit["at"])),
         "lost_steps": 0,
         "pids_changed": len(processes) - 1,
     }
 
 
 def of_trainer(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
-    """Of the driver, which the program starts again."""
+    """Return the figures of the driver, which the supervisor restarts."""
     path = folder / "run/failures.jsonl"
     failures = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    told = next((one for one in failures if one["lost"][0] == "trainer" and one["told_at"] >= hit["at"]), None)
-    if told is None:
+    failure = next((one for one in failures if one["lost"][0] == "trainer" and one["told_at"] >= hit["at"]), None)
+    if failure is None:
         return None
-    back = told["told_at"] + told["seconds"]
+    back = failure["told_at"] + failure["seconds"]
     return {
-        "known_s": known(folder, hit),
+        "known_s": master_detected(folder, hit),
         "back_s": since(hit["at"], back),
-        "again_s": since(hit["at"], begun(folder, hit["step"] + 1, after=back)),
-        "lost_steps": max(0, hit["step"] - 1 - told["back_at_step"]),
+        "again_s": since(hit["at"], step_start(folder, hit["step"] + 1, after=back)),
+        "lost_steps": max(0, hit["step"] - 1 - failure["back_at_step"]),
         "pids_changed": len({tuple(stage["pids"]) for stage in events(folder, "stage")}) - 1,
     }
 
 
-def begun(folder: Path, step: int, *, after: float) -> float | None:
-    """When a step began, the first time since."""
+def step_start(folder: Path, step: int, *, after: float) -> float | None:
+    """Return when a step first started after `after`."""
     stages = (e for e in events(folder, "stage") if (e["name"], e["step"]) == ("next_batch", step))
     return next((entry["at"] for entry in stages if entry["at"] >= after), None)
 
 
-def first(said: list[dict], text: str, *, after: float) -> float | None:
-    return next((entry["at"] for entry in said if entry["at"] >= after and text in entry["text"]), None)
+def first(logged: list[dict], text: str, *, after: float) -> float | None:
+    return next((entry["at"] for entry in logged if entry["at"] >= after and text in entry["text"]), None)
 
 
 def since(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
 
 
-def known(folder: Path, hit: dict) -> float | None:
-    """Seconds until the master had it in its journal."""
+def master_detected(folder: Path, hit: dict) -> float | None:
+    """Return the seconds until the master had the loss in its journal."""
     for journal in (folder / "run/master").iterdir():
         for entry in history(str(journal)):
-            if isinstance(entry.event, Failed) and entry.event.pid == hit["pid"]:
+            if isinstance(entry.event, WorkerFailed) and entry.event.pid == hit["pid"]:
                 return entry.at - hit["at"]
     return None
 
 
 def of_ledger(folder: Path, wanted: Path, step: int) -> dict[str, Any]:
-    """Updates of the step that are in the weights, as a share of those of the undisturbed run, and what is missing."""
-    told, expected = (account(read_ledger(str(f / "run/ledger.jsonl"))) for f in (folder, wanted))
-    share = updates_of(told.steps, step) / updates_of(expected.steps, step)
-    return {"updates": share, "lost_commits": STEPS - len(told.steps), "problems": told.problems()}
+    """Return the step's updates as a share of the undisturbed run's, and lost commits."""
+    actual, expected = (audit(read_ledger(str(f / "run/ledger.jsonl"))) for f in (folder, wanted))
+    share = updates_of(actual.steps, step) / updates_of(expected.steps, step)
+    return {"updates": share, "lost_commits": STEPS - len(actual.steps), "problems": actual.problems()}
 
 
 def updates_of(steps: dict[int, dict], step: int) -> int:
-    """Optimizer steps of all roles in a step of a ledger."""
+    """Return the optimizer steps of all roles in a step of a ledger."""
     return sum(steps.get(step, NOTHING)["updates"].values()) - sum(steps.get(step - 1, NOTHING)["updates"].values())
 
 
@@ -372,20 +385,20 @@ HEAD = f"| {COLUMNS.replace(', ', ' | ')} |\n|{'---|' * (1 + COLUMNS.count(','))
 
 
 def line_of(row: dict[str, Any]) -> str:
-    who = (
+    process = (
         row["role"]
         if "pids_changed" in row
         else f"{row['role']}-{row['rank']}" + (" (routed)" if row["config"] == "routed" else "")
     )
-    begin = f"| {row['kind']} | {who} | {row['moment']} |"
-    end = f" {'yes' if row['same'] else 'NO'} | {seconds(row['left_s'])} |"
+    head = f"| {row['kind']} | {process} | {row['moment']} |"
+    tail = f" {'yes' if row['same'] else 'NO'} | {seconds(row['left_s'])} |"
     if row.get("missed"):
-        return f"{begin} not hit, or not told | | | | | | |{end}"
+        return f"{head} not hit, or not noticed | | | | | | |{tail}"
     if "ended_s" in row:
-        return f"{begin} | the run ended after {row['ended_s']:.1f} | | | - | - | - |{end}"
-    told = f"{row['pids_changed']} workers changed" if "pids_changed" in row else seconds(row["told_s"])
-    times = " | ".join([seconds(row.get("known_s")), told, seconds(row["back_s"]), seconds(row.get("again_s"))])
-    return f"{begin} {times} | {row['lost_steps']} | {row['lost_commits']} | {row['updates']:g} |{end}"
+        return f"{head} | the run ended after {row['ended_s']:.1f} | | | - | - | - |{tail}"
+    noticed = f"{row['pids_changed']} workers changed" if "pids_changed" in row else seconds(row["told_s"])
+    times = " | ".join([seconds(row.get("known_s")), noticed, seconds(row["back_s"]), seconds(row.get("again_s"))])
+    return f"{head} {times} | {row['lost_steps']} | {row['lost_commits']} | {row['updates']:g} |{tail}"
 
 
 def seconds(value: float | None) -> str:
@@ -410,7 +423,7 @@ def main() -> None:
     for group in runs_of(cell for cell in wanted if cell.key() not in done):
         bench.measure(group)
     if not all(row["same"] and not row.get("problems") for row in bench.rows):
-        sys.exit("not everything was as it should be")
+        sys.exit("some rows differ from the undisturbed run or have ledger problems; see the table")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""Tokens per second of the `hf` and `vllm` rollouts and of plain vLLM on the same prompts: `python
-benchmarks/rollout.py`.
+"""Tokens per second of the `hf` and `vllm` rollouts and of plain vLLM on the same prompts.
 
-Each engine has a process of its own, on one thread (`--threads`). They are called in turn, one at a time, so that what
-else happens on the machine happens to all of them: a first call that does not count, then `--repeats` rounds. Shown are
-medians over rounds, of the speeds and of the ratios within a round, by the clock and by the CPU time of the process
-(which other work on the machine distorts less). "full" generates `--response` tokens for every sequence; "ending" stops
-at any of 5 % of the vocabulary, so that lengths differ and the longest is several times the mean. All return log-probs.
-Plain vLLM is `LLM.generate` with `n` samples per prompt, set up as one would by hand for a small model in process; its
-log-probs are vLLM's own. The first lines say how long the engines took to start.
+    python benchmarks/rollout.py
 
-The default model has the size of the quick start's, with heads of 32 in place of 24, which vLLM's CPU attention does
-not have.
+Each engine has its own process with one thread (`--threads`). They are called in turn, one at a time, so that other
+load on the machine affects all alike: a warm-up call, then `--repeats` rounds. The table has medians over rounds, of
+the speeds and of the ratios within a round. Both are by wall-clock time and by the CPU time of the process, which other
+load distorts less. "full" generates `--response` tokens for every sequence. "ending" stops at any of 5 % of the
+vocabulary, so that lengths differ and the longest is several times the mean. All return log-probs.
+
+Plain vLLM is `LLM.generate` with `n` samples per prompt, set up as by hand for a small model in process; its log-probs
+are vLLM's own. The first lines are the engines' start times.
+
+The default model has the size of the quick start's, with heads of 32 instead of 24, because vLLM's CPU attention has no
+24.
 """
 
 import argparse
@@ -77,7 +79,7 @@ def save_quick_start_size(path: str) -> str:
 
 
 def prompts_of(num_rows: int, vocab_size: int) -> DataProto:
-    """Prompts of half to all of PROMPT_WIDTH tokens."""
+    """Return prompts of half to all of PROMPT_WIDTH tokens."""
     rng = np.random.default_rng(0)
     lengths = torch.from_numpy(rng.integers(PROMPT_WIDTH // 2, PROMPT_WIDTH + 1, num_rows))
     mask = (torch.arange(PROMPT_WIDTH) >= PROMPT_WIDTH - lengths[:, None]).long()
@@ -137,13 +139,11 @@ def start_plain_vllm(options: argparse.Namespace) -> Generate:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Be one engine: say how it started, then for each case read from standard input say [tokens, seconds, CPU
-    seconds].
-    """
+    """Run one engine: report its start times, then [tokens, seconds, CPU seconds] for each case from standard input."""
     from transformers import AutoConfig
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what engines print is not an answer
+    os.dup2(2, 1)  # keep engines' own output apart from the answers
     torch.set_num_threads(options.threads)
     vocab_size = AutoConfig.from_pretrained(options.model).vocab_size
     ending = list(range(2, 2 + int(vocab_size * ENDING_SHARE)))
@@ -170,7 +170,7 @@ def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 class Contender:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, engine: str, options: argparse.Namespace):
         command = [sys.executable, __file__, "--engine", engine, "--model", options.model]
@@ -179,7 +179,7 @@ class Contender:
             command += [f"--{name}", str(getattr(options, name))]
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
         if "plain" in engine and options.device == "cpu":
-            environment["TORCHDYNAMO_DISABLE"] = "1"  # or it compiles for half a minute to rank log-probs
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # otherwise it compiles for half a minute to rank log-probs
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -208,10 +208,10 @@ def compare(contenders: dict[str, Contender], cases: list[str], *, repeats: int)
         for contender in contenders.values():
             contender.run(case)
         rounds[case] = [[contender.run(case) for contender in contenders.values()] for _ in range(repeats)]
-    for place, unit in ((1, "tokens/s"), (2, "tokens/CPU-s")):
+    for index, unit in ((1, "tokens/s"), (2, "tokens/CPU-s")):
         print(f"{unit:<14}" + "".join(f"{engine:>12}" for engine in ENGINES) + f"{'hf/plain':>12}{'vllm/plain':>12}")
         for case in cases:
-            speeds = [[call[0] / call[place] for call in calls] for calls in rounds[case]]
+            speeds = [[call[0] / call[index] for call in calls] for calls in rounds[case]]
             medians = [statistics.median(column) for column in zip(*speeds, strict=True)]
             ratios = [statistics.median(row[engine] / row[2] for row in speeds) for engine in (0, 1)]
             print(

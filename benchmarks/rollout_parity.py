@@ -1,13 +1,13 @@
-"""The same prompts, seeds and weights through `hf` and through `vllm` in every placement: are they the same tokens?
+"""Check that `hf` and `vllm` generate the same tokens from the same prompts, seeds and weights in every placement.
 
 Each row starts the roles anew (hybrid: actor and rollout in one process; colocated: a process each on one device;
-separated: a pool each), pushes the actor's weights, puts a rollout on the trainer's pool to sleep once, and generates:
-greedy, or (--seeded) also sampled with seeds. Shown are whether the tokens are those of `hf` hybrid, and the largest
-difference of their log-probs in float32 to that reference and to the trainer's own; the target is 1e-4.
+separated: a pool each). It pushes the actor's weights, puts a rollout on the trainer's pool to sleep once, and
+generates: greedy, and with --seeded also sampled. The table says whether the tokens equal those of `hf` hybrid. It has
+the largest difference of their float32 log-probs to that reference and to the trainer's own. The target is 1e-4.
 
     python benchmarks/rollout_parity.py [--prompts 16] [--samples 4] [--response 24] [--seeded]
 
-Ends with status 1 if greedy tokens differ or a log-prob is further away than the target.
+Exits with status 1 if greedy tokens differ or a log-prob misses the target.
 """
 
 import argparse
@@ -41,8 +41,9 @@ ROWS = {
 
 
 def build_model(quickstart: Path) -> None:
-    """Write a model of the quick start's size beside its tokenizer, with heads of 32 (vLLM's CPU attention has none of
-    24) and large weights, so that the next token depends on what came before.
+    """Write a model of the quick start's size with its tokenizer, heads of 32 and large weights.
+
+    vLLM's CPU attention has no heads of 24. Large weights make the next token depend on the tokens before it.
     """
     config = Qwen2Config.from_pretrained(quickstart)
     shape = {
@@ -90,23 +91,21 @@ def config_of(model: Path, folder: Path, *, engine: str, response: int, samples:
 
 
 def generated(config: PPOConfig, prompts: DataProto, *, roles: tuple[str, ...], one_pool: bool) -> DataProto:
-    """Start these roles, push the actor's weights, and return what the rollout makes with the trainer's log-probs of
-    it.
-    """
+    """Start these roles, push the actor's weights, and return generated rows with the trainer's log-probs."""
     count = 1 if one_pool else len(roles)
     pools = [
-        RayResourcePool([1], use_gpu=False, name_prefix=f"parity-{place}", max_colocate_count=len(roles))
-        for place in range(count)
+        RayResourcePool([1], use_gpu=False, name_prefix=f"parity-{index}", max_colocate_count=len(roles))
+        for index in range(count)
     ]
     groups = {}
     try:
-        for place, role in enumerate(roles):
-            pool = pools[0 if one_pool else place]
+        for index, role in enumerate(roles):
+            pool = pools[0 if one_pool else index]
             groups[role] = RayWorkerGroup(pool, RayClassWithInitArgs(ActorRolloutRefWorker, config, role), role=role)
             groups[role].init_model(1)
         policy = PolicyGroups(groups, sleep=one_pool)
         policy.push_weights(1)
-        policy.rest()
+        policy.sleep_rollout()
         batch = policy.generate(prompts)
         return batch.union(policy.actor.compute_log_prob(batch))
     finally:
@@ -133,7 +132,7 @@ def main() -> None:
     parser.add_argument("--seeded", action="store_true", help="sample with seeds, too")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    kept, reference = True, {}
+    passed, reference = True, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
@@ -153,11 +152,11 @@ def main() -> None:
                 same, count = same_tokens(batch, expected), int(batch.batch["response_mask"].sum())
                 to_hf = difference(batch, expected.batch["rollout_log_probs"]) if same else float("nan")
                 to_trainer = difference(batch, batch.batch["old_log_probs"])
-                kept &= to_trainer < TARGET and (to_hf < TARGET if same else not greedy)
-                draws, said = "greedy" if greedy else "seeded", "yes" if same else "no"
-                print(f"{row:<16}{draws:>9}{count:>8}{said:>12}{to_hf:>17.1e}{to_trainer:>16.1e}", flush=True)
+                passed &= to_trainer < TARGET and (to_hf < TARGET if same else not greedy)
+                draws, verdict = "greedy" if greedy else "seeded", "yes" if same else "no"
+                print(f"{row:<16}{draws:>9}{count:>8}{verdict:>12}{to_hf:>17.1e}{to_trainer:>16.1e}", flush=True)
         ray.shutdown()
-    sys.exit(0 if kept else 1)
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Time of one GRPO step split by stage, on one and on two ranks, and the controller's share of it.
 
-The controller's share is what remains of a step when the time inside the workers' methods (generation, forward,
-backward, weight push) and inside the reward function is taken off: submission, transfer, waiting, advantages,
-bookkeeping.
+The controller's share is the rest of a step: submission, transfer, waiting, advantages and bookkeeping. Not in it: the
+time inside the workers' methods (generation, forward, backward, weight push) and the reward function.
 
     python benchmarks/step_time.py [--steps 10] [--rows 32] [--n 8]
 """
@@ -21,12 +20,12 @@ from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.run.report import merge_steps
 from hybridrl.trainer.run.tracking import read_metrics
 
-SKIPPED_STEPS = 2  # the first steps pay for allocations and imports
+SKIPPED_STEPS = 2  # the first steps include allocations and imports
 STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
 
 
 class MeasuredTrainer(RayPPOTrainer):
-    """Writes the seconds of a step that workers were at work: for each method, those of its slowest rank."""
+    """Logs the seconds of a step in which workers were busy: per method, those of its slowest rank."""
 
     def next_batch(self, ctx):
         self.before = self.policy.actor.busy_seconds()
@@ -67,7 +66,7 @@ def measure(folder: Path, *, ranks: int, arguments: argparse.Namespace) -> list[
         "trainer.default_local_dir": out,
         "trainer.resume_mode": "disable",
     }
-    with contextlib.redirect_stdout(io.StringIO()):  # the run's own report would stand in the table
+    with contextlib.redirect_stdout(io.StringIO()):  # keep the run's own report out of the table
         code = main_ppo.main([f"{k}={v}" for k, v in settings.items()], trainer_cls=MeasuredTrainer)
     if code:
         sys.exit("the run failed")

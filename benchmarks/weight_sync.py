@@ -1,11 +1,12 @@
-"""What a push of weights costs, each way: seconds, bytes, GB/s, and its share of a GRPO step.
+"""Cost of a weight push by each transport: seconds, bytes, GB/s, and its share of a GRPO step.
 
-A push is all of it: cast, transport, loading into the rollout's engine (`hf`, float32), the fingerprints at both ends
-and their comparison. One actor process, one or more rollout processes on this machine. The ways take turns, so that a
-busy machine is busy for all of them; each turn opens its channel with one push and measures the next. "adapters" are
-pushes of weight_sync.lora=adapter, rank 16 on all linear layers: what travels is A and B, what is loaded are the
-weights that they change. GB/s are of what travels. A step is that of a short GRPO run of the first model (32 prompts, 8
-samples each), its own push taken off and this one's median put on. Last, for each model, the fastest way between
+A push is all of it: cast, transport, loading into the rollout's engine (`hf`, float32), fingerprints at both ends and
+their comparison. One actor process, one or more rollout processes on this machine. Transports run in turn, so that
+other load affects all alike. Each turn opens its channel with one push and measures the next.
+
+"adapters" are pushes of weight_sync.lora=adapter, rank 16 on all linear layers: A and B are sent, and the weights that
+they change are loaded. GB/s counts the bytes sent. A step is that of a short GRPO run of the first model (32 prompts, 8
+samples each), with this push's median in place of its own. The last line per model is the fastest transport between
 processes, of those that `auto` can choose on one machine.
 
     python benchmarks/weight_sync.py [--models 4M 50M] [--receivers 1] [--rounds 5] [--steps 3] [--bucket_mb 64]
@@ -97,9 +98,7 @@ def worker_groups(config: PPOConfig, *, receivers: int):
 
 
 def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple[int, list[float]]]:
-    """Return the bytes of a push (0 inside one process, where none travel) and the seconds of one per round, for each
-    transport.
-    """
+    """Return per transport the bytes of a push (0 inside one process) and the seconds of one push per round."""
     took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
     num_bytes = dict.fromkeys(TRANSPORTS, 0)
     settings = config.actor_rollout_ref.rollout.weight_sync
@@ -111,35 +110,35 @@ def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple
                     {role: groups[role] for role in roles}, weight_sync=replace(settings, transport=transport)
                 )
                 policy.push_weights(2 * number)
-                began = time.perf_counter()
-                push = policy.push_weights_later(2 * number + 1)
-                push.check()
-                took[transport].append(time.perf_counter() - began)
+                start = time.perf_counter()
+                push = policy.push_weights_async(2 * number + 1)
+                push.wait()
+                took[transport].append(time.perf_counter() - start)
                 if push.sent is not None:
                     num_bytes[transport] = policy.actor.fetch(push.sent)[0].num_bytes
     return {transport: (num_bytes[transport], took[transport]) for transport in TRANSPORTS}
 
 
 def step_without_push(model: Path, folder: Path, *, steps: int) -> float:
-    """Return the seconds of a GRPO step of this model, the push left out."""
+    """Return the seconds of a GRPO step of this model without its push."""
     out = folder / "run"
     run = {
         "trainer.total_training_steps": steps + SKIPPED_STEPS,
         "trainer.logger": "[jsonl]",
         "trainer.default_local_dir": out,
     }
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
         if main_ppo.main(words(model, folder, **run)):
             sys.exit("the run failed")
     rows = merge_steps(read_metrics(out / "metrics.jsonl"))[SKIPPED_STEPS:]
     return statistics.median(row["timing_s/step"] - row["timing_s/update_weights"] for row in rows)
 
 
-def print_rows(model: str, what: str, found: dict[str, tuple[int, list[float]]], rest: float | None) -> None:
-    """Print one row per transport. rest: seconds of a step without its push."""
+def print_rows(model: str, what: str, found: dict[str, tuple[int, list[float]]], step_s: float | None) -> None:
+    """Print one row per transport. step_s: seconds of a step without its push."""
     for transport, (num_bytes, took) in found.items():
         median = statistics.median(took)
-        share = "" if rest is None else f"{median / (rest + median):.1%}"
+        share = "" if step_s is None else f"{median / (step_s + median):.1%}"
         traffic = f"{num_bytes / 1e6:8.2f} {num_bytes / 1e9 / median:6.2f}" if num_bytes else f"{'-':>8} {'-':>6}"
         print(f"{model:>5} {what:>9} {transport:>14} {median:9.3f} {min(took):7.3f} {traffic} {share:>10}", flush=True)
 
@@ -178,13 +177,13 @@ def main() -> None:
             "of a step": 10,
         }
         print(" ".join(f"{name:>{width}}" for name, width in columns.items()), flush=True)
-        for place, size in enumerate(arguments.models):
+        for index, size in enumerate(arguments.models):
             model = build_model(size, folder / "model", folder / size)
-            rest = step_without_push(model, folder, steps=arguments.steps) if place == 0 and arguments.steps else None
+            step_s = step_without_push(model, folder, steps=arguments.steps) if index == 0 and arguments.steps else None
             for what in ("weights", "adapters"):
                 config = config_of(model, folder, bucket_mb=arguments.bucket_mb, adapters=what == "adapters")
                 found = pushes(config, receivers=arguments.receivers, rounds=arguments.rounds)
-                print_rows(size, what, found, rest)
+                print_rows(size, what, found, step_s)
                 if what == "weights":
                     medians = {transport: statistics.median(found[transport][1]) for transport in CHOICES}
             print(f"{size:>5}: fastest of {', '.join(CHOICES)} is {min(medians, key=medians.__getitem__)}", flush=True)

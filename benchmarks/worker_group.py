@@ -1,18 +1,16 @@
-"""What the single controller costs: `python benchmarks/worker_group.py` (`--rows 128` on a small machine).
+"""Cost of the single controller: `python benchmarks/worker_group.py` (`--rows 128` on a small machine).
 
-1. A method that does nothing on all workers of a group, against the same Ray actors called by hand.
-2. A batch dispatched to all workers of a group by rows and their answers collected, against a dict of numpy arrays cut,
-sent, answered
-   and joined by hand on the same actors. The worker reads one column and answers with one new column.
-3. A batch on one group's workers handed to another group: by reference, against fetched by the driver and sent; two
-sizes.
-4. Memory of the driver (resident, without what it maps of the object store) while 2 GB of shards pass between two
-groups.
-5. One of four workers killed while the others wait for it in a collective: time until the driver raises, and what it
-says.
+1. An empty method on all workers of a group, against the same Ray actors called by hand.
+2. A batch dispatched by rows to all workers of a group and collected. Against a dict of numpy arrays that is split,
+   sent and concatenated by hand on the same actors. The worker reads one column and answers with one new column.
+3. A batch of one group's workers handed to another group by reference, against fetched by the driver and sent; two
+   sizes.
+4. Memory of the driver (resident, without its mapping of the object store) while 2 GB of shards pass between two
+   groups.
+5. One of four workers killed while the others wait for it in a collective: time until the driver raises, and the error.
 
-Contenders take turns; shown are median milliseconds and their ratio. A batch has 12 columns, half of its tokens are
-responses: 48 bytes per token, 0.2 GB by default. One torch thread.
+Contenders run in turn. The table has median milliseconds and their ratio. A batch has 12 columns, half of its tokens
+are responses: 48 bytes per token, 0.2 GB by default. One torch thread.
 """
 
 import argparse
@@ -110,8 +108,8 @@ def dispatch_and_collect(sizes: list[int], columns: dict[str, torch.Tensor], rep
 
     def by_hand(group: RayWorkerGroup) -> np.ndarray:
         cuts = {name: np.array_split(array, group.world_size) for name, array in arrays.items()}
-        pieces = [ray.put({name: cut[i] for name, cut in cuts.items()}) for i in range(group.world_size)]
-        calls = [w.call.remote(group.role, "score_arrays", p) for w, p in zip(group.workers, pieces, strict=True)]
+        shards = [ray.put({name: cut[i] for name, cut in cuts.items()}) for i in range(group.world_size)]
+        calls = [w.call.remote(group.role, "score_arrays", s) for w, s in zip(group.workers, shards, strict=True)]
         return np.concatenate(ray.get(calls))
 
     print(
@@ -126,28 +124,31 @@ def dispatch_and_collect(sizes: list[int], columns: dict[str, torch.Tensor], rep
 
 
 def hand_over(sizes: list[tuple[int, int]], repeats: int) -> None:
-    givers, takers = groups = start(2, 2)
+    senders, receivers = groups = start(2, 2)
     print(f"{'hand-over, 2 to 2 workers':<32}{'by reference':>14}{'by the driver':>16}{'ratio':>8}")
     for rows, tokens in sizes:
-        future = givers.make(rows, tokens)
+        future = senders.make(rows, tokens)
         ray.wait(future.futures, num_returns=2, fetch_local=False)
         compare(
             f"{rows} x {tokens}",
-            lambda f=future: takers.take(f),
-            lambda f=future: takers.take(f.get()),
+            lambda f=future: receivers.take(f),
+            lambda f=future: receivers.take(f.get()),
             repeats=repeats,
         )
     end(groups)
 
 
 def driver_memory() -> None:
-    givers, takers = groups = start(2, 2)
-    takers.take(givers.make_bytes(HANDOVER_BYTES))
-    before, most = resident_bytes(), 0
+    senders, receivers = groups = start(2, 2)
+    receivers.take(senders.make_bytes(HANDOVER_BYTES))
+    before, max_growth = resident_bytes(), 0
     for _ in range(HANDOVERS):
-        takers.take(givers.make_bytes(HANDOVER_BYTES))
-        most = max(most, resident_bytes() - before)
-    print(f"driver memory while {HANDOVERS * HANDOVER_BYTES / 1e9:.1f} GB pass\n  grew at most by {most / 1e6:.1f} MB")
+        receivers.take(senders.make_bytes(HANDOVER_BYTES))
+        max_growth = max(max_growth, resident_bytes() - before)
+    print(
+        f"driver memory while {HANDOVERS * HANDOVER_BYTES / 1e9:.1f} GB pass\n"
+        f"  grew at most by {max_growth / 1e6:.1f} MB"
+    )
     end(groups)
 
 

@@ -1,1 +1,1 @@
-"""One script per dataset: raw rows in, parquet files in the row format of `RLHFDataset` out."""
+"""One script per dataset: reads raw rows, writes parquet files in the row format of `RLHFDataset`."""

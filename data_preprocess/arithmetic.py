@@ -1,15 +1,14 @@
-"""Word problems for the quick start: a language small enough to learn from nothing, with something left for rewards to
-teach.
+"""Word problems for the quick start: small enough to learn from scratch, with something left for rewards to teach.
 
     python -m data_preprocess.arithmetic --local_dir data/arithmetic
 
 writes prompts for reinforcement learning (`train.parquet`, `test.parquet`) and conversations for supervised fine-tuning
-(`sft_train.parquet`, `sft_val.parquet`). All questions differ, so nothing in `test.parquet` was seen in any training.
+(`sft_train.parquet`, `sft_val.parquet`). All questions differ, so no training sees a question of `test.parquet`.
 
-The demonstrations are imperfect on purpose. Three simulated annotators write them in GSM8K's form (`<<3*4=12>>
-<<12+5=17>> #### 17`): a careful one, one who adds up whatever numbers there are, and one whose calculation is right but
-chosen by chance. Fine-tuning on them teaches the form, the arithmetic and a bad habit; only the reward says which
-calculation the words ask for.
+The demonstrations are imperfect on purpose. Three simulated annotators write them in GSM8K's format (`<<3*4=12>>
+<<12+5=17>> #### 17`). The careful one is right. The adder adds all numbers. The guesser's calculation is valid but
+random. Fine-tuning on them teaches the format, the arithmetic and a bad habit. Only the reward tells which calculation
+the words ask for.
 
 This is not a benchmark: problems come from a few dozen sentences and small numbers.
 """
@@ -48,11 +47,11 @@ ITEMS = ("apples", "beads", "books", "cakes", "cards", "coins", "cups", "eggs")
 ITEMS += ("hats", "kites", "maps", "nuts", "pens", "plums", "shells", "toys")
 SMALLEST, LARGEST = 2, 6
 LARGEST_RESULT = 60
-MOST_DRAWS = 1000  # of one template, before it counts as used up
+MAX_DRAWS = 1000  # per template, before it counts as used up
 ANNOTATORS = {"careful": 0.25, "adder": 0.5, "guesser": 0.25}
 
-# The words of a problem and what they ask for. A step names its operands: the problem's numbers a, b, c, and x, the
-# result before.
+# Text of a problem and its solution plan. A step names its operands: the problem's numbers a, b, c, and x, the previous
+# result.
 TEMPLATES = (
     ("{name} has {a} {item} and buys {b} more. How many {item} does {name} have now?", "a+b"),
     ("{other} has {a} {item}. {name} has {b} more than {other}. How many {item} does {name} have?", "a+b"),
@@ -87,7 +86,7 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, the numbers in it in reading order, and the steps that solve it as (left, sign, right)."""
+    """A question, its numbers in reading order, and the steps that solve it as (left, sign, right)."""
 
     question: str
     numbers: tuple[int, ...]
@@ -99,17 +98,17 @@ def compute(left: int, sign: str, right: int) -> int:
 
 
 def write_solution(steps: tuple[tuple[int, str, int], ...]) -> str:
-    """Return the steps in GSM8K's form, the last result as the answer."""
+    """Return the steps in GSM8K's format, with the last result as the answer."""
     calculations = " ".join(f"<<{left}{sign}{right}={compute(left, sign, right)}>>" for left, sign, right in steps)
     return f"{calculations} #### {compute(*steps[-1])}"
 
 
 def resolve(plan: str, numbers: dict[str, int]) -> tuple[tuple[int, str, int], ...]:
-    """Put numbers into a template's plan such as "a*b x+c"."""
+    """Return a template's plan such as "a*b x+c" with numbers filled in."""
     steps: list[tuple[int, str, int]] = []
     for left, sign, right in plan.split():
-        known = numbers | {"x": compute(*steps[-1]) if steps else 0}
-        steps.append((known[left], sign, known[right]))
+        values = numbers | {"x": compute(*steps[-1]) if steps else 0}
+        steps.append((values[left], sign, values[right]))
     return tuple(steps)
 
 
@@ -118,7 +117,7 @@ def in_range(steps: tuple[tuple[int, str, int], ...]) -> bool:
 
 
 def fill_in(words: str, plan: str, rng: random.Random) -> Problem:
-    """Return a problem from one template, its every intermediate result between 0 and `LARGEST_RESULT`."""
+    """Return a problem from one template, with every intermediate result between 0 and `LARGEST_RESULT`."""
     letters = [letter for letter in "abc" if f"{{{letter}}}" in words]
     while True:
         numbers = {letter: rng.randint(SMALLEST, LARGEST) for letter in letters}
@@ -131,26 +130,26 @@ def fill_in(words: str, plan: str, rng: random.Random) -> Problem:
 
 
 def distinct_problems(rng: random.Random) -> Iterator[Problem]:
-    """Yield problems for ever, every template equally often, no question twice.
+    """Yield problems without end: every template equally often, no question twice.
 
     Raises:
         RawDataError: A template has (almost) no unused question left.
     """
-    seen: set[str] = set()
+    used: set[str] = set()
     while True:
         words, plan = rng.choice(TEMPLATES)
-        drawn = (fill_in(words, plan, rng) for _ in range(MOST_DRAWS))
-        problem = next((problem for problem in drawn if problem.question not in seen), None)
+        candidates = (fill_in(words, plan, rng) for _ in range(MAX_DRAWS))
+        problem = next((problem for problem in candidates if problem.question not in used), None)
         if problem is None:
             raise RawDataError(
-                f"the templates do not give more than {len(seen)} different problems; ask for fewer rows"
+                f"the templates do not give more than {len(used)} different problems; ask for fewer rows"
             )
-        seen.add(problem.question)
+        used.add(problem.question)
         yield problem
 
 
 def guess_steps(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, str, int], ...]:
-    """Return a calculation that uses the numbers in order, with signs drawn until every result is in range."""
+    """Return a calculation that uses the numbers in order, with random signs that keep every result in range."""
     while True:
         plan = f"a{rng.choice('+-*')}b" + (f" x{rng.choice('+-*')}c" if len(numbers) == 3 else "")
         steps = resolve(plan, dict(zip("abc", numbers, strict=False)))
@@ -159,7 +158,7 @@ def guess_steps(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int
 
 
 def demonstrate(problem: Problem, annotator: str, rng: random.Random) -> str:
-    """Return what one annotator would write."""
+    """Return the solution that one annotator writes."""
     if annotator == "careful":
         return write_solution(problem.steps)
     if annotator == "adder":

@@ -1,4 +1,4 @@
-"""What the scripts of this package share on the command line: flags, the row format, and files that appear whole."""
+"""Shared by the scripts of this package: command-line flags, the row format, and files written atomically."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from data_preprocess.raw import RawDataError, RawRow, read_splits
 
 
 def make_parser(description: str, *, default_dir: str, default_source: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with `--local_dir`, and with `--data_source` for datasets that are read from somewhere."""
+    """Return a parser with `--local_dir`, and with `--data_source` if the dataset has a default source."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--local_dir", default=default_dir, help=f"directory of the parquet files (default: {default_dir})"
@@ -30,9 +30,7 @@ def make_parser(description: str, *, default_dir: str, default_source: str | Non
 
 
 def run_command(work: Callable[[], None]) -> int:
-    """Return the exit code of `work()`: 0, or 2 after one line on standard error about what is wrong with the data or
-    the disk.
-    """
+    """Run `work` and return the exit code: 0, or 2 after one line on standard error about the data or the disk."""
     try:
         work()
     except (RawDataError, OSError) as error:
@@ -42,7 +40,7 @@ def run_command(work: Callable[[], None]) -> int:
 
 
 class ToRow(Protocol):
-    """Turns a raw row into one in verl's format; None leaves it out."""
+    """Converts a raw row to verl's format; None leaves the row out."""
 
     def __call__(self, raw: RawRow, *, split: str, index: int) -> dict | None: ...
 
@@ -70,7 +68,7 @@ def convert(
 
 
 def rl_row(*, data_source: str, question: str, ability: str, reward_model: dict, extra_info: dict) -> dict:
-    """Return one row in verl's format: what is asked, as one user message, and what its reward function needs."""
+    """Return one row in verl's format: the question as one user message, and the inputs of its reward function."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": question}],
@@ -81,16 +79,19 @@ def rl_row(*, data_source: str, question: str, ability: str, reward_model: dict,
 
 
 def write_parquet(rows: list[dict], path: Path) -> None:
-    """Write rows (all with the same columns) and say so; the file appears by a rename, so it is never half there."""
+    """Write rows (all with the same columns) and print their number.
+
+    The file appears by a rename, so it is always complete.
+    """
     if not rows:
         raise RawDataError(f"there are no rows for {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        pq.write_table(pa.Table.from_pylist(rows), aside)
-        with aside.open("rb") as written:
+        pq.write_table(pa.Table.from_pylist(rows), temporary)
+        with temporary.open("rb") as written:
             os.fsync(written.fileno())
-        aside.rename(path)
+        temporary.rename(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     print(f"{path}: {len(rows)} rows")

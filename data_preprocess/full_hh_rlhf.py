@@ -1,17 +1,16 @@
 """HH-RLHF, conversations with a preferred and a rejected answer, to parquet.
 
-    python -m data_preprocess.full_hh_rlhf --split sft|rm|rl --local_dir ~/data/full_hh_rlhf [--data_source
-    FILE|DIRECTORY|NAME]
+    python -m data_preprocess.full_hh_rlhf --split sft|rm|rl --local_dir ~/data/full_hh_rlhf [--data_source SOURCE]
 
-writes to a directory named after the split, out of all rows of the source:
+writes all rows of the source to a directory named after the split:
 
     sft   train.parquet                 `messages` for main_sft, and `prompt`, `response`: each answer of each pair
     rm    train.parquet, test.parquet   `prompt`, `chosen`, `rejected`: the first three quarters, the rest
     rl    train.parquet                 prompts for reinforcement learning, to be scored by a reward model
 
-Reads the pairs with a `prompt` column of Dahoas/full-hh-rlhf and the original ones of Anthropic, where `chosen` and
-`rejected` are whole conversations; of those, a pair that differs before its last answer has no common prompt and is
-left out.
+SOURCE is a file, a directory or a Hugging Face name. Two forms are read: the pairs of Dahoas/full-hh-rlhf with a
+`prompt` column, and Anthropic's original pairs, where `chosen` and `rejected` are whole conversations. An original pair
+that differs before its last answer has no common prompt and is left out.
 """
 
 import argparse
@@ -36,14 +35,16 @@ class Pair:
 
 
 def to_pair(raw: RawRow) -> Pair | None:
-    """Return one pair, None if its two conversations are not the same up to the answer."""
+    """Return one pair, or None if its two conversations differ before the answer."""
     chosen, rejected = raw["chosen"], raw["rejected"]
     if "prompt" in raw.columns:
         return Pair(raw["prompt"], chosen, rejected)
     prompt, marker, preferred = chosen.rpartition(ANSWER)
     other, _, dispreferred = rejected.rpartition(ANSWER)
     if not marker:
-        raise RawDataError(f"{raw.place}: column 'chosen' has no {ANSWER.strip()!r}, and there is no column 'prompt'")
+        raise RawDataError(
+            f"{raw.location}: column 'chosen' has no {ANSWER.strip()!r}, and there is no column 'prompt'"
+        )
     return Pair(prompt + marker, preferred, dispreferred) if prompt == other else None
 
 
@@ -52,9 +53,7 @@ def sft_rows(pairs: list[Pair]) -> list[dict]:
 
 
 def sft_row(prompt: str, answer: str) -> dict:
-    """Return a row whose conversation begins as the prompts of the rl split do, so that one model can
-    go through both.
-    """
+    """Return a row whose conversation starts like the prompts of the rl split, so that one model can train on both."""
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
     return {"messages": messages, "prompt": prompt, "response": answer}
 

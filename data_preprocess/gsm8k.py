@@ -2,7 +2,7 @@
 
     python -m data_preprocess.gsm8k --local_dir ~/data/gsm8k [--data_source FILE|DIRECTORY|NAME]
 
-writes `train.parquet` and `test.parquet` (those splits that the source has), scored by the number after `####`.
+writes `train.parquet` and `test.parquet` (the splits that the source has), scored by the number after `####`.
 """
 
 import re
@@ -15,11 +15,11 @@ DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
-def final_number(answer: str, place: str) -> str:
+def final_number(answer: str, location: str) -> str:
     """Return the number after the last `####`, without thousands separators."""
     found = re.findall(r"####\s*(-?[0-9.,]+)", answer)
     if not found:
-        raise RawDataError(f"{place}: column 'answer' has no '#### number'")
+        raise RawDataError(f"{location}: column 'answer' has no '#### number'")
     return found[-1].replace(",", "")
 
 
@@ -29,7 +29,7 @@ def to_row(raw: RawRow, *, split: str, index: int) -> dict:
         data_source=DATA_SOURCE,
         question=f"{question} {INSTRUCTION}",
         ability="math",
-        reward_model={"style": "rule", "ground_truth": final_number(answer, raw.place)},
+        reward_model={"style": "rule", "ground_truth": final_number(answer, raw.location)},
         extra_info={"split": split, "index": index, "answer": answer, "question": question},
     )
 

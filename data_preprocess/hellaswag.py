@@ -2,9 +2,9 @@
 
     python -m data_preprocess.hellaswag --local_dir ~/data/hellaswag [--data_source FILE|DIRECTORY|NAME]
 
-writes `train.parquet`, `validation.parquet` and `test.parquet` (those splits that the source has). The endings are in
-`reward_model.choices`, the number of the right one in `reward_model.ground_truth`;
-rows of the public test split have none and are left out.
+writes `train.parquet`, `validation.parquet` and `test.parquet` (the splits that the source has). The endings are in
+`reward_model.choices`, the number of the right one in `reward_model.ground_truth`. Rows without an answer (the public
+test split) are left out.
 """
 
 import re
@@ -17,9 +17,7 @@ DATA_SOURCE = "Rowan/hellaswag"
 
 
 def plain_text(text: str) -> str:
-    """Return the text without the bracketed marks that WikiHow's pages left in it; a title becomes a sentence of its
-    own.
-    """
+    """Return the text without WikiHow's bracketed marks; a title becomes its own sentence."""
     text = re.sub(r"\[[^\]]*\]", "", text.replace(" [title]", ". "))
     return re.sub(r" +", " ", text).strip()
 
@@ -27,8 +25,8 @@ def plain_text(text: str) -> str:
 def to_row(raw: RawRow, *, split: str, index: int) -> dict | None:
     if str(raw["label"]).strip() == "":
         return None
-    begun = raw["ctx_b"]
-    context = plain_text(f"{raw['activity_label']}: {raw['ctx_a']} {begun[:1].upper()}{begun[1:]}")
+    context_b = raw["ctx_b"]
+    context = plain_text(f"{raw['activity_label']}: {raw['ctx_a']} {context_b[:1].upper()}{context_b[1:]}")
     choices = [plain_text(ending) for ending in raw["endings"]]
     right = right_choice(raw, len(choices))
     return rl_row(
@@ -43,7 +41,9 @@ def to_row(raw: RawRow, *, split: str, index: int) -> dict | None:
 def right_choice(raw: RawRow, num_choices: int) -> int:
     label = str(raw["label"])
     if not label.isdecimal() or int(label) >= num_choices:
-        raise RawDataError(f"{raw.place}: column 'label' is {label!r}, not the number of one of {num_choices} endings")
+        raise RawDataError(
+            f"{raw.location}: column 'label' is {label!r}, not the number of one of {num_choices} endings"
+        )
     return int(label)
 
 

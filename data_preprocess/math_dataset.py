@@ -2,7 +2,7 @@ r"""MATH, competition mathematics with the answer in a `\boxed{}`, to parquet.
 
     python -m data_preprocess.math_dataset --local_dir ~/data/math [--data_source FILE|DIRECTORY|NAME]
 
-writes `train.parquet` and `test.parquet` (those splits that the source has), scored by mathematical equality.
+writes `train.parquet` and `test.parquet` (the splits that the source has), scored by mathematical equality.
 """
 
 import sys
@@ -15,23 +15,23 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 BOX = r"\boxed"
 
 
-def last_boxed(solution: str, place: str) -> str:
-    r"""Return what stands in the last `\boxed{...}` (braces may nest) or `\boxed x`."""
+def last_boxed(solution: str, location: str) -> str:
+    r"""Return the content of the last `\boxed{...}` (braces may nest) or `\boxed x`."""
     _, found, rest = solution.rpartition(BOX)
     if not found:
-        raise RawDataError(f"{place}: column 'solution' has no \\boxed answer")
+        raise RawDataError(f"{location}: column 'solution' has no \\boxed answer")
     rest = rest.lstrip()
     if not rest.startswith("{"):
         words = rest.partition("$")[0].split()
         if not words:
-            raise RawDataError(f"{place}: column 'solution' has an empty \\boxed")
+            raise RawDataError(f"{location}: column 'solution' has an empty \\boxed")
         return words[0]
     depth = 0
     for end, character in enumerate(rest):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
             return rest[1:end]
-    raise RawDataError(f"{place}: column 'solution' has a \\boxed{{ that is never closed")
+    raise RawDataError(f"{location}: column 'solution' has a \\boxed{{ that is never closed")
 
 
 def to_row(raw: RawRow, *, split: str, index: int) -> dict:
@@ -40,7 +40,7 @@ def to_row(raw: RawRow, *, split: str, index: int) -> dict:
         data_source=DATA_SOURCE,
         question=f"{problem} {INSTRUCTION}",
         ability="math",
-        reward_model={"style": "rule", "ground_truth": last_boxed(solution, raw.place)},
+        reward_model={"style": "rule", "ground_truth": last_boxed(solution, raw.location)},
         extra_info={"split": split, "index": index, "answer": solution, "question": problem},
     )
 

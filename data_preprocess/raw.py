@@ -1,8 +1,7 @@
-"""Raw rows of a dataset: from local JSON-lines files, or from a dataset name on the Hugging Face hub.
+"""Read raw rows of a dataset: from local JSON-lines files, or from a dataset on the Hugging Face hub.
 
 A local source is a file, or a directory that holds `{stem}*{split}*.jsonl[.gz]` or `{split}.jsonl[.gz]`. The split of a
-file is the word `train`, `validation` or `test` in its name; rows with a `split` column of their own (HellaSwag) go by
-that.
+file is the word `train`, `validation` or `test` in its name. A row's own `split` column (HellaSwag) takes precedence.
 """
 
 import gzip
@@ -26,15 +25,15 @@ class RawDataError(Exception):
 
 @dataclass(frozen=True)
 class RawRow:
-    """One raw row and where it came from, so that a complaint can name the place."""
+    """One raw row and its location, for error messages."""
 
     columns: dict
-    place: str
+    location: str
 
     def __getitem__(self, column: str):
         if column not in self.columns:
             raise RawDataError(
-                f"{self.place} has no column {column!r}; it has {', '.join(sorted(self.columns)) or 'none'}"
+                f"{self.location} has no column {column!r}; it has {', '.join(sorted(self.columns)) or 'none'}"
             )
         return self.columns[column]
 
@@ -44,7 +43,7 @@ def read_splits(source: str, *, stem: str, hub_config: str | None = None) -> dic
 
     Args:
         source: A file, a directory or a dataset name on the hub.
-        stem: How this dataset's files begin in a directory that holds several datasets.
+        stem: Prefix of this dataset's files in a directory with several datasets.
         hub_config: Configuration of the dataset on the hub.
 
     Raises:
@@ -55,7 +54,7 @@ def read_splits(source: str, *, stem: str, hub_config: str | None = None) -> dic
         splits = read_files([path])
     elif path.is_dir():
         splits = read_files(find_files(path, stem))
-    elif looks_like_path(source):
+    elif is_path_like(source):
         raise RawDataError(f"no file or directory {source}")
     else:
         splits = read_hub(source, hub_config)
@@ -64,7 +63,7 @@ def read_splits(source: str, *, stem: str, hub_config: str | None = None) -> dic
     return splits
 
 
-def looks_like_path(source: str) -> bool:
+def is_path_like(source: str) -> bool:
     return source.startswith(("/", ".", "~")) or source.endswith(FILE_SUFFIXES) or source.count("/") > 1
 
 
@@ -107,35 +106,33 @@ def read_json_lines(path: Path) -> Iterator[RawRow]:
         raise RawDataError(f"{path} cannot be read after line {number}: {error}") from error
 
 
-def parse_line(line: str, place: str) -> RawRow:
+def parse_line(line: str, location: str) -> RawRow:
     try:
         columns = json.loads(line)
     except json.JSONDecodeError as error:
-        raise RawDataError(f"{place} is not JSON: {error}") from error
+        raise RawDataError(f"{location} is not JSON: {error}") from error
     if not isinstance(columns, dict):
-        raise RawDataError(f"{place} is not a JSON object with columns")
-    return RawRow(columns, place)
+        raise RawDataError(f"{location} is not a JSON object with columns")
+    return RawRow(columns, location)
 
 
 def read_hub(name: str, config: str | None) -> dict[str, list[RawRow]]:
-    """Download a dataset with `datasets`; what the hub or the network says becomes one line.
+    """Download a dataset with `datasets`; an error of the hub or the network becomes one line.
 
-    Where the hub does not answer, what was downloaded before is used: the client would try again for half a minute,
-    with a warning each.
+    If the hub does not answer, an earlier download is used. Otherwise the client would retry for half a minute, with a
+    warning each time.
     """
-    silence = hub_silence()
-    if silence:
+    unreachable = hub_error()
+    if unreachable:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when the client is imported
     import datasets
 
     try:
         splits = datasets.load_dataset(name, config)
-    except (
-        Exception
-    ) as error:  # the hub client has no common root for "no such dataset", "no network" and "not allowed"
-        reason = silence or (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # the client has no common base for "no such dataset", "no network" and "not allowed"
+        reason = unreachable or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RawDataError(
-            f"{name} is no local path, and cannot be loaded from the Hugging Face hub: {reason}"
+            f"{name} is not a local path, and cannot be loaded from the Hugging Face hub: {reason}"
         ) from error
     return {
         split: [RawRow(row, f"{name} {split} row {index}") for index, row in enumerate(rows)]
@@ -143,8 +140,8 @@ def read_hub(name: str, config: str | None) -> dict[str, list[RawRow]]:
     }
 
 
-def hub_silence() -> str | None:
-    """Return why the hub cannot be reached, or None if it answers, whatever it says."""
+def hub_error() -> str | None:
+    """Return why the hub cannot be reached, or None if it answers at all."""
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(address, timeout=HUB_TIMEOUT_S).close()

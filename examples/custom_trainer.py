@@ -11,7 +11,7 @@ from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 
 class ClippedAdvantageTrainer(RayPPOTrainer):
-    """GRPO whose advantages are limited, and which logs the share of prompts that taught something."""
+    """GRPO with clipped advantages that also logs the share of rows with a non-zero advantage."""
 
     def stages(self):
         stages = super().stages()

@@ -13,7 +13,7 @@ from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 
 class MeasuredWorker(ActorRolloutRefWorker):
-    """The policy, which can also say how large its weights are."""
+    """The policy's worker with a method that returns the norm of its weights."""
 
     @register(Dispatch.ONE_TO_ALL)
     def weight_norm(self) -> float:

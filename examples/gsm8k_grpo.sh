@@ -2,10 +2,10 @@
 # GRPO on GSM8K: verl's command line with hybridrl in its place.
 #
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct NGPUS=8 bash examples/gsm8k_grpo.sh          a machine with GPUs
-#   MODEL=outputs/quickstart/sft/global_step_500/huggingface bash examples/gsm8k_grpo.sh   a laptop: proves the plumbing, no more
+#   MODEL=outputs/quickstart/sft/global_step_500/huggingface bash examples/gsm8k_grpo.sh   a laptop: tests the whole path, learns nothing
 #
 # RAW: a directory with gsm8k_train.jsonl and gsm8k_test.jsonl, or a dataset name of the Hugging Face hub.
-# Further settings go at the end of the command line and win: bash examples/gsm8k_grpo.sh trainer.total_training_steps=3
+# Settings at the end of the command line take precedence: bash examples/gsm8k_grpo.sh trainer.total_training_steps=3
 set -euo pipefail
 RAW=${RAW:-openai/gsm8k}
 DATA=${DATA:-outputs/gsm8k}

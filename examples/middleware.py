@@ -1,7 +1,8 @@
-"""Change the loop from a file of your own, without a trainer of your own:
+"""Change the loop from a file of your own, without a trainer of your own.
 
-python -m hybridrl.main_ppo
-trainer.middleware=[examples/middleware.py:keep_what_teaches,examples/middleware.py:log_stage_times] ...
+    python -m hybridrl.main_ppo trainer.middleware=[FILE:keep_what_teaches,FILE:log_stage_times] ...
+
+FILE is examples/middleware.py.
 """
 
 import sys
@@ -11,9 +12,7 @@ from hybridrl.framework import stage
 
 
 def keep_what_teaches(task, trainer):
-    """Leave out of the update the rows of prompts whose samples all got the same reward: GRPO's gradient for them is
-    zero.
-    """
+    """Leave out of the update all prompts whose samples got the same reward: GRPO's gradient for them is zero."""
 
     @stage("keep_what_teaches", reads=("advantages", "reward_valid"), writes=("reward_valid",))
     def drop_rows_without_signal(ctx):
@@ -26,7 +25,7 @@ def keep_what_teaches(task, trainer):
 
 
 def log_stage_times(task, trainer):
-    """Say after every step what took longest."""
+    """Print the slowest stage after every step."""
 
     def slowest(ctx):
         started = time.perf_counter()

@@ -1,8 +1,10 @@
-"""Remote calls that an editor and a type checker understand: `python examples/typed_calls.py`, and `mypy
-examples/typed_calls.py`.
+"""Remote calls that an editor and a type checker understand.
 
-`group.calls` is the group with its workers' class as its type. Jump-to-definition on `add_one` lands in `Counter`, the
-argument's type is checked, and what comes back is known to be a `DataProto`.
+    python examples/typed_calls.py
+    mypy examples/typed_calls.py
+
+`group.calls` is the group with its workers' class as its type. Jump-to-definition on `add` leads to `Counter`, the
+argument's type is checked, and the result's type is `DataProto`.
 """
 
 import logging

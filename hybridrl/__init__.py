@@ -1,6 +1,6 @@
 """hybridrl: reinforcement-learning post-training of language models.
 
-Importing this package costs nothing beyond Python: `DataProto` is loaded when it is first asked for.
+Importing this package imports no third-party module. `DataProto` is loaded on first access.
 """
 
 from importlib import import_module

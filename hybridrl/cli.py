@@ -1,17 +1,18 @@
-"""The `hybridrl` command: what is done with a job from outside it.
+"""The `hybridrl` command: inspect, stop and resume jobs, draw graphs and timelines, export and serve models.
 
-hybridrl job graph key=value ...          the stages of a PPO job, what goes between them, and where they work; nothing
-is started hybridrl job ls                           the jobs that run on a Ray cluster hybridrl job status JOB
-a job's state, processes, last commit, failures; JOB is a run, a job's name or a run's directory hybridrl job logs JOB
-what happened to it, from its master's journal hybridrl job stop JOB                     have it end, as SIGTERM would
-hybridrl job resume DIRECTORY             go on with a run that has ended or died, from its last commit, by the command
-that began it hybridrl job states                       the states of a job, its roles and its workers, and what may
-follow what hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto and
-chrome://tracing hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
-hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
+    hybridrl job graph key=value ...          the stages of a PPO job, their columns and placement; starts nothing
+    hybridrl job ls                           the jobs that run on a Ray cluster
+    hybridrl job status JOB                   a job's state, processes, last commit and failures
+    hybridrl job logs JOB                     the events of a job, from its master's journal
+    hybridrl job stop JOB                     stop a job as SIGTERM would
+    hybridrl job resume DIRECTORY             resume a run from its last checkpoint, by the command that started it
+    hybridrl job states                       the states of a job, its roles and workers, and their transitions
+    hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto
+    hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
+    hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
 
-What computes is imported by the command that needs it: torch takes seconds, and `--help`, `trace` and a mistake should
-not.
+JOB is a run, a job's name, or a run's directory. Modules that import torch are imported by the commands that need them:
+torch takes seconds, and `--help`, `trace` and a mistake should not.
 """
 
 import argparse
@@ -25,28 +26,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.driver.program import run_front_end, set_up_logging
+from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.framework.graph.drawing import draw_graph
-from hybridrl.framework.graph.stage_graph import Place, StageGraph, stage_graph, to_dot, to_text
+from hybridrl.framework.graph.stage_graph import RolePlacement, StageGraph, stage_graph, to_dot, to_text
 from hybridrl.framework.graph.timeline import newest_trace, read_spans, summarize, trace_events
 from hybridrl.master.jobs.plan_table import plan_table
 from hybridrl.master.state.tables import to_text as states_text
 from hybridrl.single_controller.placement.plan import Plan
-from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, settings_for_export, verify
+from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, settings_for_export, verify_manifest
 
 TEXTS = {"text": to_text, "dot": to_dot}
 AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
 PICTURES = ("svg", "png")
-SUFFIXES = {"txt": "text", "gv": "dot"}  # of files, where they are not the name of the format
+SUFFIXES = {"txt": "text", "gv": "dot"}  # file suffixes that are not the format's name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (the command line's by default) and return its exit code."""
     parser = argparse.ArgumentParser(prog="hybridrl", description="Tools around hybridrl jobs.")
     commands = parser.add_subparsers(dest="command", required=True)
-    job = commands.add_parser("job", help="look at a job, or stop it").add_subparsers(dest="what", required=True)
+    job = commands.add_parser("job", help="inspect, stop or resume a job").add_subparsers(dest="what", required=True)
     _add_graph(job)
     _add_running(job)
     _add_resume(job)
@@ -59,23 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     arguments.settings = settings
     set_up_logging()
-    return run_front_end(lambda: arguments.run_command(arguments), log_directory=lambda: None)
+    return run_program(lambda: arguments.run_command(arguments), log_directory=lambda: None)
 
 
 # -- hybridrl job graph
 
 
 def _add_graph(job: argparse._SubParsersAction) -> None:
-    what = "show a PPO job's stages, the columns between them, and where they work; nothing is started"
+    what = "show a PPO job's stages, the columns between them and their placement; starts nothing"
     graph = job.add_parser(
         "graph", help=what, description=what, usage="hybridrl job graph [-h] [--format F] [--output FILE] key=value ..."
     )
     graph.epilog = (
         "key=value: as for python -m hybridrl.main_ppo, --config-name too; neither data nor a model is needed"
     )
-    graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: what FILE ends in, or text")
+    graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: the suffix of FILE, or text")
     graph.add_argument(
-        "--output", metavar="FILE", type=Path, help="where to write; default: standard output. A picture needs it"
+        "--output", metavar="FILE", type=Path, help="where to write; default: standard output; required for a picture"
     )
     graph.set_defaults(run_command=_graph)
 
@@ -108,7 +109,7 @@ def _write_graph(graph: StageGraph, path: Path, config: PPOConfig, *, kind: str)
 
 
 def _text(graph: StageGraph, config: PPOConfig, *, kind: str) -> str:
-    """The graph; as a text for people, with the job's placement groups and processes below."""
+    """Return the graph in a text format; format text also has the job's placement groups and processes."""
     if kind != "text":
         return TEXTS[kind](graph)
     note = AUTO_DEVICE if config.trainer.device == "auto" else ""
@@ -121,28 +122,30 @@ def _kind_of(output: Path | None) -> str:
     ending = output.suffix.lstrip(".").lower()
     kind = SUFFIXES.get(ending, ending)
     if kind not in (*TEXTS, *PICTURES):
-        raise ConfigError(f"--output {output}: its ending is no format; add --format text, dot, svg or png")
+        raise ConfigError(f"--output {output}: its suffix is no known format; add --format text, dot, svg or png")
     return kind
 
 
 def job_graph(config: PPOConfig) -> StageGraph:
-    """Return the graph of the step that `main_ppo` would run, on the workers and pools that it would choose."""
-    from hybridrl.main_ppo import check, worker_classes
+    """Return the stage graph that `main_ppo` would run, with its workers and pools."""
+    from hybridrl.main_ppo import validate_config, worker_classes
     from hybridrl.trainer.ppo.stages import ppo_stages
-    from hybridrl.trainer.run.middleware import changed_stages
+    from hybridrl.trainer.run.middleware import preview_stages
 
-    check(config, with_inputs=False)
+    validate_config(config, with_inputs=False)
     plan = job_plan(config)
-    places = {
-        role: Place(process.pool, len(plan.pool(process.pool).slots), process.label)
+    placements = {
+        role: RolePlacement(process.pool, len(plan.pool(process.pool).slots), process.label)
         for process in plan.processes
         for role in process.roles
     }
-    return stage_graph(changed_stages([spec for _, spec in ppo_stages(config, worker_classes(config))], config), places)
+    return stage_graph(
+        preview_stages([spec for _, spec in ppo_stages(config, worker_classes(config))], config), placements
+    )
 
 
 def job_plan(config: PPOConfig) -> Plan:
-    """Return the plan that `main_ppo` would start. With trainer.device=auto it is that of a cluster with GPUs."""
+    """Return the placement plan that `main_ppo` would start; trainer.device=auto counts as a cluster with GPUs."""
     from hybridrl.main_ppo import resource_pools, worker_classes
 
     workers = worker_classes(config)
@@ -162,11 +165,11 @@ def _add_running(job: argparse._SubParsersAction) -> None:
     cluster.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="of the Ray cluster; default: RAY_ADDRESS, or this machine's only cluster",
+        help="address of the Ray cluster; default: RAY_ADDRESS, or this machine's only cluster",
     )
     which = argparse.ArgumentParser(add_help=False)
     which.add_argument(
-        "job", metavar="JOB", help="a run, the name of a job that has one run there, or a run's directory"
+        "job", metavar="JOB", help="a run, the name of a job with one run on the cluster, or a run's directory"
     )
 
     def add(name: str, what: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -175,15 +178,15 @@ def _add_running(job: argparse._SubParsersAction) -> None:
         return command
 
     add("ls", "list the jobs that run on a Ray cluster")
-    add("status", "say what is known of a job: its state, processes, last commit, failures", which)
-    add("logs", "say what happened to a job, from its master's journal", which)
-    stop = add("stop", "have a job end, as SIGTERM would, and wait until it is gone", which)
+    add("status", "show a job's state, processes, last commit and failures", which)
+    add("logs", "show the events of a job, from its master's journal", which)
+    stop = add("stop", "stop a job as SIGTERM would, and wait until it has ended", which)
     stop.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="longest wait for its end (default: %(default)g)",
+        help="maximum wait for its end (default: %(default)g)",
     )
 
 
@@ -205,31 +208,31 @@ def _running(arguments: argparse.Namespace) -> None:
 
 
 def _add_resume(job: argparse._SubParsersAction) -> None:
-    what = "go on with a run that has ended or died, from its last commit, by the command that began it"
+    what = "resume a run that ended or died from its last checkpoint, by the command that started it"
     resume = job.add_parser("resume", help=what, description=what)
     resume.add_argument("directory", help="the directory the run wrote to")
     resume.add_argument(
-        "changes", nargs="*", metavar="key=value", help="what is to be different, for instance trainer.nnodes=2"
+        "changes", nargs="*", metavar="key=value", help="settings to change, for instance trainer.nnodes=2"
     )
-    resume.add_argument("--print", action="store_true", help="say what would be run, and run nothing")
+    resume.add_argument("--print", action="store_true", help="print the command without running it")
     resume.set_defaults(run_command=_resume)
 
 
 def _resume(arguments: argparse.Namespace) -> None:
-    from hybridrl.driver.resume_command import resume, resuming
+    from hybridrl.driver.resume_command import resume_arguments, resume_run
 
     if arguments.print:
-        command, where = resuming(arguments.directory, arguments.changes)
-        sys.stdout.write(f"cd {shlex.quote(where)} && {shlex.join(command)}\n")
+        command, directory = resume_arguments(arguments.directory, arguments.changes)
+        sys.stdout.write(f"cd {shlex.quote(directory)} && {shlex.join(command)}\n")
     else:
-        resume(arguments.directory, arguments.changes)
+        resume_run(arguments.directory, arguments.changes)
 
 
 # -- hybridrl job states
 
 
 def _add_states(job: argparse._SubParsersAction) -> None:
-    what = "print the tables of the master: which state of a job, a role or a worker may follow which, and on what"
+    what = "print the master's tables: states of a job, a role and a worker, and the events between them"
     states = job.add_parser("states", help=what, description=what)
     states.set_defaults(run_command=lambda arguments: sys.stdout.write(states_text()))
 
@@ -248,15 +251,15 @@ def _add_trace(commands: argparse._SubParsersAction) -> None:
 
 
 def write_timeline(run: Path, output: Path) -> None:
-    """Write the trace events of a run's newest job, and print where its time went. Works while the run goes on, too."""
-    place = newest_trace(run)
-    spans = read_spans(place)
+    """Write the timeline of a run's newest job, and print a summary of its times; the run may still be running."""
+    trace = newest_trace(run)
+    spans = read_spans(trace)
     try:
         output.write_text(json.dumps(trace_events(spans)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); choose another file") from error
     sys.stdout.write(
-        f"{summarize(spans)}\nwrote {output}, from {place}; open it in https://ui.perfetto.dev or chrome://tracing\n"
+        f"{summarize(spans)}\nwrote {output}, from {trace}; open it in https://ui.perfetto.dev or chrome://tracing\n"
     )
 
 
@@ -271,9 +274,11 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def export_checkpoint(checkpoint: str, directory: str) -> None:
-    """Write the policy of a PPO checkpoint, whatever world size it was trained with, as a Hugging Face model.
+    """Write the policy of a PPO checkpoint of any world size as a Hugging Face model.
 
-    Raises CheckpointError where there is no whole PPO checkpoint, and ConfigError where `directory` is not a new place.
+    Raises:
+        CheckpointError: There is no complete PPO checkpoint.
+        ConfigError: `directory` is not new or empty.
     """
     from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
     from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -282,7 +287,7 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
 
     check_new_directory(directory)
     _check_is_ppo_checkpoint(checkpoint)
-    verify(checkpoint)
+    verify_manifest(checkpoint)
     group = LocalWorkerGroup(
         None, ClassWithInitArgs(ActorRolloutRefWorker, settings_for_export(checkpoint), "actor"), role="actor"
     )
@@ -293,7 +298,7 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
 
 
 def _check_is_ppo_checkpoint(path: str) -> None:
-    """Raise CheckpointError with the nearest thing that can be exported."""
+    """Raise CheckpointError that names the nearest checkpoint unless `path` is one of PPO."""
     if not os.path.isfile(os.path.join(path, MANIFEST)):
         raise CheckpointError(f"{path} is not a checkpoint; {_nearest_checkpoint(path)}")
     if os.path.isdir(os.path.join(path, "huggingface")):
@@ -315,30 +320,30 @@ def _nearest_checkpoint(path: str) -> str:
 
 
 def _add_serve(commands: argparse._SubParsersAction) -> None:
-    what = "answer OpenAI's clients with a model or with a checkpoint's policy, until Ctrl-C"
+    what = "serve a model or a checkpoint's policy to OpenAI clients, until Ctrl-C"
     serve = commands.add_parser("serve", help=what, description=what)
     serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
-    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--port", type=int, default=8000, help="0: any free port")
     serve.add_argument(
-        "--host", default="127.0.0.1", help="0.0.0.0: all of the machine's addresses; nobody is asked for a key"
+        "--host", default="127.0.0.1", help="0.0.0.0: all addresses of the machine; there is no authentication"
     )
     serve.add_argument("--engine", choices=("hf", "vllm"), default="hf")
-    serve.add_argument("--replicas", type=int, default=1, help="processes that answer; one needs no Ray")
+    serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
     serve.add_argument(
-        "--max-length", type=int, help="tokens of prompt and response; default: what the model has, at most 4096"
+        "--max-length", type=int, help="tokens of prompt and response; default: the model's limit, at most 4096"
     )
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     serve.set_defaults(run_command=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_until_told
+    from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
     from hybridrl.trainer.data.tokenizer import load_tokenizer
 
     if arguments.replicas < 1:
         raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
     if not 0 <= arguments.port < 65536:
-        raise ConfigError(f"--port={arguments.port}: must be from 0, which is any that is free, to 65535")
+        raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
     with _model_directory(arguments.model) as path:
         model = StandaloneModel(
             path=path,
@@ -351,7 +356,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         if arguments.replicas > 1:
             start_ray()
         replicas = one_replica(model) if arguments.replicas == 1 else replicas_on_ray(model, arguments.replicas)
-        serve_until_told(
+        serve_forever(
             model,
             replicas,
             host=arguments.host,
@@ -365,9 +370,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _model_directory(path: str) -> Iterator[str]:
-    """A model's directory as it is; of a checkpoint, its policy as Hugging Face files, for as long as
-    they are needed.
-    """
+    """Yield a model's directory; for a checkpoint, its policy as Hugging Face files while the block runs."""
     if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
         yield os.path.join(path, "huggingface")
     elif os.path.isfile(os.path.join(path, MANIFEST)):

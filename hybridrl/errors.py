@@ -1,20 +1,19 @@
-"""Every error this library raises on purpose.
+"""Every error that this library raises on purpose.
 
     HybridRLError
-    ├── ConfigError              a setting is unknown, of the wrong type, out of range, or contradicts another (also a
-    ValueError)
-    ├── DataError                a dataset or a batch is not what its reader needs (also a ValueError)
+    ├── ConfigError              a setting is unknown, mistyped, out of range or contradictory (also a ValueError)
+    ├── DataError                a dataset or a batch has the wrong content (also a ValueError)
     ├── CheckpointError          a checkpoint is missing, incomplete or damaged
-    │   └── StorageError         storage does not take a checkpoint: it is full, not writable, or too slow
+    │   └── StorageError         storage refuses a checkpoint: it is full, not writable, or too slow
     ├── NonFiniteError           a loss, a gradient or a model is not finite
     ├── JournalError             the journal of a job is damaged
-    ├── PlacementError           the cluster cannot hold what was asked for
-    ├── StaleWeightsError        a rollout's weights are not the ones that were pushed
-    ├── WorkerLost               a worker process is gone: role, rank, method
-    ├── ObjectLost               what a node held in its memory is gone with it
-    └── CallTimeout              a call did not answer before its deadline (also a TimeoutError)
+    ├── PlacementError           the cluster cannot hold the requested resources
+    ├── StaleWeightsError        a rollout does not have the weights that were pushed
+    ├── WorkerLost               a worker process was lost: role, rank, method
+    ├── ObjectLost               an object was lost with the memory of its node
+    └── CallTimeout              a call did not return before its timeout (also a TimeoutError)
 
-A user's own exception in a worker keeps its type; it gains an address (`role`, `rank`, `method`) as a note.
+A user's own exception in a worker keeps its type and gets an address (`role`, `rank`, `method`) as a note.
 """
 
 from collections.abc import Sequence
@@ -25,41 +24,50 @@ class HybridRLError(Exception):
 
 
 class ConfigError(HybridRLError, ValueError):
-    """A setting cannot be used; the message names the key, the value and the way out."""
+    """A setting cannot be used. The message has the key, the value and the fix."""
 
 
 class DataError(HybridRLError, ValueError):
-    """A dataset or batch cannot be used; the message names the file or column and the way out."""
+    """A dataset or batch cannot be used.
+
+    The message has the file or column and the fix.
+    """
 
 
 class CheckpointError(HybridRLError):
-    """A checkpoint cannot be written or read; the message names the path and the part."""
+    """A checkpoint cannot be written or read. The message has the path and the part."""
 
 
 class StorageError(CheckpointError):
-    """A checkpoint cannot be written to where it belongs, now; what was committed before is as it was."""
+    """Storage refused a checkpoint. Earlier checkpoints are unchanged."""
 
 
 class NonFiniteError(HybridRLError):
-    """A loss, a gradient or a model has a NaN or an infinity; the message says whose, in which step, and what to look
-    at.
+    """A loss, a gradient or a model has a NaN or an infinity.
+
+    The message has the role, the step and what to inspect.
     """
 
 
 class JournalError(HybridRLError):
-    """The journal of a job cannot be read; the message names the file and the line."""
+    """The journal of a job cannot be read. The message has the file and the line."""
 
 
 class PlacementError(HybridRLError):
-    """The cluster cannot hold the job; the message says what is missing where."""
+    """The cluster cannot hold the job. The message has the missing resources per node."""
 
 
 class StaleWeightsError(HybridRLError):
-    """A rollout does not hold the weights that were pushed to it, and refuses to generate."""
+    """A rollout lacks the weights that were pushed to it, and refuses to generate."""
 
 
 class WorkerLost(HybridRLError):
-    """A worker process died. `role`, `rank`, `method` say where, `cause` says why."""
+    """A worker process was lost.
+
+    Attributes:
+        role, rank, method: The worker and the pending call.
+        cause: Why it was lost.
+    """
 
     def __init__(self, role: str, rank: int, method: str, cause: str):
         super().__init__(role, rank, method, cause)
@@ -70,13 +78,19 @@ class WorkerLost(HybridRLError):
 
 
 class ObjectLost(HybridRLError):
-    """An argument or an answer of a call lay in the memory of a node that is gone; the message names the call."""
+    """An argument or a result of a call was lost with its node's memory.
+
+    The message has the call.
+    """
 
 
 class CallTimeout(HybridRLError, TimeoutError):
-    """A call on a worker group ran past its deadline; the message names who was waited for.
+    """A call on a worker group exceeded its timeout.
 
-    role, ranks, method: of workers that did not answer; "" and () where it was no call of a worker.
+    The message names the workers that did not answer.
+
+    Attributes:
+        role, ranks, method: The workers that did not answer. "" and () if the call was not on workers.
     """
 
     def __init__(self, text: str, *, role: str = "", ranks: Sequence[int] = (), method: str = ""):

@@ -1,6 +1,7 @@
 """`python -m hybridrl.main_ppo key=value ...`: PPO, GRPO and their relatives.
 
-Parse, check, map roles to worker classes and pools, run. This file is the map; what it points to does the work.
+Loads and validates the settings, maps roles to worker classes and pools, and trains. Runs in the driver, and under a
+supervisor in its parent, too. The work is done by what this file refers to.
 """
 
 import functools
@@ -10,19 +11,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
+    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
-from hybridrl.config.import_path import load_plugs
-from hybridrl.driver.lifecycle import LIFE
-from hybridrl.driver.program import run_front_end, set_up_logging
+from hybridrl.config.import_path import load_plugins
+from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_local_cluster, start_ray
-from hybridrl.driver.resume_command import note_command
-from hybridrl.driver.supervisor import can_keep_running, keep_running
+from hybridrl.driver.resume_command import save_command
+from hybridrl.driver.supervisor import can_supervise, supervise
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
 from hybridrl.rewards.load import load_reward_manager
 from hybridrl.serving.agent_loop.manager import AgentLoopManager
@@ -32,20 +32,25 @@ from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.ppo.stages import uses_critic, uses_reference
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.recovery.master_link import watched
-from hybridrl.trainer.recovery.step_snapshot import go_on_with, is_kept_running
+from hybridrl.trainer.recovery.master_link import run_under_master
+from hybridrl.trainer.recovery.step_snapshot import is_supervisable, with_resume_overrides
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.run.report import report_run
-from hybridrl.trainer.run.setup import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
+from hybridrl.trainer.run.setup import (
+    newest_checkpoint_of_run,
+    prepare_run_directory,
+    run_directory,
+    warn_about_disabled_outputs,
+)
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reward_model import RewardModelWorker
 
-logger = logging.getLogger("hybridrl.main_ppo")  # __name__ is __main__ when this is the program
+logger = logging.getLogger("hybridrl.main_ppo")  # not __name__, which is __main__ in the program
 PROGRAM = "python -m hybridrl.main_ppo"
-Workers = dict[Role, type]
+WorkerClasses = dict[Role, type]
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
-WAYS_OUT = {  # what to change when the cluster cannot hold a pool
+CAPACITY_HINTS = {  # by pool: what to change if the cluster cannot hold it
     "rollout_pool": "Lower actor_rollout_ref.rollout.n_gpus_per_node or "
     "actor_rollout_ref.rollout.nnodes, or add nodes to the Ray cluster",
     "eval_pool": "Lower trainer.eval_n_gpus, or add nodes to the Ray cluster",
@@ -56,53 +61,60 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
-    workers: Callable[[PPOConfig], Workers] | None = None,
-    pools: Callable[[PPOConfig, Workers], ResourcePoolManager] | None = None,
+    workers: Callable[[PPOConfig], WorkerClasses] | None = None,
+    pools: Callable[[PPOConfig, WorkerClasses], ResourcePoolManager] | None = None,
 ) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code.
 
-    trainer_cls, workers, pools: your own trainer, mapping of roles to worker classes, and placement of roles on pools;
-    `worker_classes` and `resource_pools` are the built-in ones.
+    Args:
+        argv: Arguments. With None the program also saves its command and runs the driver under a supervisor.
+        trainer_cls: Your own trainer.
+        workers: Your own mapping of roles to worker classes; built in is `worker_classes`.
+        pools: Your own placement of roles on pools; built in is `resource_pools`.
     """
     set_up_logging()
     directory: list[str] = []
-
-    wanted: list[PPOConfig] = []
+    configs: list[PPOConfig] = []
 
     def prepare() -> None:
         config = load_config(
             PPOConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="ppo_trainer"
         )
         if config is not None:
-            check(config)
-            directory.append(claim_directory(config.trainer))
-            tell_what_is_left_out(config)
+            validate_config(config)
+            directory.append(prepare_run_directory(config.trainer))
+            warn_about_disabled_outputs(config)
             if argv is None:
-                note_command(directory[0])
-            wanted.append(config)
+                save_command(directory[0])
+            configs.append(config)
 
     def work() -> None:
-        [config] = wanted
+        [config] = configs
         classes = (workers or worker_classes)(config)
-        run(go_on_with(config), classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
+        run(with_resume_overrides(config), classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
 
-    def front_end(what: Callable[[], None]) -> int:
-        return run_front_end(
-            what, log_directory=lambda: directory[0] if directory else None, newest_checkpoint=newest_checkpoint
+    def guarded(part: Callable[[], None]) -> int:
+        return run_program(
+            part, log_directory=lambda: directory[0] if directory else None, newest_checkpoint=newest_checkpoint
         )
 
-    code = front_end(prepare)
-    if code or not wanted:
+    code = guarded(prepare)
+    if code or not configs:
         return code
-    train = functools.partial(front_end, work)
-    if argv is None and is_kept_running(wanted[0].trainer) and can_keep_running():
-        return keep_running(train, start_cluster=start_local_cluster)
+    train = functools.partial(guarded, work)
+    if argv is None and is_supervisable(configs[0].trainer) and can_supervise():
+        return supervise(train, start_cluster=start_local_cluster)
     return train()
 
 
-def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
-    """Refuse what cannot be right, before anything starts. with_inputs: data and models have to be there."""
-    load_plugs(config)
+def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
+    """Raise ConfigError for settings that cannot work, before anything starts.
+
+    Args:
+        config: Settings.
+        with_inputs: Also require that data and models exist.
+    """
+    load_plugins(config)
     check_config(
         config,
         known_estimators=ADVANTAGE_ESTIMATORS,
@@ -116,7 +128,7 @@ def check(config: PPOConfig, *, with_inputs: bool = True) -> None:
 
 def run(
     config: PPOConfig,
-    workers: Workers,
+    workers: WorkerClasses,
     manager: ResourcePoolManager,
     *,
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
@@ -146,12 +158,12 @@ def run(
     )
     logger.info("loading %s into the workers", model.path)
     try:
-        with watched(trainer):
+        with run_under_master(trainer):
             trainer.init_workers()
             trainer.fit()
     except (WorkerLost, ObjectLost, PlacementError) as error:
         if trainer.global_steps:
-            LIFE.lost_the_job(str(error))
+            LIFECYCLE.request_new_job(str(error))
         raise
     finally:
         trainer.shutdown()
@@ -159,14 +171,14 @@ def run(
         val_reward_fn.close()
     written = {"rollouts": config.trainer.rollout_data_dir, "validation samples": config.trainer.validation_data_dir}
     sys.stdout.write(
-        report_run(run_directory(config.trainer), checkpoint=own_checkpoint(config.trainer), written=written)
+        report_run(run_directory(config.trainer), checkpoint=newest_checkpoint_of_run(config.trainer), written=written)
     )
 
 
-def worker_classes(config: PPOConfig) -> Workers:
-    """Which class works for which role. Add or replace entries to bring your own workers."""
+def worker_classes(config: PPOConfig) -> WorkerClasses:
+    """Return role -> worker class. Add or replace entries to use your own workers."""
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
-    workers: Workers = dict.fromkeys(
+    workers: WorkerClasses = dict.fromkeys(
         (Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), ActorRolloutRefWorker
     )
     if uses_critic(config):
@@ -180,8 +192,8 @@ def worker_classes(config: PPOConfig) -> Workers:
     return workers
 
 
-def resource_pools(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
-    """Where roles work: all on one pool of all devices, except a rollout and an evaluator with devices of their own."""
+def resource_pools(config: PPOConfig, workers: WorkerClasses) -> ResourcePoolManager:
+    """Return the placement: one pool for all roles, except for rollout and evaluator with devices of their own."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
     mapping = dict.fromkeys(workers, "global_pool")
@@ -192,7 +204,7 @@ def resource_pools(config: PPOConfig, workers: Workers) -> ResourcePoolManager:
         spec["eval_pool"] = [trainer.eval_n_gpus]
         mapping[Role.Evaluator] = "eval_pool"
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[trainer.device]
-    return ResourcePoolManager(spec, mapping, use_gpu=use_gpu, backend=trainer.backend, ways_out=WAYS_OUT)
+    return ResourcePoolManager(spec, mapping, use_gpu=use_gpu, backend=trainer.backend, hints=CAPACITY_HINTS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""`python -m hybridrl.main_sft key=value ...`: supervised fine-tuning on conversations. Parse, check, run."""
+"""`python -m hybridrl.main_sft key=value ...`: supervised fine-tuning on conversations.
+
+Loads and checks the settings, and trains. Runs in the driver.
+"""
 
 import logging
 import signal
@@ -6,26 +9,30 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C within the seconds of the imports just ends it, without a traceback out of torch
+    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybridrl.config import SFTConfig, check_sft_config, load_config
-from hybridrl.config.import_path import load_plugs
-from hybridrl.driver.program import run_front_end, set_up_logging
+from hybridrl.config.import_path import load_plugins
+from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
-from hybridrl.trainer.recovery.master_link import watched
+from hybridrl.trainer.recovery.master_link import run_under_master
 from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run.report import report_run
-from hybridrl.trainer.run.setup import claim_directory, own_checkpoint, run_directory, tell_what_is_left_out
+from hybridrl.trainer.run.setup import (
+    newest_checkpoint_of_run,
+    prepare_run_directory,
+    run_directory,
+    warn_about_disabled_outputs,
+)
 from hybridrl.trainer.sft.trainer import SFTTrainer
 from hybridrl.workers.sft import SFTWorker
 
-logger = logging.getLogger("hybridrl.main_sft")  # __name__ is __main__ when this is the program
+logger = logging.getLogger("hybridrl.main_sft")  # not __name__, which is __main__ in the program
 PROGRAM = "python -m hybridrl.main_sft"
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
 
@@ -41,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if config is not None:
             check_sft_config(config)
-            load_plugs(config)
-            directory.append(claim_directory(config.trainer))
-            tell_what_is_left_out(config)
+            load_plugins(config)
+            directory.append(prepare_run_directory(config.trainer))
+            warn_about_disabled_outputs(config)
             run(config)
 
-    return run_front_end(
+    return run_program(
         work, log_directory=lambda: directory[0] if directory else None, newest_checkpoint=newest_checkpoint
     )
 
@@ -62,12 +69,12 @@ def run(config: SFTConfig) -> None:
     trainer = SFTTrainer(config, tokenizer, SFTWorker, manager, WORKER_GROUPS[config.trainer.backend])
     logger.info("loading %s into the workers", config.model.path)
     try:
-        with watched(trainer):
+        with run_under_master(trainer):
             trainer.init_workers()
             trainer.fit()
     finally:
         trainer.shutdown()
-    sys.stdout.write(report_run(run_directory(config.trainer), checkpoint=own_checkpoint(config.trainer)))
+    sys.stdout.write(report_run(run_directory(config.trainer), checkpoint=newest_checkpoint_of_run(config.trainer)))
 
 
 if __name__ == "__main__":

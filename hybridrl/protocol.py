@@ -1,4 +1,7 @@
-"""verl's import path for the data plane: `from hybridrl.protocol import DataProto`. The code is in `data_plane`."""
+"""verl's import path of the data plane: `from hybridrl.protocol import DataProto`.
+
+Re-exports only; the code is in `data_plane`.
+"""
 
 from hybridrl.data_plane.auto_padding import DataProtoConfig
 from hybridrl.data_plane.batch import DataProto, collate_fn

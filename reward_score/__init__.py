@@ -1,8 +1,7 @@
-"""Judgements of a text: one file per task, and the table from a row's `data_source` to its judge.
+"""Scores of a response text: one file per task, and the table from a row's `data_source` to its score function.
 
-Not here: how calls are spread over processes and limited in time (`hybridrl.rewards`). Nothing here imports hybridrl,
-so a judge can be used, tested and copied on its own. The functions set no time limit: a hostile answer can keep `math`
-busy for long.
+Nothing here imports hybridrl, so that a score function can be used, tested and copied on its own. The functions have no
+time limit: a hostile answer can keep `math` busy for long. `hybridrl.rewards` runs them in processes with a limit.
 """
 
 from collections.abc import Callable
@@ -21,21 +20,28 @@ DATA_SOURCES: dict[str, Callable[..., float | dict[str, Any]]] = {
     "math_dapo": math_dapo.compute_score,
     "math_dapo_reasoning": math_dapo.compute_score,
 }
-"""Judge of each data source. Names that start with "aime" are judged as `math_dapo`."""
+"""Score function of each data source. Names that start with "aime" use that of `math_dapo`."""
 
 
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, **kwargs: Any
 ) -> float | dict[str, Any]:
-    """Return the score of `solution_str` by the judge of its data source; a dict holds it under "score".
+    """Return the score of `solution_str` by the function of its data source; a dict holds it under "score".
 
-    `kwargs` go to the judge (for instance `format_score` for gsm8k); `extra_info` is not used by the judges in the
-    table. Raises NotImplementedError for a data source that is not in the table.
+    Args:
+        data_source: A key of `DATA_SOURCES`, or a name that starts with "aime".
+        solution_str: The response.
+        ground_truth: The reference answer.
+        extra_info: Not used by the functions in the table.
+        kwargs: Passed to the function (for instance `format_score` for gsm8k).
+
+    Raises:
+        NotImplementedError: The data source is not in the table.
     """
-    judge = math_dapo.compute_score if data_source.startswith("aime") else DATA_SOURCES.get(data_source)
-    if judge is None:
+    score = math_dapo.compute_score if data_source.startswith("aime") else DATA_SOURCES.get(data_source)
+    if score is None:
         raise NotImplementedError(
-            f"no reward function for data_source={data_source!r}; known are {', '.join(DATA_SOURCES)} and aime*. "
-            "Give your own with custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score"
+            f"no reward function for data_source={data_source!r}; there are {', '.join(DATA_SOURCES)} and aime*. "
+            "Set your own with custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score"
         )
-    return judge(solution_str, ground_truth, **kwargs)
+    return score(solution_str, ground_truth, **kwargs)

@@ -1,6 +1,6 @@
-"""GSM8K's judge: the number after the last `####` against the reference number.
+"""Score GSM8K: the number after the last `####` against the reference number.
 
-The format is that of the dataset's own solutions (Cobbe et al., arXiv 2110.14168). Only the answer is judged, never the
+The format is that of the dataset's own solutions (Cobbe et al., arXiv 2110.14168). Only the answer counts, never the
 steps.
 """
 
@@ -14,10 +14,12 @@ FLEXIBLE = re.compile(rf"(?<![\d.])({NUMBER})")
 
 
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """Return the answer as a plain decimal ("1234.5", no comma, no dollar sign), or None where there is none.
+    """Return the answer as a plain decimal ("1234.5", no comma, no dollar sign), or None if there is none.
 
-    "strict" reads the number after the last `####`, and finds nothing if that mark is not followed by a number;
-    "flexible" takes the last number anywhere in the text.
+    Args:
+        solution_str: The response.
+        method: "strict" reads the number right after the last `####`, else None; "flexible" takes the last number in
+            the text.
     """
     if method == "strict":
         _, mark, tail = solution_str.rpartition("####")
@@ -30,7 +32,7 @@ def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = 
 
 
 def normalise(number: str) -> str:
-    """Return a written number without commas, dollar sign and plus sign."""
+    """Return a number's text without commas, dollar sign and plus sign."""
     return re.sub(r"[,$+]", "", number)
 
 
@@ -41,7 +43,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Return `score` for the right number, `format_score` for another number, 0 where no number was found.
+    """Return `score` for the right number, `format_score` for another number, 0 if there is no number.
 
     Numbers are compared as numbers: 18, 18.0 and $18 are equal. Raises ValueError if `ground_truth` is not a number.
     """

@@ -1,9 +1,8 @@
-"""The judge of competition mathematics: the last boxed answer against the reference, as mathematics and not as text.
+"""Score competition mathematics: the last boxed answer against the reference, as mathematics and not as text.
 
-Answers are read and compared by `math-verify` (https://github.com/huggingface/Math-Verify). Its own time limits rest on
-signals, which work in the main thread only and replace a caller's alarm, so they are switched off: whoever calls limits
-the time (in hybridrl the killable processes of `hybridrl.rewards`). Not judged: the steps, and whether an answer is
-simplified.
+`math-verify` (https://github.com/huggingface/Math-Verify) reads and compares the answers. Its own time limits use
+signals, which work in the main thread only and replace a caller's alarm. They are switched off: the caller limits the
+time (`hybridrl.rewards` does, with killable processes). Not scored: the steps, and whether an answer is simplified.
 """
 
 import logging
@@ -28,10 +27,9 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last `\boxed{...}` or `\fbox{...}`, braces balanced; None where there is none or it
-    never closes.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, braces balanced; None if there is none.
 
-    TeX's other spelling `\boxed 7` holds the one character (or command) that follows.
+    A box that never closes gives None. TeX's other form `\boxed 7` has the one character (or command) that follows.
     """
     boxes = list(BOX.finditer(text))
     if not boxes:
@@ -49,7 +47,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Return whether two LaTeX answers are equal: letter by letter, or as math-verify reads them."""
+    """Return whether two LaTeX answers are equal: letter by letter, or as parsed by math-verify."""
     if not answer or not truth:
         return False
     if answer == truth:
@@ -62,8 +60,9 @@ def equal(answer: str, truth: str) -> bool:
 
 @lru_cache(maxsize=1)
 def math_verify() -> Any:
-    """Return the math-verify module, imported at the first use (it brings sympy) and told not to warn that it has no
-    time limit.
+    """Return the math-verify module, imported at the first use (it brings sympy).
+
+    Its warnings about the missing time limit are silenced.
     """
     import math_verify as module
 

@@ -1,4 +1,4 @@
-"""The judge of DAPO's mathematics data, whose prompts ask for a last line `Answer: ...` (arXiv 2503.14476).
+"""Score DAPO's mathematics data, whose prompts ask for a last line `Answer: ...` (arXiv 2503.14476).
 
 Scores are +1 and -1 as that recipe uses them, not 1 and 0.
 """
@@ -22,7 +22,7 @@ def compute_score(solution_str: str, ground_truth: str | int) -> dict[str, Any]:
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """Return the answer without its box, dollar signs and full stop, or None where there is none."""
+    """Return the answer without its box, dollar signs and full stop, or None if there is none."""
     lines = ANSWER.findall(solution_str)
     if not lines:
         return math.last_boxed(solution_str)

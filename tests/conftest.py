@@ -1,7 +1,6 @@
-"""What many tests share: one thread per process, a tiny model with a real tokenizer, a small Ray cluster, real raw
-data.
+"""Fixtures for many tests: a tiny model with a real tokenizer, a small Ray cluster, real raw data.
 
-Tests marked `vllm` or `gpu` are skipped, with the reason, where there is no such thing.
+Every process uses one thread. Tests marked `vllm` or `gpu` are skipped, with the reason, where it is missing.
 """
 
 import os
@@ -19,7 +18,7 @@ import torch
 
 torch.set_num_threads(1)
 
-NUM_CPUS = 4  # slots for workers, whatever the machine has: two ranks of two roles
+NUM_CPUS = 4  # worker slots, on any machine: two ranks of two roles
 OBJECT_STORE_BYTES = 200 * 1024**2
 SHARED_DATA = "HYBRIDRL_TEST_DATA"  # environment variable: a directory with the raw data
 VOCABULARY_SIZE = 400
@@ -79,7 +78,7 @@ def make_tiny_qwen2(folder: Path) -> Path:
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=2,  # of size 32, the smallest that vLLM knows on the CPU
+        num_attention_heads=2,  # of size 32, the minimum of vLLM on the CPU
         num_key_value_heads=1,
         max_position_embeddings=512,
         tie_word_embeddings=True,
@@ -104,9 +103,7 @@ def tiny_tokenizer(tiny_qwen2: Path):
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory with real raw data (gsm8k_train.jsonl and others); a test that needs it is skipped where there is
-    none.
-    """
+    """The directory with real raw data (gsm8k_train.jsonl and others); tests that need it are skipped without it."""
     places = [Path(os.environ[SHARED_DATA])] if SHARED_DATA in os.environ else []
     places.append(Path(__file__).parents[2] / "shared" / "data")  # beside the checkout
     for place in places:

@@ -1,4 +1,4 @@
-"""The `hybridrl` command: what `job graph` shows of a PPO job, and what all of it refuses."""
+"""The `hybridrl` command: the graph of a PPO job, exports, and the arguments that are rejected."""
 
 import subprocess
 import sys
@@ -16,11 +16,11 @@ SEPARATED = ("actor_rollout_ref.rollout.n_gpus_per_node=3", "trainer.n_gpus_per_
 
 
 def graph_of(**nested) -> set[tuple[str, str, bool]]:
-    """The edges without columns of a job's graph: (source, target, whether the next step's)."""
+    """Return the edges without columns of a job's graph: (source, target, whether to the next step)."""
     return {(e.source, e.target, e.next_step) for e in job_graph(from_dict(PPOConfig, nested)).edges if not e.columns}
 
 
-def test_nothing_is_needed_but_settings_and_ray_is_not_even_imported():
+def test_a_graph_needs_only_settings_and_does_not_import_ray():
     code = (
         "import sys; sys.modules['ray'] = None; sys.modules['transformers'] = None; from hybridrl.cli import main\n"
         "sys.exit(main(['job', 'graph', 'algorithm.adv_estimator=gae', 'trainer.n_gpus_per_node=512']))"
@@ -29,7 +29,7 @@ def test_nothing_is_needed_but_settings_and_ray_is_not_even_imported():
     assert ["values", "critic", "global_pool", "x512", "pure"] in [line.split()[:5] for line in out.splitlines()]
 
 
-def test_the_graph_has_the_stages_roles_columns_and_places_of_the_job(capsys):
+def test_the_graph_has_the_stages_roles_columns_and_pools_of_the_job(capsys):
     assert cli.main(["job", "graph", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", *SEPARATED]) == 0
     out = capsys.readouterr().out
     stages = [line.split()[0] for line in out.split("\n\n")[0].splitlines()[2:] if line[0] != " "]
@@ -64,11 +64,11 @@ def test_new_weights_go_from_the_update_to_the_push_to_the_next_steps_generation
     assert ("update_actor", "update_weights", False) in hybrid and ("update_weights", "gen", True) in hybrid
     separated = graph_of(actor_rollout_ref={"rollout": {"n_gpus_per_node": 1}})
     assert ("update_actor", "update_weights", False) in separated and ("update_weights", "gen", True) in separated
-    assert ("update_actor", "old_log_prob", True) in separated  # the actor's own weights, whatever the rollout has
+    assert ("update_actor", "old_log_prob", True) in separated  # the actor's own weights, not the rollout's
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "dot", "txt"])
-def test_the_ending_of_the_file_decides_what_is_written(tmp_path, capsys, kind):
+def test_the_suffix_of_the_file_decides_the_format(tmp_path, capsys, kind):
     path = tmp_path / f"graph.{kind}"
     assert cli.main(["job", "graph", "--output", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}\n"
@@ -92,13 +92,13 @@ def test_an_unknown_key_is_the_same_line_as_from_main_ppo(capsys):
         (["algorithm.adv_estimator=best"], "algorithm.adv_estimator=best: there is no such estimator"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line_with_the_way_out(capsys, arguments, message):
+def test_what_cannot_be_drawn_is_one_line_with_a_hint(capsys, arguments, message):
     assert cli.main(["job", "graph", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_settings_are_refused_where_they_mean_nothing(capsys):
+def test_settings_are_rejected_by_commands_without_settings(capsys):
     with pytest.raises(SystemExit):
         cli.main(["export", "checkpoint", "model", "trainer.lag=1"])
     assert "unrecognized arguments: trainer.lag=1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""docs/graph.md: its commands run as they stand, and what it shows is what they print."""
+"""docs/graph.md: its commands run as written, and the page shows their output."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ def test_the_page_has_a_command_for_every_format():
 
 
 @pytest.mark.parametrize("line", GRAPHS)
-def test_a_graph_command_runs_as_it_stands(line, tmp_path, monkeypatch, capsys):
+def test_a_graph_command_runs_as_written(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(line) == 0, capsys.readouterr().err
 
@@ -44,7 +44,7 @@ def test_the_table_on_the_page_is_what_its_command_prints(capsys):
     assert capsys.readouterr().out == shown
 
 
-def test_the_picture_on_the_page_says_what_its_command_draws(tmp_path):
+def test_the_picture_on_the_page_has_the_texts_that_its_command_draws(tmp_path):
     assert run(f"{GRAPHS[0]} --output {tmp_path / 'graph.svg'}") == 0
     drawn = texts_of(tmp_path / "graph.svg")
     assert len(drawn) > 40 and drawn == texts_of(PAGE.with_suffix(".svg"))

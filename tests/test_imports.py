@@ -1,4 +1,4 @@
-"""Importing is cheap, and arrows hold: what must not be loaded is not."""
+"""Imports are cheap and layered: heavy packages are loaded only where they are needed."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def loaded_after(statement: str) -> set[str]:
         ("import hybridrl.main_sft", {"torch"}),
     ],
 )
-def test_importing_loads_no_more_than_it_must(statement, allowed):
+def test_an_import_loads_only_the_heavy_packages_it_needs(statement, allowed):
     assert loaded_after(statement) <= allowed
 
 

@@ -1,5 +1,5 @@
-"""The quick start as a person runs it: does held-out accuracy rise, for every seed? Minutes each, so `make learn`, not
-`make test`.
+"""The quick start as a user runs it: held-out accuracy rises for every seed. Takes minutes each, so `make learn` runs
+it.
 """
 
 import json

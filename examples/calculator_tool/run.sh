@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quick start's word problems with a calculator: the model writes `<<3*4=`, a tool says `12>>`, the model goes on.
-# Supervised fine-tuning teaches the form, then GRPO teaches which calculation the words ask for, from the answer's score alone.
+# The quick start's word problems with a calculator: the model writes `<<3*4=`, a tool appends `12>>`, the model continues.
+# Supervised fine-tuning teaches the format. GRPO then teaches which calculation the words ask for, from the answer's score alone.
 #
 #   bash examples/calculator_tool/run.sh [directory]
 set -euo pipefail

@@ -1,8 +1,8 @@
-"""The curves of two runs or more in one picture, what each came to, and how far the others are from the first.
+"""Plot the curves of two or more runs in one picture, and print final accuracies and differences from the first run.
 
     python -m examples.megatron.compare outputs/megatron/fsdp outputs/megatron/megatron --out curves.png
 
-Reads each directory's metrics.jsonl. A run is called by its directory's name.
+Reads each directory's metrics.jsonl. A run is named after its directory.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PANELS = (
     ("training/rollout_probs_diff_max", "Trainer and rollout", "largest difference of a token's probability"),
 )
 NO_AVERAGE = "training/rollout_probs_diff_max"  # a largest value is not noise
-LINES = ("-", "--", ":", "-.")  # curves that lie on each other are both to be seen
+LINES = ("-", "--", ":", "-.")  # curves on top of each other stay visible
 WIDTH = 7  # steps of the moving average
 
 
@@ -56,7 +56,7 @@ def describe(run: str, history: list[dict]) -> str:
 
 
 def distance(history: list[dict], other: list[dict]) -> str:
-    """Name the largest difference of each metric at the same step."""
+    """Return the largest difference of each metric at the same step."""
     found = []
     for name, title, _ in PANELS:
         ours, theirs = (dict(zip(*series(rows, name), strict=True)) for rows in (history, other))

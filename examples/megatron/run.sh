@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quick start once by FSDP on two data-parallel processes, once by Megatron-core on two tensor-parallel ones, both generating with
-# vLLM, from the same model, data and seed; and a picture of both curves.
+# The quick start by FSDP on two data-parallel processes, and by Megatron-core on two tensor-parallel ones, with a plot of both.
+# Both generate with vLLM and use the same model, data and seed.
 #
 #   bash examples/megatron/run.sh [directory]      STEPS=20 bash examples/megatron/run.sh      fewer steps of reinforcement learning
 set -euo pipefail
@@ -18,10 +18,10 @@ fi
 mkdir -p "$OUT"
 touch "$MADE_HERE"
 SFT="$OUT/sft/global_step_500/huggingface"
-if [ ! -d "$SFT" ]; then # kept: another run needs only the second half
+if [ ! -d "$SFT" ]; then # reused: another run needs only the second half
   rm -rf "$OUT"/{data,model,sft}
   $PYTHON -m data_preprocess.arithmetic --local_dir "$OUT/data" --seed "$SEED"
-  # The quick start's own model has three heads, which two processes cannot share: here it has four.
+  # The quick start's own model has three heads, which two processes cannot share; this one has four.
   $PYTHON -m examples.quickstart.build_model --data "$OUT/data" --out "$OUT/model" --seed "$SEED" --heads 4
   echo "== supervised fine-tuning: 500 steps, about two minutes"
   $PYTHON -m hybridrl.main_sft \

@@ -1,11 +1,11 @@
-"""A language model from nothing for the quick start: a tokenizer trained on the spot and a Qwen2 with random weights.
+"""Make a language model for the quick start: train a tokenizer, and initialise a Qwen2 with random weights.
 
     python -m examples.quickstart.build_model --data data/arithmetic --out data/model
 
 reads `sft_train.parquet` (from `data_preprocess.arithmetic`) and writes a directory that `AutoTokenizer` and
-`AutoModelForCausalLM` load: about 500 tokens, 0.38 million parameters. It can say nothing yet; `hybridrl.main_sft`
-teaches it the form of an answer. `--heads 4` makes it wider, 0.56 million: a model that tensor-parallel processes can
-share, two heads each.
+`AutoModelForCausalLM` load: about 500 tokens, 0.38 million parameters. The model is untrained; `hybridrl.main_sft`
+teaches it the format of an answer. `--heads 4` makes it wider (0.56 million parameters): two tensor-parallel processes
+can share it, two heads each.
 """
 
 import argparse
@@ -22,8 +22,8 @@ VOCABULARY = 512
 HEADS, HEAD_SIZE = 3, 32
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# ChatML. What stands between the generation markers is what the assistant says: the loss of supervised fine-tuning is
-# on those tokens.
+# ChatML. The text between the generation markers is the assistant's. The loss of supervised fine-tuning is on these
+# tokens.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\n' }}"
@@ -37,19 +37,19 @@ CHAT_TEMPLATE = (
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Yield the turns of all conversations as they look in the chat template, special tokens left out."""
+    """Yield the turns of all conversations as the chat template renders them, without special tokens."""
     for messages in pq.read_table(path, columns=["messages"])["messages"].to_pylist():
         for message in messages:
             yield f"{message['role']}\n{message['content']}"
 
 
 def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer (any text can be written) in which every digit is a token of its own.
+    """Return a byte-level BPE tokenizer (any text can be encoded) in which every digit is its own token.
 
     Separate digits let the model see a number's places; merged ones would be as many unrelated symbols.
     """
-    # AutoTokenizer splits text by Qwen2's rules wherever there is a Qwen2 model, whatever the tokenizer's file says:
-    # learn with the same.
+    # For a Qwen2 model AutoTokenizer always splits text by Qwen2's rules and ignores the tokenizer's file, so train
+    # with the same rules.
     rules = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -76,7 +76,7 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, heads: int = HEADS) -> Qwen2ForCausalLM:
-    """Return the model in float32. Heads are 32 wide, the narrowest that vLLM's CPU attention takes."""
+    """Return the model in float32. Heads are 32 wide, the minimum of vLLM's CPU attention."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=heads * HEAD_SIZE,
@@ -86,7 +86,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, heads: int = HE
         num_key_value_heads=heads,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.06,  # the usual 0.02 is for models many times as wide, and learns the arithmetic much later
+        initializer_range=0.06,  # the usual 0.02 suits much wider models; here it learns the arithmetic much later
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

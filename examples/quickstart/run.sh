@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quick start: word problems, a tiny model made on the spot, SFT on imperfect demonstrations, then GRPO.
-# It ends with the held-out accuracy before and after reinforcement learning, and the minutes that both took.
+# The quick start: word problems, a new tiny model, SFT on imperfect demonstrations, then GRPO.
+# It ends with the held-out accuracy before and after reinforcement learning, and the minutes of SFT and GRPO.
 #
 #   bash examples/quickstart/run.sh [directory]      SEED=2 bash examples/quickstart/run.sh    another seed
 set -euo pipefail
@@ -15,7 +15,7 @@ if [ -d "$OUT" ] && [ -n "$(ls -A "$OUT")" ] && [ ! -e "$MADE_HERE" ]; then
   exit 1
 fi
 if [ -d "$OUT/grpo" ]; then
-  echo "== an earlier quick start in $OUT is moved to $OUT.earlier (what was there is replaced)"
+  echo "== an earlier quick start in $OUT is moved to $OUT.earlier (replacing it)"
   rm -rf "$OUT.earlier"
   mv "$OUT" "$OUT.earlier"
 fi

@@ -1,4 +1,7 @@
-"""Formulas: pure functions of tensors and numbers. They know no config, no batch, no process; they log nothing."""
+"""Formulas: pure functions of tensors and numbers.
+
+They take no config and no batch, start no process and log nothing.
+"""
 
 from hybridrl.algos.advantages import (
     ADVANTAGE_ESTIMATORS,

@@ -1,12 +1,12 @@
 """Advantage estimators: from token rewards to how much better each token was than expected.
 
 Shape letters: B rows (responses), T response tokens. `token_level_rewards_BT` float, `response_mask_BT` non-zero on
-generated tokens. Tokens off the mask are padding, or what the environment wrote between two turns: they are stepped
-over, not discounted, their rewards are not read, and advantages and returns are 0 there.
+generated tokens. Tokens off the mask are padding, or text of the environment between two turns. They are skipped
+without discount, their rewards are not read, and their advantages and returns are 0.
 
-One estimator is one function with the arguments it needs, entered by `@register_adv_est`. What the trainer calls is the
-`AdvantageEstimator` around it: same call for all, inputs checked, rows with a failed reward taken out. Nothing here
-adds the KL penalty (see `kl.apply_kl_penalty`), and nothing carries a gradient.
+An estimator is a function with the arguments it needs, registered by `@register_adv_est`. The trainer calls the
+`AdvantageEstimator` around it, which has one signature, checks the inputs and masks rows with a failed reward. Nothing
+here adds the KL penalty (see `kl.apply_kl_penalty`), and nothing has a gradient.
 """
 
 import inspect
@@ -29,7 +29,12 @@ GROUP_STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A registered estimator. `needs_critic`: call it with values_BT. `needs_group`: call it with group_B."""
+    """A registered estimator.
+
+    Attributes:
+        needs_critic: The call needs values_BT.
+        needs_group: The call needs group_B.
+    """
 
     name: str
     fn: AdvantageFn
@@ -51,10 +56,14 @@ class AdvantageEstimator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (advantages_BT, returns_BT), both 0 off the mask.
 
-        `values_BT` is the critic's value of the state before each token. `group_B` int64: rows with the same number
-        answer the same prompt. `valid_B` bool: a row that is False (its reward failed) is left out of the groups'
-        statistics and of whitening; its advantages are 0 and its returns are its values (0 without a critic), so that
-        nothing is learnt from it. Errors: DataError for shapes that differ and for a missing values_BT or group_B.
+        Args:
+            values_BT: The critic's value of the state before each token.
+            group_B: int64. Rows with the same number answer the same prompt.
+            valid_B: bool. A row that is False (its reward failed) is excluded from group statistics and whitening. Its
+                advantages are 0 and its returns are its values (0 without a critic), so that it trains nothing.
+
+        Raises:
+            DataError: Shapes differ, or values_BT or group_B is missing.
         """
         self._check(token_level_rewards_BT, response_mask_BT, values_BT, group_B, valid_B)
         mask_BT = (
@@ -72,11 +81,11 @@ class AdvantageEstimator:
         check_same_shape(token_level_rewards=rewards_BT, response_mask=mask_BT)
         if self.needs_critic and values_BT is None:
             raise DataError(
-                f"advantage estimator {self.name!r} needs the critic's values, and got none; enable the critic"
+                f"advantage estimator {self.name!r} needs the critic's values and got none; enable the critic"
             )
         if self.needs_group and group_B is None:
             raise DataError(
-                f"advantage estimator {self.name!r} compares answers to the same prompt, and got no group_B"
+                f"advantage estimator {self.name!r} compares answers to the same prompt and needs group_B, got None"
             )
         if values_BT is not None:
             check_same_shape(token_level_rewards=rewards_BT, values=values_BT)
@@ -95,22 +104,26 @@ class AdvantageEstimator:
 def register_adv_est(
     name: str, *, needs_critic: bool = False, needs_group: bool = False
 ) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorate a function to make it known as `algorithm.adv_estimator=name`; the function itself stays as it is.
+    """Register the decorated function as `algorithm.adv_estimator=name`, and return it unchanged.
 
-    The function is called as fn(token_level_rewards_BT, response_mask_BT, **those of values_BT, group_B, gamma, lam,
-    norm_by_std that its signature names). Rows with a failed reward come to it with an empty mask.
+    It is called as fn(token_level_rewards_BT, response_mask_BT, **kwargs). The kwargs are those of values_BT, group_B,
+    gamma, lam and norm_by_std that its signature names. Rows with a failed reward have an empty mask.
     """
 
-    def enter(fn: AdvantageFn) -> AdvantageFn:
-        registry.enter(ADVANTAGE_ESTIMATORS, name, AdvantageEstimator(name, fn, needs_critic, needs_group))
+    def decorate(fn: AdvantageFn) -> AdvantageFn:
+        registry.register(ADVANTAGE_ESTIMATORS, name, AdvantageEstimator(name, fn, needs_critic, needs_group))
         return fn
 
-    return enter
+    return decorate
 
 
 def get_adv_estimator(name: str) -> AdvantageEstimator:
-    """Return the estimator registered as `name`. Errors: ConfigError listing the known names and the nearest."""
-    return registry.find(ADVANTAGE_ESTIMATORS, name, key="algorithm.adv_estimator", plug_key="algorithm.path")
+    """Return the estimator registered as `name`.
+
+    Raises:
+        ConfigError: The name is unknown; the message lists the known names and the nearest.
+    """
+    return registry.lookup(ADVANTAGE_ESTIMATORS, name, key="algorithm.adv_estimator", plugin_key="algorithm.path")
 
 
 @register_adv_est("gae", needs_critic=True)
@@ -126,8 +139,10 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        returns_t = A_t + V_t
 
-    V is 0 after the last token. Returns (advantages whitened over all tokens, as verl does; returns from the advantages
-    before whitening).
+    V is 0 after the last token.
+
+    Returns:
+        Advantages whitened over all tokens, as in verl, and returns from the advantages before whitening.
     """
     mask_BT = response_mask_BT.bool()
     deltas_BT = token_level_rewards_BT + gamma * _value_after(values_BT, mask_BT) - values_BT
@@ -149,7 +164,10 @@ def grpo(
         A_i = (R_i - mean_g) / (std_g + 1e-6)        R_i = sum_t r_t, the same for all tokens of row i
 
     std_g is unbiased. `norm_by_std=False`: A_i = R_i - mean_g (Dr. GRPO, arXiv:2503.20783). A group of one has mean 0
-    and std 1, as in verl. Returns (advantages, the same as returns). Not whitened.
+    and std 1, as in verl.
+
+    Returns:
+        Advantages, not whitened, and the same as returns.
     """
     scores_B, mean_B, std_B, _ = _group_statistics(token_level_rewards_BT, response_mask_BT, group_B)
     advantages_B = scores_B - mean_B
@@ -167,7 +185,10 @@ def rloo(
 
         A_i = R_i - mean of the other n - 1 scores of its group = n / (n - 1) (R_i - mean_g)
 
-    A group of one has no baseline: A_i = R_i. Returns (advantages, the same as returns). Not whitened.
+    A group of one has no baseline: A_i = R_i.
+
+    Returns:
+        Advantages, not whitened, and the same as returns.
     """
     scores_B, mean_B, _, count_B = _group_statistics(token_level_rewards_BT, response_mask_BT, group_B)
     advantages_B = (scores_B - mean_B) * count_B / (count_B - 1).clamp(min=1)
@@ -183,7 +204,8 @@ def reinforce_plus_plus(
 
         G_t = r_t + gamma G_{t+1}        A = whiten(G) over all tokens of the batch
 
-    Returns (advantages, G).
+    Returns:
+        Advantages and G.
     """
     returns_BT = _discounted_sum_to_go(token_level_rewards_BT, response_mask_BT.bool(), decay=gamma)
     return masked_whiten(returns_BT, response_mask_BT), returns_BT
@@ -197,7 +219,10 @@ def reinforce_plus_plus_baseline(
 
         A = whiten(R_i - mean_g) over all tokens of the batch
 
-    A group of one has mean 0, as in verl. Returns (advantages, the same as returns). Not divided by the group's std.
+    A group of one has mean 0, as in verl. There is no division by the group's std.
+
+    Returns:
+        Advantages and the same as returns.
     """
     scores_B, mean_B, _, _ = _group_statistics(token_level_rewards_BT, response_mask_BT, group_B)
     centred_BT = _on_every_token(scores_B - mean_B, token_level_rewards_BT, response_mask_BT)
@@ -216,8 +241,8 @@ def _value_after(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor
 
 
 def _discounted_sum_to_go(terms_BT: torch.Tensor, mask_BT: torch.Tensor, *, decay: float) -> torch.Tensor:
-    """Return S_t = x_t + decay S_{t+1}, where t runs over the tokens on the mask; 0 off it."""
-    # One token of all rows is one contiguous line.
+    """Return S_t = x_t + decay S_{t+1} for t over the tokens on the mask; 0 off it."""
+    # Transposed, one token of all rows is contiguous.
     terms_TB, mask_TB = terms_BT.T.contiguous(), mask_BT.T.contiguous()
     sums_TB, sum_B = torch.zeros_like(terms_TB), torch.zeros_like(terms_BT[:, 0])
     for t in reversed(range(len(terms_TB))):
@@ -229,10 +254,10 @@ def _discounted_sum_to_go(terms_BT: torch.Tensor, mask_BT: torch.Tensor, *, deca
 def _group_statistics(
     rewards_BT: torch.Tensor, mask_BT: torch.Tensor, group_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return, for each row, its score sum_t r_t and its group's mean, unbiased std and count, as float64.
+    """Return for each row its score sum_t r_t and its group's mean, unbiased std and count.
 
-    Rows without a token on the mask are not counted. A group of one (or none) has mean 0 and std 1.
-    float64, because the mean of equal float32 scores is not always that score, and GRPO divides the rest by about 1e-6.
+    All are float64: the mean of equal float32 scores is not always that score, and GRPO divides the difference by about
+    1e-6. Rows without a token on the mask are not counted. A group of one (or none) has mean 0 and std 1.
     """
     scores_B, counted_B = masked_sum(rewards_BT.double(), mask_BT, dim=1), mask_BT.bool().any(dim=1).double()
     ids_G, index_B = torch.unique(group_B, return_inverse=True)

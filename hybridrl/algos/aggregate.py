@@ -1,8 +1,8 @@
-"""How token losses become one number.
+"""Aggregate token losses to one number.
 
 Shape letters: B rows, T response tokens. Divisors are the counts of the whole mini-batch, over all ranks and
-micro-batches, so the sum of what each micro-batch returns is the loss of the mini-batch, and so is the sum of their
-gradients: neither depends on how rows were cut up. Ranks must therefore sum gradients, not average them.
+micro-batches. So the losses of the micro-batches sum to that of the mini-batch, and so do their gradients: neither
+depends on the split into micro-batches. Ranks must therefore sum gradients, not average them.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,10 @@ Count = float | torch.Tensor
 
 
 def loss_counts(mask_BT: torch.Tensor) -> tuple[int, int]:
-    """Return (tokens on the mask, rows with at least one): what `agg_loss` divides by, once summed over all ranks."""
+    """Return (tokens on the mask, rows with at least one).
+
+    Summed over all ranks they are the divisors of `agg_loss`.
+    """
     mask_BT = mask_BT.bool()
     return int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())
 
@@ -38,11 +41,18 @@ def agg_loss(
         seq-mean-token-mean      sum_i (mean_t L_it) / num_seqs             GRPO, arXiv:2402.03300
         seq-mean-token-sum-norm  sum_it L_it / (num_seqs max_len)           Dr. GRPO, arXiv:2503.20783
 
-    `num_tokens` and `num_seqs` count the whole mini-batch (see `loss_counts`); a row without a token is no sequence.
-    With a count of 0 the loss is 0. `max_len` None is T, the same everywhere only if no micro-batch is trimmed. Errors:
-    ConfigError for an unknown mode, DataError for shapes that differ.
+    With a count of 0 the loss is 0.
+
+    Args:
+        num_tokens, num_seqs: Counts of the whole mini-batch, see `loss_counts`. A row without a token is not a
+            sequence.
+        max_len: None is T, which is the same everywhere only if no micro-batch is trimmed.
+
+    Raises:
+        ConfigError: The mode is unknown.
+        DataError: Shapes differ.
     """
-    reduce = registry.find(_MODES, mode, key="actor_rollout_ref.actor.loss_agg_mode")
+    reduce = registry.lookup(_MODES, mode, key="actor_rollout_ref.actor.loss_agg_mode")
     return reduce(losses_BT, mask_BT, _at_least_one(num_tokens), _at_least_one(num_seqs), max_len or losses_BT.shape[1])
 
 

@@ -1,8 +1,8 @@
-"""KL to the reference policy: its estimators, its coefficient, and its place in the reward.
+"""KL to the reference policy: estimators, coefficient controllers, and the penalty in the reward.
 
-Shape letters: B rows, T response tokens. All estimators look at the sampled token only, so that one number per token is
-enough; the KL over the whole vocabulary is not computed here. k1, k2, k3: J. Schulman, "Approximating KL Divergence",
-2020, http://joschu.net/blog/kl-approx.html.
+Shape letters: B rows, T response tokens. All estimators use the sampled token only, so one number per token suffices.
+The KL over the whole vocabulary is not computed here. k1, k2, k3: J. Schulman, "Approximating KL Divergence", 2020,
+http://joschu.net/blog/kl-approx.html.
 """
 
 import math
@@ -18,25 +18,29 @@ from hybridrl.errors import CheckpointError, DataError
 MAX_LOG_RATIO = 20.0
 """Limit of the exponent in k3, so that exp() does not overflow; verl's value."""
 MAX_K3 = 10.0
-"""Limit of k3 itself: one token the policy has nearly given up must not outweigh the batch; verl's value."""
+"""Limit of k3 itself, so that one very unlikely token does not dominate the batch; verl's value."""
 MAX_RELATIVE_ERROR = 0.2
 """Limit of the adaptive controller's error, arXiv:1909.08593."""
 
 
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return an estimate of KL(policy || reference) per token, of the inputs' shape, with d = log_probs -
-    ref_log_probs.
+    """Return an estimate of KL(policy || reference) per token, of the inputs' shape.
+
+    With d = log_probs - ref_log_probs:
 
         kl, k1          d                       unbiased, may be negative
         abs             |d|
         mse, k2         d^2 / 2                 biased, small variance, its gradient is that of the KL
         low_var_kl, k3  exp(-d) - 1 + d         unbiased, never negative; -d limited to +-20, the result to 10
 
-    Gradients are those of the formula as written (0 where a limit holds). Not masked.
-    Errors: ConfigError for an unknown kind, DataError for shapes that differ.
+    Gradients are those of the formula as written (0 where a limit applies). Not masked.
+
+    Raises:
+        ConfigError: The kind is unknown.
+        DataError: Shapes differ.
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
-    return registry.find(_KINDS, kind, key="kl_penalty")(log_probs - ref_log_probs)
+    return registry.lookup(_KINDS, kind, key="kl_penalty")(log_probs - ref_log_probs)
 
 
 def apply_kl_penalty(
@@ -50,10 +54,14 @@ def apply_kl_penalty(
 ) -> tuple[torch.Tensor, float]:
     """Return (token_level_rewards_BT, mean_sequence_kl), all inputs (B, T).
 
-        token_level_rewards = token_level_scores - coef kl        on the mask; the scores as they are off it
+        token_level_rewards = token_level_scores - coef kl        on the mask; unchanged scores off it
 
     `mean_sequence_kl` is the mean over sequences of the mean over a sequence's tokens, without `coef` (verl's
-    `actor/reward_kl_penalty`); rows without a token are no sequence. Errors: as `kl_penalty`.
+    `actor/reward_kl_penalty`). Rows without a token are not sequences.
+
+    Raises:
+        ConfigError: The kind is unknown.
+        DataError: Shapes differ.
     """
     check_same_shape(token_level_scores=token_level_scores, log_probs=log_probs, response_mask=response_mask)
     mask_BT = response_mask.bool()
@@ -64,7 +72,7 @@ def apply_kl_penalty(
 
 
 class FixedKLController:
-    """A coefficient that stays as it was set. It has no state: a resumed run takes it from its settings."""
+    """A constant coefficient. It has no state: a resumed run takes it from its settings."""
 
     def __init__(self, kl_coef: float):
         self.value = kl_coef
@@ -76,11 +84,11 @@ class FixedKLController:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing: a run that was adaptive before now goes on with the coefficient of its settings."""
+        """Do nothing. A run that was adaptive before continues with the configured coefficient."""
 
 
 class AdaptiveKLController:
-    """A coefficient steered towards a target KL, arXiv:1909.08593, section 2.2.
+    """A coefficient adapted to a target KL, arXiv:1909.08593, section 2.2.
 
     e = clip(current_kl / target_kl - 1, -0.2, 0.2)        value <- value (1 + e n_steps / horizon)
     """
@@ -91,13 +99,15 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move the coefficient after `n_steps` samples with mean KL `current_kl`.
+        """Adapt the coefficient after `n_steps` samples with mean KL `current_kl`.
 
-        Errors: DataError if it is not finite.
+        Raises:
+            DataError: The KL is not finite.
         """
         if not math.isfinite(current_kl):
             raise DataError(
-                f"the KL to the reference policy is {current_kl}: log-probs are not finite, the policy has diverged"
+                f"the KL to the reference policy is {current_kl}: log-probs are not finite, the policy has diverged; "
+                "lower the learning rate or raise the KL coefficient"
             )
         error = min(max(current_kl / self.target_kl - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         self.value *= 1 + error * n_steps / self.horizon
@@ -106,11 +116,15 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a saved coefficient. Errors: CheckpointError if the saved run had none (a fixed controller)."""
+        """Continue from a saved coefficient.
+
+        Raises:
+            CheckpointError: The saved run had a fixed controller and hence no coefficient.
+        """
         if "value" not in state:
             raise CheckpointError(
-                "the checkpoint has no adaptive KL coefficient to continue from; "
-                "resume with the algorithm.kl_ctrl.type it was written with (fixed)"
+                "the checkpoint has no adaptive KL coefficient; resume with algorithm.kl_ctrl.type=fixed, as it was "
+                "written"
             )
         self.value = float(state["value"])
 

@@ -1,7 +1,7 @@
-"""Sums, means, variances and whitening over the tokens that count.
+"""Sums, means, variances and whitening over the tokens on a mask.
 
-Shape letters: B rows, T response tokens. A mask is bool, integer or float, non-zero where a token counts. What lies off
-the mask is never read: NaN or infinity there changes nothing, and no gradient flows there. An empty mask gives 0, never
+Shape letters: B rows, T response tokens. A mask is bool, integer or float, non-zero on counted tokens. Values off the
+mask are never read: NaN or infinity there changes nothing, and no gradient flows there. An empty mask gives 0, never
 NaN.
 """
 
@@ -28,8 +28,9 @@ def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, dim: int | No
 
 
 def masked_var(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the unbiased variance sum (x - mean)^2 / (n - 1) of the n values on the mask; 0 for fewer
-    than two values.
+    """Return the unbiased variance sum (x - mean)^2 / (n - 1) of the n values on the mask.
+
+    0 for fewer than two values.
     """
     mask_BT = mask_BT.bool()
     squares_BT = (values_BT - masked_mean(values_BT, mask_BT)) ** 2
@@ -37,10 +38,12 @@ def masked_var(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def masked_whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) on the mask and 0 off it; `shift_mean=False` adds the mean back.
+    """Return (x - mean) / sqrt(var + 1e-8) on the mask and 0 off it.
 
-    Mean and unbiased variance are those of all values on the mask, of every row together. A single value is only
-    shifted.
+    Mean and unbiased variance are those of all values on the mask, over all rows. A single value is only shifted.
+
+    Args:
+        shift_mean: False adds the mean back.
     """
     mean, var = masked_mean(values_BT, mask_BT), masked_var(values_BT, mask_BT)
     whitened_BT = (values_BT - mean) * torch.rsqrt(var + WHITEN_EPS)

@@ -1,7 +1,7 @@
-"""How rows are cut into micro-batches, and how they are spread over ranks.
+"""Split rows into micro-batches, and distribute rows over ranks.
 
-Both functions take lengths or weights and give back row indices; they move no data. Both are deterministic: the same
-numbers give the same answer in every process.
+Both functions take lengths or weights and return row indices; they move no data. Both are deterministic: equal inputs
+give equal results in every process.
 """
 
 import heapq
@@ -25,12 +25,18 @@ def micro_batches(
 ) -> list[list[int]]:
     """Return groups of row indices, each row in exactly one group, the longest rows in the first group.
 
-    A group has at most `max_rows` rows and costs at most `max_tokens`; None is no limit, and no limit at all is one
-    group. The cost is what is computed: rows x longest row in the padded layout (rows are sorted by length, so that
-    padding is small, and the number of groups is the least possible), the sum of lengths when `packed` (first-fit
-    decreasing: a few more groups than the least possible). The longest rows come first so that memory runs out at once
-    or not at all. Not balanced between ranks: ranks may have different numbers of groups. Errors: DataError if a single
-    row is longer than `max_tokens`; ValueError for a limit below 1.
+    The cost of a group is what is computed. In the padded layout it is rows x longest row. Rows are sorted by length,
+    so padding is small and the number of groups is minimal. If `packed` it is the sum of lengths (first-fit decreasing:
+    a few more groups than the minimum). The longest rows come first, so that memory runs out at once or not at all.
+    Groups are not balanced between ranks: ranks may have different numbers of groups.
+
+    Args:
+        max_rows: Largest number of rows of a group. None is no limit.
+        max_tokens: Largest cost of a group. None is no limit; without any limit there is one group.
+
+    Raises:
+        DataError: A single row is longer than `max_tokens`.
+        ValueError: A limit is below 1.
     """
     for name, limit in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
@@ -39,7 +45,7 @@ def micro_batches(
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     if order and max_tokens is not None and lengths[order[0]] > max_tokens:
         raise DataError(
-            f"row {order[0]} has {lengths[order[0]]} tokens, and a micro-batch may have {max_tokens}: "
+            f"row {order[0]} has {lengths[order[0]]} tokens, but a micro-batch may have at most {max_tokens}: "
             "raise the token budget (..max_token_len_per_gpu) or lower the prompt and response length limits"
         )
     rows, tokens = max_rows or len(order), math.inf if max_tokens is None else max_tokens
@@ -47,13 +53,18 @@ def micro_batches(
 
 
 def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Return `num_parts` lists of indices with nearly equal total weight; each index is in exactly one, ascending.
+    """Return `num_parts` lists of indices with nearly equal total weight.
 
-    Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982): the
-    heaviest and the lightest part differ by no more than the largest weight. `equal_size`: the parts' sizes differ by
-    at most one, larger parts first (as `DataProto.chunk_uneven` cuts); what the fixed sizes cost in balance is won back
-    by swaps. Otherwise sizes are free, heaviest part first, and with fewer indices than parts some are empty. Errors:
-    ValueError for num_parts below 1 or a weight that is negative or not finite.
+    Each index is in exactly one list, ascending. Largest differencing (Karmarkar and Karp, "The differencing method of
+    set partitioning", UCB/CSD 82/113, 1982): the heaviest and the lightest part differ by at most the largest weight.
+
+    Args:
+        equal_size: The parts' sizes differ by at most one, larger parts first (as in `DataProto.chunk_uneven`). Swaps
+            reduce the imbalance that fixed sizes cause. Otherwise sizes are free, the heaviest part is first, and parts
+            may be empty if there are fewer indices than parts.
+
+    Raises:
+        ValueError: num_parts is below 1, or a weight is negative or not finite.
     """
     weights = _plain(weights)
     if num_parts < 1:
@@ -81,7 +92,7 @@ def _plain(numbers: Numbers) -> list:
 
 
 def _padded_runs(order: Iterable[int], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
-    """Cut rows sorted by falling length into runs; the first row of a run is what the others are padded to."""
+    """Split rows sorted by decreasing length into groups; all rows are padded to a group's first row."""
     groups: list[list[int]] = []
     for row in order:
         if groups and len(groups[-1]) < max_rows and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
@@ -92,17 +103,17 @@ def _padded_runs(order: Iterable[int], lengths: list[int], max_rows: int, max_to
 
 
 def _first_fit(order: Iterable[int], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
-    """Put each row of falling length into the first group that has room."""
+    """Put each row, by decreasing length, into the first group that can hold it."""
     groups: list[list[int]] = []
-    room: list[float] = []
+    remaining: list[float] = []
     for row in order:
-        fits = (g for g, free in enumerate(room) if lengths[row] <= free and len(groups[g]) < max_rows)
+        fits = (g for g, free in enumerate(remaining) if lengths[row] <= free and len(groups[g]) < max_rows)
         group = next(fits, len(groups))
         if group == len(groups):
             groups.append([])
-            room.append(max_tokens)
+            remaining.append(max_tokens)
         groups[group].append(row)
-        room[group] -= lengths[row]
+        remaining[group] -= lengths[row]
     return groups
 
 
@@ -115,7 +126,7 @@ def _deal(hand: list[int], weights: list[float], num_parts: int) -> list[Part]:
 
 
 def _largest_differencing(solutions: list[list[Part]], num_parts: int) -> list[Part]:
-    """Merge the two partial solutions that are most uneven, heaviest part with lightest, until one is left."""
+    """Merge the two most uneven partial solutions, heaviest part with lightest, until one is left."""
     # The running number breaks ties, so that the order never depends on comparing parts.
     heap = [(solution[-1][0] - solution[0][0], number, solution) for number, solution in enumerate(solutions)]
     heapq.heapify(heap)
@@ -128,9 +139,9 @@ def _largest_differencing(solutions: list[list[Part]], num_parts: int) -> list[P
 
 
 def _swapped_while_better(parts: list[Part], weights: list[float]) -> list[Part]:
-    """Swap one index of the heaviest part for one of the lightest, as long as that brings the two closer."""
+    """Swap an index of the heaviest part with one of the lightest while this reduces their difference."""
     parts = [(total, sorted(indices, key=lambda index: (weights[index], index))) for total, indices in parts]
-    for _ in weights:  # each swap lowers the sum of squares; the bound is against rounding going in circles
+    for _ in weights:  # each swap lowers the sum of squares; the bound prevents cycles by rounding
         heavy, light = max(parts, key=lambda part: part[0]), min(parts, key=lambda part: part[0])
         swap = _best_swap(heavy, light, weights)
         if swap is None:
@@ -142,7 +153,10 @@ def _swapped_while_better(parts: list[Part], weights: list[float]) -> list[Part]
 
 
 def _best_swap(heavy: Part, light: Part, weights: list[float]) -> tuple[int, int] | None:
-    """Return the pair whose weights differ by nearest to half the gap between the parts, None if no pair narrows it."""
+    """Return the pair whose weights differ by nearly half the gap between the parts.
+
+    None if no pair narrows the gap.
+    """
     half_gap, light_weights = (heavy[0] - light[0]) / 2, [weights[index] for index in light[1]]
     best: tuple[float, int, int] | None = None
     for out in heavy[1]:

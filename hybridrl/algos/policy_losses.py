@@ -1,7 +1,7 @@
 """Policy losses: from log-probs and advantages to one loss per token.
 
-Shape letters: B rows, T response tokens. Losses are 0 off the mask and carry the gradient of `log_probs_BT` only; how
-tokens become one number is `aggregate.agg_loss`. Entropy bonus and KL term are not added here.
+Shape letters: B rows, T response tokens. Losses are 0 off the mask and have the gradient of `log_probs_BT` only.
+`aggregate.agg_loss` reduces them to one number. Entropy bonus and KL term are not added here.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,18 @@ from hybridrl.algos.shapes import check_same_shape
 from hybridrl.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) is 5e8: beyond it a single token would overflow half precision and say nothing more."""
+"""exp(20) is 5e8. A larger ratio of one token would overflow half precision and carry no information."""
 MAX_LOG_SEQUENCE_RATIO = 10.0
-"""The same for a mean over a whole sequence, where 10 is already far outside any trust region; verl's value."""
+"""Limit of the mean over a whole sequence, where 10 is already far outside any trust region; verl's value."""
 
 
 class PolicyLoss(NamedTuple):
-    """What a policy loss returns; everything (B, T), without a gradient except `losses_BT`.
+    """Result of a policy loss: everything (B, T), without gradient except `losses_BT`, 0 or False off the mask.
 
-    `clipped_BT`: the clip range decided the loss, so the token has no gradient. `clipped_lower_BT`: the dual-clip bound
-    did. `approx_kl_BT`: old log-prob - log-prob, the k1 estimate of KL(old || new). All are 0 or False off the mask.
+    Attributes:
+        clipped_BT: The clip range determined the loss, so the token has no gradient.
+        clipped_lower_BT: The dual-clip bound determined it.
+        approx_kl_BT: old log-prob - log-prob, the k1 estimate of KL(old || new).
     """
 
     losses_BT: torch.Tensor
@@ -35,27 +37,32 @@ class PolicyLoss(NamedTuple):
 
 PolicyLossFn = Callable[..., PolicyLoss]
 OWN_AGG_MODES = {"gspo": "seq-mean-token-mean"}
-"""Losses that aggregate tokens in the one way their paper defines, whatever `loss_agg_mode` says, as in verl."""
+"""Losses with the aggregation mode of their paper, which overrides `loss_agg_mode`, as in verl."""
 POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorate fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c) to
-    make it known as `actor_rollout_ref.actor.policy_loss.loss_mode=name`; `algorithm.path` has the files that every
-    worker runs for it.
+    """Register the decorated function as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
+
+    It is called as fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c).
+    Every worker runs the files in `algorithm.path`, which may register losses.
     """
 
-    def enter(fn: PolicyLossFn) -> PolicyLossFn:
-        registry.enter(POLICY_LOSSES, name, fn)
+    def decorate(fn: PolicyLossFn) -> PolicyLossFn:
+        registry.register(POLICY_LOSSES, name, fn)
         return fn
 
-    return enter
+    return decorate
 
 
 def get_policy_loss(name: str) -> PolicyLossFn:
-    """Return the loss registered as `name`. Errors: ConfigError listing the known names and the nearest."""
-    return registry.find(
-        POLICY_LOSSES, name, key="actor_rollout_ref.actor.policy_loss.loss_mode", plug_key="algorithm.path"
+    """Return the loss registered as `name`.
+
+    Raises:
+        ConfigError: The name is unknown; the message lists the known names and the nearest.
+    """
+    return registry.lookup(
+        POLICY_LOSSES, name, key="actor_rollout_ref.actor.policy_loss.loss_mode", plugin_key="algorithm.path"
     )
 
 
@@ -72,10 +79,13 @@ def vanilla(
 ) -> PolicyLoss:
     """PPO's clipped surrogate, arXiv:1707.06347 equation 7, with dual clip, arXiv:1912.09729.
 
-        r = exp(logp - old)        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))        for A < 0: min(L, -A
-        clip_c)
+        r = exp(logp - old)        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+        for A < 0: min(L, -A clip_c)
 
-    The log ratio is limited to +-20. Errors: ConfigError if clip_c is not above 1 (it would cut off unclipped ratios).
+    The log ratio is limited to +-20.
+
+    Raises:
+        ConfigError: clip_c is not above 1; it would cut off unclipped ratios.
     """
     if clip_c <= 1:
         raise ConfigError(f"actor_rollout_ref.actor.clip_ratio_c={clip_c} must be above 1")
@@ -105,9 +115,9 @@ def gspo(
         s_i = exp(mean_t (logp_t - old_t))        s_it = sg[s_i] exp(logp_t - sg[logp_t])        sg: no gradient
         L = max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))
 
-    All tokens of a sequence have the same ratio, and together, under seq-mean-token-mean, the gradient of s_i: that is
-    the paper's objective, and what `OWN_AGG_MODES` says; other modes weigh sequences by length. Clip ranges are those
-    of a whole sequence (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is not used and
+    All tokens of a sequence have the same ratio. Under seq-mean-token-mean their gradients sum to that of s_i. That is
+    the paper's objective, and why `OWN_AGG_MODES` sets this mode; other modes weigh sequences by length. Clip ranges
+    are those of a whole sequence (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is unused and
     `clipped_lower_BT` is False.
     """
     log_ratio_BT = _log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
@@ -121,8 +131,9 @@ def gspo(
 def _log_ratio(
     log_probs_BT: torch.Tensor, old_log_probs_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Return logp - old limited to +-20 on the mask and 0 off it, so that padding cannot turn into NaN in the backward
-    pass.
+    """Return logp - old limited to +-20 on the mask and 0 off it.
+
+    Padding thus cannot cause NaN in the backward pass.
     """
     check_same_shape(
         log_probs=log_probs_BT, old_log_probs=old_log_probs_BT, advantages=advantages_BT, response_mask=mask_BT
@@ -136,7 +147,7 @@ def _log_ratio(
 def _clipped_surrogate(
     ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and where the second is the larger."""
+    """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and where the second is larger."""
     plain_BT = -advantages_BT * ratio_BT
     limited_BT = -advantages_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain_BT, limited_BT), limited_BT > plain_BT

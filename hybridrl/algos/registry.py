@@ -1,7 +1,6 @@
-"""Names to formulas: how a registered advantage estimator or policy loss is entered and found.
+"""Registries of formulas: register and look up advantage estimators and policy losses by name.
 
-A registry is a plain dict. It does not import anything: a formula of your own is registered when your module is
-imported.
+A registry is a plain dict. It imports nothing: a user's formula is registered when its module is imported.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -13,11 +12,13 @@ from hybridrl.errors import ConfigError
 Entry = TypeVar("Entry")
 
 
-def enter(registry: MutableMapping[str, Entry], name: str, entry: Entry) -> None:
-    """Put `entry` under `name`. The same function may be entered again: a notebook cell that is run twice, or a script
-    that is also imported by its path.
+def register(registry: MutableMapping[str, Entry], name: str, entry: Entry) -> None:
+    """Store `entry` under `name`.
 
-    Errors: ConfigError if another function has the name.
+    The same function may be registered again: a notebook cell that runs twice, or a script also imported by its path.
+
+    Raises:
+        ConfigError: Another function has the name.
     """
     if name in registry and not _origins(registry[name]) & _origins(entry):
         raise ConfigError(
@@ -26,17 +27,21 @@ def enter(registry: MutableMapping[str, Entry], name: str, entry: Entry) -> None
     registry[name] = entry
 
 
-def find(registry: Mapping[str, Entry], name: str, *, key: str, plug_key: str | None = None) -> Entry:
-    """Return the entry called `name`; `key` is the setting that named it, `plug_key` the one whose files may register
-    more.
+def lookup(registry: Mapping[str, Entry], name: str, *, key: str, plugin_key: str | None = None) -> Entry:
+    """Return the entry called `name`.
 
-    Errors: ConfigError listing the known names and the nearest.
+    Args:
+        key: The setting that has the name.
+        plugin_key: The setting whose files may register more.
+
+    Raises:
+        ConfigError: The name is unknown; the message lists the known names and the nearest.
     """
     if name in registry:
         return registry[name]
     nearest = get_close_matches(str(name), registry, n=1, cutoff=0.0)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
-    more = f" One of your own is registered in every process by a file in {plug_key}." if plug_key else ""
+    more = f" To add one, register it in a file of {plugin_key}, which every process runs." if plugin_key else ""
     raise ConfigError(f"{key}={name!r} is not known{hint} Known: {', '.join(sorted(registry))}.{more}")
 
 
@@ -46,7 +51,7 @@ def _origin(entry: object) -> str:
 
 
 def _origins(entry: object) -> set[str]:
-    """Where a function comes from, as a module and as a file has it."""
+    """Return a function's origins: its module path and its file path."""
     fn = getattr(entry, "fn", entry)
     code = getattr(fn, "__code__", None)
     return {_origin(entry)} | ({f"{code.co_filename}:{fn.__qualname__}"} if code else set())

@@ -1,7 +1,7 @@
-"""What to do about samples that another policy made: older weights, or the same weights in another engine.
+"""Correct for samples of another policy: older weights, or the same weights in another engine.
 
-Shape letters: B rows, T response tokens. Log-probs are float32; a mask is non-zero where a token counts. Nothing here
-has a gradient.
+Shape letters: B rows, T response tokens. Log-probs are float32; a mask is non-zero on counted tokens. Nothing here has
+a gradient.
 """
 
 import torch
@@ -27,10 +27,12 @@ def rollout_is_weights(
         token:     w_t = min(exp(log pi_old(t) - log pi_rollout(t)), threshold)
         sequence:  w_t = min(exp(sum_t (log pi_old - log pi_rollout)), threshold), the same for all tokens of a row
 
-    pi_old is the policy that is about to be trained, pi_rollout the one that made the sample. A policy-gradient term
-    times w is the gradient under pi_old, with the variance that truncation leaves and the bias it adds (truncated
-    importance sampling, Ionides 2008, J. Comput. Graph. Stat. 17). Not normalised over the batch. Errors: ValueError
-    for another level or a threshold not above 0.
+    pi_old is the policy that is about to be trained, pi_rollout the one that generated the sample. A policy-gradient
+    term times w is the gradient under pi_old, with lower variance and a bias by the truncation (truncated importance
+    sampling, Ionides 2008, J. Comput. Graph. Stat. 17). Not normalised over the batch.
+
+    Raises:
+        ValueError: The level is unknown, or the threshold is not above 0.
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r} is not known; known are {', '.join(LEVELS)}")
@@ -52,19 +54,19 @@ def log_ratio(
 
 
 def effective_sample_share(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / (n sum w^2) over the n tokens on the mask: 1 when all weigh the same, 1/n when one has all the
-    weight.
+    """Return (sum w)^2 / (n sum w^2) over the n tokens on the mask.
+
+    1 if all weights are equal, 1/n if one token has all the weight.
     """
     squared = masked_sum(weights_BT, mask_BT) ** 2
     return squared / (mask_BT.bool().sum() * masked_sum(weights_BT**2, mask_BT)).clamp(min=1e-12)
 
 
 def correction_stats(weights_BT: torch.Tensor, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-    """Return what to watch: the weights' mean, least and largest, their effective sample share, and KL estimates of the
-    mismatch.
+    """Return monitoring statistics of the weights and the policy mismatch.
 
-    kl = mean(log pi_rollout - log pi_old), k3 = mean(exp(d) - d - 1) with d = log pi_old - log pi_rollout; both over
-    tokens.
+    Mean, minimum and maximum weight, effective sample share, and two KL estimates over tokens: kl = mean(log pi_rollout
+    - log pi_old), k3 = mean(exp(d) - d - 1) with d = log pi_old - log pi_rollout.
     """
     kept = weights_BT[mask_BT.bool()]
     return {

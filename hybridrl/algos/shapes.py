@@ -1,6 +1,6 @@
-"""The one check every formula starts with: the tensors it combines element by element have the same shape.
+"""Shape check at the start of every formula that combines tensors element by element.
 
-Broadcasting is never what a formula here means: (B, 1) against (B, T) would give a plausible, wrong number.
+No formula here intends broadcasting: (B, 1) with (B, T) would give a plausible, wrong number.
 """
 
 import torch
@@ -9,9 +9,10 @@ from hybridrl.errors import DataError
 
 
 def check_same_shape(**tensors: torch.Tensor) -> None:
-    """Pass if all tensors have the same shape.
+    """Check that all tensors have the same shape.
 
-    Errors: DataError naming each tensor with its shape.
+    Raises:
+        DataError: Shapes differ; the message has each tensor's name and shape.
     """
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())

@@ -1,9 +1,9 @@
 """Log-probs of given tokens, and entropy, from logits.
 
 Shape letters: N tokens (rows already flattened), V vocabulary. With a vocabulary of 150 000, float32 copies of the
-logits are the largest tensors of a training step. Here only one chunk of tokens is ever widened to float32, forward and
-backward; what stays is the logits themselves, their gradient in their own dtype, and a few numbers per token. Logits
-split over ranks by vocabulary (tensor parallelism) are not handled here. Gradients of gradients are not defined.
+logits would be the largest tensors of a training step. Here only one chunk of tokens at a time is converted to float32,
+forward and backward. Only the logits, their gradient in their own dtype, and a few numbers per token are stored. Logits
+sharded over ranks by vocabulary (tensor parallelism) are not handled here. Second derivatives are not defined.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from hybridrl.errors import DataError
 
 MIN_LOG_PROB = -1000.0
-"""Below it a float32 probability is exactly 0 and p log p must be 0 too; -inf would make it NaN."""
+"""Lower limit of log-probs. A float32 probability below it is exactly 0; with -inf, p log p would be NaN."""
 CPU_CHUNK_ELEMENTS = 2**18
-"""Logits widened at a time on a CPU: 1 MiB of float32 stays in its cache."""
+"""Logits converted at a time on a CPU: 1 MiB of float32 stays in its cache."""
 DEVICE_CHUNK_ELEMENTS = 2**26
-"""Logits widened at a time elsewhere: 256 MiB of float32, little memory and enough to hide the cost of a launch."""
+"""Logits converted at a time elsewhere: 256 MiB of float32, enough to hide the launch overhead."""
 
 
 def log_probs_and_entropy(
@@ -29,22 +29,29 @@ def log_probs_and_entropy(
     with_entropy: bool = False,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (log_probs_N, entropy_N or None) of softmax(logits / temperature), float32, both differentiable.
+    """Return (log_probs_N, entropy_N or None) of softmax(logits / temperature), float32, differentiable.
 
-        log_probs_n = z_{n, label_n} - logsumexp_v z_nv        entropy_n = -sum_v p_nv log p_nv        z = logits /
-        temperature
+    With z = logits / temperature:
 
-    All arithmetic is float32, whatever the logits' dtype. Logits of -inf are tokens that cannot occur: p log p is 0
-    there. `labels_N` int64 in [0, V). `chunk` is the number of tokens widened at a time; None chooses it by the device.
-    Errors: DataError for shapes that do not fit; ValueError for a temperature that is not above 0.
+        log_probs_n = z_{n, label_n} - logsumexp_v z_nv        entropy_n = -sum_v p_nv log p_nv
+
+    All arithmetic is float32, whatever the logits' dtype. Logits of -inf are impossible tokens: p log p is 0 there.
+
+    Args:
+        labels_N: int64 in [0, V).
+        chunk: Tokens converted at a time. None chooses it by the device.
+
+    Raises:
+        DataError: Shapes do not fit.
+        ValueError: The temperature is not above 0.
     """
     if logits_NV.ndim != 2 or labels_N.shape != logits_NV.shape[:1]:
         raise DataError(
             f"logits must be (N, V) and labels (N,), and are {tuple(logits_NV.shape)} and {tuple(labels_N.shape)}"
         )
     if temperature <= 0:
-        raise ValueError(f"temperature={temperature} must be above 0; greedy decoding is described by temperature 1")
-    rows = chunk or _rows_of_a_chunk(logits_NV)
+        raise ValueError(f"temperature={temperature} must be above 0; use 1 for greedy decoding")
+    rows = chunk or _rows_per_chunk(logits_NV)
     return _LogProbsAndEntropy.apply(logits_NV, labels_N, temperature, with_entropy, rows)
 
 
@@ -62,7 +69,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_probs_N = torch.empty_like(logsumexp_N)
         entropy_N = torch.empty_like(logsumexp_N) if with_entropy else None
         for part in _parts(len(labels_N), rows):
-            scaled_CV = _widened(logits_NV[part], temperature)
+            scaled_CV = _to_float32(logits_NV[part], temperature)
             logsumexp_N[part] = torch.logsumexp(scaled_CV, dim=-1)
             log_probs_CV = scaled_CV.sub_(logsumexp_N[part, None])
             log_probs_N[part] = log_probs_CV.gather(1, labels_N[part, None]).squeeze(1)
@@ -80,7 +87,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         logits_NV, labels_N, logsumexp_N, entropy_N = ctx.saved_tensors
         grad_logits_NV = torch.empty_like(logits_NV)
         for part in _parts(len(labels_N), ctx.rows):
-            log_probs_CV = _widened(logits_NV[part], ctx.temperature).sub_(logsumexp_N[part, None])
+            log_probs_CV = _to_float32(logits_NV[part], ctx.temperature).sub_(logsumexp_N[part, None])
             factor_CV = log_probs_CV.exp()
             if entropy_N is None:
                 grad_CV = factor_CV.mul_(-grad_log_probs_N[part, None])
@@ -93,7 +100,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return grad_logits_NV, None, None, None, None
 
 
-def _rows_of_a_chunk(logits_NV: torch.Tensor) -> int:
+def _rows_per_chunk(logits_NV: torch.Tensor) -> int:
     elements = CPU_CHUNK_ELEMENTS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
     return max(1, elements // max(1, logits_NV.shape[1]))
 
@@ -102,7 +109,7 @@ def _parts(num_tokens: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
 
 
-def _widened(logits_CV: torch.Tensor, temperature: float) -> torch.Tensor:
+def _to_float32(logits_CV: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return logits / temperature as a new float32 tensor, which the caller may overwrite."""
     return logits_CV.to(torch.float32, copy=True).div_(temperature)
 

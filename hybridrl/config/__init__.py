@@ -1,4 +1,7 @@
-"""The schema of every program, and the way from a command line or a YAML file to a frozen, checked config."""
+"""Settings: the schema of each program, and loading and checking of a frozen config.
+
+A config comes from a command line, a YAML file or a dictionary. It is loaded in the driver and sent to the workers.
+"""
 
 from hybridrl.config.build import from_dict
 from hybridrl.config.checks.rules import check_config, check_sft_config

@@ -1,4 +1,4 @@
-"""One setting: a dataclass field that carries its sentence, its range and its choices."""
+"""Dataclass fields that carry a setting's description, range and choices."""
 
 from dataclasses import field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 def setting(
     default: Any,
-    help: str,  # noqa: A002 - the word argparse and Hydra users know
+    help: str,  # noqa: A002 - argparse's name
     *,
     ge: float | None = None,
     gt: float | None = None,
@@ -15,10 +15,19 @@ def setting(
     choices: tuple | None = None,
     free: bool = False,
 ):
-    """Return a dataclass field with its documentation and its allowed values.
+    """Return a dataclass field with its description and its allowed values.
 
-    `ge, gt, le, lt` bound a number; `choices` lists the allowed values; `free=True` marks a mapping whose keys are the
-    user's own (keyword arguments for somebody else's function). Mutable defaults are copied for each instance.
+    Mutable defaults are copied for each instance.
+
+    Args:
+        default: Default value.
+        help: One sentence.
+        ge: Smallest allowed number.
+        gt: Exclusive lower bound.
+        le: Largest allowed number.
+        lt: Exclusive upper bound.
+        choices: The allowed values.
+        free: Marks a mapping whose keys the user chooses, such as keyword arguments of the user's function.
     """
     bounds = {k: v for k, v in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if v is not None}
     metadata = {"help": help, "bounds": bounds, "choices": choices, "free": free}
@@ -28,5 +37,5 @@ def setting(
 
 
 def section(cls: type, help: str):  # noqa: A002
-    """Return a dataclass field holding a nested group of settings."""
+    """Return a dataclass field with a nested group of settings."""
     return field(default_factory=cls, metadata={"help": help})

@@ -1,7 +1,6 @@
-"""Foreign code by import path: a function or class of the user's, from a Python file or an importable module.
+"""Load the user's code by path: objects from a Python file or module, and plugin modules.
 
-Code of the user's that enters itself in a registry when it is imported: formulas and models, in every process that
-needs them.
+A plugin module registers formulas or models when it is imported. The driver and all workers use this module.
 """
 
 import difflib
@@ -20,21 +19,23 @@ from hybridrl.errors import ConfigError
 
 
 def load_module(path: str) -> ModuleType:
-    """Return the module at `path`, a file or a dotted name as in `load_object`.
+    """Return the module at `path`, a file or a dotted name.
 
-    It is run once per process. Raises ConfigError.
+    A module is executed once per process.
+
+    Raises:
+        ConfigError: See `load_object`.
     """
     return _load_file(Path(path).expanduser()) if _is_file_name(path) else _import(path)
 
 
 def load_object(path: str, name: str) -> Any:
-    """Return what `name` is in `path`, a file such as `rewards/mine.py` or a module such as `my_project.rewards`.
+    """Return the object `name` of a file (`rewards/mine.py`) or a module (`my_project.rewards`).
 
-    A file is run once per process, however often something is loaded from it.
+    A file is executed once per process, however many objects are loaded from it.
 
     Raises:
-        ConfigError: There is no such file or module, it fails while being imported (the cause is chained), or it has no
-        such name.
+        ConfigError: The file or module does not exist, its import fails (the cause is chained), or `name` is missing.
     """
     module = load_module(path)
     if not hasattr(module, name):
@@ -48,8 +49,8 @@ def _is_file_name(path: str) -> bool:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        beside = sorted(found.name for found in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=3)
+        siblings = sorted(found.name for found in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, n=3)
         raise ConfigError(f"no file {path}" + (f"; did you mean {', '.join(near)}?" if near else ""))
     full = path.resolve()
     module_name = f"{path.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
@@ -59,7 +60,7 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up by its name
+    sys.modules[module_name] = module  # dataclasses and pickle find a class's module by its name
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -87,11 +88,13 @@ def _nearest(name: str, module: ModuleType) -> str:
     return f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names) or 'no public names'}"
 
 
-def load_plugs(config: PPOConfig | SFTConfig) -> None:
-    """Run the files and modules of `external_lib` and `algorithm.path`, once per process. The driver and every worker
-    call it first.
+def load_plugins(config: PPOConfig | SFTConfig) -> None:
+    """Import the files and modules of `external_lib` and `algorithm.path`, once per process.
 
-    Raises ConfigError naming the key for what is not there or cannot be imported.
+    The driver and every worker call it before anything else.
+
+    Raises:
+        ConfigError: A path does not exist or cannot be imported; the message names its key.
     """
     if isinstance(config, SFTConfig):
         _load(config.model.external_lib, key="model.external_lib")

@@ -1,7 +1,7 @@
-"""A schema read back: every key of a tree of settings with its type, default, range and sentence.
+"""Read a schema back: every setting with its type, default, range and description.
 
-The dataclasses of this package are the one place where a key is written down; what checks, documents or stores settings
-asks here. Knows no Hydra and no particular key.
+The dataclasses in `schema/` define the settings. Checks, the reference and saved configs read them through this module.
+It does not depend on Hydra or on particular keys.
 """
 
 import re
@@ -13,13 +13,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-LONG_LINES = 10_000  # characters: no value is folded
+LONG_LINES = 10_000  # characters; YAML then folds no value
 BOUND_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 @dataclass(frozen=True)
-class Key:
-    """One setting: its dotted name and what may stand in it."""
+class SettingSpec:
+    """One setting: its dotted name and its allowed values."""
 
     name: str
     type: Any
@@ -32,7 +32,7 @@ class Key:
 
     @property
     def type_name(self) -> str:
-        """The type as a person writes it: `int`, `list[str]`, `float or null`."""
+        """The type in words: `int`, `list[str]`, `float or null`."""
         name = "mapping" if self.type is dict else getattr(self.type, "__name__", str(self.type))
         if get_origin(self.type):
             name = str(self.type)
@@ -40,55 +40,55 @@ class Key:
 
     @property
     def range_text(self) -> str:
-        """The allowed values in words: `>= 0, <= 1` or `one of auto, cpu, cuda`; empty when anything goes."""
+        """The allowed values: `>= 0, <= 1` or `one of auto, cpu, cuda`; empty without limits."""
         if self.choices:
             return ("any of " if get_origin(self.type) is list else "one of ") + ", ".join(map(str, self.choices))
         return ", ".join(f"{BOUND_SIGNS[sign]} {limit:g}" for sign, limit in self.bounds.items())
 
     @property
     def default_text(self) -> str:
-        """The default as it is written on a command line."""
+        """The default as written on a command line."""
         return value_text(self.default)
 
 
 @dataclass(frozen=True)
-class Section:
-    """A group of settings: its dotted name (empty for the root), its sentence and its own keys."""
+class SettingSection:
+    """A group of settings: dotted name (empty for the root), description and own settings."""
 
     name: str
     help: str
-    keys: tuple[Key, ...]
+    keys: tuple[SettingSpec, ...]
 
 
 @cache
-def sections(schema: type) -> tuple[Section, ...]:
-    """Return the sections of `schema`, outermost first, in the order in which they are written."""
-    return tuple(_walk(schema, name="", help_text=""))
+def sections(schema: type) -> tuple[SettingSection, ...]:
+    """Return the sections of `schema`, outermost first, in their order of definition."""
+    return tuple(_iter_sections(schema, name="", help_text=""))
 
 
 @cache
-def keys(schema: type) -> dict[str, Key]:
-    """Return every key of `schema` by its dotted name."""
+def keys(schema: type) -> dict[str, SettingSpec]:
+    """Return every setting of `schema` by its dotted name."""
     return {key.name: key for section in sections(schema) for key in section.keys}
 
 
 def is_section(field: Field) -> bool:
-    """Tell whether a dataclass field holds a nested group of settings."""
+    """Return whether a dataclass field is a nested group of settings."""
     return is_dataclass(field.default_factory)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the settings as plain nested dictionaries and lists; `from_dict` gives an equal config back."""
+    """Return the settings as nested dictionaries and lists, the inverse of `from_dict`."""
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
 
 
 def to_yaml(config: Any) -> str:
-    """Return the settings as YAML that `--config-path/--config-name` reads back to an equal config."""
+    """Return the settings as YAML; `--config-path/--config-name` loads it as an equal config."""
     return yaml.dump(_escaped(to_dict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LONG_LINES)
 
 
 def value_text(value: Any) -> str:
-    """Return one value as it is written on a command line: `null`, `true`, `[a,b]`, `1e-06`."""
+    """Return a value as written on a command line: `null`, `true`, `[a,b]`, `1e-06`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -98,19 +98,21 @@ def value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _walk(schema: type, *, name: str, help_text: str) -> Iterator[Section]:
+def _iter_sections(schema: type, *, name: str, help_text: str) -> Iterator[SettingSection]:
     hints, own = get_type_hints(schema), [field for field in fields(schema) if not is_section(field)]
-    yield Section(name, help_text, tuple(_key(field, hints[field.name], prefix=name) for field in own))
+    yield SettingSection(name, help_text, tuple(_key(field, hints[field.name], prefix=name) for field in own))
     for field in fields(schema):
         if is_section(field):
-            yield from _walk(field.default_factory, name=dotted(name, field.name), help_text=field.metadata["help"])
+            yield from _iter_sections(
+                field.default_factory, name=dotted(name, field.name), help_text=field.metadata["help"]
+            )
 
 
-def _key(field: Field, hint: Any, *, prefix: str) -> Key:
+def _key(field: Field, hint: Any, *, prefix: str) -> SettingSpec:
     optional, kind = _without_none(hint)
     default = field.default if field.default_factory is MISSING else field.default_factory()
     meta = field.metadata
-    return Key(
+    return SettingSpec(
         name=dotted(prefix, field.name),
         type=kind,
         optional=optional,
@@ -123,7 +125,7 @@ def _key(field: Field, hint: Any, *, prefix: str) -> Key:
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:
-    """Split `X | None` into (True, X); any other type is (False, itself)."""
+    """Return (True, X) for `X | None`, and (False, X) for any other type X."""
     if not isinstance(hint, UnionType):
         return False, hint
     (kind,) = (arg for arg in get_args(hint) if arg is not NoneType)
@@ -131,7 +133,7 @@ def _without_none(hint: Any) -> tuple[bool, Any]:
 
 
 def dotted(prefix: str, name: str) -> str:
-    """Join a section's name and a field's name."""
+    """Return the dotted name of a field in a section."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -144,7 +146,10 @@ def _plain(value: Any) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    """Escape `${` in strings: a resolved config holds no interpolation, so what looks like one is text."""
+    """Return `value` with `${` escaped in strings.
+
+    A resolved config has no interpolations, so `${` is text.
+    """
     if isinstance(value, dict):
         return {key: _escaped(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -153,7 +158,10 @@ def _escaped(value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that begins like a number: Hydra's reader takes more of it for numbers (1e5) than YAML 1.1 does."""
+    """Quotes text that starts like a number.
+
+    Hydra parses more text as numbers (1e5) than YAML 1.1 does.
+    """
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:

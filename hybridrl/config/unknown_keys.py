@@ -1,13 +1,13 @@
-"""What to say about a key that does not exist: what it is called here, or which known key is nearest.
+"""Error messages for unknown keys: the renamed key, a reason, or the nearest one.
 
-Nothing is accepted under another name; the tables only make the refusal useful. RENAMED leads to a key of ours that
-means the same. NOT_HERE says why there is none; an entry also covers the keys below it.
+No other name is accepted; the tables only improve the error message. RENAMED maps a key of other frameworks to ours
+with the same meaning. UNSUPPORTED gives the reason why there is none; an entry also covers the keys below it.
 """
 
 from collections.abc import Collection
 from difflib import SequenceMatcher
 
-NEAR = 0.6  # similarity under which a suggestion confuses more than it helps
+MIN_SIMILARITY = 0.6  # below this similarity a suggestion confuses more than it helps
 MAX_SUGGESTIONS = 3
 
 RENAMED = {
@@ -65,12 +65,12 @@ _ULYSSES = "sequence parallelism is not in this release"
 _PROFILER = "use py-spy or torch.profiler on a worker; timings of every stage are in the metrics"
 _FORWARD = "the critic's forward pass uses the same micro-batches as its update"
 
-NOT_HERE = {
+UNSUPPORTED = {
     "actor_rollout_ref.actor.checkpoint": _WHOLE,
     "actor_rollout_ref.actor.data_loader_seed": "trainer.seed seeds everything but the order of prompts",
-    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "FSDP2 prefetches by itself",
+    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "FSDP2 always prefetches",
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": _SHARDING,
-    "actor_rollout_ref.actor.fsdp_config.offload_policy": "use param_offload and optimizer_offload beside it",
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": "use param_offload and optimizer_offload",
     "actor_rollout_ref.actor.fsdp_config.wrap_policy": "every decoder layer is sharded on its own",
     "actor_rollout_ref.actor.profiler": _PROFILER,
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _ULYSSES,
@@ -89,14 +89,14 @@ NOT_HERE = {
         "training always samples; validation has actor_rollout_ref.rollout.val_kwargs.do_sample"
     ),
     "actor_rollout_ref.rollout.engine_kwargs": "engine settings have keys of their own under actor_rollout_ref.rollout",
-    "actor_rollout_ref.rollout.layered_summon_param": "weights are always handed over one tensor at a time",
+    "actor_rollout_ref.rollout.layered_summon_param": "weights are always sent one tensor at a time",
     "actor_rollout_ref.rollout.load_format": "the rollout's weights always come from the trainer",
     "actor_rollout_ref.rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length",
     "critic.checkpoint": _WHOLE,
     "critic.forward_max_token_len_per_gpu": _FORWARD,
     "critic.forward_micro_batch_size": _FORWARD,
     "critic.forward_micro_batch_size_per_gpu": _FORWARD,
-    "critic.model.tokenizer_path": "there is one tokenizer, beside actor_rollout_ref.model.path",
+    "critic.model.tokenizer_path": "there is one tokenizer, in actor_rollout_ref.model.path",
     "critic.ppo_epochs": "the critic makes as many passes as actor_rollout_ref.actor.ppo_epochs",
     "critic.rollout_n": "it is actor_rollout_ref.rollout.n",
     "critic.ulysses_sequence_parallel_size": _ULYSSES,
@@ -108,34 +108,39 @@ NOT_HERE = {
     "data.sampler": "prompts are shuffled, or come in order with data.shuffle=false",
     "data.validation_shuffle": "validation runs in the order of the file",
     "global_profiler": _PROFILER,
-    "ray_init": "start Ray yourself and set RAY_ADDRESS, and this run joins it",
-    "ray_kwargs": "start Ray yourself and set RAY_ADDRESS, and this run joins it",
+    "ray_init": "start Ray yourself and set RAY_ADDRESS; the run then connects to it",
+    "ray_kwargs": "start Ray yourself and set RAY_ADDRESS; the run then connects to it",
     "reward_model.enable_resource_pool": "the reward model shares the workers' devices",
     "reward_model.sandbox_fusion": "call your sandbox from custom_reward_function",
     "reward_model.strategy": "the reward model uses actor_rollout_ref.actor.strategy",
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.default_local_dir; mount the remote storage there",
     "trainer.del_local_ckpt_after_load": "retention is trainer.max_ckpt_to_keep",
     "trainer.log_val_generations": "validation samples are written to trainer.validation_data_dir",
-    "trainer.ray_wait_register_center_timeout": "every wait has its own deadline",
+    "trainer.ray_wait_register_center_timeout": "every wait has its own timeout",
 }
 
 
-def unknown_key(name: str, known: Collection[str]) -> str:
-    """Return the sentence for a key that is not in `known`."""
+def suggest_key(name: str, known: Collection[str]) -> str:
+    """Return the error message for a key that is not in `known`."""
     ours = RENAMED.get(name)
     if ours in known:
         return f"{name}: there is no such key; here it is {ours}"
-    reason = next((text for theirs, text in NOT_HERE.items() if name == theirs or name.startswith(theirs + ".")), None)
+    reason = next(
+        (text for theirs, text in UNSUPPORTED.items() if name == theirs or name.startswith(theirs + ".")), None
+    )
     if reason:
         return f"{name}: there is no such key here: {reason}"
-    near = nearest(name, known)
+    near = nearest_names(name, known)
     return f"{name}: there is no such key" + (
         f"; did you mean {' or '.join(near)}?" if near else "; --help lists all keys"
     )
 
 
-def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return up to three names of `known` most like `name`: same last part first, then by similarity of the whole."""
+def nearest_names(name: str, known: Collection[str]) -> list[str]:
+    """Return up to three names of `known` that are most similar to `name`.
+
+    Names with the same last part come first, then similarity of the whole name decides.
+    """
     leaf = name.rpartition(".")[2]
 
     def likeness(candidate: str) -> float:
@@ -144,10 +149,10 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
     ranked = sorted(known, key=likeness, reverse=True)[:MAX_SUGGESTIONS]
     best = likeness(ranked[0]) if ranked else 0.0
-    return [candidate for candidate in ranked if likeness(candidate) >= max(NEAR, best - 0.1)]
+    return [candidate for candidate in ranked if likeness(candidate) >= max(MIN_SIMILARITY, best - 0.1)]
 
 
-def unknown_name(name: str, known: Collection[str]) -> str:
-    """Return the words for a plug that is not registered: the nearest name, then all of them."""
-    near = nearest(name, known)
+def suggest_name(name: str, known: Collection[str]) -> str:
+    """Return the hint for an unregistered plugin name: the nearest name, and all known ones."""
+    near = nearest_names(name, known)
     return (f"did you mean {near[0]}? " if near else "") + f"known are {', '.join(sorted(known))}"

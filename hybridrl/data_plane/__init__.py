@@ -1,3 +1,1 @@
-"""What `hybridrl.protocol` is made of: columns, their bytes, their sharing between processes, references to them
-elsewhere.
-"""
+"""Parts of `hybridrl.protocol`: columns, batches, serialization, sharing between processes, and futures."""

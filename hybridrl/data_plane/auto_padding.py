@@ -1,4 +1,4 @@
-"""`DataProtoConfig.auto_padding`: whether batches may be chunked into pieces of different size (verl's switch)."""
+"""`DataProtoConfig.auto_padding`, verl's switch: whether `chunk` may return chunks of different sizes."""
 
 import os
 
@@ -6,7 +6,7 @@ AUTO_PADDING_KEY = "_verl_auto_padding"
 
 
 class _AutoPadding(type):
-    """Makes `auto_padding` readable and settable on the class itself."""
+    """Metaclass that makes `auto_padding` a property of the class itself."""
 
     _enabled = False
 
@@ -20,6 +20,7 @@ class _AutoPadding(type):
 
 
 class DataProtoConfig(metaclass=_AutoPadding):
-    """`auto_padding`: every batch of this process may be chunked unevenly (also by the environment variable
-    VERL_AUTO_PADDING=1).
+    """Process-wide settings of `DataProto`.
+
+    `auto_padding`: every batch of this process may be chunked unevenly. VERL_AUTO_PADDING=1 sets it too.
     """

@@ -1,13 +1,12 @@
-"""`DataProto`: the one container that crosses processes. A batch of rows, as columns.
+"""`DataProto`: a batch of rows, stored as columns. It is the one container that crosses processes.
 
-    batch              TensorDict, one batch dimension: the tensor columns, or None
+    batch              TensorDict with one batch dimension: the tensor columns, or None
     non_tensor_batch   dict of numpy arrays (object arrays for anything): the other columns, same rows
-    meta_info          dict: what belongs to the whole batch
+    meta_info          dict: values of the whole batch
 
-Names and semantics are those that users of verl bring along. Writing to a received batch is safe and private
-(`sharing.py`). This file says what a method does to the batch; what it does to one column is in
-`data_plane/columns.py`, what happens when two batches meet in `merging.py`. Bytes are in `serialization.py`, references
-to batches elsewhere in `futures.py`.
+Names and semantics are verl's. Writing to a received batch is safe and private (`sharing.py`). This module implements
+operations on whole batches. Operations on one column are in `columns.py`, merging rules in `merging.py`, bytes in
+`serialization.py`, and references to remote batches in `futures.py`.
 """
 
 import copy
@@ -26,19 +25,19 @@ from hybridrl.data_plane.columns import Column, RowIndex
 from hybridrl.data_plane.items import DataProtoItem
 from hybridrl.data_plane.merging import (
     list_of_dict_to_dict_of_list,
-    pick_entries,
+    select_entries,
     union_numpy_dict,
     union_tensor_dict,
     union_two_dict,
 )
-from hybridrl.data_plane.row_iterator import mini_batches
-from hybridrl.data_plane.sharing import CopyOnTouch
+from hybridrl.data_plane.row_iterator import iterate_mini_batches
+from hybridrl.data_plane.sharing import CopyOnWrite
 from hybridrl.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
-class DataProto(CopyOnTouch):
+class DataProto(CopyOnWrite):
     """A batch of rows in three parts, see the module.
 
     Methods return new batches that share meta_info, unless they say "in place".
@@ -56,9 +55,11 @@ class DataProto(CopyOnTouch):
         self.check_consistency()
 
     def check_consistency(self) -> None:
-        """Return if this is a batch: one batch dimension, tensor and array columns of one length.
+        """Check that this is a batch: one batch dimension, columns of one length.
 
-        Else TypeError or DataError.
+        Raises:
+            TypeError: A part or a column has the wrong type.
+            DataError: Columns have different lengths or unsupported layouts.
         """
         if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
             raise TypeError("non_tensor_batch and meta_info must be dicts")
@@ -89,53 +90,58 @@ class DataProto(CopyOnTouch):
         return f"{type(self).__name__}({len(self)} rows of {names or 'no columns'}; meta_info {list(self.meta_info)})"
 
     def __getitem__(self, rows: int | slice | RowIndex) -> Any:
-        """Return a view (slice), a copy with the picked rows (list, array, tensor or mask), or one row (int)."""
+        """Return the selected rows.
+
+        A slice gives a view; a list, array, tensor or mask a copy; an int one row.
+        """
         if isinstance(rows, slice):
             return self.slice(rows.start, rows.stop, rows.step)
         if isinstance(rows, list | np.ndarray | torch.Tensor):
             return self.select_idxs(rows)
         if isinstance(rows, int | np.integer):
             return self._item(int(columns.row_index([rows], len(self))))
-        raise TypeError(f"rows are picked by int, slice, list, array or tensor, got {type(rows).__name__}")
+        raise TypeError(f"rows are selected by int, slice, list, array or tensor, got {type(rows).__name__}")
 
     def _item(self, row: int) -> DataProtoItem:
         batch = None if self.batch is None else self.batch[row]
         return DataProtoItem(batch, {name: array[row] for name, array in self.non_tensor_batch.items()}, self.meta_info)
 
-    def _each(self, change: Callable[[Column], Column], *, num_rows: int) -> Self:
+    def _map_columns(self, change: Callable[[Column], Column], *, num_rows: int) -> Self:
         """Return the batch with every column changed."""
         tensors = {name: change(tensor) for name, tensor in self._tensors().items()}
         arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
-        return self._like(None if self._batch is None else TensorDict(tensors, batch_size=[num_rows]), arrays)
+        return self._with_columns(None if self._batch is None else TensorDict(tensors, batch_size=[num_rows]), arrays)
 
-    def _take(self, rows: torch.Tensor) -> Self:
-        return self._each(lambda column: columns.take_rows(column, rows), num_rows=len(rows))
+    def _take_rows(self, rows: torch.Tensor) -> Self:
+        return self._map_columns(lambda column: columns.take_rows(column, rows), num_rows=len(rows))
 
-    def _cut(self, bounds: Sequence[tuple[int, int]]) -> list[Self]:
-        self._own()
+    def _split_at(self, bounds: Sequence[tuple[int, int]]) -> list[Self]:
+        self._make_private()
         if (
             self._batch is None
             or not columns.is_partition(bounds, len(self))
             or any(t.is_nested for t in self._tensors().values())
         ):
             return [
-                self._each(lambda c, a=start, b=stop: columns.slice_rows(c, a, b), num_rows=stop - start)
+                self._map_columns(lambda c, a=start, b=stop: columns.slice_rows(c, a, b), num_rows=stop - start)
                 for start, stop in bounds
             ]
-        even = bounds[0][1] * len(bounds) == len(self) > 0  # for which TensorDict has a faster way
-        pieces = self._batch.chunk(len(bounds)) if even else self._batch.split([stop - start for start, stop in bounds])
+        is_even = bounds[0][1] * len(bounds) == len(self) > 0  # TensorDict splits equal parts faster
+        batches = (
+            self._batch.chunk(len(bounds)) if is_even else self._batch.split([stop - start for start, stop in bounds])
+        )
         arrays = ({k: v[start:stop] for k, v in self.non_tensor_batch.items()} for start, stop in bounds)
-        return [self._like(piece, own) for piece, own in zip(pieces, arrays, strict=True)]
+        return [self._with_columns(batch, own) for batch, own in zip(batches, arrays, strict=True)]
 
-    def _like(self, batch: TensorDict | None, arrays: dict[str, np.ndarray]) -> Self:
-        """A batch made of this one, which needs no check, with the same meta_info."""
+    def _with_columns(self, batch: TensorDict | None, arrays: dict[str, np.ndarray]) -> Self:
+        """Return a batch of these columns with the same meta_info, without checks."""
         if type(self).__init__ is not DataProto.__init__:
             return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=self.meta_info)
-        made = object.__new__(type(self))
-        made.batch, made.non_tensor_batch, made.meta_info = batch, arrays, self.meta_info
-        return made
+        new = object.__new__(type(self))
+        new.batch, new.non_tensor_batch, new.meta_info = batch, arrays, self.meta_info
+        return new
 
-    # Made of other things, and turned into them.
+    # Conversion.
 
     @classmethod
     def from_single_dict(
@@ -144,14 +150,18 @@ class DataProto(CopyOnTouch):
         meta_info: dict[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """Return the batch of a dict that mixes tensors and arrays; any other value is a DataError."""
-        wrong = [
+        """Return the batch of a dict that mixes tensors and arrays.
+
+        Raises:
+            DataError: Another type of value.
+        """
+        unsupported = [
             f"{name!r} is {type(v).__name__}"
             for name, v in data.items()
             if not isinstance(v, torch.Tensor | np.ndarray)
         ]
-        if wrong:
-            raise DataError(f"columns must be tensors or numpy arrays: {', '.join(wrong)}")
+        if unsupported:
+            raise DataError(f"columns must be tensors or numpy arrays: {', '.join(unsupported)}")
         tensors = {name: v for name, v in data.items() if isinstance(v, torch.Tensor)}
         arrays = {name: v for name, v in data.items() if isinstance(v, np.ndarray)}
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
@@ -167,7 +177,8 @@ class DataProto(CopyOnTouch):
     ) -> Self:
         """Return the batch of these columns; lists among `non_tensors` become object arrays.
 
-        Columns of different length: DataError.
+        Raises:
+            DataError: Columns of different lengths, or `num_batch_dims` is not 1.
         """
         if num_batch_dims != 1:
             raise DataError(
@@ -188,12 +199,13 @@ class DataProto(CopyOnTouch):
 
     @classmethod
     def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> Self:
-        """Return the batch in a TensorDict: `NonTensorStack` entries are columns, `NonTensorData` entries meta
-        information.
+        """Return the batch of a TensorDict.
+
+        `NonTensorStack` entries are columns, `NonTensorData` entries meta information.
         """
         tensors, arrays, found = conversion.split_tensordict(tensor_dict)
         found |= meta_info or {}
-        no_columns = not tensors and not arrays and len(tensor_dict.batch_size) == 1  # but perhaps rows
+        no_columns = not tensors and not arrays and len(tensor_dict.batch_size) == 1  # it may still have rows
         return (
             cls(TensorDict({}, tensor_dict.batch_size), meta_info=found)
             if no_columns
@@ -201,17 +213,23 @@ class DataProto(CopyOnTouch):
         )
 
     def to_tensordict(self) -> TensorDict:
-        """Return everything as one TensorDict, as `from_tensordict` reads it. A name used twice is a DataError."""
-        self._own()
+        """Return everything as one TensorDict, the inverse of `from_tensordict`.
+
+        Raises:
+            DataError: A name is used twice.
+        """
+        self._make_private()
         return conversion.join_tensordict(self._tensors(), self.non_tensor_batch, self.meta_info, num_rows=len(self))
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Pickle 5 sends tensors and numeric arrays out of band, other columns and meta_info in band; tensors arrive on
+        """Support pickle.
+
+        Protocol 5 sends tensors and numeric arrays out of band, other columns and meta_info in band. Tensors arrive on
         the CPU.
         """
-        return _restore, (type(self), *self._content(protocol))
+        return _restore, (type(self), *self._encode(protocol))
 
-    def _content(self, protocol: int) -> tuple:
+    def _encode(self, protocol: int) -> tuple:
         batch = (
             None
             if self._batch is None
@@ -220,21 +238,23 @@ class DataProto(CopyOnTouch):
         return batch, serialization.contiguous_arrays(self.non_tensor_batch), self.meta_info
 
     def save_to_disk(self, filepath: str | os.PathLike) -> None:
-        """Write the batch to a file that appears whole or not at all; values that are not plain data
-        are a DataError.
+        """Write the batch to a file, atomically.
+
+        Raises:
+            DataError: A value is not plain data.
         """
-        serialization.save_plain(filepath, self._content(protocol=5))
+        serialization.save_plain(filepath, self._encode(protocol=5))
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike) -> Self:
-        """Return the batch that `save_to_disk` wrote, on the CPU. The file cannot make this process run code."""
+        """Return the batch that `save_to_disk` wrote, on the CPU. The file cannot execute code."""
         return _restore(cls, *serialization.load_plain(filepath))
 
     def to(self, device: str | torch.device) -> Self:
         """Move the tensors to a device, in place, and return the batch."""
         if self._batch is not None:
             moved = self._batch.to(device)
-            self._receive(moved, {name for name in self._shared if moved.get(name).device.type == "cpu"})
+            self._set_shared(moved, {name for name in self._shared if moved.get(name).device.type == "cpu"})
         return self
 
     def print_size(self, prefix: str = "") -> None:
@@ -257,18 +277,21 @@ class DataProto(CopyOnTouch):
     ) -> Self:
         """Return the batch with only these columns (None: all), sharing storage.
 
-        deepcopy: of arrays and meta_info, not of tensors.
+        Args:
+            deepcopy: Copy arrays and meta_info, but not tensors.
         """
         names = self._tensors() if batch_keys is None else batch_keys
-        self._own(names)
-        tensors = pick_entries("batch column", self._tensors(), names)
-        arrays = pick_entries("non_tensor_batch column", self.non_tensor_batch, non_tensor_batch_keys)
+        self._make_private(names)
+        tensors = select_entries("batch column", self._tensors(), names)
+        arrays = select_entries("non_tensor_batch column", self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = (
-            self.meta_info if meta_info_keys is None else pick_entries("meta_info key", self.meta_info, meta_info_keys)
+            self.meta_info
+            if meta_info_keys is None
+            else select_entries("meta_info key", self.meta_info, meta_info_keys)
         )
         if deepcopy:
             arrays, meta_info = copy.deepcopy((arrays, meta_info))
-        selected = self._like(None if self._batch is None else self._batch.select(*tensors), arrays)
+        selected = self._with_columns(None if self._batch is None else self._batch.select(*tensors), arrays)
         selected.meta_info = meta_info
         return selected
 
@@ -280,39 +303,45 @@ class DataProto(CopyOnTouch):
     ) -> Self:
         """Remove these columns and keys in place and return them as a batch.
 
-        One that is not there: DataError, nothing removed.
+        Raises:
+            DataError: One does not exist; nothing is removed.
         """
-        taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        if not taken._tensors():
-            taken.batch = None
+        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        if not popped._tensors():
+            popped.batch = None
         for name in batch_keys or ():
             self._batch.del_(name)
         for name in non_tensor_batch_keys or ():
             del self.non_tensor_batch[name]
         for name in meta_info_keys or ():
             del self.meta_info[name]
-        return taken
+        return popped
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> Self:
-        """Rename tensor columns, in place, and return the batch. All at once, so that two may swap their names."""
-        names = merging.renamed(list(self._tensors()), old_keys, new_keys)
+        """Rename tensor columns, in place, and return the batch.
+
+        All names change at once, so two columns may swap theirs.
+        """
+        names = merging.rename_keys(list(self._tensors()), old_keys, new_keys)
         self.batch = TensorDict(dict(zip(names, self.batch.values(), strict=True)), batch_size=[len(self)])
         return self
 
     def union(self, other: "DataProto") -> Self:
-        """Add the other batch's columns and meta_info, in place, and return this one.
+        """Add the other batch's columns and meta_info, in place, and return this batch.
 
-        What both have must be equal, NaN included.
+        Raises:
+            DataError: A name in both has different content (NaN equals NaN), or the numbers of rows differ. Nothing is
+                changed.
         """
         if (self._tensors() or self.non_tensor_batch) and len(self) != len(other):
-            raise DataError(f"batches of {len(self)} and {len(other)} rows have no union")
-        # Everything is checked before anything is changed.
+            raise DataError(f"a batch of {len(self)} rows cannot be merged with one of {len(other)} rows")
+        # Check everything before changing anything.
         merging.check_union("non_tensor_batch column", self.non_tensor_batch, other.non_tensor_batch)
         merging.check_union("meta_info key", self.meta_info, other.meta_info)
         if other._batch is not None:
             own = TensorDict({}, batch_size=[len(other)]) if self._batch is None else self._batch
-            other._own(other._tensors().keys() - self._tensors().keys())
-            self._receive(union_tensor_dict(own, other._batch), self._shared)
+            other._make_private(other._tensors().keys() - self._tensors().keys())
+            self._set_shared(union_tensor_dict(own, other._batch), self._shared)
         union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         union_two_dict(self.meta_info, other.meta_info)
         return self
@@ -320,44 +349,48 @@ class DataProto(CopyOnTouch):
     # Rows.
 
     def select_idxs(self, idxs: RowIndex) -> Self:
-        """Return a copy with the picked rows: numbers (negative ones count from the end) or a mask, as list, array or
-        tensor.
+        """Return a copy of the selected rows.
+
+        Args:
+            idxs: Row numbers (negative ones count from the end) or a mask, as list, array or tensor.
         """
-        return self._take(columns.row_index(idxs, len(self)))
+        return self._take_rows(columns.row_index(idxs, len(self)))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Return rows as Python's slicing does: a view; with a step, a copy."""
+        """Return rows as Python's slicing does: a view, or with a step a copy."""
         first, last, stride = slice(start, end, step).indices(len(self))
         if stride != 1:
-            return self._take(torch.tensor(range(first, last, stride), dtype=torch.int64))
-        return self._cut([(first, max(first, last))])[0]
+            return self._take_rows(torch.tensor(range(first, last, stride), dtype=torch.int64))
+        return self._split_at([(first, max(first, last))])[0]
 
     def reorder(self, indices: RowIndex) -> None:
-        """Put the rows in this order, in place."""
+        """Reorder the rows, in place."""
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = ordered._batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Return each row `repeat_times` times: copies of a row in adjacent rows, or (not interleaved) whole batches in
-        sequence.
+        """Return each row `repeat_times` times.
+
+        Copies of a row are adjacent, or without `interleave` the whole batch is repeated.
         """
         rows = torch.arange(len(self))
-        return self._take(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        return self._take_rows(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> Self:
         """Return row i `repeat_times[i]` times, in adjacent rows."""
         times = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         if times.shape != (len(self),) or bool((times < 0).any()):
             raise ValueError(f"repeat_times must be {len(self)} counts, one per row, got {times.tolist()}")
-        return self._take(torch.arange(len(self)).repeat_interleave(times))
+        return self._take_rows(torch.arange(len(self)).repeat_interleave(times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Return `n_split` rows for each: columns in `split_keys` cut along their second dimension, the others
-        repeated.
+        """Return `n_split` rows for each row.
+
+        Columns in `split_keys` are split along their second dimension, the others repeated.
         """
-        self._own(split_keys or ())
-        cut = pick_entries("column", {**self._tensors(), **self.non_tensor_batch}, split_keys or ())
-        cut = {name: columns.cut_across(name, column, n_split) for name, column in cut.items()}
+        self._make_private(split_keys or ())
+        cut = select_entries("column", {**self._tensors(), **self.non_tensor_batch}, split_keys or ())
+        cut = {name: columns.split_across_columns(name, column, n_split) for name, column in cut.items()}
         repeated = self.repeat(n_split)
         for name, column in cut.items():
             (repeated.batch if isinstance(column, torch.Tensor) else repeated.non_tensor_batch)[name] = column
@@ -370,16 +403,20 @@ class DataProto(CopyOnTouch):
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Self]:
-        """Return an iterator over mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}`
-        mixes them.
-        """
-        how = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
-        return mini_batches(len(self), self.select_idxs, **how)
+        """Return an iterator over mini-batches, `epochs` times over all rows.
 
-    # Pieces.
+        `dataloader_kwargs={"shuffle": True}` shuffles the rows.
+        """
+        arguments = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
+        return iterate_mini_batches(len(self), self.select_idxs, **arguments)
+
+    # Chunks.
 
     def is_padding_enabled(self) -> bool:
-        """Return whether `chunk` may make uneven pieces: auto_padding of this batch or of `DataProtoConfig`."""
+        """Return whether `chunk` may return chunks of different sizes.
+
+        auto_padding of this batch or of `DataProtoConfig` allows it.
+        """
         return bool(self.meta_info.get(AUTO_PADDING_KEY)) or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -390,64 +427,78 @@ class DataProto(CopyOnTouch):
     def chunk(self, chunks: int) -> list[Self]:
         """Return `chunks` views of equal size.
 
-        With auto padding any size will do: full pieces first, then shorter or empty ones.
+        With auto padding any number of rows is accepted: full chunks first, then shorter or empty ones.
+
+        Raises:
+            DataError: The rows do not divide and auto padding is off.
         """
         bounds = columns.even_bounds(len(self), chunks)
         if len(self) % chunks:
             if not self.is_padding_enabled():
-                ways = "pad with pad_dataproto_to_divisor or use chunk_uneven"
-                raise DataError(f"{len(self)} rows cannot be chunked into {chunks} equal pieces; {ways}")
+                hint = "pad with pad_dataproto_to_divisor or use chunk_uneven"
+                raise DataError(f"{len(self)} rows cannot be chunked into {chunks} equal chunks; {hint}")
             ends = [min(bounds[0][1] * number, len(self)) for number in range(chunks + 1)]
             bounds = list(zip(ends, ends[1:], strict=False))
-        return self._cut(bounds)
+        return self._split_at(bounds)
 
     def chunk_uneven(self, chunks: int) -> list[Self]:
-        """Return `chunks` views whose sizes differ by at most one row, larger first; a piece may be empty and keeps the
-        columns.
+        """Return `chunks` views whose sizes differ by at most one row, larger first.
+
+        A chunk may be empty and keeps the columns.
         """
-        return self._cut(columns.even_bounds(len(self), chunks))
+        return self._split_at(columns.even_bounds(len(self), chunks))
 
     def split(self, split_size: int) -> list[Self]:
-        """Return views of `split_size` rows; the last one holds what is left."""
+        """Return views of `split_size` rows; the last one may be shorter."""
         if split_size < 1:
             raise ValueError(f"split_size={split_size} must be at least 1")
-        return self._cut([(start, min(start + split_size, len(self))) for start in range(0, len(self), split_size)])
+        return self._split_at(
+            [(start, min(start + split_size, len(self))) for start in range(0, len(self), split_size)]
+        )
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """Return the rows of all pieces, copied, as the first piece's class.
+        """Return the rows of all batches, copied, in the class of the first.
 
-        `meta_info["metrics"]` of all pieces becomes one dict of lists; other keys must agree. Pieces without rows add
-        nothing but meta_info. Pieces whose columns, dtypes or row shapes differ are a DataError naming the column.
+        `meta_info["metrics"]` of all batches becomes one dict of lists. Other keys must agree. Batches without rows
+        contribute only meta_info.
+
+        Raises:
+            TypeError: No batch, or not a DataProto.
+            DataError: Columns, dtypes or row shapes differ; the message names the column.
         """
-        if not data or not all(isinstance(piece, DataProto) for piece in data):
-            raise TypeError(f"concat takes one or more DataProto, got {[type(piece).__name__ for piece in data]}")
-        meta_info = merging.merge_meta_info(piece.meta_info for piece in data)
-        pieces = (
-            [p for p in data if len(p)]
-            or [p for p in data if p._batch is not None or p.non_tensor_batch][:1]
+        if not data or not all(isinstance(batch, DataProto) for batch in data):
+            raise TypeError(f"concat takes one or more DataProto, got {[type(batch).__name__ for batch in data]}")
+        meta_info = merging.merge_meta_info(batch.meta_info for batch in data)
+        sources = (
+            [b for b in data if len(b)]
+            or [b for b in data if b._batch is not None or b.non_tensor_batch][:1]
             or data[:1]
         )
-        tensors = merging.concat_columns([piece._tensors() for piece in pieces])
-        arrays = merging.concat_columns([piece.non_tensor_batch for piece in pieces])
-        has_batch = any(piece._batch is not None for piece in pieces)
-        batch = TensorDict(tensors, batch_size=[sum(map(len, pieces))]) if has_batch else None
+        tensors = merging.concat_columns([source._tensors() for source in sources])
+        arrays = merging.concat_columns([source.non_tensor_batch for source in sources])
+        has_batch = any(source._batch is not None for source in sources)
+        batch = TensorDict(tensors, batch_size=[sum(map(len, sources))]) if has_batch else None
         return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
 
 def _restore(
     cls: type[DataProto], batch: tuple[int, dict] | None, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
 ) -> DataProto:
-    """Return the batch of a pickle or a file. Tensors stay where they arrived until somebody touches them."""
+    """Return the batch of a pickle or a file.
+
+    Tensors stay in the received buffers until they are first accessed.
+    """
     data = cls(non_tensor_batch=serialization.writable_arrays(arrays), meta_info=meta_info)
     if batch is not None:
-        data._receive(*serialization.columns_over(*batch))
+        data._set_shared(*serialization.columns_from_buffer(*batch))
     return data
 
 
 def collate_fn(data_items: Sequence[DataProtoItem]) -> DataProto:
-    """Return the batch of these rows, which must have the same columns; meta_info is merged as
-    `DataProto.concat` does.
+    """Return the batch of these rows, which must have the same columns.
+
+    meta_info is merged as in `DataProto.concat`.
     """
     rows = [{} if item.batch is None else {k: v.unsqueeze(0) for k, v in item.batch.items()} for item in data_items]
     values = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in data_items])

@@ -1,5 +1,6 @@
-"""What is done to any batch of rows, a `DataProto` or a TensorDict with one batch dimension: cut it up, and join the
-pieces.
+"""Split and join batches of either kind: `DataProto`, or a TensorDict with one batch dimension.
+
+Dispatch uses these functions in the driver, and workers when they answer.
 """
 
 from collections.abc import Sequence
@@ -9,19 +10,18 @@ from tensordict import TensorDict
 
 from hybridrl.data_plane import tensordict_utils
 from hybridrl.data_plane.merging import merge_meta_info
-from hybridrl.data_plane.sharing import CopyOnTouch
+from hybridrl.data_plane.sharing import CopyOnWrite
 
 
 def is_batch(value: Any) -> bool:
-    """Return whether the value has rows that can be cut and joined: a `DataProto`, or a TensorDict with one batch
-    dimension.
-    """
-    return isinstance(value, CopyOnTouch) or (isinstance(value, TensorDict) and len(value.batch_size) == 1)
+    """Return whether the value is a `DataProto` or a TensorDict with one batch dimension."""
+    return isinstance(value, CopyOnWrite) or (isinstance(value, TensorDict) and len(value.batch_size) == 1)
 
 
 def chunk_rows(batch: Any, parts: int) -> list:
-    """Return `parts` batches of consecutive rows whose sizes differ by at most one; they may be empty and keep the
-    columns.
+    """Return `parts` batches of consecutive rows whose sizes differ by at most one.
+
+    A batch may be empty and keeps the columns.
     """
     _check(batch)
     return (
@@ -30,21 +30,21 @@ def chunk_rows(batch: Any, parts: int) -> list:
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """Return the rows of all batches, copied, as one of the first one's class. See `DataProto.concat`, also for the
-    meta information.
+    """Return the rows of all batches, copied, in the class of the first.
 
-    Batches of both kinds, which a group's workers have no reason to return, are a TypeError.
+    See `DataProto.concat`, also for the meta information.
+
+    Raises:
+        TypeError: No batch, not a batch, or batches of both kinds.
     """
     if not batches:
-        raise TypeError("one or more batches are needed to concatenate")
+        raise TypeError("concatenation needs one or more batches, got none")
     for batch in batches:
         _check(batch)
     if not isinstance(batches[0], TensorDict):
         return type(batches[0]).concat(batches)
     if not all(isinstance(batch, TensorDict) for batch in batches):
-        raise TypeError(
-            f"batches of one kind are needed to concatenate, got {[type(batch).__name__ for batch in batches]}"
-        )
+        raise TypeError(f"concatenation needs batches of one kind, got {[type(batch).__name__ for batch in batches]}")
     meta = merge_meta_info(tensordict_utils.meta_of(batch) for batch in batches)
     return tensordict_utils.concat_with_meta(batches, meta)
 

@@ -1,8 +1,7 @@
-"""Rows of one column: cut, picked, joined and compared, for dense tensors, jagged nested tensors and numpy arrays
-alike.
+"""Operations on one column: slice, select, join and compare rows.
 
-A column is a tensor or an array whose first dimension counts rows. This file knows nothing about batches of several
-columns (`protocol.py`) and nothing about bytes (`serialization.py`).
+A column is a dense tensor, a jagged nested tensor or a numpy array whose first dimension counts rows. Batches of
+several columns are in `batch.py`, bytes in `serialization.py`.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,11 @@ RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 def check_tensor_column(name: Any, tensor: Any) -> None:
-    """Refuse what rows cannot be taken from: TypeError for no tensor, DataError for sparse and strided
-    nested layouts.
+    """Check that rows can be selected from a tensor column.
+
+    Raises:
+        TypeError: It is not a tensor, or its name is not a string.
+        DataError: Its layout is sparse or strided nested, or it has no row dimension.
     """
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise TypeError(
@@ -39,7 +41,12 @@ def check_tensor_column(name: Any, tensor: Any) -> None:
 
 
 def check_array_column(name: Any, array: Any, num_rows: int) -> None:
-    """Refuse an array that does not have `num_rows` rows (DataError), and what is no array (TypeError)."""
+    """Check that a column is an array of `num_rows` rows.
+
+    Raises:
+        TypeError: It is not an array, or its name is not a string.
+        DataError: It has another number of rows.
+    """
     if not isinstance(name, str) or not isinstance(array, np.ndarray):
         raise TypeError(
             f"non_tensor_batch column {name!r} is {type(array).__name__}; these columns are numpy arrays "
@@ -51,8 +58,9 @@ def check_array_column(name: Any, array: Any, num_rows: int) -> None:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """Return values as an object array, one row per entry; entries whose shapes differ inside become
-    one object each.
+    """Return values as an object array, one row per entry.
+
+    Entries whose inner shapes differ become one object each.
     """
     try:
         return np.array(values, dtype=object)
@@ -61,7 +69,7 @@ def object_array(values: Any) -> np.ndarray:
 
 
 def one_object_per_row(values: Sequence) -> np.ndarray:
-    """Return a flat object array that holds the values as they are."""
+    """Return a flat object array of the unchanged values."""
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         array[row] = value
@@ -69,15 +77,19 @@ def one_object_per_row(values: Sequence) -> np.ndarray:
 
 
 def row_index(rows: RowIndex, num_rows: int) -> torch.Tensor:
-    """Return the picked rows as a (K,) int64 tensor of numbers in [0, num_rows), from numbers (negative ones count from
-    the end) or a mask.
+    """Return the selected rows as (K,) int64 in [0, num_rows).
 
-    Errors: TypeError for a dtype that is neither int nor bool, DataError for a mask of another length or an index of
-    more than one dimension, IndexError for a row that is not there.
+    Args:
+        rows: Row numbers (negative ones count from the end) or a mask.
+
+    Raises:
+        TypeError: The dtype is neither int nor bool.
+        DataError: The mask has another length, or the index more than one dimension.
+        IndexError: A row does not exist.
     """
     index = np.asarray(rows.detach().cpu() if isinstance(rows, torch.Tensor) else rows)
     if index.ndim != 1:
-        raise DataError(f"rows are picked by a flat list of numbers or a mask, got an index of shape {index.shape}")
+        raise DataError(f"rows are selected by a flat list of numbers or a mask, got an index of shape {index.shape}")
     if index.dtype == bool:
         if len(index) != num_rows:
             raise DataError(f"the mask has {len(index)} entries, the batch has {num_rows} rows")
@@ -85,7 +97,7 @@ def row_index(rows: RowIndex, num_rows: int) -> torch.Tensor:
     if not len(index):
         return torch.zeros(0, dtype=torch.int64)
     if index.dtype.kind not in "iu":
-        raise TypeError(f"rows are picked by integers or booleans, got {index.dtype}")
+        raise TypeError(f"rows are selected by integers or booleans, got {index.dtype}")
     outside = index[(index < -num_rows) | (index >= num_rows)]
     if len(outside):
         raise IndexError(f"row {outside[0]} is not in a batch of {num_rows} rows")
@@ -93,16 +105,19 @@ def row_index(rows: RowIndex, num_rows: int) -> torch.Tensor:
 
 
 def even_bounds(num_rows: int, parts: int) -> list[tuple[int, int]]:
-    """Return [start, stop) of `parts` runs of consecutive rows whose sizes differ by at most one, larger first."""
+    """Return [start, stop) of `parts` consecutive ranges of rows.
+
+    Their sizes differ by at most one, larger first.
+    """
     if parts < 1:
-        raise ValueError(f"rows cannot be cut into {parts} pieces; at least 1 is needed")
+        raise ValueError(f"parts={parts} must be at least 1")
     small, larger = divmod(num_rows, parts)
     ends = [0, *accumulate(small + (i < larger) for i in range(parts))]
     return list(zip(ends, ends[1:], strict=False))
 
 
 def take_rows(column: Column, rows: torch.Tensor) -> Column:
-    """Return a copy with the given rows, in that order; `rows` comes from `row_index`."""
+    """Return a copy of the given rows, in that order; `rows` comes from `row_index`."""
     if isinstance(column, np.ndarray):
         return column[rows.numpy()]
     if column.is_nested:
@@ -111,35 +126,41 @@ def take_rows(column: Column, rows: torch.Tensor) -> Column:
 
 
 def slice_rows(column: Column, start: int, stop: int) -> Column:
-    """Return rows [start, stop): a view, except of a jagged tensor, for which torch has none."""
+    """Return rows [start, stop) as a view.
+
+    Of a jagged tensor it is a copy, because torch has no such view.
+    """
     if isinstance(column, torch.Tensor) and column.is_nested:
         return take_rows(column, torch.arange(start, stop))
     return column[start:stop]
 
 
 def is_partition(bounds: Sequence[tuple[int, int]], num_rows: int) -> bool:
-    """Return whether [start, stop) runs follow one another and hold all rows."""
-    return bool(bounds) and bounds[0][0] == 0 and bounds[-1][1] == num_rows and all(map(_meet, bounds, bounds[1:]))
+    """Return whether [start, stop) ranges are consecutive and cover all rows."""
+    return (
+        bool(bounds) and bounds[0][0] == 0 and bounds[-1][1] == num_rows and all(map(_are_adjacent, bounds, bounds[1:]))
+    )
 
 
-def _meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
+def _are_adjacent(first: tuple[int, int], second: tuple[int, int]) -> bool:
     return first[1] == second[0]
 
 
 def without_holes(jagged: torch.Tensor) -> torch.Tensor:
-    """Return a jagged tensor whose values hold nothing but its rows (a narrowed one also carries what was narrowed
-    away).
+    """Return a jagged tensor whose values are exactly its rows.
+
+    A narrowed one also holds the values outside the narrowed ranges.
     """
     return jagged.contiguous() if jagged.lengths() is not None else jagged
 
 
 def jagged_dim(jagged: torch.Tensor) -> int:
-    # torch has no public name for it, and a product of shapes cannot tell which of the dimensions is the ragged one.
+    # torch has no public name for it, and shapes do not determine which dimension is ragged.
     return jagged._ragged_idx
 
 
 def _jagged_row(jagged: torch.Tensor) -> str:
-    """What a row of a jagged tensor is: `jagged (4, *)` has 4 values of each of any number of tokens."""
+    """Describe a row: `jagged (4, *)` has 4 values for each of any number of tokens."""
     sizes: list[Any] = list(jagged.values().shape)
     sizes[jagged_dim(jagged) - 1] = "*"
     return f"jagged ({', '.join(map(str, sizes))})"
@@ -156,58 +177,59 @@ def _take_jagged(jagged: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 
-def concat_rows(name: str, pieces: Sequence[Column]) -> Column:
-    """Return the rows of all pieces, copied. Raises DataError naming the column when dtypes or row shapes differ."""
-    if isinstance(pieces[0], np.ndarray):
-        return _concat_arrays(name, pieces)
-    kinds = [(p.dtype, _jagged_row(p) if p.is_nested else p.shape[1:]) for p in pieces]
+def concat_rows(name: str, parts: Sequence[Column]) -> Column:
+    """Return the rows of all parts, copied.
+
+    Raises:
+        DataError: Dtypes or row shapes differ; the message names the column.
+    """
+    if isinstance(parts[0], np.ndarray):
+        return _concat_arrays(name, parts)
+    kinds = [(p.dtype, _jagged_row(p) if p.is_nested else p.shape[1:]) for p in parts]
     for number, kind in enumerate(kinds):
-        # torch.cat would promote: int64 next to float32 loses digits without a word.
+        # torch.cat would promote: int64 with float32 silently loses digits.
         if kind != kinds[0]:
             first, other = (
                 f"{dtype} {shape if isinstance(shape, str) else tuple(shape)}" for dtype, shape in (kinds[0], kind)
             )
             raise DataError(
-                f"column {name!r} cannot be concatenated: rows of piece 0 are {first}, of piece {number} "
+                f"column {name!r} cannot be concatenated: rows of part 0 are {first}, of part {number} "
                 f"{other}; pad or cast them first"
             )
-    return _concat_jagged(pieces) if pieces[0].is_nested else torch.cat(list(pieces))
+    return _concat_jagged(parts) if parts[0].is_nested else torch.cat(list(parts))
 
 
-def _concat_arrays(name: str, pieces: Sequence[np.ndarray]) -> np.ndarray:
-    if any(p.dtype == object for p in pieces) and len({p.shape[1:] for p in pieces}) > 1:
-        # Lists of equal length make a two-dimensional object array, others a flat one: which it is may differ between
-        # pieces.
-        pieces = [
-            one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in pieces
-        ]
+def _concat_arrays(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    if any(p.dtype == object for p in parts) and len({p.shape[1:] for p in parts}) > 1:
+        # Lists of equal length make a two-dimensional object array, others a flat one. Parts may differ in this.
+        parts = [one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in parts]
     try:
-        return np.concatenate(pieces)
+        return np.concatenate(parts)
     except (ValueError, TypeError) as error:
         raise DataError(f"column {name!r} cannot be concatenated: {error}") from None
 
 
-def _concat_jagged(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    pieces = [without_holes(p) for p in pieces]
-    ragged = jagged_dim(pieces[0])
-    lengths = torch.cat([p.offsets().diff() for p in pieces])
+def _concat_jagged(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    parts = [without_holes(p) for p in parts]
+    ragged = jagged_dim(parts[0])
+    lengths = torch.cat([p.offsets().diff() for p in parts])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    values = torch.cat([p.values() for p in pieces], dim=ragged - 1)
+    values = torch.cat([p.values() for p in parts], dim=ragged - 1)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 
 def num_bytes(column: Column) -> int:
-    """Return the size of a column's own values in bytes; of an object array only the references count."""
+    """Return the size of a column's own values in bytes; object arrays count only references."""
     if isinstance(column, torch.Tensor) and column.is_nested:
         column = column.values()
     return column.nbytes
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Return whether two values are the same all the way down; NaN equals NaN, 1 equals 1.0 as in Python, a tensor no
-    array.
+def deep_equal(a: Any, b: Any) -> bool:
+    """Return whether two values are equal, compared recursively.
 
-    Complex numbers are compared part by part: with NaN in the one, the other still counts.
+    NaN equals NaN, 1 equals 1.0 as in Python, and a tensor never equals an array. Complex numbers are compared part by
+    part, so a NaN in one part does not hide a difference in the other.
     """
     if a is b:
         return True
@@ -216,11 +238,11 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and _equal_arrays(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(deep_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(deep_equal, a, b))
     if isinstance(a, complex) and isinstance(b, complex):
-        return equal(a.real, b.real) and equal(a.imag, b.imag)
+        return deep_equal(a.real, b.real) and deep_equal(a.imag, b.imag)
     return bool(a == b) or bool(a != a and b != b)
 
 
@@ -243,23 +265,26 @@ def _equal_arrays(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape:
         return False
     if a.dtype == object or b.dtype == object:
-        return all(map(equal, a.flat, b.flat))
+        return all(map(deep_equal, a.flat, b.flat))
     if a.dtype.kind == b.dtype.kind == "c":
         return _equal_arrays(a.real, b.real) and _equal_arrays(a.imag, b.imag)
     return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
 
 
-def cut_across(name: str, column: Column, parts: int) -> Column:
-    """Return (B * parts, W / parts, ...) of a column (B, W, ...): the `parts` pieces of a row in adjacent rows.
+def split_across_columns(name: str, column: Column, parts: int) -> Column:
+    """Return (B * parts, W / parts, ...) of a column (B, W, ...).
 
-    Else DataError.
+    The `parts` parts of a row are in adjacent rows.
+
+    Raises:
+        DataError: The second dimension does not divide.
     """
     if parts < 1:
-        raise ValueError(f"column {name!r} cannot be cut into {parts} parts; at least 1 is needed")
+        raise ValueError(f"column {name!r}: parts={parts} must be at least 1")
     nested = isinstance(column, torch.Tensor) and column.is_nested
     if nested or column.ndim < 2 or column.shape[1] % parts:
         shape = "jagged" if nested else tuple(column.shape)
         raise DataError(
-            f"the second dimension of column {name!r}, which is {shape}, cannot be cut into {parts} equal parts"
+            f"the second dimension of column {name!r}, which is {shape}, cannot be split into {parts} equal parts"
         )
     return column.reshape(len(column) * parts, column.shape[1] // parts, *column.shape[2:])

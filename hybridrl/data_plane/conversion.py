@@ -1,4 +1,4 @@
-"""A batch in other forms: as one TensorDict that also holds what is no tensor, and as text for a person."""
+"""Convert a batch: to one TensorDict that also holds non-tensors, and to text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,14 +13,15 @@ from hybridrl.errors import DataError
 Parts = tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]
 
 
-def stack_of(values: Sequence) -> NonTensorStack:
-    """Return the column of a TensorDict that holds these values as they are, one per row."""
+def non_tensor_stack(values: Sequence) -> NonTensorStack:
+    """Return the TensorDict column of these values, one per row."""
     return NonTensorStack(*[NonTensorData(value) for value in values])
 
 
 def plain_value(entry: Any) -> Any:
-    """Return an entry of a TensorDict without its wrapping: a tensor as it is, a column as a list, a value of the whole
-    batch.
+    """Return an entry of a TensorDict unwrapped.
+
+    A tensor stays a tensor, a column becomes a list, and a value of the whole batch loses its wrapper.
     """
     if isinstance(entry, NonTensorStack):
         return entry.tolist()
@@ -28,8 +29,9 @@ def plain_value(entry: Any) -> Any:
 
 
 def split_tensordict(tensor_dict: TensorDict) -> Parts:
-    """Return (tensor columns, other columns, meta information): `NonTensorStack` entries are columns, `NonTensorData`
-    meta.
+    """Return (tensor columns, other columns, meta information).
+
+    `NonTensorStack` entries are columns, `NonTensorData` entries meta information.
     """
     arrays = {name: column_array(v.tolist()) for name, v in tensor_dict.items() if isinstance(v, NonTensorStack)}
     meta_info = {name: v.data for name, v in tensor_dict.items() if isinstance(v, NonTensorData)}
@@ -38,11 +40,10 @@ def split_tensordict(tensor_dict: TensorDict) -> Parts:
 
 
 def column_array(values: Sequence) -> np.ndarray:
-    """Return the array column of these rows: numpy numbers and arrays of one dtype and shape as one, anything else a
-    flat object array.
+    """Return the array column of these rows.
 
-    So a column whose rows were taken out one by one comes back as it was: rows of an array are numpy's, and other
-    columns seldom hold such.
+    numpy scalars and arrays of one dtype and shape become one array, anything else a flat object array. A column split
+    into rows is thus restored: rows of a numeric array are numpy values, and other columns seldom hold such.
     """
     if values and all(isinstance(value, np.generic) for value in values):
         return np.array(values)
@@ -62,13 +63,17 @@ def join_tensordict(
     *,
     num_rows: int,
 ) -> TensorDict:
-    """Return the three parts as one TensorDict, as `split_tensordict` reads it. A name used twice is a DataError."""
+    """Return the three parts as one TensorDict, the inverse of `split_tensordict`.
+
+    Raises:
+        DataError: A name is used twice.
+    """
     twice = sorted({*tensors} & {*arrays} | {*tensors, *arrays} & {*meta_info})
     if twice:
         raise DataError(f"columns and meta_info share the names {twice}; rename or pop them first")
     result = TensorDict(dict(tensors), batch_size=[num_rows])
     for name, array in arrays.items():
-        result[name] = stack_of(array)
+        result[name] = non_tensor_stack(array)
     for name, value in meta_info.items():
         result.set_non_tensor(name, value)
     return result
@@ -77,7 +82,7 @@ def join_tensordict(
 def describe(
     tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]
 ) -> str:
-    """Return one line per column with shape, dtype and device, and one per meta_info key with its type."""
+    """Return a line per column (shape, dtype, device) and per meta_info key (type)."""
     lines = ["batch"]
     lines += [f"  {name}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}" for name, tensor in tensors.items()]
     lines += ["non_tensor_batch"]
@@ -88,7 +93,7 @@ def describe(
 
 
 def _type_name(value: Any) -> str:
-    """The type with what it holds, judged by the first entry: `list[int]`, `dict[str: float]`."""
+    """Return the type with its contents, judged by the first entry: `list[int]`, `dict[str: float]`."""
     if isinstance(value, list | tuple) and value:
         return f"{type(value).__name__}[{_type_name(value[0])}]"
     if isinstance(value, dict) and value:

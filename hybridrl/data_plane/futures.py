@@ -1,7 +1,8 @@
 """`DataProtoFuture`: a batch that is still on the workers, as one reference per shard.
 
-The driver moves references, not tokens: handing a future to a group with as many workers as it has shards passes each
-shard on without looking at it. Nothing here knows what a reference is; whoever makes a future says how to `fetch` one.
+The driver moves references, not tokens. If a worker group has as many workers as the future has shards, each shard is
+forwarded unread. This module does not interpret references: the creator of a future passes a function that fetches
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +24,17 @@ def concat_shards(shards: list) -> Any:
 
 @dataclass
 class DataProtoFuture:
-    """A promised batch.
+    """A batch to be fetched. Forward it, or call `get()`. Picklable if its functions are.
 
-    collect_fn: makes the batch of the fetched shards, in shard order; row by row, so that some shards can be collected
-    alone. futures: one reference per shard. dispatch_fn: applied to the collected batch before it is returned. fetch:
-    values of a list of references, with a deadline of its own; None when the futures are the values themselves. sizes:
-    rows of each shard, or a reference to that number; with them a piece leaves alone the shards it does not need. part:
-    (i, n) if this is the i-th of n pieces and the sizes were still references when it was cut.
-
-    A future is for passing on or for `get()`. It is picklable if its functions are.
+    Attributes:
+        collect_fn: Builds the batch from the fetched shards, in shard order. It must work row by row, so that some
+            shards can be collected alone.
+        futures: One reference per shard.
+        dispatch_fn: Applied to the collected batch before it is returned.
+        fetch: Returns the values of a list of references, with a timeout of its own. None when `futures` are the
+            values.
+        sizes: Rows of each shard, or a reference to that number. With them a chunk fetches only the shards it needs.
+        part: (i, n) if this is chunk i of n and the sizes were still references when it was split.
     """
 
     collect_fn: CollectFn
@@ -43,43 +46,44 @@ class DataProtoFuture:
 
     def __post_init__(self) -> None:
         if self.sizes is not None and len(self.sizes) != len(self.futures):
-            raise ValueError(f"sizes={self.sizes} must name the rows of each of the {len(self.futures)} shards")
+            raise ValueError(f"sizes={self.sizes} must give the rows of each of the {len(self.futures)} shards")
 
     @staticmethod
     def concat(
         data: list, *, fetch: Callable[[list], list] | None = None, sizes: list | None = None
     ) -> "DataProtoFuture":
-        """Return the future of the concatenation of the batches behind a list of references."""
+        """Return the future of the concatenated batches behind a list of references."""
         return DataProtoFuture(collect_fn=concat_shards, futures=list(data), fetch=fetch, sizes=sizes)
 
     def get(self) -> Any:
         """Fetch the shards and return the batch.
 
-        Raises what fetching raises, and DataError if the rows are not those promised.
+        Raises:
+            DataError: The rows do not match `sizes`. Errors of `fetch` are passed on.
         """
-        batch = self._all_shards() if self.part is None else self._own_part()
+        batch = self._all_shards() if self.part is None else self._fetch_part()
         return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
 
     def _all_shards(self) -> Any:
         shards = self.fetch(self.futures) if self.fetch else list(self.futures)
         batch = self.collect_fn(shards)
         if self._sizes_are_numbers() and len(batch) != sum(self.sizes):
-            raise DataError(f"the shards were promised with {self.sizes} rows and came with {[len(s) for s in shards]}")
+            raise DataError(f"the shards should have {self.sizes} rows and have {[len(s) for s in shards]}")
         return batch
 
-    def _own_part(self) -> Any:
+    def _fetch_part(self) -> Any:
         index, parts = self.part
         whole = replace(self, sizes=self.fetch(self.sizes), part=None, dispatch_fn=None)
         if not whole._sizes_are_numbers():
-            raise DataError(f"what was promised has no rows to be cut by: the shards' sizes are {whole.sizes}")
+            raise DataError(f"the future cannot be chunked by rows: the shards' sizes are {whole.sizes}")
         return whole.chunk(parts)[index].get()
 
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
-        """Return `chunks` futures of consecutive rows, without fetching anything.
+        """Return `chunks` futures of consecutive rows, without fetching.
 
-        As many as there are shards: one shard each, whatever its size. Otherwise piece sizes differ by at most one row
-        and each piece fetches the shards it needs; without `sizes`, or with a `dispatch_fn` of its own, each fetches
-        all of them. Meta information of a piece is that of the shards it fetched.
+        As many chunks as shards: one shard each, of any size. Otherwise sizes differ by at most one row and each
+        chunk fetches the shards it needs. Without `sizes`, or with a `dispatch_fn`, each chunk fetches all shards. A
+        chunk's meta information comes from the shards it fetched.
         """
         if chunks < 1:
             raise ValueError(f"chunks={chunks} must be at least 1")
@@ -88,7 +92,7 @@ class DataProtoFuture:
             or self.part is not None
             or (self.sizes is None and chunks != len(self.futures))
         ):
-            return [replace(self, dispatch_fn=partial(_piece, self.dispatch_fn, i, chunks)) for i in range(chunks)]
+            return [replace(self, dispatch_fn=partial(_chunk_of, self.dispatch_fn, i, chunks)) for i in range(chunks)]
         if chunks == len(self.futures):
             return [self._shards(slice(i, i + 1)) for i in range(chunks)]
         if self._sizes_are_numbers():
@@ -103,19 +107,22 @@ class DataProtoFuture:
         return replace(self, futures=self.futures[which], sizes=sizes)
 
     def _rows(self, start: int, stop: int) -> "DataProtoFuture":
-        """The shards that hold rows [start, stop), cut to them; an empty piece fetches one shard, to
-        know its columns.
+        """Return a future of rows [start, stop) over the shards that hold them.
+
+        An empty chunk fetches one shard, to get its columns.
         """
         ends = list(accumulate(self.sizes))
         first = next((i for i, end in enumerate(ends) if end > start), len(ends) - 1)
         last = next((i for i, end in enumerate(ends) if end >= stop and i >= first), first)
         offset = ends[first] - self.sizes[first]
-        return replace(self._shards(slice(first, last + 1)), dispatch_fn=partial(_cut, start - offset, stop - offset))
+        return replace(
+            self._shards(slice(first, last + 1)), dispatch_fn=partial(_slice_of, start - offset, stop - offset)
+        )
 
 
-def _piece(then: Callable[[Any], Any] | None, index: int, parts: int, batch: Any) -> Any:
+def _chunk_of(then: Callable[[Any], Any] | None, index: int, parts: int, batch: Any) -> Any:
     return (batch if then is None else then(batch)).chunk_uneven(parts)[index]
 
 
-def _cut(start: int, stop: int, batch: Sequence) -> Any:
+def _slice_of(start: int, stop: int, batch: Sequence) -> Any:
     return batch[start:stop]

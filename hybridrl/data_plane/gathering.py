@@ -1,8 +1,8 @@
-"""Columns of all ranks on every rank, over a torch process group: for code that runs inside one group of workers.
+"""Gather the columns of all ranks on every rank, over a torch process group.
 
-Every rank first announces what it holds, so that a mismatch is raised everywhere, before anybody waits for tensors that
-never come. Tensors then travel as bytes, padded to the largest rank's: any dtype, any number of rows per rank, any
-backend.
+For code that runs inside one group of workers. Every rank first exchanges column specs, so that a mismatch is raised
+everywhere before any rank waits for tensors that never come. Tensors then travel as bytes, padded to the largest
+rank's: any dtype, any number of rows per rank, any backend.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,10 @@ Parts = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """A tensor column announced: device, dtype and shape of its values, and, of a jagged one, number of rows and ragged
-    dimension.
+class _ColumnSpec:
+    """Spec of a tensor column: device, dtype and shape of its values.
+
+    A jagged column also has its number of rows and its ragged dimension.
     """
 
     device: str
@@ -33,7 +34,7 @@ class _Layout:
     ragged: int | None = None
 
     def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """What travels: (dtype, shape) of the values and, of a jagged column, of the offsets."""
+        """Return (dtype, shape) of the values and, of a jagged column, of the offsets."""
         values = (self.dtype, self.shape)
         return [values] if self.ragged is None else [values, (torch.int64, (self.jagged_rows + 1,))]
 
@@ -43,16 +44,16 @@ class _Layout:
         return torch.nested.nested_tensor_from_jagged(parts[0], parts[1], jagged_dim=self.ragged)
 
     def without_rows(self) -> torch.Tensor:
-        """A tensor of this kind that holds nothing."""
+        """Return an empty tensor of this spec."""
         along = 0 if self.ragged is None else self.ragged - 1
         empty = replace(self, shape=(*self.shape[:along], 0, *self.shape[along + 1 :]), jagged_rows=0)
         return empty.assemble([torch.zeros(shape, dtype=dtype) for dtype, shape in empty.parts()])
 
 
 @dataclass(frozen=True)
-class _Announcement:
+class _RankColumns:
     num_rows: int
-    layouts: dict[str, _Layout]
+    specs: dict[str, _ColumnSpec]
     arrays: dict[str, np.ndarray]
 
 
@@ -63,64 +64,70 @@ def all_gather_columns(
     num_rows: int,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], int]:
-    """Return (tensor columns, array columns, rows) of all ranks of the group together, as `all_gather_data_proto`
-    (reshaping.py) says.
+    """Return (tensor columns, array columns, number of rows) of all ranks of the group together.
+
+    See `all_gather_data_proto` (reshaping.py).
     """
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    layouts = {name: _layout(tensor) for name, tensor in tensors.items()}
-    dist.all_gather_object(everyone, _Announcement(num_rows, layouts, dict(arrays)), group=group)
-    holders = [rank for rank, one in enumerate(everyone) if one.num_rows] or _first_with_columns(everyone)
-    all_arrays = concat_columns([everyone[rank].arrays for rank in holders])
+    all_ranks: list[Any] = [None] * dist.get_world_size(group)
+    specs = {name: _column_spec(tensor) for name, tensor in tensors.items()}
+    dist.all_gather_object(all_ranks, _RankColumns(num_rows, specs, dict(arrays)), group=group)
+    ranks_with_rows = [rank for rank, one in enumerate(all_ranks) if one.num_rows] or _first_with_columns(all_ranks)
+    all_arrays = concat_columns([all_ranks[rank].arrays for rank in ranks_with_rows])
     concat_columns(
-        [{name: layout.without_rows() for name, layout in everyone[rank].layouts.items()} for rank in holders]
+        [{name: spec.without_rows() for name, spec in all_ranks[rank].specs.items()} for rank in ranks_with_rows]
     )
     gathered = {}
-    for name in everyone[holders[0]].layouts:
-        own = _parts(tensors[name]) if dist.get_rank(group) in holders else ()
-        gathered[name] = _all_gather_column(own, {rank: everyone[rank].layouts[name] for rank in holders}, group)
+    for name in all_ranks[ranks_with_rows[0]].specs:
+        own = _parts(tensors[name]) if dist.get_rank(group) in ranks_with_rows else ()
+        gathered[name] = _all_gather_column(own, {rank: all_ranks[rank].specs[name] for rank in ranks_with_rows}, group)
         if name in tensors:
-            gathered[name] = [piece.to(tensors[name].device) for piece in gathered[name]]
-    all_tensors = concat_columns([{name: pieces[i] for name, pieces in gathered.items()} for i in range(len(holders))])
-    return all_tensors, all_arrays, sum(one.num_rows for one in everyone)
+            gathered[name] = [part.to(tensors[name].device) for part in gathered[name]]
+    all_tensors = concat_columns(
+        [{name: parts[i] for name, parts in gathered.items()} for i in range(len(ranks_with_rows))]
+    )
+    return all_tensors, all_arrays, sum(one.num_rows for one in all_ranks)
 
 
-def _first_with_columns(everyone: Sequence[_Announcement]) -> list[int]:
-    return [next((rank for rank, one in enumerate(everyone) if one.layouts or one.arrays), 0)]
+def _first_with_columns(all_ranks: Sequence[_RankColumns]) -> list[int]:
+    return [next((rank for rank, one in enumerate(all_ranks) if one.specs or one.arrays), 0)]
 
 
-def _layout(tensor: torch.Tensor) -> _Layout:
+def _column_spec(tensor: torch.Tensor) -> _ColumnSpec:
     if not tensor.is_nested:
-        return _Layout(tensor.device.type, tensor.dtype, tuple(tensor.shape))
-    return _Layout(
+        return _ColumnSpec(tensor.device.type, tensor.dtype, tuple(tensor.shape))
+    return _ColumnSpec(
         tensor.device.type, tensor.dtype, tuple(without_holes(tensor).values().shape), len(tensor), jagged_dim(tensor)
     )
 
 
 def _parts(tensor: torch.Tensor) -> Parts:
-    """The dense tensors that make a column, in the order of `_Layout.parts`."""
+    """Return the dense tensors of a column, in the order of `_ColumnSpec.parts`."""
     tensor = without_holes(tensor.detach()) if tensor.is_nested else tensor
     return (tensor.values(), tensor.offsets().to(torch.int64)) if tensor.is_nested else (tensor,)
 
 
-def _all_gather_column(own: Parts, layouts: dict[int, _Layout], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return the column of each rank that holds rows, in rank order.
+def _all_gather_column(
+    own: Parts, specs: dict[int, _ColumnSpec], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Return the column of each rank that has rows, in rank order.
 
-    A rank that holds none takes part with empty `own`.
+    A rank without rows takes part with empty `own`.
     """
-    gathered: dict[int, list[torch.Tensor]] = {rank: [] for rank in layouts}
-    for number in range(len(next(iter(layouts.values())).parts())):
-        kinds = {rank: layout.parts()[number] for rank, layout in layouts.items()}
+    gathered: dict[int, list[torch.Tensor]] = {rank: [] for rank in specs}
+    for number in range(len(next(iter(specs.values())).parts())):
+        kinds = {rank: spec.parts()[number] for rank, spec in specs.items()}
         sizes = {rank: torch.Size(shape).numel() * dtype.itemsize for rank, (dtype, shape) in kinds.items()}
-        device = _common_device([layout.device for layout in layouts.values()], str(dist.get_backend_config(group)))
+        device = _common_device([spec.device for spec in specs.values()], str(dist.get_backend_config(group)))
         received = _all_gather_bytes(own[number] if own else None, max(sizes.values()), device, group)
         for rank, (dtype, shape) in kinds.items():
             gathered[rank].append(received[rank][: sizes[rank]].view(dtype).reshape(shape))
-    return [layout.assemble(gathered[rank]) for rank, layout in layouts.items()]
+    return [spec.assemble(gathered[rank]) for rank, spec in specs.items()]
 
 
 def _common_device(devices: Sequence[str], backends: str) -> torch.device:
-    """The device over which a column travels, by the same reasoning on every rank: NCCL moves nothing
-    but CUDA memory.
+    """Return the device for a column's transfer, the same on every rank.
+
+    NCCL transfers only CUDA memory.
     """
     if "nccl" in backends and ("gloo" not in backends or "cuda" in devices):
         return torch.device("cuda", torch.cuda.current_device())
@@ -130,7 +137,7 @@ def _common_device(devices: Sequence[str], backends: str) -> torch.device:
 def _all_gather_bytes(
     tensor: torch.Tensor | None, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """Return (num_bytes,) uint8 of every rank, which begin with that rank's tensor."""
+    """Return (num_bytes,) uint8 of every rank, each starting with that rank's tensor."""
     padded = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if tensor is not None:
         padded[: tensor.nbytes] = flat_bytes(tensor.to(device))

@@ -1,4 +1,4 @@
-"""`DataProtoItem`: what indexing a batch with one number gives."""
+"""`DataProtoItem`: one row, the result of indexing a batch with an integer."""
 
 from dataclasses import dataclass, field
 from typing import Any

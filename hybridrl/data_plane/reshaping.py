@@ -1,7 +1,7 @@
-"""Functions that change the number of rows of a batch: fold and unfold, pad and unpad, gather from all ranks.
+"""Change the number of rows of a batch: fold, unfold, pad, unpad, gather.
 
-They stand above `DataProto`. Dispatch does not need the padding functions, because any batch goes to any number of
-workers; they are for code that cuts batches itself.
+Dispatch does not need the padding functions, because it sends any batch to any number of workers. They are for code
+that splits batches itself.
 """
 
 import math
@@ -16,8 +16,9 @@ from hybridrl.errors import DataError
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Return `new_batch_size` rows, each holding consecutive old ones: a column (B, ...) becomes (new,
-    B / new, ...).
+    """Return `new_batch_size` rows, each of consecutive old ones.
+
+    A column (B, ...) becomes (new, B / new, ...).
     """
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise DataError(f"{len(data)} rows cannot be folded into {new_batch_size} of equal size")
@@ -25,8 +26,9 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Return the batch with the first `batch_dims` dimensions of every column made one; the inverse of
-    `fold_batch_dim`.
+    """Return the batch with the first `batch_dims` dimensions of every column merged.
+
+    The inverse of `fold_batch_dim`.
     """
     leading = {
         name: tuple(column.shape[:batch_dims]) for name, column in {**_tensors(data), **data.non_tensor_batch}.items()
@@ -45,7 +47,7 @@ def _tensors(data: DataProto) -> dict[str, torch.Tensor]:
 def _reshape(data: DataProto, num_rows: int, leading: tuple[int, ...], *, drop: int) -> DataProto:
     nested = [name for name, tensor in _tensors(data).items() if tensor.is_nested]
     if nested:
-        raise DataError(f"rows of nested columns cannot be folded: {nested}; pop them or make them dense")
+        raise DataError(f"nested columns cannot be folded: {nested}; pop them or make them dense")
     tensors = {name: tensor.reshape(*leading, *tensor.shape[drop:]) for name, tensor in _tensors(data).items()}
     arrays = {name: array.reshape(*leading, *array.shape[drop:]) for name, array in data.non_tensor_batch.items()}
     batch = None if data.batch is None else TensorDict(tensors, batch_size=[num_rows])
@@ -53,10 +55,9 @@ def _reshape(data: DataProto, num_rows: int, leading: tuple[int, ...], *, drop: 
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Return (batch, added rows): the rows repeated from the first one on until their number is a multiple of
-    `size_divisor`.
+    """Return (batch, added rows), with a number of rows that `size_divisor` divides.
 
-    Nothing is copied when nothing is added. An empty batch stays empty.
+    Rows are repeated from the first one on. Nothing is copied when nothing is added. An empty batch stays empty.
     """
     if size_divisor < 1:
         raise ValueError(f"size_divisor={size_divisor} must be at least 1")
@@ -74,11 +75,14 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> None:
-    """Make the batch hold the rows of all ranks of the group in rank order, in place; meta_info stays this rank's own.
+    """Replace the batch's rows by those of all ranks, in place. Collective.
 
-    Every rank of the group calls this and waits for all others, at most for the group's own timeout. Numbers of rows
-    may differ; a rank without rows need not know the columns. Each tensor stays on the device where this rank has it.
-    Ranks whose columns, dtypes or row shapes differ are a DataError on every rank, with the batch as it was.
+    The rows are in rank order. Every rank of the group waits for the others, at most for the group's timeout. meta_info
+    stays the rank's own. Numbers of rows may differ. A rank without rows does not need the columns. Each tensor stays
+    on this rank's device.
+
+    Raises:
+        DataError: Columns, dtypes or row shapes differ. Raised on every rank; the batch is unchanged.
     """
     tensors, arrays, num_rows = all_gather_columns(
         data._tensors(), data.non_tensor_batch, num_rows=len(data), group=process_group

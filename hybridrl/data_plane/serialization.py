@@ -1,8 +1,8 @@
-"""A batch as bytes: pickle 5 with out-of-band buffers between processes, and a plain-data file on disk.
+"""Serialize batches: pickle 5 with out-of-band buffers, and plain-data files.
 
-Between processes every tensor is one `pickle.PickleBuffer` over its own bytes, so that Ray writes it to shared memory
-once and readers map it; nothing is encoded. On disk the same tuples are written in band, by a pickler that refuses
-everything but plain data and read by an unpickler that can call nothing else. What a batch is, `protocol.py` knows.
+Between processes every tensor is one `pickle.PickleBuffer` over its own bytes. Ray writes it to shared memory once and
+readers map it; nothing is encoded. On disk the same tuples are written in band. The pickler refuses everything but
+plain data, and the unpickler can construct nothing else. `batch.py` calls this module.
 """
 
 import os
@@ -17,35 +17,27 @@ import torch
 from tensordict import TensorDict
 
 from hybridrl.data_plane.columns import jagged_dim, without_holes
-from hybridrl.data_plane.sharing import own_copy
+from hybridrl.data_plane.sharing import private_copy
 from hybridrl.errors import DataError
 
-# (dtype name, shape, bytes) of a dense tensor; (values, offsets, ragged dimension) of a jagged one, its first two again
-# such tuples.
+# (dtype name, shape, bytes) of a dense tensor, or (values, offsets, ragged dimension) of a jagged one, the first two
+# encoded as dense tensors.
 EncodedTensor = tuple[Any, Any, Any]
 EncodedColumns = dict[str, EncodedTensor]
 Wrap = Callable[[np.ndarray], Any]
 
-NUMPY_DTYPES = {
-    "float32",
-    "float64",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-}  # those that numpy has too, by the same name
+# torch dtypes that numpy has under the same name.
+NUMPY_DTYPES = {"float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"}
 
 FILE_KIND = "hybridrl.DataProto"
 FILE_VERSION = 1
 
 
 def serialize_single_tensor(tensor: torch.Tensor, *, wrap: Wrap = pickle.PickleBuffer) -> EncodedTensor:
-    """Return a tensor of any dtype and device as a picklable tuple, without its gradient history.
+    """Return a tensor of any dtype and device as a picklable tuple, without gradient history.
 
-    wrap: makes the bytes, given as a (nbytes,) uint8 array, picklable; the default is zero-copy and needs pickle
-    protocol 5.
+    Args:
+        wrap: Makes the bytes, a (nbytes,) uint8 array, picklable. The default is zero-copy and needs pickle protocol 5.
     """
     if tensor.is_nested:
         tensor = without_holes(tensor.detach())
@@ -55,35 +47,43 @@ def serialize_single_tensor(tensor: torch.Tensor, *, wrap: Wrap = pickle.PickleB
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's values as (nbytes,) uint8, over its own memory where that holds them in order and as they
-    are.
+    """Return a dense tensor's values as (nbytes,) uint8.
+
+    It shares the tensor's memory where that is contiguous and resolved.
     """
-    as_they_are = (
-        tensor.detach().resolve_conj().resolve_neg()
-    )  # a conjugated or negated view is so only in torch's books
-    return as_they_are.contiguous().reshape(-1).view(torch.uint8)
+    resolved = tensor.detach().resolve_conj().resolve_neg()  # conj and neg views are lazy flags
+    return resolved.contiguous().reshape(-1).view(torch.uint8)
 
 
 def deserialize_single_tensor(encoded: EncodedTensor) -> torch.Tensor:
-    """Return the CPU tensor of `serialize_single_tensor`, which may be written to: over the encoded bytes unless they
-    are read-only.
+    """Return the CPU tensor of `serialize_single_tensor`, which may be written to.
+
+    It shares the encoded bytes unless they are read-only.
     """
-    return own_copy(tensor_over(encoded)) if is_read_only(encoded) else tensor_over(encoded)
+    return private_copy(tensor_from_buffer(encoded)) if is_read_only(encoded) else tensor_from_buffer(encoded)
 
 
-def tensor_over(encoded: EncodedTensor) -> torch.Tensor:
-    """Return the CPU tensor over the encoded bytes themselves: it must not be written to if `is_read_only(encoded)`."""
+def tensor_from_buffer(encoded: EncodedTensor) -> torch.Tensor:
+    """Return the CPU tensor over the encoded bytes themselves.
+
+    It must not be written to if `is_read_only(encoded)`.
+    """
     first, second, third = encoded
     if not isinstance(first, str):
-        return torch.nested.nested_tensor_from_jagged(tensor_over(first), tensor_over(second), jagged_dim=third)
-    # DLPack, because frombuffer and from_numpy warn about read-only memory, once, wherever it happens to be first.
+        return torch.nested.nested_tensor_from_jagged(
+            tensor_from_buffer(first), tensor_from_buffer(second), jagged_dim=third
+        )
+    # DLPack, because torch's frombuffer and from_numpy warn about read-only memory.
     if first in NUMPY_DTYPES:
         return torch.from_dlpack(np.frombuffer(third, dtype=first).reshape(second))
     return torch.from_dlpack(np.frombuffer(third, dtype=np.uint8)).view(getattr(torch, first)).reshape(second)
 
 
 def is_read_only(encoded: EncodedTensor) -> bool:
-    """Return whether the bytes belong to somebody else: Ray's shared memory, or an immutable bytes object."""
+    """Return whether the encoded bytes are read-only.
+
+    Ray's shared memory and immutable bytes objects are.
+    """
     first, second, third = encoded
     return memoryview(third).readonly if isinstance(first, str) else is_read_only(first) or is_read_only(second)
 
@@ -93,11 +93,13 @@ def serialize_tensordict(
 ) -> tuple[int, EncodedColumns]:
     """Return (rows, encoded columns).
 
-    Columns named in `read_only` are marked so that they stay read-only wherever they arrive.
+    Columns named in `read_only` stay read-only in the receiving process.
     """
-    plain, guarded = (pickle.PickleBuffer, _read_only_buffer) if protocol >= 5 else (bytearray, bytearray)
-    guards = set(read_only)
-    columns = {k: serialize_single_tensor(v, wrap=guarded if k in guards else plain) for k, v in batch.items()}
+    plain, read_only_wrap = (pickle.PickleBuffer, _read_only_buffer) if protocol >= 5 else (bytearray, bytearray)
+    read_only_names = set(read_only)
+    columns = {
+        k: serialize_single_tensor(v, wrap=read_only_wrap if k in read_only_names else plain) for k, v in batch.items()
+    }
     return batch.batch_size[0], columns
 
 
@@ -113,32 +115,34 @@ def deserialize_tensordict(encoded: tuple[int, EncodedColumns]) -> TensorDict:
     )
 
 
-def columns_over(num_rows: int, columns: EncodedColumns) -> tuple[TensorDict, set[str]]:
-    """Return the columns over the encoded bytes themselves, and the names of those that must be copied before they are
-    written to.
+def columns_from_buffer(num_rows: int, columns: EncodedColumns) -> tuple[TensorDict, set[str]]:
+    """Return the columns over the encoded bytes, and the names of the read-only ones.
+
+    Copy a read-only column before writing to it.
     """
-    tensors = {name: tensor_over(encoded) for name, encoded in columns.items()}
+    tensors = {name: tensor_from_buffer(encoded) for name, encoded in columns.items()}
     return TensorDict(tensors, batch_size=[num_rows]), {
         name for name, encoded in columns.items() if is_read_only(encoded)
     }
 
 
 def contiguous_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return arrays that numpy pickles out of band: it sends only contiguous ones so.
+    """Return arrays that numpy pickles out of band, which requires contiguous ones.
 
-    Object arrays travel in band anyway.
+    Object arrays are pickled in band in any case.
     """
     return {name: array if array.dtype == object else np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
 def writable_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return arrays that may be written to; those over somebody else's memory are copied (they are a few bytes per
-    row).
+    """Return arrays that may be written to.
+
+    Read-only ones are copied; they have a few bytes per row.
     """
     return {name: array if array.flags.writeable else array.copy() for name, array in arrays.items()}
 
 
-# Everything a file may name: constructors of plain data, which do nothing but construct.
+# Everything a file may name: constructors of plain data without side effects.
 PLAIN_DATA = {
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
@@ -157,7 +161,7 @@ PLAIN_DATA = {
 
 
 class _PlainPickler(pickle.Pickler):
-    """Refuses on writing what would be refused on reading."""
+    """Pickler that refuses what the unpickler would refuse."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -182,26 +186,28 @@ def _check_plain(module: str, name: str) -> None:
 
 
 def save_plain(path: str | os.PathLike, content: tuple) -> None:
-    """Write a tuple of plain data to a file that appears whole or not at all.
+    """Write a tuple of plain data to a file, atomically.
 
-    Raises DataError naming what is not plain data.
+    Raises:
+        DataError: A value is not plain data; the message names its type.
     """
     target = Path(path)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial_file = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        with open(aside, "wb") as file:
+        with open(partial_file, "wb") as file:
             _PlainPickler(file, protocol=5).dump((FILE_KIND, FILE_VERSION, *content))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, target)
+        os.replace(partial_file, target)
     finally:
-        aside.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
 
 
 def load_plain(path: str | os.PathLike) -> tuple:
-    """Return what `save_plain` wrote.
+    """Return what `save_plain` wrote. The file cannot execute code.
 
-    No code runs on the file's behalf; anything but such a file is a DataError naming the path.
+    Raises:
+        DataError: It is not such a file, or damaged; the message names the path.
     """
     with open(path, "rb") as file:
         try:

@@ -1,10 +1,9 @@
-"""TensorDicts as batches, for users of verl's second protocol: `from hybridrl.data_plane import tensordict_utils as
-tu`.
+"""TensorDicts as batches, verl's second protocol: `from hybridrl.data_plane import tensordict_utils as tu`.
 
-A TensorDict holds rows when it has one batch dimension: tensors (dense or jagged) and `NonTensorStack` entries are
-columns, `NonTensorData` entries belong to the whole batch, as meta_info does in a `DataProto`. Everything here keeps
-that difference, whatever tensordict's own chunk, cat and indexing make of it in which version. Rows are cut, picked and
-joined by `columns.py`.
+A TensorDict with one batch dimension has rows. Tensors (dense or jagged) and `NonTensorStack` entries are columns.
+`NonTensorData` entries belong to the whole batch, like meta_info in a `DataProto`. Every function keeps this
+distinction, independent of the tensordict version's own chunk, cat and indexing. Operations on one column are in
+`columns.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from hybridrl.data_plane.columns import (
     RowIndex,
     check_tensor_column,
     concat_rows,
-    equal,
+    deep_equal,
     even_bounds,
     jagged_dim,
     one_object_per_row,
@@ -27,9 +26,9 @@ from hybridrl.data_plane.columns import (
     slice_rows,
     take_rows,
 )
-from hybridrl.data_plane.conversion import plain_value, stack_of
+from hybridrl.data_plane.conversion import non_tensor_stack, plain_value
 from hybridrl.data_plane.merging import concat_columns, list_of_dict_to_dict_of_list, union_tensor_dict
-from hybridrl.data_plane.row_iterator import mini_batches
+from hybridrl.data_plane.row_iterator import iterate_mini_batches
 from hybridrl.errors import DataError
 
 __all__ = [
@@ -63,20 +62,27 @@ __all__ = [
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
-    """Put in a value that belongs to the whole batch, in place."""
+    """Set a value of the whole batch, in place."""
     tensor_dict.set(key, NonTensorData(unwrap_non_tensor_data(val)))
 
 
 def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence) -> None:
-    """Put in a column with one value of any kind per row, in place. Another number of values than rows: DataError."""
-    stack = val if isinstance(val, NonTensorStack) else stack_of(val)
+    """Set a column with one value of any kind per row, in place.
+
+    Raises:
+        DataError: The numbers of values and rows differ.
+    """
+    stack = val if isinstance(val, NonTensorStack) else non_tensor_stack(val)
     if tensor_dict.batch_size and len(stack) != len(tensor_dict):
         raise DataError(f"column {key!r} has {len(stack)} values, the batch has {len(tensor_dict)} rows")
     tensor_dict.set(key, stack)
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> TensorDict:
-    """Put in lists as columns and everything else as values of the whole batch, in place, and return the TensorDict."""
+    """Set lists as columns and everything else as values of the whole batch, in place.
+
+    Returns the TensorDict.
+    """
     for key, value in kwargs.items():
         assign = assign_non_tensor_stack if isinstance(value, list | NonTensorStack) else assign_non_tensor_data
         assign(tensor_dict, key, value)
@@ -84,18 +90,19 @@ def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> TensorDict:
 
 
 def unwrap_non_tensor_data(data: Any) -> Any:
-    """Return what a `NonTensorData` holds, and anything else as it is."""
+    """Return the content of a `NonTensorData`, and anything else unchanged."""
     return data.data if isinstance(data, NonTensorData) else data
 
 
 def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
-    """Return a value of the whole batch without its wrapping, or the default."""
+    """Return a value of the whole batch without its wrapper, or the default."""
     return unwrap_non_tensor_data(data.get(key, default))
 
 
 def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """Return an entry as a tensor, a list (`NonTensorStack`) or a value (`NonTensorData`), or the default if there is
-    none.
+    """Return an entry as a tensor, a list (`NonTensorStack`) or a value (`NonTensorData`).
+
+    Without the entry, return the default.
     """
     return plain_value(tensordict.get(key)) if key in tensordict.keys() else default
 
@@ -103,7 +110,8 @@ def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
     """Return the TensorDict with only these entries and the same rows, sharing storage.
 
-    One that is not there: KeyError.
+    Raises:
+        KeyError: One does not exist.
     """
     keys = list(keys)
     missing = [key for key in keys if key not in tensordict.keys()]
@@ -121,27 +129,37 @@ def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 
 
 def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Remove these entries and return them as `get_keys` does. One that is not there: KeyError, nothing removed."""
-    taken = get_keys(tensordict, keys)
-    for key in list(taken.keys()):
+    """Remove these entries and return them as `get_keys` does.
+
+    Raises:
+        KeyError: One does not exist; nothing is removed.
+    """
+    popped = get_keys(tensordict, keys)
+    for key in list(popped.keys()):
         tensordict.del_(key)
-    return taken
+    return popped
 
 
-# Making one.
+# Construction.
 
 
 def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str, Any] | None = None) -> TensorDict:
-    """Return the TensorDict of columns (tensors, lists, arrays, `NonTensorStack`) and of values of the whole batch.
+    """Return the TensorDict of columns and of values of the whole batch.
 
-    Lists and arrays become `NonTensorStack`, whatever they hold but tensors. Without columns the batch size is [].
-    Columns of different length, a name in both dicts, a strided nested tensor: DataError. No column: TypeError.
+    Args:
+        tensor_dict: Columns: tensors, lists, arrays or `NonTensorStack`. Lists and arrays become `NonTensorStack` and
+            must not hold tensors. Without columns the batch size is [].
+        non_tensor_dict: Values of the whole batch.
+
+    Raises:
+        DataError: Columns of different lengths, a name in both dicts, or a strided nested tensor.
+        TypeError: A value cannot be a column.
     """
     non_tensor_dict = non_tensor_dict or {}
     twice = sorted(tensor_dict.keys() & non_tensor_dict.keys())
     if twice:
         raise DataError(f"tensor_dict and non_tensor_dict share the names {twice}; rename or drop one of each")
-    columns = {key: _entry_of(key, value) for key, value in tensor_dict.items()}
+    columns = {key: _make_entry(key, value) for key, value in tensor_dict.items()}
     sizes = {key: len(column) for key, column in columns.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(f"columns differ in their number of rows: {sizes}")
@@ -149,7 +167,7 @@ def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str,
     return TensorDict({**columns, **meta}, batch_size=list(sizes.values())[:1])
 
 
-def _entry_of(key: str, value: Any) -> torch.Tensor | NonTensorStack:
+def _make_entry(key: str, value: Any) -> torch.Tensor | NonTensorStack:
     if isinstance(value, NonTensorStack):
         return value
     if isinstance(value, list | np.ndarray):
@@ -158,26 +176,29 @@ def _entry_of(key: str, value: Any) -> torch.Tensor | NonTensorStack:
                 f"column {key!r} is a list of tensors; make it one tensor, or a jagged one by "
                 "nested_tensor_from_tensor_list"
             )
-        return stack_of(value)
+        return non_tensor_stack(value)
     check_tensor_column(key, value)
     return value
 
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> TensorDict:
-    """Return the TensorDict with one row per dict, which must have the same keys (else DataError).
+    """Return the TensorDict with one row per dict.
 
-    Tensors without dimensions become one dense column, others a jagged one even if their shapes agree (a group of one
-    row must look like any other group), everything that is not all tensors a `NonTensorStack`.
+    Tensors without dimensions become one dense column. Other tensors become a jagged column even if their shapes agree,
+    so that a batch of one row has the same kind of column. Everything else becomes a `NonTensorStack`.
+
+    Raises:
+        DataError: No dicts, or their keys differ.
     """
     if not list_of_dicts:
-        raise DataError("a TensorDict of no rows has no columns; make it with get_tensordict")
+        raise DataError("got no dicts, so there are no columns; build an empty TensorDict with get_tensordict")
     columns = list_of_dict_to_dict_of_list(list_of_dicts)
-    return TensorDict({key: _column_of(values) for key, values in columns.items()}, batch_size=[len(list_of_dicts)])
+    return TensorDict({key: _make_column(values) for key, values in columns.items()}, batch_size=[len(list_of_dicts)])
 
 
-def _column_of(values: list) -> torch.Tensor | NonTensorStack:
+def _make_column(values: list) -> torch.Tensor | NonTensorStack:
     if not all(isinstance(value, torch.Tensor) for value in values):
-        return stack_of(values)
+        return non_tensor_stack(values)
     return nested_tensor_from_tensor_list(values) if any(value.dim() for value in values) else torch.stack(values)
 
 
@@ -185,14 +206,19 @@ def _column_of(values: list) -> torch.Tensor | NonTensorStack:
 
 
 def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
-    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension: `ragged_idx` counted in the result,
-    default the last.
+    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension.
 
-    Keeps the gradient history. Tensors that differ in more than that, or in dtype: DataError.
+    Keeps the gradient history.
+
+    Args:
+        ragged_idx: That dimension, counted in the result; default the last.
+
+    Raises:
+        DataError: The tensors differ in another dimension or in dtype.
     """
     if not tensors or not all(tensor.dim() == tensors[0].dim() > 0 for tensor in tensors):
         raise DataError(
-            f"tensors of one number of dimensions, at least 1, are needed, got {[tuple(t.shape) for t in tensors]}"
+            f"tensors must have the same number of dimensions, at least 1, got {[tuple(t.shape) for t in tensors]}"
         )
     ragged = tensors[0].dim() if ragged_idx is None else ragged_idx
     if not 1 <= ragged <= tensors[0].dim():
@@ -212,7 +238,8 @@ def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: 
 def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the rows of all jagged tensors as one.
 
-    Different dtypes or row shapes, or a tensor that is not jagged: DataError.
+    Raises:
+        DataError: Different dtypes or row shapes, or a tensor that is not jagged.
     """
     if not tensors or not all(tensor.is_nested for tensor in tensors):
         raise DataError(
@@ -224,8 +251,9 @@ def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def maybe_fix_3d_position_ids(data: TensorDict) -> None:
-    """Make the last dimension of jagged 3-dimensional `position_ids` the ragged one, in place, if some transport lost
-    that.
+    """Make the last dimension of jagged 3-dimensional `position_ids` the ragged one, in place.
+
+    Some transports lose which dimension is ragged.
     """
     position_ids = get(data, "position_ids")
     if (
@@ -242,8 +270,12 @@ def maybe_fix_3d_position_ids(data: TensorDict) -> None:
 
 
 def index_select_tensor_dict(batch: TensorDict | None, indices: RowIndex) -> TensorDict | None:
-    """Return a copy with the picked rows (numbers, negative ones from the end, or a mask), values of the whole batch
-    kept. None: None.
+    """Return a copy of the selected rows, with the values of the whole batch.
+
+    None gives None.
+
+    Args:
+        indices: Row numbers (negative ones count from the end) or a mask.
     """
     if batch is None:
         return None
@@ -253,9 +285,9 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: RowIndex) -> Ten
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
-    """Return `chunks` pieces of consecutive rows whose sizes differ by at most one, larger first; they may be empty.
+    """Return `chunks` batches of consecutive rows whose sizes differ by at most one, larger first.
 
-    Dense: views.
+    They may be empty. Dense columns are views.
     """
     columns, meta = _split(td)
     return [
@@ -267,23 +299,30 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
-    """Return the rows of all TensorDicts, copied; values of the whole batch are those of the first that has them.
+    """Return the rows of all TensorDicts, copied.
 
-    Pieces whose columns, dtypes or row shapes differ are a DataError; a piece without rows adds no columns. Without
-    batch dimension: `concat_tensordict_with_none_bsz`.
+    A value of the whole batch comes from the first TensorDict that has it. TensorDicts without rows contribute no
+    columns. Without batch dimension, see `concat_tensordict_with_none_bsz`.
+
+    Raises:
+        DataError: Columns, dtypes or row shapes differ.
     """
     if not data:
-        raise DataError("one or more TensorDicts are needed to concatenate")
+        raise DataError("concatenation needs one or more TensorDicts, got none")
     if not any(td.batch_size for td in data):
         return concat_tensordict_with_none_bsz(data)
-    first_wins: dict[str, Any] = {}
+    merged_meta: dict[str, Any] = {}
     for td in reversed(data):
-        first_wins |= meta_of(td)
-    return concat_with_meta(data, first_wins)
+        merged_meta |= meta_of(td)
+    return concat_with_meta(data, merged_meta)
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
-    """Return the first of some TensorDicts without batch dimension: they have no rows to join. Any other: DataError."""
+    """Return the first of some TensorDicts without batch dimension, which have no rows to join.
+
+    Raises:
+        DataError: One has a batch dimension.
+    """
     sizes = [tuple(td.batch_size) for td in data]
     if not data or any(sizes):
         raise DataError(f"TensorDicts without batch dimension are needed, got batch sizes {sizes}")
@@ -291,14 +330,14 @@ def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
 
 
 def concat_with_meta(data: Sequence[TensorDict], meta: Mapping[str, Any]) -> TensorDict:
-    """Return the rows of all TensorDicts, copied, with these values for the whole batch."""
-    holding = [td for td in data if _num_rows(td)] or [td for td in data if _split(td)[0]][:1] or data[:1]
-    columns = concat_columns([_split(td)[0] for td in holding])
-    return _join(columns, meta, data[0], num_rows=sum(map(_num_rows, holding)))
+    """Return the rows of all TensorDicts, copied, with these values of the whole batch."""
+    with_rows = [td for td in data if _num_rows(td)] or [td for td in data if _split(td)[0]][:1] or data[:1]
+    columns = concat_columns([_split(td)[0] for td in with_rows])
+    return _join(columns, meta, data[0], num_rows=sum(map(_num_rows, with_rows)))
 
 
 def meta_of(td: TensorDict) -> dict[str, Any]:
-    """Return what belongs to the whole batch."""
+    """Return the values of the whole batch."""
     return {key: entry.data for key, entry in td.items() if isinstance(entry, NonTensorData)}
 
 
@@ -309,18 +348,20 @@ def make_iterator(
     seed: int | None = None,
     dataloader_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[TensorDict]:
-    """Return an iterator over mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` mixes
-    them.
+    """Return an iterator over mini-batches, `epochs` times over all rows.
+
+    `dataloader_kwargs={"shuffle": True}` shuffles the rows.
     """
-    how = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
-    return mini_batches(_num_rows(tensordict), lambda rows: index_select_tensor_dict(tensordict, rows), **how)
+    arguments = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
+    return iterate_mini_batches(
+        _num_rows(tensordict), lambda rows: index_select_tensor_dict(tensordict, rows), **arguments
+    )
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Return (batch, added rows): the rows repeated from the first one on until their number is a multiple of
-    `size_divisor`.
+    """Return (batch, added rows), with a number of rows that `size_divisor` divides.
 
-    Nothing is copied when nothing is added. An empty batch stays empty.
+    Rows are repeated from the first one on. Nothing is copied when nothing is added. An empty batch stays empty.
     """
     if size_divisor < 1:
         raise ValueError(f"size_divisor={size_divisor} must be at least 1")
@@ -345,7 +386,7 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     )
 
 
-# Wholes.
+# Whole TensorDicts.
 
 
 def contiguous(data: TensorDict) -> TensorDict:
@@ -354,8 +395,9 @@ def contiguous(data: TensorDict) -> TensorDict:
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """Raise AssertionError naming the entry unless both hold the same: names, kinds, dtypes, rows, values (NaN equals
-    NaN).
+    """Raise AssertionError, naming the entry, unless both TensorDicts are equal.
+
+    Compares names, kinds, dtypes, rows and values (NaN equals NaN).
     """
     first, second = (dict(td.items()) for td in (tensordict1, tensordict2))
     if first.keys() != second.keys():
@@ -365,11 +407,11 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
     for key, value in first.items():
         if type(value) is not type(second[key]):
             raise AssertionError(f"entry {key!r} is {type(value).__name__} here and {type(second[key]).__name__} there")
-        if not equal(plain_value(value), plain_value(second[key])):
+        if not deep_equal(plain_value(value), plain_value(second[key])):
             raise AssertionError(f"entry {key!r} differs: {plain_value(value)} and {plain_value(second[key])}")
 
 
-# A TensorDict taken apart into columns and what belongs to the whole batch, and put together again.
+# Splitting a TensorDict into columns and values of the whole batch, and joining them.
 
 
 def _num_rows(td: TensorDict) -> int:
@@ -392,7 +434,9 @@ def _as_column(key: str, entry: Any) -> Column:
 
 
 def _join(columns: Mapping[str, Column], meta: Mapping[str, Any], like: TensorDict, *, num_rows: int) -> TensorDict:
-    entries = {key: stack_of(column) if isinstance(column, np.ndarray) else column for key, column in columns.items()}
+    entries = {
+        key: non_tensor_stack(column) if isinstance(column, np.ndarray) else column for key, column in columns.items()
+    }
     return _with_entries({**entries, **{key: NonTensorData(value) for key, value in meta.items()}}, like, [num_rows])
 
 

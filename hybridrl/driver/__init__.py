@@ -1,1 +1,1 @@
-"""The driver process: supervisor, lifecycle, termination, its Ray cluster."""
+"""The driver process: supervisor, lifecycle, SIGTERM handling, Ray cluster, resume command."""

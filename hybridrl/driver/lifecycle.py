@@ -1,8 +1,9 @@
-"""`LIFE`: what a driver knows of the one who keeps it running (`hybridrl/driver/supervisor.py`), and tells him.
+"""Channel between a driver and its supervisor (`driver/supervisor.py`): attempt number, run id and status reports.
 
-A driver that dies is started again, and is then the same driver in its next life: same command, same run, next number.
-One that nobody keeps running (a notebook, a test, `trainer.backend=local`) has one life, and what is told here goes
-nowhere.
+When a driver dies, the supervisor starts it again with the same command and run id and the next attempt number. A
+driver without a supervisor (a notebook, a test, `trainer.backend=local`) is attempt 1, and its reports are dropped.
+
+Runs in the driver; the trainer and its recovery use the module instance `LIFECYCLE`. Restarts nothing itself.
 """
 
 import json
@@ -16,74 +17,86 @@ from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
-CLUSTER_WITHIN_S = 120.0
+CLUSTER_TIMEOUT_S = 120.0  # for the supervisor to start Ray on this machine
 
 
-class Life:
-    """number: 1, and one more for every driver of this run that was lost.
+class DriverLifecycle:
+    """The driver's end of the channel to its supervisor.
 
-    run: its name on the cluster, the same in every life.
+    Attributes:
+        attempt: 1 for the first driver of a run, one more for each restart.
+        run_id: Name of the run on the cluster, the same in every attempt.
+        on_orphaned: Called when the supervisor is gone, right before this process kills itself.
     """
 
     def __init__(self) -> None:
-        self.number, self.run = 1, ""
+        self.attempt, self.run_id = 1, ""
         self.on_orphaned: Callable[[], None] = lambda: None
         self._channel: socket.socket | None = None
-        self._clusters: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._cluster_answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     @property
-    def is_kept(self) -> bool:
-        """Whether somebody starts this driver again when it dies."""
+    def is_supervised(self) -> bool:
+        """Whether a supervisor restarts this driver when it dies."""
         return self._channel is not None
 
-    def begin(self, channel: socket.socket, *, number: int, run: str) -> None:
-        """Be a life that is kept.
+    def attach_supervisor(self, channel: socket.socket, *, attempt: int, run_id: str) -> None:
+        """Connect to the supervisor.
 
-        channel: to the supervisor; when it closes, the supervisor is gone, and this process ends.
+        Args:
+            channel: Socket to the supervisor. When it closes, the supervisor is gone and this process kills itself.
+            attempt: Number of this driver.
+            run_id: Name of the run.
         """
-        self.number, self.run, self._channel = number, run, channel
-        threading.Thread(target=self._listen, args=(channel,), name="life", daemon=True).start()
+        self.attempt, self.run_id, self._channel = attempt, run_id, channel
+        threading.Thread(target=self._receive, args=(channel,), name="supervisor-channel", daemon=True).start()
 
-    def reached(self, step: int) -> None:
-        """Tell that a step has ended and what it left can be gone on from: the next loss is not the same one again."""
-        self._tell({"step": step})
+    def report_step(self, step: int) -> None:
+        """Report that a step is complete and its snapshot is stored.
 
-    def lost_the_job(self, why: str) -> None:
-        """Tell that this driver ends because of what no driver can mend, so that the whole job is to
-        be started anew.
+        Resets the supervisor's count of consecutive failures.
         """
-        self._tell({"again": why})
+        self._send({"step": step})
 
-    def end(self, code: int) -> None:
-        """Tell that this driver ends, and means it."""
-        self._tell({"end": code})
+    def request_new_job(self, why: str) -> None:
+        """Request a new job from the last checkpoint, because no restart of this driver can repair the failure."""
+        self._send({"new_job": why})
 
-    def cluster(self) -> str:
-        """Return the address of a Ray cluster on this machine that outlives this driver, and set the environment that
-        it is known with.
+    def report_exit(self, code: int) -> None:
+        """Report an intentional exit with this code, so that the supervisor does not restart the driver."""
+        self._send({"exit": code})
 
-        Raises RuntimeError when it did not start.
+    def ray_address(self) -> str:
+        """Return the address of a Ray cluster on this machine that outlives this driver.
+
+        The supervisor starts the cluster if there is none. Sets the `RAY_*` variables that the cluster was started
+        with.
+
+        Raises:
+            RuntimeError: Ray did not start within `CLUSTER_TIMEOUT_S`.
         """
-        self._tell({"cluster": True})
+        self._send({"cluster": True})
         try:
-            answer = self._clusters.get(timeout=CLUSTER_WITHIN_S)
+            answer = self._cluster_answers.get(timeout=CLUSTER_TIMEOUT_S)
         except queue.Empty:
-            answer = {"error": f"no answer within {CLUSTER_WITHIN_S:g} s"}
+            answer = {"error": f"no answer within {CLUSTER_TIMEOUT_S:g} s"}
         if "error" in answer:
             raise RuntimeError(f"Ray did not start on this machine: {answer['error']}")
         os.environ.update(answer["environment"])
         return answer["cluster"]
 
-    def _tell(self, word: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._channel is not None:
-            self._channel.sendall(json.dumps(word).encode() + b"\n")
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
 
-    def _listen(self, channel: socket.socket) -> None:
+    def _receive(self, channel: socket.socket) -> None:
         with channel.makefile("rb") as lines:
             for line in lines:
-                self._clusters.put(json.loads(line))
+                self._cluster_answers.put(json.loads(line))
         self.on_orphaned()
-        os.kill(os.getpid(), signal.SIGKILL)  # it may be anywhere, in a collective too
+        os.kill(
+            os.getpid(), signal.SIGKILL
+        )  # the main thread may block in a collective: an exception would not reach it
 
 
-LIFE = Life()
+LIFECYCLE = DriverLifecycle()

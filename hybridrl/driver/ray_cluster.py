@@ -1,4 +1,8 @@
-"""The Ray cluster of a program: joined where RAY_ADDRESS says, started on this machine otherwise."""
+"""Connect a program to a Ray cluster: the one that RAY_ADDRESS names, else one started on this machine.
+
+Called by `main_ppo`, `main_sft` and `hybridrl serve` in the driver; the supervisor calls `start_local_cluster` in the
+process that holds the cluster of a supervised run.
+"""
 
 import contextlib
 import logging
@@ -7,22 +11,28 @@ import re
 import socket
 from importlib.util import find_spec
 
-from hybridrl.driver.lifecycle import LIFE
-from hybridrl.driver.termination import NOTICE
+from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.driver.termination import TERMINATION
 from hybridrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-SLOTS_PER_CORE = 2  # of a local cluster: workers that share a core are slow, not wrong, but each takes memory
-OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text is megabytes
-KNOCK_TIMEOUT_S = 5.0
+SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
+OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text takes megabytes
+CONNECT_TIMEOUT_S = 5.0
 PLAIN_ADDRESS = re.compile(r"[^/]+:\d+")  # not ray://HOST:PORT
 
 
 def start_ray(*, num_nodes: int = 1) -> None:
-    """Connect to a Ray cluster, or start one on this machine. num_nodes: how many machines the job wants.
+    """Connect to a Ray cluster, or start one on this machine.
 
-    The cluster that RAY_ADDRESS names is joined; without it, for a job of several machines, the one that `ray start`
-    made here. Raises ConfigError where Ray is not installed, or where that cluster does not answer.
+    Connects to the cluster that RAY_ADDRESS names. Without RAY_ADDRESS, a job of several machines connects to the
+    cluster that `ray start` made here; otherwise a local cluster is started.
+
+    Args:
+        num_nodes: Machines that the job needs.
+
+    Raises:
+        ConfigError: Ray is not installed, or the cluster does not answer.
     """
     if find_spec("ray") is None:
         raise ConfigError(
@@ -35,7 +45,7 @@ def start_ray(*, num_nodes: int = 1) -> None:
         return
     address = os.environ.get("RAY_ADDRESS") or ("auto" if num_nodes > 1 and _cluster_started_here() else "local")
     if address != "local":
-        _join(address)
+        _connect(address)
         return
     if num_nodes > 1:
         logger.warning(
@@ -43,34 +53,33 @@ def start_ray(*, num_nodes: int = 1) -> None:
             num_nodes,
         )
     logger.info("starting Ray on this machine")
-    if LIFE.is_kept:
-        _join_own()
+    if LIFECYCLE.is_supervised:
+        _connect_own()
     else:
         start_local_cluster()
-    NOTICE.listen_again()  # Ray's own handler would end the process at once
+    TERMINATION.reinstall()  # Ray has replaced the handler by one that ends the process at once
 
 
-def _join_own() -> None:
-    """Connect to the cluster that outlives this driver."""
+def _connect_own() -> None:
+    """Connect to the supervisor's cluster, which outlives this driver."""
     import ray
 
     try:
-        address = LIFE.cluster()
-        with contextlib.suppress(
-            ImportError, AttributeError
-        ):  # Ray has read its environment, and with it the way it authenticates
+        address = LIFECYCLE.ray_address()
+        # Ray read its authentication mode from the environment at import; read it again.
+        with contextlib.suppress(ImportError, AttributeError):
             ray._raylet.Config.initialize("")
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RuntimeError, OSError) as error:
-        if LIFE.number > 1:
-            LIFE.lost_the_job("the Ray cluster of this machine is gone")
+        if LIFECYCLE.attempt > 1:
+            LIFECYCLE.request_new_job("the Ray cluster of this machine is gone")
         raise ConfigError(
-            f"{error}; set RAY_ADDRESS to a cluster that runs, or trainer.backend=local for one process"
+            f"{error}; set RAY_ADDRESS to a running cluster, or trainer.backend=local for one process"
         ) from error
 
 
 def start_local_cluster() -> str:
-    """Start a Ray cluster on this machine, which ends with this process, and return its address, HOST:PORT."""
+    """Start a Ray cluster on this machine that ends with this process, and return its address, HOST:PORT."""
     import ray
 
     ray.init(
@@ -79,54 +88,53 @@ def start_local_cluster() -> str:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        object_store_memory=None if cuda_machine() else OBJECT_STORE_BYTES,
+        object_store_memory=None if has_cuda_device() else OBJECT_STORE_BYTES,
     )
     return ray.get_runtime_context().gcs_address
 
 
-def _join(address: str) -> None:
-    """Connect to the cluster at `address`: HOST:PORT, `auto`, or what else Ray takes."""
+def _connect(address: str) -> None:
+    """Connect to the cluster at `address`: HOST:PORT, `auto`, or another form that Ray accepts."""
     import ray
 
     try:
-        if PLAIN_ADDRESS.fullmatch(address):  # ray.init would try for half a minute, and write twenty lines
-            _knock(address)
+        if PLAIN_ADDRESS.fullmatch(address):  # ray.init would retry for 30 s and print 20 lines
+            _check_accepts_connections(address)
         context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({' '.join(str(error).split())}); start "
-            "one with `ray start --head`, "
-            "set RAY_AUTH_MODE=token if it wants a token, or unset RAY_ADDRESS and this run starts a "
-            "cluster on this machine"
+            "one with `ray start --head`, set RAY_AUTH_MODE=token if it requires a token, or unset RAY_ADDRESS to "
+            "start a cluster on this machine"
         ) from error
-    NOTICE.listen_again()
+    TERMINATION.reinstall()
     logger.info(
-        "joined the Ray cluster at %s, machines: %d",
+        "connected to the Ray cluster at %s, machines: %d",
         context.address_info["address"],
         sum(node["Alive"] for node in ray.nodes()),
     )
 
 
 def _cluster_started_here() -> bool:
-    """Return whether `ray start` made this machine part of a cluster, and it answers.
+    """Return whether `ray start` made this machine part of a cluster that answers.
 
-    Ray's own `auto` would also take the private cluster of another run on this machine.
+    Ray's own `auto` would also choose the private cluster of another run on this machine.
     """
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # where Ray writes it
     try:
         with open(os.path.join(folder, "ray", "ray_current_cluster"), encoding="utf-8") as f:
-            _knock(f.read().strip())
+            _check_accepts_connections(f.read().strip())
     except (OSError, ValueError):
         return False
     return True
 
 
-def _knock(address: str) -> None:
-    """Raise OSError unless something listens at HOST:PORT."""
+def _check_accepts_connections(address: str) -> None:
+    """Raise OSError unless HOST:PORT accepts connections."""
     host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
-def cuda_machine() -> bool:
+def has_cuda_device() -> bool:
     """Return whether this machine has CUDA devices, without importing torch."""
     return os.path.exists("/proc/driver/nvidia/version")

@@ -1,5 +1,7 @@
-"""The command of a run, kept in the run's directory: `hybridrl job resume` gives it again, and the run goes on from its
-last commit.
+"""Save the command line of a run in its directory, and resume the run by repeating it.
+
+`main_ppo` saves the command when it starts. `hybridrl job resume` replaces its own process by that command, with
+`trainer.resume_mode=auto`.
 """
 
 import json
@@ -12,37 +14,40 @@ from hybridrl.errors import ConfigError
 FILE = "command.json"
 
 
-def note_command(directory: str) -> None:
-    """Keep the command of this program in a run's directory."""
+def save_command(directory: str) -> None:
+    """Save the command line of this program in a run's directory."""
     with open(os.path.join(directory, FILE), "w", encoding="utf-8") as f:
         json.dump({"command": [sys.executable, *sys.orig_argv[1:]], "directory": os.getcwd()}, f, indent=2)
 
 
-def resuming(directory: str, changes: Sequence[str] = ()) -> tuple[list[str], str]:
-    """Return the command that goes on with the run in `directory`, and where it is to be given. changes: settings,
-    key=value.
+def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[str], str]:
+    """Return the command that resumes the run in `directory`, and its working directory.
 
-    Raises ConfigError where no run has kept its command.
+    Args:
+        directory: The run's directory.
+        changes: Settings to change, key=value.
+
+    Raises:
+        ConfigError: No saved command is there.
     """
     path = os.path.join(directory, FILE)
     try:
         with open(path, encoding="utf-8") as f:
-            kept = json.load(f)
-        command, where = kept["command"], kept["directory"]
+            saved = json.load(f)
+        command, working_directory = saved["command"], saved["directory"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{directory}: no run of `python -m hybridrl.main_ppo` has left its {FILE} there ({error}); "
-            "name a run's directory, "
-            "trainer.default_local_dir or checkpoints/PROJECT/EXPERIMENT"
+            f"{directory}: no {FILE} of a run of `python -m hybridrl.main_ppo` is there ({error}); name a run's "
+            "directory: trainer.default_local_dir, or checkpoints/PROJECT/EXPERIMENT"
         ) from error
     new = ["trainer.resume_mode=auto", *changes]
     replaced = {word.partition("=")[0] for word in new} | {"trainer.resume_from_path"}
-    return [*(word for word in command if word.partition("=")[0] not in replaced), *new], where
+    return [*(word for word in command if word.partition("=")[0] not in replaced), *new], working_directory
 
 
-def resume(directory: str, changes: Sequence[str] = ()) -> None:
-    """Become the program that goes on with the run in `directory`."""
-    command, where = resuming(directory, changes)
-    os.chdir(where)
+def resume_run(directory: str, changes: Sequence[str] = ()) -> None:
+    """Replace this process by the command that resumes the run in `directory`. Does not return."""
+    command, working_directory = resume_arguments(directory, changes)
+    os.chdir(working_directory)
     sys.stdout.flush()
     os.execv(command[0], command)

@@ -1,15 +1,17 @@
-"""SIGTERM, the notice that this process has to go (preemption, a scheduler's time limit, `kill`): commit at the end of
-the step and leave.
+"""SIGTERM handling: commit at the end of the step, then exit (preemption, a scheduler's time limit, `kill`).
 
-    with NOTICE.heard():                        # from here on SIGTERM raises Terminated, at once ...
+    with TERMINATION.handle_sigterm():                    # SIGTERM raises Terminated at once ...
         ...
-        with NOTICE.kept(grace_s=120):          # ... but in here it is kept, until somebody looks
+        with TERMINATION.defer_sigterm(grace_s=120):      # ... but here it only sets `received`
             ...
-            if NOTICE.received: commit and leave
+            if TERMINATION.received: commit and exit
 
-Within `kept`, a second SIGTERM, or grace that runs out, raises Terminated at once all the same: what was committed is
-there anyway, and what is half-written is none. `LEAVE_S` later the process ends in any case. Only the main thread of a
-process can hear signals; elsewhere SIGTERM does what it did before.
+Inside `defer_sigterm`, a second SIGTERM or the end of the grace period raises Terminated at once. Committed checkpoints
+stay valid; a half-written one is never visible. If the process still runs `EXIT_TIMEOUT_S` later, it is ended in any
+case.
+
+The trainers and `driver/program.py` use the module instance `TERMINATION` in the driver. Only the main thread of a
+process can handle signals: in other threads these blocks change nothing.
 """
 
 import contextlib
@@ -21,12 +23,12 @@ from collections.abc import Iterator
 from types import FrameType
 
 logger = logging.getLogger(__name__)
-EXIT_CODE = 128 + signal.SIGTERM  # 143, as a shell tells it
-LEAVE_S = 15.0  # to end worker processes; a process that hangs in a library's code hears no exception
+EXIT_CODE = 128 + signal.SIGTERM  # 143, as a shell reports it
+EXIT_TIMEOUT_S = 15.0  # to shut worker processes down; a process stuck in a library's C code raises no exception
 
 
 class Terminated(SystemExit):
-    """The process was told to end.
+    """The process received SIGTERM.
 
     As a SystemExit it passes through `except Exception`, and ends a program with `EXIT_CODE`.
     """
@@ -35,78 +37,74 @@ class Terminated(SystemExit):
         super().__init__(EXIT_CODE)
 
 
-class Notice:
-    """The notice of this process. received: it has come."""
+class TerminationSignal:
+    """SIGTERM state of this process. `received`: SIGTERM has arrived in the outermost block."""
 
     def __init__(self) -> None:
         self.received = False
-        self._grace_s: float | None = None  # while it is kept
-        self._over = threading.Event()
+        self._grace_s: float | None = None  # set inside `defer_sigterm`
+        self._finished = threading.Event()
         self._depth = 0
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Hear SIGTERM in the block. Blocks within blocks are one; what listened before listens afterwards."""
+    def handle_sigterm(self) -> Iterator[None]:
+        """Handle SIGTERM in the block. Nested blocks act as one; the previous handler is restored at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.getsignal(signal.SIGTERM)
         if self._depth == 0:
-            self.received, self._over = False, threading.Event()
+            self.received, self._finished = False, threading.Event()
         self._depth += 1
-        signal.signal(signal.SIGTERM, self._hear)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._over.set()
+                self._finished.set()
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
     @contextlib.contextmanager
-    def kept(self, *, grace_s: float) -> Iterator[None]:
-        """Keep a notice that comes in the block until somebody looks at `received`, but no longer than `grace_s`
-        seconds.
-        """
-        with self.heard():
+    def defer_sigterm(self, *, grace_s: float) -> Iterator[None]:
+        """Let a first SIGTERM in the block only set `received`, for at most `grace_s` seconds."""
+        with self.handle_sigterm():
             self._grace_s = grace_s
             try:
                 yield
             finally:
                 self._grace_s = None
 
-    def listen_again(self) -> None:
-        """Hear SIGTERM although a library (Ray, when it is started) has put its own handler in place meanwhile."""
+    def reinstall(self) -> None:
+        """Install the handler again after a library replaced it (Ray does when it starts)."""
         if self._depth and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._hear)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def leave_if_received(self) -> None:
-        """Raise Terminated if the notice has come."""
+    def raise_if_received(self) -> None:
+        """Raise Terminated if SIGTERM has arrived."""
         if self.received:
             raise Terminated
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         first, self.received = not self.received, True
-        if first:  # a handler must not write to a log that it may have interrupted
+        if first:  # logs in a thread: a handler must not write to a log that it may have interrupted
             threading.Thread(
-                target=self._end_in_time, args=(self._grace_s, self._over), name="leaving", daemon=True
+                target=self._enforce_exit, args=(self._grace_s, self._finished), name="termination", daemon=True
             ).start()
         if not first or self._grace_s is None:
             raise Terminated
 
-    def _end_in_time(self, grace_s: float | None, over: threading.Event) -> None:
-        """See to it that this process ends."""
+    def _enforce_exit(self, grace_s: float | None, finished: threading.Event) -> None:
         if grace_s is not None:
             logger.warning(
-                "SIGTERM: this step is finished and committed, then the run leaves, within trainer.grace_s=%g s",
-                grace_s,
+                "SIGTERM: the run finishes and commits this step, then exits, within trainer.grace_s=%g s", grace_s
             )
-            if over.wait(grace_s):
+            if finished.wait(grace_s):
                 return
-            logger.warning("trainer.grace_s=%g s are over: the run leaves now, without a commit of this step", grace_s)
+            logger.warning("trainer.grace_s=%g s are over: the run exits now, without a commit of this step", grace_s)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        if not over.wait(LEAVE_S):
+        if not finished.wait(EXIT_TIMEOUT_S):
             os._exit(EXIT_CODE)
 
 
-NOTICE = Notice()
+TERMINATION = TerminationSignal()

@@ -1,4 +1,7 @@
-"""The loop: named stages over a context, in one process or several. Knows no reinforcement learning and no torch."""
+"""The training loop: named stages over a context, in one process or several.
+
+Public names of the room. It imports no reinforcement-learning code and no torch.
+"""
 
 from hybridrl.framework.context import Context, OfflineRLContext, OnlineRLContext
 from hybridrl.framework.parallel.event_loop import EventLoop

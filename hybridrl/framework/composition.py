@@ -1,7 +1,7 @@
-"""Stages made of stages: in order, side by side, or inside a stage of your own. And threads, for those that run at the
-same time.
+"""Run stages made of stages (`serial`, `parallel`, `wrap`) and manage the threads of concurrent stages.
 
-First halves run here and leave their second halves on a stack: the task's, or that of the composed stage in progress.
+`Composition` is a base class of `Task` and runs in the process of the task. First halves run when they are called.
+Their second halves go on a stack: that of the task, or that of the composed stage in progress.
 """
 
 import functools
@@ -15,87 +15,93 @@ from hybridrl.framework.parallel.labels import VoidMiddleware
 from hybridrl.framework.parallel.task_events import TaskEvents
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.framework.stage_halves import (
-    Half,
     Pending,
-    close,
-    closing,
-    locked,
-    named_after,
-    run_first_half,
-    run_second_halves,
+    SuspendedStage,
+    close_on_error,
+    close_suspended,
+    composed_spec,
+    resume_stages,
+    start_stage,
+    with_lock,
 )
 from hybridrl.framework.threads import StageThreads, first_failure
 
 logger = logging.getLogger(__name__)
-STOP_TIMEOUT_S = 30.0  # for stages that still run in threads when the task stops
+STOP_TIMEOUT_S = 30.0  # wait for stages that still run in threads after a failure
 
 
 class Composition(TaskEvents):
-    """The part of a task that runs halves of stages, in this thread or in others."""
+    """Base class of `Task` that runs halves of stages, in the calling thread or in others."""
 
-    def _begin_composition(self) -> None:
-        self._pending: Pending = []  # stages of this step whose second half is still to run
+    def _init_composition(self) -> None:
+        self._pending: Pending = []  # stages of this step that wait for their second half
         self._step_wrappers: list[Callable[[StageFn], StageFn]] = []
-        self._lock = threading.RLock()  # of the stages with lock=True
-        self._here = threading.local()  # .stack: where second halves go in this thread, if not to self._pending
-        self._pools: list[StageThreads] = []
-        self._error: BaseException | None = None  # of this step, while other stages of it may still be running
+        self._lock = threading.RLock()  # held by stages with lock=True
+        self._thread_state = threading.local()  # .stack: where second halves go, default self._pending
+        self._thread_pools: list[StageThreads] = []
+        self._step_error: BaseException | None = None  # of this step, whose other stages may still run
 
-    # -- stages made of stages
+    # -- composed stages
 
     def serial(self, *fns: StageFn) -> StageFn:
-        """Return one stage `serial<a,b>` that runs `fns` in order and, when its turn comes back, their second halves in
-        reverse.
+        """Return one stage `serial<a,b>` that runs `fns` in order.
+
+        Its second half runs theirs in reverse order.
         """
         children = _without_void(fns)
 
         def run_in_order(ctx: Any) -> Generator[None, None, None]:
-            with closing([]) as pending:
+            with close_on_error([]) as pending:
                 for fn in children:
-                    self._first_half(fn, ctx, pending)
+                    self._start_stage(fn, ctx, pending)
                 yield
-                run_second_halves(pending)
+                resume_stages(pending)
 
-        return with_spec(run_in_order, named_after("serial", children))
+        return with_spec(run_in_order, composed_spec("serial", children))
 
     def sequence(self, *fns: StageFn) -> StageFn:
-        """`serial`, under its older name."""
+        """Alias of `serial`, DI-engine's older name."""
         return self.serial(*fns)
 
     def parallel(self, *fns: StageFn) -> StageFn:
-        """Return one stage `parallel<a,b>` that runs `fns` in a thread each and goes on when all have ended; so with
-        second halves.
+        """Return one stage `parallel<a,b>` that runs `fns` in one thread each.
 
-        The first exception is raised at once; those who still run then are waited for when the task stops.
+        The stage ends when all of them have ended. Its second half runs theirs in the same way. The first exception is
+        raised at once; `stop` waits for those that still run.
         """
         children = _without_void(fns)
         threads = self._new_threads(max(1, len(children)))
 
         def run_side_by_side(ctx: Any) -> Generator[None, None, None]:
-            pendings = self._gather(
-                [threads.submit(functools.partial(self._first_half_apart, fn, ctx)) for fn in children]
+            pendings = self._wait_all(
+                [threads.submit(functools.partial(self._start_in_thread, fn, ctx)) for fn in children]
             )
-            with closing([half for pending in pendings for half in pending]):
+            with close_on_error([suspended for pending in pendings for suspended in pending]):
                 yield
-            self._gather([threads.submit(functools.partial(run_second_halves, pending)) for pending in pendings])
+            self._wait_all([threads.submit(functools.partial(resume_stages, pending)) for pending in pendings])
 
-        return with_spec(run_side_by_side, named_after("parallel", children))
+        return with_spec(run_side_by_side, composed_spec("parallel", children))
 
     def wrap(self, fn: StageFn, lock: Any = False) -> Callable[[Any], Callable[[], None]]:
-        """Return `fn` for use inside another stage: `back = child(ctx)` runs its first half, `back()` its second.
+        """Return `fn` for use inside another stage.
 
-        A second half that `back` did not run is run with the others of the step. lock: see `use`.
+        `back = child(ctx)` runs the first half and `back()` the second. A second half for which `back` was not called
+        runs with the others of the step.
+
+        Args:
+            fn: The stage to wrap.
+            lock: See `Task.use`.
         """
         fn = self._with_lock(fn, lock)
 
         def child(ctx: Any) -> Callable[[], None]:
             stack = self._stack()
-            half = self._first_half(fn, ctx, stack)
+            suspended = self._start_stage(fn, ctx, stack)
 
             def back() -> None:
-                if half is not None and half in stack:
-                    stack.remove(half)
-                    half.run()
+                if suspended is not None and suspended in stack:
+                    stack.remove(suspended)
+                    suspended.run()
 
             return back
 
@@ -103,90 +109,88 @@ class Composition(TaskEvents):
 
     # -- halves
 
-    def _first_half(self, fn: StageFn, ctx: Any, stack: Pending) -> Half | None:
-        """Run `fn` up to its `yield`.
-
-        Children that it runs by `wrap` or `forward` leave their second halves on the same stack.
-        """
+    def _start_stage(self, fn: StageFn, ctx: Any, stack: Pending) -> SuspendedStage | None:
+        """Run `fn` up to its `yield`; children run by `wrap` or `forward` use the same stack."""
         for wrapper in self._step_wrappers:
             fn = with_spec(wrapper(fn), spec_of(fn))
         outer = self._stack()
-        self._here.stack = stack
+        self._thread_state.stack = stack
         try:
-            half = run_first_half(fn, ctx)
+            suspended = start_stage(fn, ctx)
         finally:
-            self._here.stack = outer
-        if half is not None:
-            stack.append(half)
-        return half
+            self._thread_state.stack = outer
+        if suspended is not None:
+            stack.append(suspended)
+        return suspended
 
     def _stack(self) -> Pending:
-        return getattr(self._here, "stack", self._pending)
+        return getattr(self._thread_state, "stack", self._pending)
 
-    def _first_half_apart(self, fn: StageFn, ctx: Any) -> Pending:
-        """`_first_half` for another thread: what waits comes back, to be put where it belongs in the order of the
-        stages.
-        """
-        with closing([]) as own:
-            self._first_half(fn, ctx, own)
+    def _start_in_thread(self, fn: StageFn, ctx: Any) -> Pending:
+        """Run `_start_stage` on a stack of its own, for a call in another thread."""
+        with close_on_error([]) as own:
+            self._start_stage(fn, ctx, own)
             return own
 
     def _with_lock(self, fn: StageFn, lock: Any) -> StageFn:
         if lock is False or lock is None:
             return fn
-        return with_spec(locked(fn, self._lock if lock is True else lock), spec_of(fn))
+        return with_spec(with_lock(fn, self._lock if lock is True else lock), spec_of(fn))
 
     # -- threads
 
     def _new_threads(self, num_threads: int) -> StageThreads:
-        self._pools.append(StageThreads(num_threads))
-        return self._pools[-1]
+        self._thread_pools.append(StageThreads(num_threads))
+        return self._thread_pools[-1]
 
-    def _gather(self, futures: Sequence[Future]) -> list:
-        """Return the results, in order.
-
-        The first exception is raised at once, and nothing more of these calls is begun.
-        """
+    def _wait_all(self, futures: Sequence[Future]) -> list:
+        """Return the results in order; on the first exception cancel the other calls and raise it."""
         error = first_failure(futures)
         if error is not None:
-            self._give_up(futures, error)
+            self._cancel(futures, error)
             raise error
         return [future.result() for future in futures]
 
-    def _give_up(self, futures: Iterable[Future], error: BaseException) -> None:
-        self._error = error
+    def _cancel(self, futures: Iterable[Future], error: BaseException) -> None:
+        self._step_error = error
         self._mailbox.wake()
         for future in futures:
             future.cancel()
-            future.add_done_callback(functools.partial(_note_late, because=error))
+            future.add_done_callback(functools.partial(_log_late_failure, because=error))
 
     def _failed(self) -> bool:
-        return self._error is not None or super()._failed()
+        return self._step_error is not None or super()._failed()
 
-    def _wait_for_late(self, *, stopping: bool) -> None:
-        """Wait for stages of a failed step that still run: a step must not begin beside them, nor exit hooks."""
-        for pool in self._pools:
-            late = pool.stop(STOP_TIMEOUT_S) if stopping else pool.wait(STOP_TIMEOUT_S)
-            if late:
+    def _wait_for_unfinished(self, *, stopping: bool) -> None:
+        """Wait for stages of a failed step that still run.
+
+        The next step and the exit hooks must not run concurrently with them.
+        """
+        for pool in self._thread_pools:
+            num_running = pool.stop(STOP_TIMEOUT_S) if stopping else pool.wait(STOP_TIMEOUT_S)
+            if num_running:
                 logger.warning(
-                    "%d stages were still running in threads %g s after the step had failed", late, STOP_TIMEOUT_S
+                    "%d stages still run in threads %g s after their step failed; no longer waiting for them",
+                    num_running,
+                    STOP_TIMEOUT_S,
                 )
-        self._error = None
+        self._step_error = None
 
 
 def _without_void(fns: Iterable[StageFn]) -> list[StageFn]:
     return [fn for fn in fns if not isinstance(fn, VoidMiddleware)]
 
 
-def _note_late(future: Future, because: BaseException) -> None:
-    """What a stage that ran beside a failed one came to: its second half is closed, its exception is told with the
-    first.
+def _log_late_failure(future: Future, because: BaseException) -> None:
+    """Clean up after a stage that ended later than another one failed.
+
+    Its second halves are closed, and its exception is added to the first one and logged.
     """
     if future.cancelled():
         return
     error = future.exception()
     if error is None:
-        close(future.result(), because)
+        close_suspended(future.result(), because)
     elif error is not because:
         because.add_note(f"another stage failed too: {error!r}")
-        logger.warning("another stage failed too, after %r: %r", because, error, exc_info=error)
+        logger.warning("the step failed with %r; another stage of it failed too: %r", because, error, exc_info=error)

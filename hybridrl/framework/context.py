@@ -1,32 +1,39 @@
-"""What one step of the loop carries from stage to stage. Not a store: everything not kept is gone in the next step."""
+"""The context: values that one step of the loop carries from stage to stage.
+
+A `Task` makes one per step. It is not a store: whatever is not kept is dropped before the next step.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-HIDDEN = ("_kept", "_before")  # the context's own attributes
+INTERNAL_KEYS = ("_kept", "_fork_base")  # attributes that are not values of the step
 MISSING = object()
 
 
 @dataclass(repr=False, eq=False)
 class Context:
-    """A step's values, by attribute or by item (`ctx.a` is `ctx["a"]`); any stage may add new ones.
+    """Values of one step, by attribute or by item: `ctx.a` is `ctx["a"]`.
 
-    Picklable when its values are. A subclass that is a dataclass adds fields with defaults and keeps some of them by
-    calling `self.keep(...)` in `__post_init__`; it must be constructible without arguments, or `renew` cannot make one.
+    Any stage may add values. A context is picklable when its values are. A subclass must be a dataclass that can be
+    constructed without arguments, or `renew` fails. Its fields that last call `self.keep(...)` in `__post_init__`.
     """
 
-    total_step: int = 0  # steps completed before this one
-    finish: bool = False  # set by a stage: this step is the last; never carried over
+    total_step: int = 0  # completed steps before this one
+    finish: bool = False  # set by a stage if this step is the last; never kept
 
     def keep(self, *keys: str) -> None:
-        """Carry `keys` into every later step's context, for ever. A key may be set after it is kept."""
+        """Carry `keys` into the context of every following step.
+
+        A key may be set after it is kept.
+        """
         self.__dict__.setdefault("_kept", set()).update(keys)
 
     def renew(self) -> "Context":
-        """Return the next step's context: same type, kept values and kept names carried over,
-        `total_step` one higher.
+        """Return the context of the next step.
+
+        It has the same type, the kept values and the kept names; its `total_step` is one higher.
         """
         new = type(self)()
         kept = self.__dict__.get("_kept", set())
@@ -37,27 +44,28 @@ class Context:
         return new
 
     def fork(self) -> Self:
-        """Return a copy for a stage that runs beside others, so that none of them sees another one's half-done work.
+        """Return a copy for a stage that runs concurrently with others.
 
-        Containers are copied (`copied`), everything else is shared. `join` brings together what the stages have done.
+        Concurrent stages then see no partial results of each other. Containers are copied (`copy`); everything else is
+        shared. `join` merges what the stages changed.
         """
-        self.keep()  # so that both share one set of kept names
+        self.keep()  # creates the set of kept names, which both then share
         child = copy.copy(self)
-        vars(child).update({key: self.copied(value) for key, value in vars(self).items()})
-        vars(child)["_before"] = {key: self.copied(value) for key, value in vars(child).items()}
+        vars(child).update({key: self.copy(value) for key, value in vars(self).items()})
+        vars(child)["_fork_base"] = {key: self.copy(value) for key, value in vars(child).items()}
         return child
 
     def join(self, child: "Context") -> None:
-        """Take over what has changed in a fork.
+        """Merge what changed in a fork into this context.
 
-        From then on the fork is this context: what still holds it sees what all have done.
+        Afterwards the fork shares this context's values, so that references to it see the changes of all stages.
         """
-        before = vars(child).pop("_before")
+        before = vars(child).pop("_fork_base")
         for key, value in vars(child).items():
             earlier = before.get(key, MISSING)
             if (
-                key not in HIDDEN
-                and not self.take_changes(vars(self).get(key), earlier, value)
+                key not in INTERNAL_KEYS
+                and not self.merge_changes(vars(self).get(key), earlier, value)
                 and value is not earlier
             ):
                 self[key] = value
@@ -65,41 +73,45 @@ class Context:
             vars(self).pop(key, None)
         child.__dict__ = self.__dict__
 
-    def copied(self, value: Any) -> Any:
-        """Return the copy of a container whose entries several stages may set; anything else as it is."""
+    def copy(self, value: Any) -> Any:
+        """Return a copy of a container that several stages may change; any other value unchanged."""
         return copy.copy(value) if isinstance(value, dict) else value
 
-    def take_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
-        """Set or take out those entries of the container `mine` that differ between the copies `before` and `theirs`.
+    def merge_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
+        """Apply to `mine` the entries that differ between the copies `before` and `theirs`.
 
-        False if they are no such containers, so that `theirs` as a whole takes the place of `mine`.
+        Returns:
+            False if they are not containers of a known kind; the caller then replaces `mine` by `theirs`.
         """
         if not all(isinstance(value, dict) for value in (mine, before, theirs)):
             return False
-        set_changed(mine, before, theirs)
+        apply_changes(mine, before, theirs)
         return True
 
     def get(self, key: str, default: Any = None) -> Any:
         return vars(self).get(key, default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, after setting it to `default` where it was missing."""
+        """Return the value of `key`, after setting a missing one to `default`."""
         return vars(self).setdefault(key, default)
 
     def has_attr(self, key: str) -> bool:
         return key in self
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Set every key of `values`."""
         for key in values.keys():
             self[key] = values[key]
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Take `key` out and return its value; where it is missing `default`, or KeyError."""
+        """Remove `key` and return its value.
+
+        Raises:
+            KeyError: `key` is missing and no `default` is given.
+        """
         return vars(self).pop(key, *default)
 
     def keys(self) -> list[str]:
-        """Return what the context holds; so `dict(ctx)` is a copy."""
+        """Return the names of the values, so that `dict(ctx)` makes a copy."""
         return list(self)
 
     def __getitem__(self, key: str) -> Any:
@@ -115,15 +127,16 @@ class Context:
         return key in vars(self)
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key in vars(self) if key not in HIDDEN)
+        return (key for key in vars(self) if key not in INTERNAL_KEYS)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(total_step={self.total_step}, finish={self.finish}, holds {sorted(self)})"
 
 
-def set_changed(mine: MutableMapping, before: Mapping, theirs: Mapping) -> None:
-    """Set in `mine` the entries that are new or another object in `theirs` than in `before`, and take out those that
-    are gone.
+def apply_changes(mine: MutableMapping, before: Mapping, theirs: Mapping) -> None:
+    """Update `mine` by the difference between `before` and `theirs`.
+
+    Entries that are new in `theirs`, or another object there, are set. Entries that `theirs` no longer has are removed.
     """
     for key, value in theirs.items():
         if before.get(key, MISSING) is not value:
@@ -134,9 +147,9 @@ def set_changed(mine: MutableMapping, before: Mapping, theirs: Mapping) -> None:
 
 @dataclass(repr=False, eq=False)
 class OnlineRLContext(Context):
-    """The context of training on data that the policy has just made.
+    """The context of training on data that the current policy generated.
 
-    The counters (`train_iter`, `env_step`, `env_episode`) and the last evaluation are kept from step to step.
+    Kept from step to step: `train_iter`, `env_step`, `env_episode` and the last evaluation.
     """
 
     batch: Any = None  # rows of this step; every stage adds its columns
@@ -154,9 +167,9 @@ class OnlineRLContext(Context):
 
 @dataclass(repr=False, eq=False)
 class OfflineRLContext(Context):
-    """The context of training on data that was there before.
+    """The context of training on a fixed data set.
 
-    `train_iter`, `train_epoch` and the last evaluation are kept.
+    Kept from step to step: `train_iter`, `train_epoch` and the last evaluation.
     """
 
     batch: Any = None  # rows of this step; every stage adds its columns

@@ -1,4 +1,7 @@
-"""What a stage says about itself: its name, whose work it is, what it reads and writes, whether it may run again."""
+"""Stage declarations: name, role, columns read and written, purity.
+
+A trainer declares it with the decorator `stage`; the task, the stage graph and the master read it with `spec_of`.
+"""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -10,13 +13,13 @@ StageFn = Callable[[Any], Any]  # takes the context; a generator function has a 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Facts about a stage that the runtime may rely on."""
+    """The declaration of a stage, on which the runtime relies."""
 
     name: str
-    role: str | None = None  # who does the work; None is the driver itself
-    reads: tuple[str, ...] = ()  # columns of the batch that must be there
-    writes: tuple[str, ...] = ()  # columns of the batch that are there afterwards
-    pure: bool = False  # may be run again with the same effect
+    role: str | None = None  # role whose workers do the work; None is the driver
+    reads: tuple[str, ...] = ()  # required columns of the batch
+    writes: tuple[str, ...] = ()  # columns of the batch that it adds or replaces
+    pure: bool = False  # running it again has the same effect
 
 
 def stage(
@@ -27,15 +30,18 @@ def stage(
     writes: Iterable[str] = (),
     pure: bool = True,
 ) -> Callable[[StageFn], StageFn]:
-    """Decorate a function or method of one context with a `StageSpec`; `name` defaults to the function's own."""
+    """Return a decorator that attaches a `StageSpec` to a stage.
+
+    A stage is a function or method of one context. `name` defaults to the function's own.
+    """
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"stage() takes a name, not {name!r}: write @stage() with parentheses")
+        raise TypeError(f"stage() takes a name, not {name!r}; write @stage() with parentheses")
 
     def decorate(fn: StageFn) -> StageFn:
         spec = StageSpec(name or fn.__name__, role, tuple(reads), tuple(writes), pure)
         try:
             fn.stage_spec = spec  # type: ignore[attr-defined]
-        except AttributeError:  # a bound method holds no attributes
+        except AttributeError:  # a bound method has no attributes of its own
             return with_spec(fn, spec)
         return fn
 
@@ -43,8 +49,9 @@ def stage(
 
 
 def declared_spec(fn: StageFn) -> StageSpec | None:
-    """Return the spec that `stage` attached to `fn`, to its method or to its class's `__call__`; None where there is
-    none.
+    """Return the spec that `stage` attached, or None.
+
+    It is looked up on `fn`, on its method and on `__call__` of its class.
     """
     return getattr(fn, "stage_spec", None) or getattr(type(fn).__call__, "stage_spec", None)
 
@@ -52,7 +59,7 @@ def declared_spec(fn: StageFn) -> StageSpec | None:
 def spec_of(fn: StageFn) -> StageSpec:
     """Return the spec of `fn`.
 
-    One that was never decorated gets its name and is taken as not pure: nothing is known of it.
+    An undecorated function gets its own name and counts as not pure, because its effects are unknown.
     """
     while isinstance(fn, functools.partial) and declared_spec(fn) is None:
         fn = fn.func
@@ -60,7 +67,7 @@ def spec_of(fn: StageFn) -> StageSpec:
 
 
 def with_spec(fn: StageFn, spec: StageSpec) -> StageFn:
-    """Return a callable that does what `fn` does and is known by `spec`; `fn` itself is not changed."""
+    """Return a callable that calls `fn` and carries `spec`; `fn` itself is unchanged."""
     if spec_of(fn) == spec:
         return fn
 

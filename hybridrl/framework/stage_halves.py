@@ -1,8 +1,7 @@
-"""One stage and its two halves: what stands before its `yield` runs now, what stands behind it when its turn comes
-back.
+"""Run one stage in two halves: before its `yield`, and after it.
 
-Everything a failure passes on its way out is done here: it gets the address of the stage, and generators that will not
-be resumed are closed. In what order stages run is not decided here.
+`composition.py` and `task.py` call this in the process of the task. On a failure, the exception gets a note that names
+the stage, and suspended generators are closed. This module does not decide in which order stages run.
 """
 
 import contextlib
@@ -15,34 +14,39 @@ from typing import Any
 
 from hybridrl.framework.stage import StageFn, StageSpec, spec_of
 
-RETURNED = object()  # what `next` gives for a generator that came to its end
+RETURNED = object()  # returned by `next` for an exhausted generator
 
 
 @dataclass(eq=False, slots=True)
-class Half:
-    """A second half that waits."""
+class SuspendedStage:
+    """A stage that has run its first half and waits with its second."""
 
     spec: StageSpec
     generator: Generator
     ctx: Any
 
     def run(self) -> None:
-        """Run it to its end."""
+        """Run the second half to its end.
+
+        Raises:
+            RuntimeError: The stage yields a second time.
+        """
         try:
             if next(self.generator, RETURNED) is not RETURNED:
                 self.generator.close()
-                raise RuntimeError("a stage may yield once; what stands behind its second yield would never run")
+                raise RuntimeError("a stage may yield once; code after a second yield would never run")
         except BaseException as error:
-            add_address(error, self.spec, self.ctx)
+            add_stage_note(error, self.spec, self.ctx)
             raise
 
 
-Pending = list[Half]  # in the order in which the first halves ran
+Pending = list[SuspendedStage]  # in the order in which the first halves ran
 
 
-def run_first_half(fn: StageFn, ctx: Any) -> Half | None:
-    """Run `fn` up to its `yield` and return what waits behind it; None where there is no `yield`, or it was not
-    reached.
+def start_stage(fn: StageFn, ctx: Any) -> SuspendedStage | None:
+    """Run `fn` up to its `yield` and return the suspended stage.
+
+    None means that there is no `yield`, or that it was not reached.
     """
     spec = spec_of(fn)
     try:
@@ -50,65 +54,65 @@ def run_first_half(fn: StageFn, ctx: Any) -> Half | None:
         if not isinstance(result, GeneratorType) or next(result, RETURNED) is RETURNED:
             return None
     except BaseException as error:
-        add_address(error, spec, ctx)
+        add_stage_note(error, spec, ctx)
         raise
-    return Half(spec, result, ctx)
+    return SuspendedStage(spec, result, ctx)
 
 
-def add_address(error: BaseException, spec: StageSpec, ctx: Any) -> None:
-    """Note where an exception comes from."""
+def add_stage_note(error: BaseException, spec: StageSpec, ctx: Any) -> None:
+    """Add a note with stage and step to an exception."""
     error.add_note(f"in stage {spec.name!r} of step {ctx.total_step}")
 
 
-def close(pending: Pending, because: BaseException) -> None:
-    """End the generators that will not be resumed, so that their `finally` blocks run."""
+def close_suspended(pending: Pending, because: BaseException) -> None:
+    """Close generators that will not be resumed, so that their `finally` blocks run."""
     while pending:
-        half = pending.pop()
+        suspended = pending.pop()
         try:
-            half.generator.close()
+            suspended.generator.close()
         except Exception as failure:
-            because.add_note(f"closing stage {half.spec.name!r} failed too: {failure!r}")
+            because.add_note(f"closing stage {suspended.spec.name!r} failed too: {failure!r}")
 
 
 @contextlib.contextmanager
-def closing(pending: Pending) -> Iterator[Pending]:
-    """If the block fails, close what waits."""
+def close_on_error(pending: Pending) -> Iterator[Pending]:
+    """Close the suspended stages if the block raises."""
     try:
         yield pending
     except BaseException as error:
-        close(pending, error)
+        close_suspended(pending, error)
         raise
 
 
-def run_second_halves(pending: Pending) -> Pending:
-    """Run what waits, last stage first, and return the list, which is empty then.
+def resume_stages(pending: Pending) -> Pending:
+    """Run the second halves, last stage first, and return the list, which is then empty.
 
-    If one fails the others are closed.
+    If one raises, the others are closed.
     """
-    with closing(pending):
+    with close_on_error(pending):
         while pending:
             pending.pop().run()
     return pending
 
 
-def named_after(kind: str, fns: Iterable[StageFn]) -> StageSpec:
+def composed_spec(kind: str, fns: Iterable[StageFn]) -> StageSpec:
     """Return the spec of several stages that are used as one."""
     return StageSpec(f"{kind}<{','.join(spec_of(fn).name for fn in fns)}>")
 
 
-def locked(fn: StageFn, lock: Any) -> StageFn:
+def with_lock(fn: StageFn, lock: Any) -> StageFn:
     """Return `fn`, each half of which runs while it holds `lock`."""
 
     @functools.wraps(fn)
-    def alone(ctx: Any) -> Any:
+    def locked(ctx: Any) -> Any:
         with lock:
             result = fn(ctx)
-        return _locked_halves(result, lock) if isinstance(result, GeneratorType) else result
+        return _lock_each_half(result, lock) if isinstance(result, GeneratorType) else result
 
-    return alone
+    return locked
 
 
-def _locked_halves(halves: Generator, lock: threading.Lock) -> Generator[None, None, None]:
+def _lock_each_half(halves: Generator, lock: threading.Lock) -> Generator[None, None, None]:
     with contextlib.closing(halves):
         while True:
             with lock:

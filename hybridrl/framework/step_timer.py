@@ -1,4 +1,7 @@
-"""Seconds per stage: a wrapper for `Task.use_wrapper`. Not a profiler: it sees whole stages only."""
+"""Seconds per stage: a wrapper for `Task.use_wrapper`.
+
+Runs in the process of the task. It is not a profiler: it measures whole stages only.
+"""
 
 import contextlib
 import functools
@@ -17,12 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Times both halves of every stage.
+    """Measures both halves of every stage, in seconds.
 
-    `ctx.timing[name]` is the time of this step so far, added up over all stages of that name; `last[name]` the time of
-    a stage's last complete run and `records[name]` those of its latest runs, all in seconds. With `print_per_step` > 0
-    the log gets a line per stage every so many steps, with the mean of the latest `print_per_step * smooth_window`
-    runs.
+    Args:
+        print_per_step: If > 0, every so many steps the log gets one line per stage.
+        smooth_window: The logged mean covers the latest `print_per_step * smooth_window` runs.
+
+    Attributes:
+        last: Stage name -> time of its last complete run.
+        records: Stage name -> times of its latest runs.
+
+    `ctx.timing[name]` is the time of this step so far, summed over all stages of that name.
     """
 
     def __init__(self, print_per_step: int = -1, smooth_window: int = 10) -> None:
@@ -30,10 +38,10 @@ class StepTimer:
         self.window = smooth_window * max(1, print_per_step)
         self.records: dict[str, deque[float]] = {}
         self.last: dict[str, float] = {}
-        self._adding = threading.Lock()  # stages of one name may run at the same time
+        self._lock = threading.Lock()  # stages of the same name may run concurrently
 
     def __call__(self, fn: StageFn) -> StageFn:
-        """Return `fn` with a watch on it."""
+        """Return `fn` with time measurement."""
         name = spec_of(fn).name
 
         @functools.wraps(fn)
@@ -66,13 +74,13 @@ class StepTimer:
     def _add(self, ctx: Any, name: str, start: float) -> float:
         elapsed = time.perf_counter() - start
         timing = ctx.setdefault("timing", {})
-        with self._adding:
+        with self._lock:
             timing[name] = timing.get(name, 0.0) + elapsed
         return elapsed
 
     def _record(self, ctx: Any, name: str, seconds: float) -> None:
         self.last[name] = seconds
-        with self._adding:
+        with self._lock:
             record = self.records.get(name)
             if record is None:
                 record = self.records[name] = deque(maxlen=self.window)

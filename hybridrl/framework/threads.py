@@ -1,6 +1,6 @@
-"""Threads for stages that run at the same time.
+"""Daemon threads for stages that run concurrently.
 
-Daemons, so that a stage that hangs does not keep a failed program from ending.
+`Composition` makes them. Daemon threads do not keep a failed program alive when a stage hangs.
 """
 
 import queue
@@ -13,7 +13,7 @@ Calls = queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None]  # None ends 
 
 
 class StageThreads:
-    """Runs at most `num_threads` calls at once, in the order in which they were submitted.
+    """Runs at most `num_threads` calls at once, in submission order.
 
     Threads start when they are first needed.
     """
@@ -26,8 +26,8 @@ class StageThreads:
         self._threads: list[threading.Thread] = []
         self._unfinished: set[Future] = set()
 
-    def allow(self, num_threads: int) -> None:
-        """Run at least so many calls at once, if there are so many."""
+    def resize(self, num_threads: int) -> None:
+        """Raise the number of concurrent calls to `num_threads`; it never gets lower."""
         self._num_threads = max(self._num_threads, num_threads)
 
     def submit(self, call: Callable[[], Any]) -> Future:
@@ -38,18 +38,21 @@ class StageThreads:
         self._calls.put((future, call))
         if len(self._unfinished) > len(self._threads) < self._num_threads:
             thread = threading.Thread(
-                target=_work, args=(self._calls,), name=f"stage-{len(self._threads)}", daemon=True
+                target=_run_calls, args=(self._calls,), name=f"stage-{len(self._threads)}", daemon=True
             )
             self._threads.append(thread)
             thread.start()
         return future
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for all calls, and return how many had not ended after `timeout_s` seconds."""
+        """Wait for all calls; return how many had not ended after `timeout_s` seconds."""
         return len(wait(tuple(self._unfinished), timeout_s).not_done)
 
     def stop(self, timeout_s: float) -> int:
-        """`wait`, begin nothing more of it, and let the threads end. What is submitted later runs in new ones."""
+        """Cancel calls that have not started, let the threads end, and `wait`.
+
+        Calls that are submitted afterwards run in new threads.
+        """
         for future in tuple(self._unfinished):
             future.cancel()
         for _ in self._threads:
@@ -58,7 +61,7 @@ class StageThreads:
         return self.wait(timeout_s)
 
 
-def _work(calls: Calls) -> None:
+def _run_calls(calls: Calls) -> None:
     while (item := calls.get()) is not None:
         future, call = item
         if future.set_running_or_notify_cancel():
@@ -68,11 +71,11 @@ def _work(calls: Calls) -> None:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        item = future = call = result = None  # what a stage was called with must not outlive it here
+        item = future = call = result = None  # do not keep a stage's arguments and result alive
 
 
 def first_failure(futures: Iterable[Future]) -> BaseException | None:
-    """Wait until all have ended or one has failed, and return what it raised."""
+    """Wait until all have ended or one has failed; return its exception, or None."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failed = [future.exception() for future in done if not future.cancelled() and future.exception() is not None]
     return failed[0] if failed else None

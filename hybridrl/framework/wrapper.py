@@ -1,4 +1,4 @@
-"""Wrappers of stages, where DI-engine's users look for them."""
+"""Stage wrappers under DI-engine's import path."""
 
 from hybridrl.framework.step_timer import StepTimer
 

@@ -1,4 +1,4 @@
-"""The master: what a job is made of, where it is placed, and what happens when a part of it dies.
+"""The master and submitted jobs: monitoring, failure decisions, job descriptions, placement and restarts.
 
-Knows no algorithm, needs no torch.
+Knows no algorithm and does not import torch.
 """

@@ -3,7 +3,7 @@
 The functions themselves are in `reward_score`.
 """
 
-from hybridrl.rewards.function_address import ScoreFunction
+from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.rewards.load import load_reward_manager
 from hybridrl.rewards.manager import (
     REWARD_MANAGERS,
@@ -13,7 +13,7 @@ from hybridrl.rewards.manager import (
     RewardOutput,
 )
 from hybridrl.rewards.process import CallResult
-from hybridrl.rewards.process_pool import ScoreProcesses
+from hybridrl.rewards.process_pool import ScoreProcessPool
 
 __all__ = [
     "REWARD_MANAGERS",
@@ -22,7 +22,7 @@ __all__ = [
     "DAPORewardManager",
     "RewardManager",
     "RewardOutput",
-    "ScoreFunction",
-    "ScoreProcesses",
+    "FunctionAddress",
+    "ScoreProcessPool",
     "load_reward_manager",
 ]

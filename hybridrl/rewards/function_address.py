@@ -1,4 +1,4 @@
-"""The address of a reward function: what a fresh process needs to load it. Nothing is loaded here."""
+"""The address of a reward function: what a new process needs to load it. Nothing is loaded here."""
 
 import os
 import pickle
@@ -14,12 +14,13 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 
 
 @dataclass(frozen=True)
-class ScoreFunction:
-    """A function by import path (`path` is a Python file or a dotted module, as in `config.import_path`), or as a
-    pickled object.
+class FunctionAddress:
+    """A function by import path, or as a pickled object.
 
-    kwargs: fixed keyword arguments added to every call. arguments: names of the keyword arguments that each call
-    brings.
+    Attributes:
+        path: Python file or dotted module, as in `config.import_path`; None for a pickled object.
+        kwargs: Fixed keyword arguments of every call.
+        arguments: Names of the keyword arguments that differ per call.
     """
 
     path: str | None
@@ -35,12 +36,14 @@ class ScoreFunction:
         *,
         kwargs: Mapping[str, Any] | None = None,
         arguments: tuple[str, ...] = SAMPLE_ARGUMENTS,
-    ) -> "ScoreFunction":
-        """Return the address of a Python object: importable ones travel by name, those of a script or a notebook by
-        value.
+    ) -> "FunctionAddress":
+        """Return the address of a Python object.
 
-        Raises TypeError if it is not callable, and what pickling raises for a function that holds an open file, a lock
-        or the like.
+        Importable objects are pickled by name, those of a script or a notebook by value.
+
+        Raises:
+            TypeError: `function` is not callable. Pickling raises its own error for a function that holds an open file,
+                a lock or the like.
         """
         if not callable(function):
             raise TypeError(f"a reward function must be callable, not {function!r}")
@@ -53,9 +56,7 @@ class ScoreFunction:
         return self.name if self.path is None else f"{self.path}:{self.name}"
 
     def request(self) -> bytes:
-        """Return the first frame for a score process (see `score_child`): this address and the Python path of this
-        process.
-        """
+        """Return the first frame for a score process (`process_main`): this address and this process's Python path."""
         is_file = self.path is not None and (self.path.endswith(".py") or "/" in self.path)
         request = {
             "sys_path": [entry or os.getcwd() for entry in sys.path],

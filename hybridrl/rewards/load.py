@@ -1,33 +1,36 @@
-"""The reward manager that a config asks for, its reward function tried before anything else starts."""
+"""Build the reward manager that a config selects, and test its reward function before anything else starts."""
 
 import os
 from typing import Any
 
 from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.function_address import BATCH_ARGUMENTS, ScoreFunction
+from hybridrl.rewards.function_address import BATCH_ARGUMENTS, FunctionAddress
 from hybridrl.rewards.manager import DEFAULT_FUNCTION, REWARD_MANAGERS, RewardManager
 from hybridrl.rewards.process import LoadFailure
 
-MAX_PROCESSES = (
-    4  # unless told otherwise: calls that hang are waited for side by side, and no machine is filled with children
-)
-WAY_OUT = {
+MAX_PROCESSES = 4  # default: calls that hang are waited for in parallel, and the machine keeps its other cores
+HINTS = {
     "path": "give an existing .py file or an importable module",
     "name": "set custom_reward_function.name to the function's name in that file",
     "signature": "take these keyword arguments, or **kwargs",
-    "import": "make it load in a Python of its own first",
+    "import": "make it load in a new Python process first",
 }
 
 
 def load_reward_manager(
     config: PPOConfig, tokenizer: Any, *, num_examine: int = 0, validate: bool = False
 ) -> RewardManager:
-    """Return the manager of `reward_model.reward_manager` with `custom_reward_function`, or the built-in function if
-    that is not set.
+    """Return the manager of `reward_model.reward_manager`, with the custom or the built-in function.
 
-    validate: it scores validation, see `RewardManager`. A custom function is loaded once in a score process, so a
-    mistake in it is a ConfigError here and not a thousand failed samples.
+    A custom function is loaded once in a score process. A mistake in it is then a ConfigError here and not a failure of
+    every sample.
+
+    Args:
+        config: Selects manager and function.
+        tokenizer: Decodes responses.
+        num_examine: Samples of each data source to log, once.
+        validate: The manager scores validation (`RewardManager`).
     """
     model = config.reward_model
     manager = REWARD_MANAGERS[model.reward_manager](
@@ -42,16 +45,16 @@ def load_reward_manager(
     )
     if config.custom_reward_function.path is not None and (failure := manager.processes.check()) is not None:
         manager.close()
-        raise ConfigError(explain(config, failure))
+        raise ConfigError(describe_failure(config, failure))
     return manager
 
 
-def score_function(config: PPOConfig) -> ScoreFunction:
+def score_function(config: PPOConfig) -> FunctionAddress:
     """Return the address of the configured function. Raises ConfigError for settings that name none."""
     custom, kind = config.custom_reward_function, config.reward_model.reward_manager
     arguments = REWARD_MANAGERS[kind].arguments
     if custom.path is not None:
-        return ScoreFunction(custom.path, custom.name, kwargs=dict(custom.kwargs), arguments=arguments)
+        return FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs), arguments=arguments)
     if custom.name != CustomRewardConfig().name:
         raise ConfigError(f"custom_reward_function.name={custom.name}: in which file? set custom_reward_function.path")
     if arguments == BATCH_ARGUMENTS:
@@ -60,11 +63,11 @@ def score_function(config: PPOConfig) -> ScoreFunction:
             f"set custom_reward_function.path to a file with compute_score({', '.join(arguments)}), or "
             "reward_manager=naive"
         )
-    return ScoreFunction(*DEFAULT_FUNCTION, kwargs=dict(custom.kwargs))
+    return FunctionAddress(*DEFAULT_FUNCTION, kwargs=dict(custom.kwargs))
 
 
-def explain(config: PPOConfig, failure: LoadFailure) -> str:
-    """Return the message for a function that cannot be used: key, value, reason, way out."""
+def describe_failure(config: PPOConfig, failure: LoadFailure) -> str:
+    """Return the error text for a function that cannot be used: key, value, reason, fix."""
     custom = config.custom_reward_function
     subject = f"path={custom.path}" if failure.kind in ("path", "import") else f"name={custom.name} in {custom.path}"
-    return f"custom_reward_function.{subject}: {failure.reason}; {WAY_OUT[failure.kind]}"
+    return f"custom_reward_function.{subject}: {failure.reason}; {HINTS[failure.kind]}"

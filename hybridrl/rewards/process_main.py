@@ -1,13 +1,13 @@
-"""The program of one score process: load a reward function, answer calls until the parent is gone.
+"""The program of one score process: load a reward function, run calls until the parent is gone.
 
-It is run as a file (`python -P score_child.py FD PARENT_PID`) and imports nothing but Python, so that starting it costs
-a few hundredths of a second and what `__main__` was in the parent does not matter. Its parent is
-`processes.ScoreProcesses`.
+`ScoreProcess` runs it as a file (`python -P process_main.py FD PARENT_PID`). It imports only the standard library.
+Starting it therefore takes a few hundredths of a second, and the parent's `__main__` does not matter. It is not
+imported by the parent.
 
-One socket, frames of a 4-byte length and a pickle. In: first a dict (`sys_path`, `path`, `name`, `pickled`, `kwargs`,
-`arguments`), then lists of pickled keyword arguments. Out: one (kind, text) after loading, then one (kind, value or
-reason) for each call in order and an empty frame at the end of a list. A list that takes longer than `SLICE_S` is ended
-early; the parent hands out the rest again. Standard output and error belong to the reward function.
+One socket, frames of a 4-byte length and a pickle. The parent sends a dict (`sys_path`, `path`, `name`, `pickled`,
+`kwargs`, `arguments`), then lists of pickled keyword arguments. The child sends one (kind, text) after loading. For
+each list it sends one (kind, value or reason) per call in order, and an empty frame at the end. It ends a list early
+after `SLICE_S`; the parent then distributes the rest again. Standard output and error belong to the reward function.
 """
 
 import contextlib
@@ -27,10 +27,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-SLICE_S = (
-    0.02  # long against a round trip (0.1 ms), short against a step: no process sits on calls that another could run
-)
-ORPHAN_CHECK_S = 1.0
+SLICE_S = 0.02  # long against a round trip (0.1 ms), short against a step, so that no process hoards calls
+ORPHAN_CHECK_PERIOD_S = 1.0
 MAX_REASON = 500  # characters; some exceptions quote their whole input
 
 
@@ -43,53 +41,54 @@ class LoadFailure(Exception):
 
 
 def main() -> None:
-    """Serve the parent at the other end of the socket, and end with it."""
+    """Run the calls that arrive on the socket, until the parent closes it."""
     sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     sock.set_inheritable(False)
     sys.stdout.reconfigure(line_buffering=True)
-    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     request = pickle.loads(receive(sock))
     sys.path[:] = request["sys_path"]
     try:
-        function, kwargs = load(request)
+        function, kwargs = load_function(request)
     except LoadFailure as failure:
         send(sock, pickle.dumps((failure.kind, failure.reason)))
         return
     send(sock, pickle.dumps(("ready", "")))
-    with contextlib.suppress(ConnectionError):  # the parent was killed in the middle of a frame
+    with contextlib.suppress(ConnectionError):  # the parent was killed while it sent a frame
         while (frame := receive(sock)) is not None:
-            serve(sock, pickle.loads(frame), function=function, kwargs=kwargs)
+            run_calls(sock, pickle.loads(frame), function=function, kwargs=kwargs)
 
 
-def end_with_parent(parent: int) -> None:
-    """Kill this process and what it started once its parent is another: an idle one ends by itself, one in a long call
-    does not.
+def exit_with_parent(parent: int) -> None:
+    """Kill this process and what it started once the parent is gone.
+
+    An idle process exits by itself; one in a long call needs this.
     """
     while os.getppid() == parent:
-        time.sleep(ORPHAN_CHECK_S)
+        time.sleep(ORPHAN_CHECK_PERIOD_S)
     os.killpg(0, signal.SIGKILL)
 
 
-def load(request: dict[str, Any]) -> tuple[Callable, dict[str, Any]]:
+def load_function(request: dict[str, Any]) -> tuple[Callable, dict[str, Any]]:
     """Return the function that `request` names and its fixed keyword arguments. Raises LoadFailure."""
     try:
         kwargs = pickle.loads(request["kwargs"])
         if request["pickled"] is not None:
             function = pickle.loads(request["pickled"])
         else:
-            function = find(load_module(request["path"]), request["name"])
+            function = find_function(load_module(request["path"]), request["name"])
     except LoadFailure:
         raise
     except BaseException as error:
-        raise LoadFailure("import", f"it cannot be loaded: {reason_of(error)}") from error
+        raise LoadFailure("import", f"it cannot be loaded: {describe_error(error)}") from error
     check_signature(function, [*request["arguments"], *kwargs])
-    if twice := set(request["arguments"]) & set(kwargs):
-        raise LoadFailure("signature", f"kwargs have {', '.join(sorted(twice))}, which every call brings itself")
+    if duplicates := set(request["arguments"]) & set(kwargs):
+        raise LoadFailure("signature", f"kwargs have {', '.join(sorted(duplicates))}, which every call sets itself")
     return function, kwargs
 
 
 def load_module(path: str) -> Any:
-    """Return the module of `path`, a file (an absolute path) or a dotted name."""
+    """Return the module of `path`, an absolute file path or a dotted name."""
     if not os.path.isabs(path):
         if module_is_missing(path):
             raise LoadFailure("path", "no such module on the Python path")
@@ -101,21 +100,21 @@ def load_module(path: str) -> Any:
     if spec is None:
         raise LoadFailure("path", "not a Python file, its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up by its name
-    sys.path.append(os.path.dirname(path))  # last: files beside it can be imported, and shadow nothing
+    sys.modules[spec.name] = module  # dataclasses and pickle find a class's module by its name
+    sys.path.append(os.path.dirname(path))  # last, so that files in the same folder shadow nothing
     spec.loader.exec_module(module)
     return module
 
 
 def module_is_missing(path: str) -> bool:
-    """Return whether no module `path` exists; an error inside a package that does exist is raised as it is."""
+    """Return whether no module `path` exists. An error inside an existing package is raised as it is."""
     try:
         return importlib.util.find_spec(path) is None
     except ModuleNotFoundError as error:
         return path.startswith(error.name or "\0")
 
 
-def find(module: Any, name: str) -> Callable:
+def find_function(module: Any, name: str) -> Callable:
     """Return the function `name` of a module."""
     function = getattr(module, name, None)
     if callable(function):
@@ -127,9 +126,9 @@ def find(module: Any, name: str) -> Callable:
 
 
 def check_signature(function: Callable, arguments: list[str]) -> None:
-    """Refuse a function that cannot take these keyword arguments.
+    """Raise LoadFailure for a function that cannot take these keyword arguments.
 
-    Functions that tell no signature (written in C) pass.
+    Functions without a signature (written in C) pass.
     """
     try:
         signature = inspect.signature(function)
@@ -143,44 +142,45 @@ def check_signature(function: Callable, arguments: list[str]) -> None:
         ) from error
 
 
-def serve(sock: socket.socket, calls: list[bytes], *, function: Callable, kwargs: dict[str, Any]) -> None:
-    """Answer calls one by one until all are done or the slice of time is used up; an empty frame says so."""
+def run_calls(sock: socket.socket, calls: list[bytes], *, function: Callable, kwargs: dict[str, Any]) -> None:
+    """Run calls one by one until all are done or `SLICE_S` is used up, then send an empty frame."""
     stop = time.monotonic() + SLICE_S
     for call in calls:
-        send(sock, answer(call, function=function, kwargs=kwargs))
+        send(sock, run_call(call, function=function, kwargs=kwargs))
         if time.monotonic() > stop:
             break
     send(sock, b"")
 
 
-def answer(call: bytes, *, function: Callable, kwargs: dict[str, Any]) -> bytes:
+def run_call(call: bytes, *, function: Callable, kwargs: dict[str, Any]) -> bytes:
     """Return the pickled ("ok", value) or ("error", reason) of one call."""
     try:
         value = function(**pickle.loads(call), **kwargs)
         if inspect.isawaitable(value):
-            value = finish(value)
+            value = run_awaitable(value)
         return pickle.dumps(("ok", value), protocol=pickle.HIGHEST_PROTOCOL)
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt: they end this call, not the others
-        return pickle.dumps(("error", reason_of(error)))
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: they fail this call only
+        return pickle.dumps(("error", describe_error(error)))
 
 
-def finish(awaitable: Any) -> Any:
-    """Return what an `async def` function's result comes to."""
+def run_awaitable(awaitable: Any) -> Any:
+    """Return the result of an awaitable."""
     return event_loop().run_until_complete(awaitable)
 
 
 @functools.lru_cache(maxsize=1)
 def event_loop() -> Any:
-    """Return this process's event loop, always the same one: a client that the function keeps between calls goes on
-    working.
+    """Return this process's event loop, always the same one.
+
+    A client that the function keeps between calls stays usable.
     """
     import asyncio  # slow to import, and sync functions do not need it
 
     return asyncio.new_event_loop()
 
 
-def reason_of(error: BaseException) -> str:
-    """Return type, message and innermost place of an exception in one line."""
+def describe_error(error: BaseException) -> str:
+    """Return type, message and innermost code location of an exception in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if len(text) > MAX_REASON:
         text = text[:MAX_REASON] + "..."
@@ -193,18 +193,18 @@ def reason_of(error: BaseException) -> str:
 
 
 def send(sock: socket.socket, payload: bytes) -> None:
-    """Write one frame."""
+    """Send one frame."""
     sock.sendall(struct.pack("!I", len(payload)) + payload)
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """Return the next frame, or None when the parent has closed."""
+    """Return the next frame, or None when the parent has closed the socket."""
     header = receive_exactly(sock, 4)
     return None if header is None else receive_exactly(sock, struct.unpack("!I", header)[0])
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
-    """Return `size` bytes, or None when the parent has closed."""
+    """Return `size` bytes, or None when the parent has closed the socket."""
     parts = []
     while size:
         part = sock.recv(min(size, 1 << 20))

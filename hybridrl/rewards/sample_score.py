@@ -1,6 +1,4 @@
-"""One sample's score: what a reward function returned, read as a number and extra values, or the reason why there is
-none.
-"""
+"""One sample's score: a reward function's result read as a number and extra values, or the reason why there is none."""
 
 import math
 import numbers
@@ -14,7 +12,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 @dataclass(frozen=True)
 class SampleScore:
-    """`value` counts only if `failure` is None; otherwise it is 0 and the sample is to be masked."""
+    """`value` counts only if `failure` is None; otherwise it is 0 and the sample must be masked."""
 
     value: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -25,43 +23,40 @@ class SampleScore:
     def valid(self) -> bool:
         return self.failure is None
 
-    def plus(self, penalty: float) -> "SampleScore":
-        """Return this score with a length penalty (at most 0) added and recorded; a sample without
-        score stays without.
-        """
+    def with_penalty(self, penalty: float) -> "SampleScore":
+        """Return this score with a length penalty (at most 0) added and recorded; a failed sample stays failed."""
         extra = {**self.extra, "overlong_reward": penalty, "overlong": penalty < 0}
         return replace(self, value=self.value + penalty if self.valid else 0.0, extra=extra)
 
 
 def read_score(result: CallResult) -> SampleScore:
-    """Return the score in a call's result: a finite number, or a dict with one under "score" whose other keys are extra
-    values.
+    """Return the score in a call's result: a finite number, or a dict with one under "score".
+
+    The other keys of a dict are extra values.
     """
     if result.failure is not None:
         return SampleScore(failure=result.failure, reason=result.reason)
     value, extra = result.value, {}
     if isinstance(value, dict):
         if "score" not in value:
-            return error(f'it returned a dict without "score", only {", ".join(map(str, value)) or "nothing"}')
+            return failed_score(f'it returned a dict without "score", only {", ".join(map(str, value)) or "nothing"}')
         extra = {name: entry for name, entry in value.items() if name != "score"}
         value = value["score"]
     number = as_number(value)
     if number is None:
-        return error(f"it returned a {type(value).__name__}, not a number")
+        return failed_score(f"it returned a {type(value).__name__}, not a number")
     if not abs(number) <= FLOAT32_MAX:
-        return error(f"it returned {number}" + (", more than float32 can hold" if math.isfinite(number) else ""))
+        return failed_score(f"it returned {number}" + (", more than float32 can hold" if math.isfinite(number) else ""))
     return SampleScore(value=number, extra=extra)
 
 
 def as_number(value: Any) -> float | None:
-    """Return a Python or numpy number, a bool, or an array or tensor of one number as a float; None for anything else,
-    also for texts.
-    """
+    """Return a Python or numpy number, a bool, or a one-element array or tensor as a float; else None."""
     if getattr(value, "shape", None) is not None and math.prod(value.shape) == 1:
         value = value.item()
     return float(value) if isinstance(value, numbers.Real) else None
 
 
-def error(reason: str) -> SampleScore:
+def failed_score(reason: str) -> SampleScore:
     """Return a failed sample."""
     return SampleScore(failure="error", reason=reason)

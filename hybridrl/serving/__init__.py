@@ -1,1 +1,1 @@
-"""Who asks replicas for tokens: router, agent loops, OpenAI endpoint."""
+"""Serving: request routing over rollout replicas, agent loops, and the OpenAI-compatible endpoint."""

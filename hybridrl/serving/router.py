@@ -1,17 +1,19 @@
-"""`Router`: requests to replicas of the policy, and around those that die or fall silent. Decisions are `routing.py`,
-effects are here.
+"""Route token requests to rollout replicas, and around replicas that die or stop answering.
 
-    async with Router(GroupReplicas(group, ...)) as router:
+    async with ReplicaRouter(GroupReplicas(group, ...)) as router:
         output = await router.generate(request)
 
-Each replica has one call in flight, which hands over new requests and brings back what has ended (`Server.serve`). A
-call that fails because its process is gone, or that does not return within `progress_timeout_s`, takes the replica out
-of the routing; what was open there is asked for again elsewhere, with the same seed and therefore with the same answer,
-and the replica is started anew, given the current weights and routed to again. An exception raised by a replica's code
-is a bug or a bad request, which would raise anywhere: it ends all requests.
+Used by agent loops and the OpenAI endpoint, on an event loop in the driver process. This module carries out;
+`routing_table.py` decides which replica gets a request.
 
-Between `pause()` and `resume()` nothing is asked of any replica, so its process can take new weights or train. What was
-open ends with reason "pause" and what there was; `continuation.py` goes on from there.
+Each replica has one call in flight. The call hands over new requests and returns the finished ones
+(`RequestServer.serve`). A replica is lost when its process is gone or its call exceeds `progress_timeout_s`. The router
+then stops routing to it and sends its open requests to other replicas with the same seeds, so the answers are the same.
+Meanwhile it restarts the replica, gives it the current weights, and routes to it again. An exception raised by the
+replica's own code is a bug or a bad request that would raise anywhere. It ends all requests.
+
+Between `pause()` and `resume()` the router makes no calls, so that the processes can load weights or train. Open
+requests end with reason "pause" and the tokens generated so far; `continuation.py` continues them.
 """
 
 import asyncio
@@ -25,116 +27,134 @@ from typing import Any, Protocol, Self
 
 from hybridrl.errors import CallTimeout, HybridRLError, WorkerLost
 from hybridrl.serving.routing_table import RoutingTable
-from hybridrl.single_controller.references import References
+from hybridrl.single_controller.references import OutputRefs
 from hybridrl.workers.rollout.request_server import SLICE_S
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 1.0  # how often an idle replica is asked whether it is there
-MOST_TRIES = 3  # of one request: a request that ends every process it meets must not end them for ever
-MOST_RESPAWNS = 3  # of one replica without an answer in between
+PROBE_PERIOD_S = 1.0  # between two calls to an idle replica
+MAX_TRIES = 3  # per request: a request that kills every process it runs on must not do so for ever
+MAX_RESPAWNS = 3  # per replica, without an answer in between
 
 
 class NotReplaceable(Exception):
-    """A lost replica is not the router's to bring back: whoever waits for its requests is told of the loss itself."""
+    """The router cannot restart this replica; callers get the original loss instead."""
 
 
 class Replicas(Protocol):
-    """Where requests are served. Methods block, and are called from threads, for one replica one at a time."""
+    """Where requests are served. Methods block; the router calls them from threads, one at a time per replica."""
 
     num_replicas: int
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
-        """Hand over requests and work on them for a moment; WorkerLost or CallTimeout if the replica cannot be relied
-        on any more.
+        """Hand over requests and generate for a moment.
+
+        Returns:
+            Outputs of the requests that have ended.
+
+        Raises:
+            WorkerLost, CallTimeout: The replica can no longer be used.
         """
 
     def respawn(self, replica: int) -> None:
-        """Have a new process in place of this one, with the current weights; raises what makes that impossible, or
-        NotReplaceable.
+        """Start a new process with the current weights in place of this one.
+
+        Raises:
+            NotReplaceable: The replica is not the router's to restart. Any other error means that the restart failed.
         """
 
 
 class GroupReplicas:
     """Workers of a group with a `serve` method (`ActorRolloutRefWorker`), each of them a replica.
 
-    version: of the weights that they must hold. progress_timeout_s: without an answer for so long, a process counts as
-    stuck. refill: gives a worker that was just started the current weights; None where a dead worker cannot be
-    replaced.
+    Args:
+        group: The worker group.
+        version: Version of the weights that the replicas must hold; None accepts any.
+        progress_timeout_s: A call without an answer for this long counts as lost.
+        resync: Sends the current weights to a worker that was just restarted. None: dead workers cannot be replaced
+            here.
     """
 
     def __init__(
-        self, group: Any, *, version: int | None, progress_timeout_s: float, refill: Callable[[int], None] | None = None
+        self, group: Any, *, version: int | None, progress_timeout_s: float, resync: Callable[[int], None] | None = None
     ):
-        self.group, self.version, self.progress_timeout_s, self.refill = group, version, progress_timeout_s, refill
+        self.group, self.version, self.progress_timeout_s, self.resync = group, version, progress_timeout_s, resync
         self.num_replicas = group.world_size
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
-        answer = self.group.execute_rank_async(replica, "serve", requests, aborted, SLICE_S, self.version)
-        references = References([answer], ranks=[replica], fetch=self.group.fetch)
+        future = self.group.execute_rank_async(replica, "serve", requests, aborted, SLICE_S, self.version)
+        references = OutputRefs([future], ranks=[replica], fetch=self.group.fetch)
         return self.group.fetch(references, method="serve", timeout_s=self.progress_timeout_s)[0]
 
     def respawn(self, replica: int) -> None:
-        if self.refill is None:
-            raise NotReplaceable(
-                f"{self.group.role}-{replica} is a process of the trainer's, too, which brings it back"
-            )
+        if self.resync is None:
+            raise NotReplaceable(f"{self.group.role}-{replica} also trains; the trainer restarts it, not the router")
         self.group.respawn(replica)
         self.group.execute_rank(replica, "init_model")
-        self.refill(replica)
+        self.resync(replica)
 
 
 @dataclass
-class Outage:
-    """A replica that was lost: why, seconds (of `time.monotonic`) when it was last known to be well, when it was out,
-    and back.
+class ReplicaOutage:
+    """One loss of a replica. Times are seconds of `time.monotonic`.
+
+    Attributes:
+        cause: Type and message of the error.
+        last_ok_at: Last answer before the loss.
+        lost_at: When the router stopped routing to it.
+        restored_at: When the router routed to it again; None while it is out.
+        num_retried: Requests that were sent to other replicas.
     """
 
     replica: int
     cause: str
-    well_at: float
-    out_at: float
-    back_at: float | None = None
-    retried: int = 0
+    last_ok_at: float
+    lost_at: float
+    restored_at: float | None = None
+    num_retried: int = 0
 
 
 @dataclass
-class _Asked:
+class _PendingRequest:
     request: Request
     conversation: str
-    answer: "asyncio.Future[TokenOutput]"
+    future: "asyncio.Future[TokenOutput]"
     tries: int = 1
     paused: bool = False
 
 
 @dataclass
-class _Inbox:
-    """What a replica is to be told next."""
+class _ReplicaQueue:
+    """Requests and aborts to send with the next call of one replica."""
 
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Router:
-    """Requests in, tokens out, whichever replica makes them.
+class ReplicaRouter:
+    """Sends requests to replicas and returns their tokens.
 
-    To be used in one event loop, between `async with` and its end.
+    Use it in one event loop, inside `async with`.
+
+    Args:
+        replicas: Where requests are served.
+        slack: How many more open requests a replica may have and still be preferred for its cached prompt.
     """
 
     def __init__(self, replicas: Replicas, *, slack: int = 4):
         self.replicas = replicas
         self.table = RoutingTable(replicas.num_replicas, slack=slack)
-        self.outages: list[Outage] = []
-        self._inboxes = [_Inbox() for _ in range(replicas.num_replicas)]
-        self._asked: dict[str, _Asked] = {}
-        self._homeless: list[str] = []  # requests that no healthy replica was there for
-        self._gone: set[int] = set()  # replicas that cannot be brought back
-        self._resting: set[int] = set()  # replicas that are asked nothing until `resume`
-        self._all_rest = asyncio.Event()
+        self.outages: list[ReplicaOutage] = []
+        self._queues = [_ReplicaQueue() for _ in range(replicas.num_replicas)]
+        self._pending: dict[str, _PendingRequest] = {}
+        self._unassigned: list[str] = []  # requests that wait for a healthy replica
+        self._given_up: set[int] = set()  # replicas that cannot be restarted
+        self._idle: set[int] = set()  # replicas that get no calls until `resume`
+        self._all_idle = asyncio.Event()
         self._failure: BaseException | None = None
-        self._ending = False
+        self._closing = False
         self._running = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -144,101 +164,108 @@ class Router:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Abort what is open, and wait until every replica is there again, or cannot be."""
-        self._end()
+        """Abort open requests, and wait until every replica is restored or given up."""
+        self._start_closing()
         await asyncio.gather(*self._pumps)
         self._threads.shutdown()
 
-    async def leave(self, *, wait: bool = False) -> None:
-        """End at once, in place of `__aexit__`.
+    async def close(self, *, wait: bool = False) -> None:
+        """Stop at once, in place of `__aexit__`.
 
-        wait: for calls that are on their way, and for replicas that are well to drop what is open there: another router
-        will ask them. Not needed where their processes end, too.
+        Args:
+            wait: Wait for calls in flight and have healthy replicas drop their open requests, because another router
+                will use them. Not needed where their processes end, too.
         """
-        self._end()
+        self._start_closing()
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown, wait=wait, cancel_futures=True)
         if wait:
-            await asyncio.to_thread(self._drop_what_is_open)
+            await asyncio.to_thread(self._abort_open)
 
-    def _drop_what_is_open(self) -> None:
-        for replica, inbox in enumerate(self._inboxes):
-            if inbox.aborted and replica not in self._gone:
-                with contextlib.suppress(HybridRLError):  # one that is not well will be replaced
-                    self.replicas.serve(replica, [], inbox.aborted)
+    def _abort_open(self) -> None:
+        for replica, queue in enumerate(self._queues):
+            if queue.aborted and replica not in self._given_up:
+                with contextlib.suppress(HybridRLError):  # a replica that fails here will be replaced anyway
+                    self.replicas.serve(replica, [], queue.aborted)
 
-    def _end(self) -> None:
-        self._ending = True
-        for asked in list(self._asked.values()):
-            asked.answer.cancel()
-            self._forget(asked.request.request_id, tell=True)
+    def _start_closing(self) -> None:
+        self._closing = True
+        for pending in list(self._pending.values()):
+            pending.future.cancel()
+            self._remove(pending.request.request_id, abort=True)
         self._running.set()
-        for inbox in self._inboxes:
-            inbox.news.set()
+        for queue in self._queues:
+            queue.has_news.set()
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        """Return what the policy says. conversation: requests of the same one go to the same replica while it is
-        healthy.
+        """Return the tokens that the policy generates for this request.
 
-        While the router is paused a request waits; one that was open before ends with reason "pause" and what there
-        was.
+        While the router is paused, a new request waits. One that was already open ends with reason "pause" and the
+        tokens generated so far.
+
+        Args:
+            request: What to generate; its id must not be open already.
+            conversation: Requests of one conversation go to the same replica while it is healthy; default: the
+                request's id.
         """
         await self._running.wait()
         if self._failure is not None:
             raise self._failure
-        if self._ending:
-            raise asyncio.CancelledError(f"request {request.request_id!r}: the router has ended")
-        if request.request_id in self._asked:
+        if self._closing:
+            raise asyncio.CancelledError(f"request {request.request_id!r}: the router is closed")
+        if request.request_id in self._pending:
             raise ValueError(f"request {request.request_id!r} is open already; ids must differ")
-        answer = asyncio.get_running_loop().create_future()
-        self._asked[request.request_id] = _Asked(request, conversation or request.request_id, answer)
-        self._send(request.request_id)
+        future = asyncio.get_running_loop().create_future()
+        self._pending[request.request_id] = _PendingRequest(request, conversation or request.request_id, future)
+        self._assign(request.request_id)
         try:
-            return await answer
+            return await future
         finally:
-            self._forget(request.request_id, tell=answer.cancelled())
+            self._remove(request.request_id, abort=future.cancelled())
 
     def abort(self, request_id: str) -> None:
-        """End a request: who waits for it gets what there is, with reason "abort". Nothing for one that is not open."""
-        asked = self._asked.get(request_id)
-        if asked is None:
+        """End a request: its caller gets the tokens generated so far, with reason "abort".
+
+        Does nothing for a request that is not open.
+        """
+        pending = self._pending.get(request_id)
+        if pending is None:
             return
         where = self.table.replica_of(request_id)
         if where is None:
-            self._homeless.remove(request_id)
-            self._answer(TokenOutput(request_id, [], [], "abort", -1))
+            self._unassigned.remove(request_id)
+            self._resolve(TokenOutput(request_id, [], [], "abort", -1))
             return
-        self._inboxes[where].aborted.append(request_id)
-        self._inboxes[where].news.set()
+        self._queues[where].aborted.append(request_id)
+        self._queues[where].has_news.set()
 
     async def pause(self) -> None:
-        """End all open requests with what there is, and hold new ones back. Returns when no replica is asked anything
-        or being replaced.
+        """End all open requests with the tokens generated so far, and hold back new ones.
 
-        That takes as long as a replica works at a time, or until one that fell silent is back. Raises what ended all
-        requests, if something did.
+        Returns when no call is in flight and no replica is being restarted. This takes one slice of a replica's work,
+        or until a lost replica is restored. Raises the error that ended all requests, if there was one.
         """
         self._running.clear()
-        for name, asked in list(self._asked.items()):
-            asked.paused = True
+        for name, pending in list(self._pending.items()):
+            pending.paused = True
             self.abort(name)
-        for inbox in self._inboxes:
-            inbox.news.set()
-        self._note_rest()
-        await self._all_rest.wait()
+        for queue in self._queues:
+            queue.has_news.set()
+        self._update_all_idle()
+        await self._all_idle.wait()
         if self._failure is not None:
             raise self._failure
 
     def resume(self) -> None:
-        """Take requests again, those that were held back first."""
-        self._resting.clear()
-        self._all_rest.clear()
+        """Send requests again, starting with those that were held back."""
+        self._idle.clear()
+        self._all_idle.clear()
         self._running.set()
 
     async def wait_until_running(self) -> None:
-        """Return when requests are taken."""
+        """Return when the router is not paused."""
         await self._running.wait()
 
     @property
@@ -250,117 +277,118 @@ class Router:
 
     # -- requests
 
-    def _send(self, request_id: str) -> None:
-        asked = self._asked[request_id]
-        where = self.table.place(request_id, asked.request.prompt_ids, conversation=asked.conversation)
+    def _assign(self, request_id: str) -> None:
+        pending = self._pending[request_id]
+        where = self.table.assign(request_id, pending.request.prompt_ids, conversation=pending.conversation)
         if where is None:
-            self._homeless.append(request_id)
+            self._unassigned.append(request_id)
             return
-        self._inboxes[where].requests.append(asked.request)
-        self._inboxes[where].news.set()
+        self._queues[where].requests.append(pending.request)
+        self._queues[where].has_news.set()
 
-    def _answer(self, output: TokenOutput) -> None:
-        asked = self._asked.get(output.request_id)
-        if asked is not None and not asked.answer.done():
-            was_cut = asked.paused and output.finish_reason == "abort"
-            asked.answer.set_result(replace(output, finish_reason="pause") if was_cut else output)
+    def _resolve(self, output: TokenOutput) -> None:
+        pending = self._pending.get(output.request_id)
+        if pending is not None and not pending.future.done():
+            was_cut = pending.paused and output.finish_reason == "abort"
+            pending.future.set_result(replace(output, finish_reason="pause") if was_cut else output)
 
-    def _forget(self, request_id: str, *, tell: bool) -> None:
-        """A request is over. tell: its replica still works on it and has to know."""
-        asked = self._asked.pop(request_id, None)
-        if asked is None:
+    def _remove(self, request_id: str, *, abort: bool) -> None:
+        """Drop a finished request. abort: also have its replica stop working on it."""
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
             return
         where = self.table.replica_of(request_id)
         self.table.finish(request_id)
-        if asked.conversation == request_id:
+        if pending.conversation == request_id:
             self.table.end_conversation(request_id)
         if where is None:
-            self._homeless = [name for name in self._homeless if name != request_id]
-        elif tell:
-            self._inboxes[where].aborted.append(request_id)
-            self._inboxes[where].news.set()
+            self._unassigned = [name for name in self._unassigned if name != request_id]
+        elif abort:
+            self._queues[where].aborted.append(request_id)
+            self._queues[where].has_news.set()
 
-    def _fail(self, error: BaseException) -> None:
-        """Nobody can be served any more."""
+    def _fail_all(self, error: BaseException) -> None:
+        """End all requests, now and later, with this error."""
         self._failure = self._failure or error
-        for asked in self._asked.values():
-            if not asked.answer.done():
-                asked.answer.set_exception(self._failure)
-        self._note_rest()
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(self._failure)
+        self._update_all_idle()
 
     # -- replicas
 
     async def _pump(self, replica: int) -> None:
-        """Keep one call in flight on a replica as long as there is something to do, and ask now and then whether it is
-        there.
-        """
-        well_at, failures = time.monotonic(), 0
+        """Keep one call in flight while a replica has work, and probe it every `PROBE_PERIOD_S` while it is idle."""
+        last_ok_at, failures = time.monotonic(), 0
         while self._failure is None:
             if not self._has_work(replica):
-                await (self._rest(replica) if self.is_paused else self._news(replica))
+                await (self._wait_for_resume(replica) if self.is_paused else self._wait_for_work(replica))
                 if not self._has_work(replica):
-                    if self._ending:
+                    if self._closing:
                         return
                     if self.is_paused:
                         continue
             try:
                 for output in await self._serve(replica):
-                    self._answer(output)
-                well_at, failures = time.monotonic(), 0
-                await asyncio.sleep(0)  # who got an answer may have the next request
+                    self._resolve(output)
+                last_ok_at, failures = time.monotonic(), 0
+                await asyncio.sleep(0)  # let callers submit their next requests before the next call
             except (WorkerLost, CallTimeout) as error:
                 failures += 1
-                if not await self._replace(replica, error, well_at=well_at, failures=failures):
+                if not await self._replace(replica, error, last_ok_at=last_ok_at, failures=failures):
                     return
             except Exception as error:
-                self._fail(error)
+                self._fail_all(error)
 
     def _has_work(self, replica: int) -> bool:
-        return self.table.load(replica) > 0 or bool(self._inboxes[replica].aborted)
+        return self.table.load(replica) > 0 or bool(self._queues[replica].aborted)
 
-    async def _rest(self, replica: int) -> None:
-        """Ask nothing of a replica until `resume`."""
-        self._resting.add(replica)
-        self._note_rest()
+    async def _wait_for_resume(self, replica: int) -> None:
+        """Make no calls to a replica until `resume`."""
+        self._idle.add(replica)
+        self._update_all_idle()
         await self._running.wait()
 
-    def _note_rest(self) -> None:
+    def _update_all_idle(self) -> None:
         if self._failure is not None or (
-            self.is_paused and len(self._resting | self._gone) == self.replicas.num_replicas
+            self.is_paused and len(self._idle | self._given_up) == self.replicas.num_replicas
         ):
-            self._all_rest.set()
+            self._all_idle.set()
 
-    async def _news(self, replica: int) -> None:
-        inbox = self._inboxes[replica]
+    async def _wait_for_work(self, replica: int) -> None:
+        queue = self._queues[replica]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(inbox.news.wait(), PROBE_S)
+            await asyncio.wait_for(queue.has_news.wait(), PROBE_PERIOD_S)
 
     async def _serve(self, replica: int) -> list[TokenOutput]:
-        old, self._inboxes[replica] = self._inboxes[replica], _Inbox()
+        old, self._queues[replica] = self._queues[replica], _ReplicaQueue()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self.replicas.serve, replica, old.requests, old.aborted)
 
-    async def _replace(self, replica: int, error: Exception, *, well_at: float, failures: int) -> bool:
-        """Route around a replica, ask elsewhere for what was open there, and bring it back.
+    async def _replace(self, replica: int, error: Exception, *, last_ok_at: float, failures: int) -> bool:
+        """Stop routing to a replica, send its requests elsewhere, and restart it.
 
-        False if it cannot be brought back.
+        Returns:
+            False if the replica cannot be restarted.
         """
-        lost = self.table.lose(replica)
-        self._inboxes[replica] = _Inbox()
-        outage = Outage(replica, f"{type(error).__name__}: {error}", well_at, time.monotonic(), retried=len(lost))
+        lost = self.table.mark_lost(replica)
+        self._queues[replica] = _ReplicaQueue()
+        outage = ReplicaOutage(
+            replica, f"{type(error).__name__}: {error}", last_ok_at, time.monotonic(), num_retried=len(lost)
+        )
         self.outages.append(outage)
-        logger.warning("replica %d is out of the routing, %d requests go elsewhere: %s", replica, len(lost), error)
+        logger.warning("replica %d was lost; its %d open requests go to other replicas: %s", replica, len(lost), error)
         for name in lost:
-            asked = self._asked[name]
-            asked.tries += 1
-            if asked.paused:
-                self._answer(TokenOutput(name, [], [], "abort", -1))
-            elif asked.tries > MOST_TRIES and not asked.answer.done():
-                asked.answer.set_exception(error)
-            elif not asked.answer.done():
-                self._send(name)
+            pending = self._pending[name]
+            pending.tries += 1
+            if pending.paused:
+                self._resolve(TokenOutput(name, [], [], "abort", -1))
+            elif pending.tries > MAX_TRIES and not pending.future.done():
+                pending.future.set_exception(error)
+            elif not pending.future.done():
+                self._assign(name)
         try:
-            if failures > MOST_RESPAWNS:
+            if failures > MAX_RESPAWNS:
                 raise error
             await asyncio.get_running_loop().run_in_executor(self._threads, self.replicas.respawn, replica)
         except NotReplaceable as why:
@@ -368,19 +396,23 @@ class Router:
         except Exception as reason:
             reason.__cause__ = None if reason is error else error
             return self._give_up(replica, reason, reason)
-        outage.back_at = time.monotonic()
-        logger.warning("replica %d is back after %.1f s", replica, outage.back_at - outage.out_at)
-        self.table.restore(replica)
-        homeless, self._homeless = self._homeless, []
-        for name in homeless:
-            self._send(name)
+        outage.restored_at = time.monotonic()
+        logger.warning(
+            "replica %d was restarted and gets requests again after %.1f s",
+            replica,
+            outage.restored_at - outage.lost_at,
+        )
+        self.table.mark_healthy(replica)
+        unassigned, self._unassigned = self._unassigned, []
+        for name in unassigned:
+            self._assign(name)
         return True
 
     def _give_up(self, replica: int, error: Exception, why: Exception) -> bool:
-        """A replica stays out. Without any other all requests end with `error`. Returns False."""
-        logger.error("replica %d stays out: %s", replica, why)
-        self._gone.add(replica)
-        self._note_rest()
-        if len(self._gone) == self.replicas.num_replicas:
-            self._fail(error)
+        """Exclude a replica for good; if it was the last one, end all requests with `error`. Returns False."""
+        logger.error("replica %d was not restarted and gets no more requests: %s", replica, why)
+        self._given_up.add(replica)
+        self._update_all_idle()
+        if len(self._given_up) == self.replicas.num_replicas:
+            self._fail_all(error)
         return False

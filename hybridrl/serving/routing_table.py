@@ -1,35 +1,42 @@
-"""Which replica gets a request: the decision alone. Nothing here waits, starts or calls anything; `router.py` does.
+"""Decide which replica gets a request. Pure bookkeeping: waits for nothing and calls nothing.
 
-In order: the replica that has this conversation; the one that has most of the prompt in its cache, unless it is busier
-than another by more than `slack` requests; the one with the fewest open requests, and among those the one that has had
-the fewest. Only healthy replicas are asked: whoever fails answers fast, so without that the least loaded would always
-be the broken one.
+`router.py` is the only user. The first rule that names a healthy replica decides:
+
+1. the replica that has this conversation,
+2. the replica with most of the prompt in its cache, unless it has more open requests than another by over `slack`,
+3. the replica with the fewest open requests, then with the fewest requests so far.
+
+Only healthy replicas count. A broken replica fails fast, so otherwise it would always be the least loaded.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK_TOKENS = 16  # prompts are compared in blocks of this size, as engines cache them
-MOST_PREFIXES = 65536  # remembered; the ones longest unused are forgotten
+MAX_PREFIXES = 65536  # stored; the least recently used ones are dropped
 
 
 class RoutingTable:
-    """num_replicas: all healthy at first. slack: requests that a known prefix or so may be worth.
+    """Open requests, conversations and cached prefixes per replica.
 
-    Every request that is placed is open until `finish` or until its replica is lost.
+    A request is open from `assign` until `finish`, or until its replica is lost. All replicas are healthy at first.
+
+    Args:
+        num_replicas: Number of replicas.
+        slack: How many more open requests a replica with a cached prefix may have.
     """
 
     def __init__(self, num_replicas: int, *, slack: int = 4):
         self.healthy = set(range(num_replicas))
         self.slack = slack
         self._replica_of: dict[str, int] = {}  # open request -> replica
-        self._open = [0] * num_replicas
-        self._had = [0] * num_replicas
+        self._num_open = [0] * num_replicas
+        self._num_assigned = [0] * num_replicas
         self._conversations: dict[str, int] = {}
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's first blocks -> replica
 
-    def place(self, request_id: str, prompt_ids: Sequence[int], *, conversation: str) -> int | None:
-        """Return the replica for this request, which is open there from now on; None while no replica is healthy."""
+    def assign(self, request_id: str, prompt_ids: Sequence[int], *, conversation: str) -> int | None:
+        """Open a request on a replica and return the replica; None while none is healthy."""
         if request_id in self._replica_of:
             raise ValueError(
                 f"request {request_id!r} is open already, on replica {self._replica_of[request_id]}; ids must differ"
@@ -39,70 +46,70 @@ class RoutingTable:
         prefixes = _prefixes(prompt_ids)
         chosen = self._conversations.get(conversation)
         if chosen not in self.healthy:
-            chosen = self._with_prefix(prefixes)
+            chosen = self._replica_with_prefix(prefixes)
         if chosen is None:
             chosen = self._least_loaded()
         self._replica_of[request_id] = self._conversations[conversation] = chosen
-        self._open[chosen] += 1
-        self._had[chosen] += 1
-        self._remember(prefixes, chosen)
+        self._num_open[chosen] += 1
+        self._num_assigned[chosen] += 1
+        self._record_prefixes(prefixes, chosen)
         return chosen
 
     def finish(self, request_id: str) -> None:
         """Close a request. One that is not open (its replica was lost) is no error."""
         replica = self._replica_of.pop(request_id, None)
         if replica is not None:
-            self._open[replica] -= 1
+            self._num_open[replica] -= 1
 
     def end_conversation(self, conversation: str) -> None:
         self._conversations.pop(conversation, None)
 
-    def lose(self, replica: int) -> list[str]:
-        """Route nothing to this replica any more; return the requests that were open on it, which are closed now."""
+    def mark_lost(self, replica: int) -> list[str]:
+        """Stop routing to this replica; close and return the requests that were open on it."""
         self.healthy.discard(replica)
         lost = [name for name, where in self._replica_of.items() if where == replica]
         for name in lost:
             del self._replica_of[name]
-        self._open[replica] = 0
+        self._num_open[replica] = 0
         self._prefixes = OrderedDict((key, where) for key, where in self._prefixes.items() if where != replica)
         return lost
 
-    def restore(self, replica: int) -> None:
+    def mark_healthy(self, replica: int) -> None:
         """Route to this replica again.
 
         It counts as having had as many requests as the others, so that it is not flooded.
         """
-        self._had[replica] = max(self._had)
+        self._num_assigned[replica] = max(self._num_assigned)
         self.healthy.add(replica)
 
     def replica_of(self, request_id: str) -> int | None:
-        """Return where a request is open, None if nowhere."""
+        """Return the replica on which a request is open, or None."""
         return self._replica_of.get(request_id)
 
-    def home_of(self, conversation: str) -> int | None:
-        """Return the replica that has this conversation, healthy or not; None if nobody has it."""
+    def replica_of_conversation(self, conversation: str) -> int | None:
+        """Return the replica that has this conversation, healthy or not; None if there is none."""
         return self._conversations.get(conversation)
 
     def load(self, replica: int) -> int:
         """Return the number of requests that are open on this replica."""
-        return self._open[replica]
+        return self._num_open[replica]
 
     def _least_loaded(self) -> int:
-        return min(self.healthy, key=lambda replica: (self._open[replica], self._had[replica], replica))
+        return min(self.healthy, key=lambda replica: (self._num_open[replica], self._num_assigned[replica], replica))
 
-    def _with_prefix(self, prefixes: list[int]) -> int | None:
-        """The replica that has more than half of the prompt, if it is not much busier than the least loaded one."""
-        for known in reversed(prefixes[len(prefixes) // 2 :]):
-            replica = self._prefixes.get(known)
-            if replica in self.healthy and self._open[replica] <= self._open[self._least_loaded()] + self.slack:
+    def _replica_with_prefix(self, prefixes: list[int]) -> int | None:
+        """Return a replica with over half of the prompt, unless it exceeds the least loaded one by over `slack`."""
+        for prefix in reversed(prefixes[len(prefixes) // 2 :]):
+            replica = self._prefixes.get(prefix)
+            if replica in self.healthy and self._num_open[replica] <= self._num_open[self._least_loaded()] + self.slack:
                 return replica
         return None
 
-    def _remember(self, prefixes: list[int], replica: int) -> None:
+    def _record_prefixes(self, prefixes: list[int], replica: int) -> None:
         for key in prefixes:
             self._prefixes[key] = replica
             self._prefixes.move_to_end(key)
-        while len(self._prefixes) > MOST_PREFIXES:
+        while len(self._prefixes) > MAX_PREFIXES:
             self._prefixes.popitem(last=False)
 
 

@@ -1,9 +1,8 @@
-"""`PolicyService`: the router of a job, on an event loop in a thread of its own, from the first push of weights to the
-job's end.
+"""Run a job's router on an event loop in its own thread of the driver process.
 
-The job's own thread decides when there are weights to generate with: between `hold()` and `release(version)` no replica
-is asked anything, so its process can take new weights, or train. Requests of whoever else wants to talk to the policy
-(`endpoint`) wait then.
+`PolicyService` lives from the start of the rollout until the job ends. The trainer's thread decides when replicas may
+generate. Between `pause()` and `resume(version)` they get no calls, so that their processes can load weights or train.
+Requests of other clients (the OpenAI endpoint) wait in between.
 """
 
 import asyncio
@@ -12,37 +11,38 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from hybridrl.serving.router import GroupReplicas, Router
+from hybridrl.serving.router import GroupReplicas, ReplicaRouter
 
 T = TypeVar("T")
 
-END_TIMEOUT_S = 10.0  # what may still be cancelled and closed when the job is over
+CLOSE_TIMEOUT_S = 10.0  # to cancel and close everything at the end of a job
 
 
 class PolicyService:
-    """Held at first. Its methods are for other threads than its own.
+    """Router and event loop of a job; paused at first. Call its methods from other threads.
 
-    at_end: coroutine functions that `close` calls first.
+    `on_close`: coroutine functions that `close` runs first.
     """
 
     def __init__(self, replicas: GroupReplicas):
         self.replicas = replicas
-        self.router = Router(replicas)
-        self.at_end: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self.router = ReplicaRouter(replicas)
+        self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="policy-service", daemon=True)
         self._thread.start()
-        self._held = False
+        self._paused = False
         self.call(self.router.__aenter__())
-        self.hold()
+        self.pause()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Start a coroutine beside the router."""
+        """Start a coroutine on the router's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine beside the router and return its result; if the caller is interrupted, so is
-        the coroutine.
+        """Run a coroutine on the router's event loop and return its result.
+
+        If the caller is interrupted, the coroutine is cancelled.
         """
         future = self.submit(work)
         try:
@@ -51,40 +51,41 @@ class PolicyService:
             future.cancel()
             raise
 
-    def hold(self) -> None:
-        """Return when no replica is asked anything any more; what was open has ended with what there was
-        (`Router.pause`).
-        """
-        if not self._held:
+    def pause(self) -> None:
+        """Return when no replica has a call in flight; open requests end early (`ReplicaRouter.pause`)."""
+        if not self._paused:
             self.call(self.router.pause())
-            self._held = True
+            self._paused = True
 
-    def release(self, version: int | None) -> None:
-        """Let replicas be asked again. version: of the weights that they must hold from now on."""
+    def resume(self, version: int | None) -> None:
+        """Let the router call replicas again. version: of the weights that they must hold from now on."""
         self.replicas.version = version
-        if self._held:
-            self._held = False
+        if self._paused:
+            self._paused = False
             self.call(self._resume())
 
     async def _resume(self) -> None:
         self.router.resume()
 
     def close(self, *, wait: bool = False) -> None:
-        """End everything that runs here. wait: for what replicas are doing, because others will ask their processes; as
-        long as the calls' deadlines allow. Without it they are not waited for: their processes are about to end, too.
+        """Stop the router, its clients and the thread.
+
+        Args:
+            wait: Wait for the replicas' current calls, up to the calls' timeouts, because others will use their
+                processes. False: do not wait, because the processes end, too.
         """
         if not self._thread.is_alive():
             return
         try:
-            self.submit(self._end(wait=wait)).result(None if wait else END_TIMEOUT_S)
+            self.submit(self._close(wait=wait)).result(None if wait else CLOSE_TIMEOUT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(END_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
-    async def _end(self, *, wait: bool) -> None:
-        for end in self.at_end:
-            await end()
-        await self.router.leave(wait=wait)
+    async def _close(self, *, wait: bool) -> None:
+        for close_part in self.on_close:
+            await close_part()
+        await self.router.close(wait=wait)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

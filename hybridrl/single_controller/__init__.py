@@ -1,1 +1,1 @@
-"""The single controller: one driver program calls groups of worker processes as if each group were one object."""
+"""Worker groups: one driver calls a group of worker processes as if it were one object."""

@@ -1,34 +1,38 @@
-"""How the processes of a job are called on a Ray cluster. A job's run is `run`; everything of it is called `run/...`.
+"""Actors and nodes of a job on a Ray cluster: names, lookup, and which nodes are alive.
 
-Which nodes are there. Ray counts one as lost after some ten seconds of silence; its own process there, asked directly,
-tells at once.
+All actors of a run are named `{run}/...`. Ray needs about 10 s of silence to declare a node dead; connecting to its
+raylet port answers at once.
 """
 
 import socket
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# Names are looked up here; a driver's own namespace would hide its processes from every other driver.
+# One Ray namespace for all drivers: in a driver's own namespace no other driver could find its actors.
 NAMESPACE = "hybridrl"
 MASTER = "master"
-KEEPER = "keeper"  # of a submitted job: the process that starts the others, and starts them again
-NOTES, RECOVERIES = "notes", "recoveries"  # its threads for what the trainer says
+JOB_SUPERVISOR = "supervisor"  # of a submitted job: the process that starts and restarts the job's other processes
+PROGRESS_GROUP, RECOVERY_GROUP = "progress", "recovery"  # its concurrency groups for calls of the trainer
+CONNECT_TIMEOUT_S = 1.0  # the kernel accepts a connection, however busy the node is
 
 
 def master_name(run: str) -> str:
     return f"{run}/{MASTER}"
 
 
-def keeper_name(run: str) -> str:
-    return f"{run}/{KEEPER}"
+def job_supervisor_name(run: str) -> str:
+    return f"{run}/{JOB_SUPERVISOR}"
 
 
-def memory_name(run: str) -> str:
-    return f"{run}/memory"
+def snapshot_store_name(run: str) -> str:
+    return f"{run}/snapshots"
 
 
 def find_actor(name: str) -> Any:
-    """Return the actor of this name on the connected cluster, or None. One that Ray starts again is there."""
+    """Return the actor of this name on the connected cluster, or None.
+
+    An actor that Ray is restarting is found too.
+    """
     import ray
 
     try:
@@ -37,35 +41,37 @@ def find_actor(name: str) -> Any:
         return None
 
 
-def names_in_use(prefix: str = "") -> list[str]:
-    """Return the names of all actors of this library on the connected cluster that begin so."""
+def actor_names(prefix: str = "") -> list[str]:
+    """Return the names with this prefix of this library's actors on the connected cluster."""
     import ray
 
     found = ray.util.list_named_actors(all_namespaces=True)
     return [entry["name"] for entry in found if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix)]
 
 
-def slot_of(name: str) -> str:
-    """Return the slot that a process fills: `run/actor-0` and `run/actor-0.2`, its second life, are
-    both of `actor-0`.
+def slot_from_name(name: str) -> str:
+    """Return the slot in an actor's name.
+
+    It is `actor-0` for `run/actor-0` and for its second incarnation `run/actor-0.2`.
     """
     return name.rpartition("/")[2].split(".")[0]
 
 
-ANSWER_WITHIN_S = 1.0  # a connection is accepted by the kernel, however busy the node is
-
-
-def answers(node: Mapping[str, Any]) -> bool:
-    """Return whether Ray's own process on a node (the raylet) accepts a connection. node: an entry of `ray.nodes()`."""
+def accepts_connections(node: Mapping[str, Any]) -> bool:
+    """Return whether the raylet of a node, an entry of `ray.nodes()`, accepts a connection."""
     try:
-        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=ANSWER_WITHIN_S):
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_TIMEOUT_S):
             return True
     except OSError:
         return False
 
 
-def living(node_ids: Collection[str]) -> set[str]:
-    """Return those of these nodes that Ray counts as alive and that answer."""
+def alive_nodes(node_ids: Collection[str]) -> set[str]:
+    """Return those of these nodes that Ray counts as alive and whose raylet accepts a connection."""
     import ray
 
-    return {node["NodeID"] for node in ray.nodes() if node["NodeID"] in node_ids and node["Alive"] and answers(node)}
+    return {
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["NodeID"] in node_ids and node["Alive"] and accepts_connections(node)
+    }

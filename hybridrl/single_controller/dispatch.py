@@ -1,16 +1,14 @@
-"""The dispatch modes: how a call's arguments are split over workers and how their answers are merged.
+"""Dispatch modes: how a call's arguments are split over workers and how their outputs are merged.
 
-A mode is a pair of functions:
+Users import `register`, `Dispatch`, `Execute` and the modes from here to write worker methods. A worker group calls a
+mode in the driver. A mode is a pair of functions:
 
     dispatch_fn(group, *args, **kwargs) -> (args, kwargs)   each argument replaced by a list, one entry per worker
-    collect_fn(group, outputs) -> result                    outputs: one per worker; `References` when the call did not
-    wait
+    collect_fn(group, outputs) -> result                    outputs: one per worker, `OutputRefs` if not waited for
 
 The group offers them `world_size`, `put(value)` (one copy, shared by all workers), `put_each(values)` and
-`dp_layout(mesh)`. A batch goes to any number of workers: pieces differ by at most one row and may be empty, nothing is
-padded. Workers whose computation is collective take part with an empty piece too.
-
-The names users import to write worker methods: `register`, `Dispatch`, `Execute` and the dispatch modes.
+`dp_layout(mesh)`. A batch is split over any number of workers: chunks differ by at most one row and may be empty.
+Nothing is padded. Workers with an empty chunk run the method too, because it may contain collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,77 +19,79 @@ from typing import Any, NamedTuple, NoReturn
 from hybridrl.data_plane.batches import chunk_rows, concat_batches, is_batch
 from hybridrl.protocol import DataProtoFuture
 from hybridrl.single_controller.invocation import MAGIC_ATTR, Dispatch, Execute, Invocation, register
-from hybridrl.single_controller.references import References
+from hybridrl.single_controller.references import OutputRefs
+
+# What a dispatch function returns: each argument as a sequence with one entry per worker.
+Dispatched = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DispatchMode(NamedTuple):
-    dispatch_fn: Callable
-    collect_fn: Callable
+    dispatch_fn: Callable[..., Any]
+    collect_fn: Callable[..., Any]
 
 
-def _each(split: Callable[[Any], Sequence], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _each(split: Callable[[Any], Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
     return tuple(split(a) for a in args), {k: split(v) for k, v in kwargs.items()}
 
 
-def dispatch_one_to_all(group, *args, **kwargs):
-    """Every worker gets every argument; one copy is shared, however many workers there are."""
+def dispatch_one_to_all(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
+    """Send every argument to every worker, as one shared copy."""
     return _each(lambda a: [group.put(a)] * group.world_size, args, kwargs)
 
 
-def dispatch_all_to_all(group, *args, **kwargs):
-    """Arguments are lists with one entry per worker already; they pass as they are."""
+def dispatch_all_to_all(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
+    """Send entry i of every argument, a list with one entry per worker, to worker i."""
     return _each(partial(_presplit, num_parts=group.world_size), args, kwargs)
 
 
-def dispatch_dp(group, *args, **kwargs):
-    """Batches are split by rows, one piece per worker; anything else goes to all."""
+def dispatch_dp(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
+    """Split batches by rows, one chunk per worker; send anything else to all."""
     return _each(partial(split_rows, group, num_parts=group.world_size), args, kwargs)
 
 
-def dispatch_dp_with_func(group, func, *args, **kwargs):
-    """As `dispatch_dp`, with a function first that goes to all."""
+def dispatch_dp_with_func(group: Any, func: Any, *args: Any, **kwargs: Any) -> Dispatched:
+    """Send the function to all workers and the other arguments as `dispatch_dp` does."""
     if not isinstance(func, FunctionType):
         raise TypeError(f"the first argument must be a function, got {type(func).__name__}")
     args, kwargs = dispatch_dp(group, *args, **kwargs)
     return ([group.put(func)] * group.world_size, *args), kwargs
 
 
-def refuse_dispatch(group, *args, **kwargs) -> NoReturn:
-    """Methods of this mode are called on one worker at a time, by whoever routes requests to it."""
+def refuse_dispatch(group: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise TypeError: a router calls methods of this mode on one worker at a time."""
     raise TypeError("a DIRECT_ROLLOUT_METHOD is called on one worker: group.execute_rank(rank, method, ...)")
 
 
-def _presplit(argument: Any, num_parts: int) -> Sequence:
+def _presplit(argument: Any, num_parts: int) -> Sequence[Any]:
     if not isinstance(argument, list | tuple) or len(argument) != num_parts:
         size = len(argument) if isinstance(argument, list | tuple) else type(argument).__name__
         raise ValueError(f"this method takes one argument per worker: a list of {num_parts}, got {size}")
     return argument
 
 
-def split_rows(group, argument: Any, *, num_parts: int) -> list:
-    """Return one piece per part: a batch cut by rows, a future by shards, a list of ready-made pieces as it is, the
-    rest shared.
+def split_rows(group: Any, argument: Any, *, num_parts: int) -> list[Any]:
+    """Return one chunk of the argument per part.
 
-    A future with as many shards as parts is handed over by reference; otherwise each worker fetches the shards its rows
-    are in.
+    A batch is split by rows and a list of batches is taken as the chunks. A future with as many shards as parts is
+    passed by reference; otherwise each worker fetches the shards that contain its rows. Any other value is shared.
     """
     if is_batch(argument):
         return group.put_each(chunk_rows(argument, num_parts))
     if isinstance(argument, DataProtoFuture):
-        pieces = argument.chunk(num_parts)
-        return [p.futures[0] if len(p.futures) == 1 and p.dispatch_fn is None and p.part is None else p for p in pieces]
+        chunks = argument.chunk(num_parts)
+        return [c.futures[0] if len(c.futures) == 1 and c.dispatch_fn is None and c.part is None else c for c in chunks]
     if isinstance(argument, list | tuple) and argument and all(map(is_batch, argument)):
         return group.put_each(_presplit(argument, num_parts))
     return [group.put(argument)] * num_parts
 
 
-def collect_list(group, outputs: list) -> list:
+def collect_list(group: Any, outputs: list[Any]) -> list[Any]:
     return outputs
 
 
-def collect_dp(group, outputs: list) -> Any:
-    """Batches are joined in worker order; references become a `DataProtoFuture`; other answers stay a list."""
-    if isinstance(outputs, References):
+def collect_dp(group: Any, outputs: list[Any]) -> Any:
+    """Concatenate batches in worker order; turn references into a `DataProtoFuture`; return other outputs as a list."""
+    if isinstance(outputs, OutputRefs):
         return DataProtoFuture(
             collect_fn=concat_batches, futures=list(outputs), fetch=outputs.fetch, sizes=outputs.sizes
         )
@@ -110,22 +110,22 @@ MODES: dict[str, DispatchMode] = {
 }
 
 
-def register_dispatch_mode(name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
-    """Add a mode under a new name; afterwards `Dispatch.<name>` is that name. A known name is refused."""
+def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> None:
+    """Add a mode as `Dispatch.<name>`; raise ValueError for a name that is registered."""
     if name in MODES:
         raise ValueError(f"dispatch mode {name!r} is registered already; use update_dispatch_mode to replace it")
     MODES[name] = DispatchMode(dispatch_fn, collect_fn)
     setattr(Dispatch, name, name)
 
 
-def update_dispatch_mode(name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
+def update_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> None:
     """Replace the functions of a registered mode."""
     get_dispatch_mode(name)
     MODES[name] = DispatchMode(dispatch_fn, collect_fn)
 
 
 def get_dispatch_mode(mode: Any) -> DispatchMode:
-    """Return the functions behind a mode's name or behind a `{"dispatch_fn", "collect_fn"}` mapping."""
+    """Return the functions of a mode, given by name or as a `{"dispatch_fn", "collect_fn"}` mapping."""
     if isinstance(mode, str):
         if mode not in MODES:
             raise ValueError(f"dispatch mode {mode!r} is not registered; registered are {', '.join(MODES)}")
@@ -138,39 +138,39 @@ def get_dispatch_mode(mode: Any) -> DispatchMode:
     return DispatchMode(mode["dispatch_fn"], mode["collect_fn"])
 
 
-def get_predefined_dispatch_fn(mode: str) -> dict[str, Callable]:
-    """Return a mode as the mapping that users extend: `{"dispatch_fn", "collect_fn"}`."""
+def get_predefined_dispatch_fn(mode: str) -> dict[str, Callable[..., Any]]:
+    """Return a registered mode as a `{"dispatch_fn", "collect_fn"}` mapping, which users may extend."""
     return get_dispatch_mode(mode)._asdict()
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable]:
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
     """Return a mode for workers on a mesh with more than a data-parallel axis.
 
-    Workers of one data-parallel rank (tensor- or pipeline-parallel peers) get the same piece, put once; one peer's
-    answer is collected. Workers announce themselves with `Worker._register_dispatch_collect_info(mesh_name, dp_rank,
-    is_collect)`.
+    Workers of one data-parallel rank (tensor- or pipeline-parallel peers) get the same chunk, put once, and one peer's
+    output is collected. Workers announce both with
+    `Worker._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)`.
     """
     return {"dispatch_fn": partial(_dispatch_mesh, mesh_name), "collect_fn": partial(_collect_mesh, mesh_name)}
 
 
-def _dispatch_mesh(mesh_name: str, group, *args, **kwargs):
+def _dispatch_mesh(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     dp_ranks, _ = group.dp_layout(mesh_name)
     num_parts = max(dp_ranks) + 1
 
-    def split(argument):
-        # A piece that peers share is put once, whatever it is.
+    def split(argument: Any) -> list[Any]:
+        # A chunk that peers share is put once, small values too.
         parts = [group.put(part) for part in split_rows(group, argument, num_parts=num_parts)]
         return [parts[dp_rank] for dp_rank in dp_ranks]
 
     return _each(split, args, kwargs)
 
 
-def _collect_mesh(mesh_name: str, group, outputs: list) -> Any:
-    """Answers in the order of the pieces, which need not be that of the workers."""
+def _collect_mesh(mesh_name: str, group: Any, outputs: list[Any]) -> Any:
+    """Collect outputs in the order of the data-parallel ranks, which may differ from the order of the workers."""
     dp_ranks, is_collect = group.dp_layout(mesh_name)
     workers = sorted((rank for rank, keep in enumerate(is_collect) if keep), key=dp_ranks.__getitem__)
     return collect_dp(
-        group, outputs.pick(workers) if isinstance(outputs, References) else [outputs[w] for w in workers]
+        group, outputs.select(workers) if isinstance(outputs, OutputRefs) else [outputs[w] for w in workers]
     )
 
 

@@ -1,19 +1,19 @@
-"""One remote call on a group of workers, as a record. Read this module first; it is the idea of the layer.
+"""`Invocation`: how one method is called on a group of workers, as a record. Read this module first.
 
     class Scorer(Worker):
         @register(Dispatch.DP_COMPUTE_PROTO, timeout_s=600)
         def score(self, data: DataProto) -> DataProto: ...
 
     scorers = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer), role="scorer")
-    scores = scorers.score(data)          # rows cut up, sent, computed, joined
+    scores = scorers.score(data)          # rows split, sent, computed, concatenated
 
-A call is always the same few answers: who runs it (`execute`), how arguments are split and answers merged (`dispatch`),
-whether the caller waits (`blocking`) and how long (`timeout_s`), whether it may be repeated (`idempotent`), and how
-many of it run at once (`concurrency`). `register` writes them as an `Invocation` on the worker's method; a group reads
-the record when it binds the method under the same name. Nothing here runs anything, and nothing here knows Ray.
+A record says which workers run the method (`execute`), how arguments are split and outputs merged (`dispatch`), whether
+the caller waits (`blocking`) and how long (`timeout_s`), whether the call may be repeated (`idempotent`), and how many
+run at once (`concurrency`). `register` stores it on the worker's method; a group reads it when it binds the method
+under the same name. This module runs nothing and does not use Ray.
 
-Read next: `dispatch.py` (the modes), `worker_group.py` (the call in four lines), `ray_worker_group.py` (the processes),
-`worker_host.py` (the other end).
+Read next: `dispatch.py` (the modes), `worker_group.py` (the four steps of a call), `ray_worker_group.py` (the
+processes), `processes/worker_host.py` (the receiving end).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 MAGIC_ATTR = "__hybridrl_invocation__"
-# One step of a large model may take most of an hour; past this, silence is a fault and not work.
+# One step of a large model may take most of an hour; a call without a result after this long is a fault.
 DEFAULT_TIMEOUT_S = 3600.0
-# Calls of an `async def` method wait for something else most of the time; each holds one idle thread of its worker.
+# Calls of an `async def` method mostly wait; each occupies one idle thread of its worker.
 ASYNC_CONCURRENCY = 64
 
 
 class Dispatch:
-    """Names of the dispatch modes. `register_dispatch_mode` adds to them, and then `Dispatch.NAME` is the new name."""
+    """Names of the dispatch modes; `register_dispatch_mode` adds attributes."""
 
     RANK_ZERO = "RANK_ZERO"
     ONE_TO_ALL = "ONE_TO_ALL"
@@ -43,7 +43,7 @@ class Dispatch:
 
 
 class Execute:
-    """Names of the execute modes: every worker of the group, or the first one only."""
+    """Names of the execute modes: every worker of the group, or only rank 0."""
 
     ALL = "ALL"
     RANK_ZERO = "RANK_ZERO"
@@ -53,16 +53,19 @@ class Execute:
 class Invocation:
     """How one method is called on a group.
 
-    dispatch: name of a mode, or `{"dispatch_fn": ..., "collect_fn": ...}` (see `dispatch.DispatchMode`). execute:
-    `Execute.ALL` or `Execute.RANK_ZERO`. blocking: wait for the answers, or return references (a `DataProtoFuture` in
-    the DP modes). timeout_s: deadline of the call in seconds; None waits for ever and is for services only. idempotent:
-    the call may be repeated after a fault without changing the result. concurrency: how many calls of the method one
-    worker runs at once, beside everything else it does. 1: calls take turns with the worker's other methods, in the
-    order in which they were made. materialize_futures: a `DataProtoFuture` among the arguments is fetched before the
-    method runs; else the method gets the future.
+    Attributes:
+        dispatch: name of a mode, or `{"dispatch_fn": ..., "collect_fn": ...}` (see `dispatch.DispatchMode`).
+        execute: `Execute.ALL` or `Execute.RANK_ZERO`.
+        blocking: wait for the outputs, or return references (a `DataProtoFuture` in the DP modes).
+        timeout_s: deadline of the call in seconds. None waits without limit and is for services only.
+        idempotent: the call may be repeated after a fault without changing the result.
+        concurrency: calls of the method that one worker runs at once, concurrently with its other methods. With 1,
+            calls run one at a time with the worker's other methods, in submission order.
+        materialize_futures: fetch a `DataProtoFuture` among the arguments before the method runs. Otherwise the method
+            gets the future.
     """
 
-    dispatch: str | Mapping[str, Callable] = Dispatch.ALL_TO_ALL
+    dispatch: str | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL
     execute: str = Execute.ALL
     blocking: bool = True
     timeout_s: float | None = DEFAULT_TIMEOUT_S
@@ -72,7 +75,7 @@ class Invocation:
 
 
 def register(
-    dispatch_mode: str | Mapping[str, Callable] = Dispatch.ALL_TO_ALL,
+    dispatch_mode: str | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: str = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -81,11 +84,16 @@ def register(
     idempotent: bool = False,
     concurrency: int | None = None,
 ) -> Callable[[F], F]:
-    """Mark a worker's method, plain or `async def`, as callable on its group. The method itself is returned unchanged.
+    """Mark a worker's method, plain or `async def`, as callable on its group; return it unchanged.
 
-    concurrency: None means 1, and `ASYNC_CONCURRENCY` for an `async def`. Raises ValueError for an execute mode that is
-    not one of `Execute` and for a concurrency below 1; an unknown dispatch mode is refused when a group binds the
-    method, because modes may be registered later than the class is written.
+    The parameters are the attributes of `Invocation`.
+
+    Args:
+        concurrency: None means 1, and `ASYNC_CONCURRENCY` for an `async def`.
+
+    Raises:
+        ValueError: unknown execute mode, or a concurrency below 1. An unknown dispatch mode is refused when a group
+            binds the method, because a mode may be registered after the class is defined.
     """
     if execute_mode not in (Execute.ALL, Execute.RANK_ZERO):
         raise ValueError(f"execute_mode={execute_mode!r} is neither Execute.ALL nor Execute.RANK_ZERO")
@@ -111,8 +119,7 @@ def register(
 def invocations_of(worker_cls: type) -> dict[str, Invocation]:
     """Return the registered methods of a worker class, by name, inherited ones included.
 
-    An override that is not marked again keeps the mark of the method it overrides, so that a subclass need not repeat
-    it.
+    An override without a mark keeps the mark of the method that it overrides.
     """
     found: dict[str, Invocation] = {}
     for base in reversed(worker_cls.__mro__):

@@ -1,13 +1,16 @@
-"""`launch`: the one place where a plan becomes processes, whether a trainer calls it or a job that was submitted."""
+"""`launch`: start the processes of a `Plan` and return worker groups.
+
+Called by the trainer, or by the supervisor of a submitted job.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.feasibility import check_feasible
-from hybridrl.single_controller.placement.placement_groups import machines_of_cluster
+from hybridrl.single_controller.placement.placement_groups import cluster_nodes
 from hybridrl.single_controller.placement.plan import Plan, ProcessPlan, actor_options
-from hybridrl.single_controller.placement.pool_views import PlannedSlots
+from hybridrl.single_controller.placement.pool_views import PlannedPoolView
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import (
     RayClassWithInitArgs,
@@ -15,11 +18,11 @@ from hybridrl.single_controller.ray_worker_group import (
     create_colocated_worker_cls,
 )
 
-GroupClass = type[LocalWorkerGroup] | type[RayWorkerGroup]
+GroupClass = type[LocalWorkerGroup[Any]] | type[RayWorkerGroup[Any]]
 
 
-def pools_of(plan: Plan, *, max_colocate_count: int = 10, detached: bool = False) -> dict[str, RayResourcePool]:
-    """Return the plan's pools. They reserve nothing before the first group starts on them; `release` gives it back."""
+def make_pools(plan: Plan, *, max_colocate_count: int = 10, detached: bool = False) -> dict[str, RayResourcePool]:
+    """Return the plan's pools by name. A pool reserves its slots when the first group starts on it."""
     return {
         pool.name: RayResourcePool.planned(pool, max_colocate_count=max_colocate_count, detached=detached)
         for pool in plan.pools
@@ -28,31 +31,37 @@ def pools_of(plan: Plan, *, max_colocate_count: int = 10, detached: bool = False
 
 def launch(
     plan: Plan,
-    classes: Mapping[str, RayClassWithInitArgs],
+    classes: Mapping[str, RayClassWithInitArgs[Any]],
     pools: Mapping[str, Any],
     *,
     group_cls: GroupClass = RayWorkerGroup,
-    take_up: bool = False,
+    reattach: bool = False,
 ) -> dict[str, Any]:
-    """Start the plan's processes on these pools and return one worker group per role. When one cannot start, none is
-    left running.
+    """Start the plan's processes on these pools and return one worker group per role.
 
-    Those on detached pools outlive the driver; take_up: go on with the ones that an earlier driver of the plan's job
-    has left there. Raises PlacementError before anything starts when the connected cluster cannot hold all of the plan.
+    When a process cannot start, all are ended. Processes on detached pools outlive the driver.
+
+    Args:
+        reattach: use the processes that a previous driver of the plan's job started, where they still run.
+
+    Raises:
+        PlacementError: the connected cluster cannot hold the whole plan; nothing was started.
     """
     if not issubclass(group_cls, LocalWorkerGroup):
-        if take_up:
+        if reattach:
             for pool in pools.values():
-                pool.take_up()
+                pool.reattach()
         else:
-            check_feasible(plan.reservations(), machines_of_cluster())
-        pools = {process.label: PlannedSlots(pools[process.pool], process, job=plan.job) for process in plan.processes}
+            check_feasible(plan.reservations(), cluster_nodes())
+        pools = {
+            process.label: PlannedPoolView(pools[process.pool], process, job=plan.job) for process in plan.processes
+        }
     else:
         pools = {process.label: pools[process.pool] for process in plan.processes}
     groups: dict[str, Any] = {}
     try:
         for process in plan.processes:
-            groups |= _launch_process(plan, process, classes, pools[process.label], group_cls, take_up=take_up)
+            groups |= _launch_process(plan, process, classes, pools[process.label], group_cls, reattach=reattach)
     except BaseException:
         for group in groups.values():
             group.shutdown()
@@ -63,11 +72,11 @@ def launch(
 def _launch_process(
     plan: Plan,
     process: ProcessPlan,
-    classes: Mapping[str, RayClassWithInitArgs],
+    classes: Mapping[str, RayClassWithInitArgs[Any]],
     pool: Any,
     group_cls: GroupClass,
     *,
-    take_up: bool,
+    reattach: bool,
 ) -> dict[str, Any]:
     if issubclass(group_cls, LocalWorkerGroup):
         return {role: group_cls(pool, classes[role], role=role) for role in process.roles}
@@ -80,7 +89,7 @@ def _launch_process(
         name_prefix=plan.job,
         share=process.share,
         detached=pool.detached,
-        take_up=take_up,
+        reattach=reattach,
         worker_env={**plan.worker_env, **process.environment},
     )
     return group.spawn(process.roles)

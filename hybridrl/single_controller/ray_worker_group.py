@@ -1,23 +1,22 @@
-"""`RayWorkerGroup`: a worker group whose workers are processes on Ray.
+"""`RayWorkerGroup`: a worker group whose workers are processes on Ray. Used in the driver.
 
     pool = RayResourcePool([8, 8])                                                  # 8 slots on each of two nodes
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, path), role="scorer")
     scores = group.score(batch)
 
-The processes may hold several roles (see `colocation.py`); `spawn` gives one group per role over the same processes. A
-detached group outlives its driver, and `from_detached` finds it again. Starting and ending processes is
-`worker_processes.py`, waiting `waiting.py`.
+A detached group outlives its driver; `from_detached` finds it again. Processes are started and ended in
+`processes/worker_processes.py`, and awaited in `awaiting.py`.
 
-Several roles in one process per device: `create_colocated_worker_cls`, used as verl's users know it.
+Several roles can share one process per device, with verl's names:
 
     roles = {"actor_rollout": RayClassWithInitArgs(...), "critic": RayClassWithInitArgs(...)}
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles), role="actor_rollout+critic")
-    groups = group.spawn(roles)         # {"actor_rollout": group, "critic": group}
+    groups = group.spawn(roles)         # one group per role: {"actor_rollout": group, "critic": group}
     group.fuse(roles)                   # or: group.actor_rollout, group.critic
 
-Inside a process, `worker.fused_worker_dict` holds all its workers by role. One process is cheaper (one CUDA context,
-one torch import) and one crash takes all its roles; `trainer.colocate=device` gives every role its own process on the
-same device instead.
+`worker.fused_worker_dict` holds all workers of a process by role. A shared process saves memory (one CUDA context, one
+torch import), but a crash loses all its roles. `trainer.colocate=device` gives every role its own process on the same
+device instead.
 """
 
 import uuid
@@ -26,61 +25,64 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from hybridrl.data_plane.batches import is_batch, size_in_bytes
-from hybridrl.single_controller.awaiting import LONGER, Fetch, gather
+from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
-from hybridrl.single_controller.monitoring.snapshot_store import HOLD_S
+from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.processes.liveness import AlivenessWatch
-from hybridrl.single_controller.processes.reattach import take_up_processes
+from hybridrl.single_controller.processes.liveness import LivenessChecker
+from hybridrl.single_controller.processes.reattach import reattach_processes
 from hybridrl.single_controller.processes.worker_host import CONCURRENT
-from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses, named_host
-from hybridrl.single_controller.references import References
+from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses, find_host
+from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
 
-# Values smaller than a message are cheaper to send with the call than to share through the object store.
+# Small values are cheaper to send with the call than to share through the object store.
 INLINE_TYPES = (type(None), bool, int, float, str, bytes)
-# Writing to the object store leaves Python's lock alone; more threads than this find the memory bus full.
+# Writes to the object store release the GIL; more threads than this are limited by memory bandwidth.
 PUT_THREADS = 4
 PUT_IN_PARALLEL_BYTES = 4 * 1024**2
 
 
 class RayClassWithInitArgs(ClassWithInitArgs[W]):
-    """A worker class with its constructor's arguments. A class made by `ray.remote` is taken as the class it wraps."""
+    """A worker class with its constructor's arguments; a class made by `ray.remote` is unwrapped."""
 
-    def __init__(self, cls: type[W], *args: Any, **kwargs: Any):
+    def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
         metadata = getattr(cls, "__ray_metadata__", None)
         super().__init__(metadata.modified_class if metadata is not None else cls, *args, **kwargs)
         self.additional_resources: dict[str, float] = {}
         self.options: dict[str, Any] = {}
 
     def set_additional_resource(self, resources: dict[str, float]) -> None:
-        """Ask for further resources for each worker, for instance `{"accelerator_type:H100": 0.001}`."""
+        """Request further resources for each worker, for instance `{"accelerator_type:H100": 0.001}`."""
         self.additional_resources.update(resources)
 
     def update_options(self, options: dict[str, Any]) -> None:
         """Change the Ray actor options of each worker, for instance `{"runtime_env": {"nsight": "default"}}`."""
         self.options.update(options)
 
-    def recipes(self, role: str) -> dict[str, ClassWithInitArgs]:
-        """Return what to construct in each process, by role."""
+    def recipes(self, role: str) -> dict[str, ClassWithInitArgs[Any]]:
+        """Return the recipe of each worker that a process constructs, by role."""
         return {role: ClassWithInitArgs(self.cls, *self.args, **self.kwargs)}
 
     @property
     def actor_options(self) -> dict[str, Any]:
-        """All options of the Ray actor."""
+        """All options of each worker's Ray actor."""
         resources = {**self.options.get("resources", {}), **self.additional_resources}
         return self.options | ({"resources": resources} if resources else {})
 
 
 class RayWorkerGroup(WorkerGroup[W]):
-    """Worker processes of one role, or of several that share processes.
+    """Worker processes of one role, or of several roles that share processes.
 
-    name_prefix: the job; processes are called `{name_prefix}/{role}-{rank}`. share: part of each slot that a process
-    takes, when several groups live on one pool; default: one of the pool's `max_colocate_count` parts. detached: the
-    processes outlive this driver, as the pool must too. worker_env: environment of the processes, set before anything
-    is imported. take_up: go on with the processes that an earlier driver of this job has left here, if they are all
-    there and were ready (`mark_ready`); `is_new` tells. timeout_s: for starting.
+    Args:
+        name_prefix: name of the job; processes are named `{name_prefix}/{role}-{rank}`.
+        share: fraction of each slot that a process takes; default `1 / max_colocate_count` of the pool.
+        detached: the processes outlive this driver; needs a detached pool.
+        worker_env: environment of the processes, set before any import.
+        reattach: use the processes that a previous driver of this job started, if all still run and were marked ready
+            (`mark_ready`). Otherwise start new ones; `is_new` says which.
+        timeout_s: seconds for starting the processes.
     """
 
     def __init__(
@@ -93,122 +95,134 @@ class RayWorkerGroup(WorkerGroup[W]):
         share: float | None = None,
         detached: bool = False,
         worker_env: Mapping[str, str] | None = None,
-        take_up: bool = False,
+        reattach: bool = False,
         timeout_s: float = START_TIMEOUT_S,
-    ):
+    ) -> None:
         if detached and not resource_pool.detached:
             raise ValueError(
-                f"detached=True, but pool {resource_pool.name_prefix!r} ends with this driver; make it "
-                "with detached=True"
+                f"detached=True, but pool {resource_pool.name_prefix!r} ends with this driver; create it with "
+                "detached=True"
             )
         self.recipes = ray_cls_with_init.recipes(role)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "label": role,
             "name_prefix": name_prefix or f"job-{uuid.uuid4().hex[:6]}",
             "share": share or 1 / resource_pool.max_colocate_count,
             "options": ray_cls_with_init.actor_options | ({"lifetime": "detached"} if detached else {}),
             "environment": worker_env or {},
         }
-        processes = take_up_processes(resource_pool, self.recipes, **how) if take_up else None
-        processes = processes or WorkerProcesses.start(resource_pool, self.recipes, timeout_s=timeout_s, **how)
-        self._join(processes, ray_cls_with_init.cls, role=role)
+        processes = reattach_processes(resource_pool, self.recipes, **options) if reattach else None
+        processes = processes or WorkerProcesses.start(resource_pool, self.recipes, timeout_s=timeout_s, **options)
+        self._use_processes(processes, ray_cls_with_init.cls, role=role)
 
-    def _join(self, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> None:
+    def _use_processes(self, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> None:
         super().__init__(worker_cls, role=role, world_size=len(processes.hosts))
         self.is_new = processes.is_new
         self.processes = processes
-        self._watch: AlivenessWatch | None = None
+        self._liveness: LivenessChecker | None = None
 
     def mark_ready(self) -> None:
         for host in self.processes.hosts:
             host.mark_ready.remote(self.role)
 
     @classmethod
-    def over(cls, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> Self:
-        """Return the group of one role that these processes hold already."""
+    def from_processes(cls, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> Self:
+        """Return a group for one of the roles in running processes."""
         group = cls.__new__(cls)
-        group._join(processes, worker_cls, role=role)
+        group._use_processes(processes, worker_cls, role=role)
         return group
 
     @classmethod
     def from_detached(
         cls,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence | None = None,
+        worker_handles: Sequence[Any] | None = None,
         *,
         role: str | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> Self:
-        """Return a group over processes that are running, named as `worker_names` of the group that started them, or as
-        Ray actors.
+        """Return a group over running processes, given by name or as Ray actors.
 
-        role: which one, if the processes hold several. Raises PlacementError when a process is not there or ranks are
-        missing.
+        Args:
+            worker_names: `worker_names` of the group that started them, in any order.
+            role: which one, if the processes have several; default the first.
+
+        Raises:
+            PlacementError: a process is not running, or ranks are missing.
         """
         if not worker_names and not worker_handles:
             raise ValueError(
-                "say which processes: worker_names=[...] as group.worker_names gave them, or worker_handles=[...]"
+                "name the processes: worker_names=group.worker_names of the group that started them, or "
+                "worker_handles=[...]"
             )
-        hosts = list(worker_handles or map(named_host, worker_names or ()))
+        hosts = list(worker_handles or map(find_host, worker_names or ()))
         processes = WorkerProcesses.attach(
             hosts, worker_names or [f"worker-{i}" for i in range(len(hosts))], timeout_s=timeout_s
         )
         role = role or next(iter(processes.classes))
         if role not in processes.classes:
-            raise ValueError(f"the processes hold the roles {sorted(processes.classes)}, not {role!r}")
-        return cls.over(processes, processes.classes[role], role=role)
+            raise ValueError(f"the processes have the roles {sorted(processes.classes)}, not {role!r}")
+        return cls.from_processes(processes, processes.classes[role], role=role)
 
     # -- calls
 
     def _submit(
-        self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict], *, sized: bool = False
-    ) -> References:
-        if self._watch is not None and self._watch.lost is not None:
-            raise self._watch.lost
+        self,
+        method: str,
+        ranks: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        *,
+        with_num_rows: bool = False,
+    ) -> OutputRefs:
+        if self._liveness is not None and self._liveness.lost is not None:
+            raise self._liveness.lost
         invocation = self.invocations.get(method)
-        options: dict[str, Any] = {"num_returns": 2} if sized else {}
+        options: dict[str, Any] = {"num_returns": 2} if with_num_rows else {}
         if invocation is not None and invocation.concurrency > 1:
             options["concurrency_group"] = CONCURRENT
-        answers = []
+        outputs = []
         for rank, own_args, own_kwargs in zip(ranks, args, kwargs, strict=True):
             host = self.processes.hosts[rank]
-            call = host.call_sized if sized else host.call
+            call = host.call_with_num_rows if with_num_rows else host.call
             call = call.options(**options) if options else call
-            answers.append(call.remote(self.processes.life, self.role, method, *own_args, **own_kwargs))
-        values, sizes = zip(*answers, strict=True) if sized else (answers, None)
+            outputs.append(call.remote(self.processes.fencing_token, self.role, method, *own_args, **own_kwargs))
+        values, sizes = zip(*outputs, strict=True) if with_num_rows else (outputs, None)
         return self._references(method, ranks, values, sizes)
 
-    def ask_through(self, memory: Any, method: str) -> References:
-        """Call a method on all ranks, without arguments, in the name of a `JobMemory`: the answers then outlive this
-        driver.
-        """
+    def call_through_actor(self, store: Any, method: str) -> OutputRefs:
+        """Have a `SnapshotStore` actor call a method on all ranks, so that the outputs outlive this driver."""
         import ray
 
-        answers = ray.get(memory.ask.remote(self.workers, self.processes.life, self.role, method), timeout=HOLD_S)
-        return self._references(method, range(self.world_size), *answers)
+        call = store.call.remote(self.workers, self.processes.fencing_token, self.role, method)
+        return self._references(method, range(self.world_size), *ray.get(call, timeout=STORE_TIMEOUT_S))
 
-    def _references(self, method: str, ranks: Sequence[int], values: Sequence, sizes: Sequence | None) -> References:
+    def _references(
+        self, method: str, ranks: Sequence[int], values: Sequence[Any], sizes: Sequence[Any] | None
+    ) -> OutputRefs:
         rank_of = {value.hex(): rank for value, rank in zip(values, ranks, strict=True)}
         invocation = self.invocations.get(method)
         timeout_s = DEFAULT_TIMEOUT_S if invocation is None else invocation.timeout_s
-        return References(
+        return OutputRefs(
             values,
             ranks=ranks,
-            fetch=Fetch(self.role, method, rank_of, self.processes.addresses, timeout_s),
+            fetch=ShardFetcher(self.role, method, rank_of, self.processes.addresses, timeout_s),
             sizes=sizes,
         )
 
-    def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
-        ranks = references.ranks if isinstance(references, References) else None
-        return gather(references, ranks, role=self.role, method=method, timeout_s=timeout_s, way_out=LONGER)
+    def fetch(
+        self, references: list[Any], *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> list[Any]:
+        ranks = references.ranks if isinstance(references, OutputRefs) else None
+        return wait_all(references, ranks, role=self.role, method=method, timeout_s=timeout_s, hint=TIMEOUT_HINT)
 
     def put(self, value: Any) -> Any:
         import ray
 
         return value if isinstance(value, (*INLINE_TYPES, ray.ObjectRef)) else ray.put(value)
 
-    def put_each(self, values: Sequence) -> list:
-        """Put large values side by side; small ones travel with their call."""
+    def put_each(self, values: Sequence[Any]) -> list[Any]:
+        """Put large values into the object store in parallel; send small ones with their call."""
         import ray
 
         large = [
@@ -222,33 +236,31 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     # -- roles that share processes
 
-    def spawn(self, prefix_set: Iterable[str]) -> dict[str, "RayWorkerGroup"]:
-        """Return one group per role over the same processes. A role the processes do not hold is a ValueError."""
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, "RayWorkerGroup[Any]"]:
+        """Return one group per role over the same processes; raise ValueError for a role they do not have."""
         classes = self.processes.classes
         unknown = set(prefix_set) - set(classes)
         if unknown:
-            raise ValueError(f"the processes hold the roles {sorted(classes)}, not {sorted(unknown)}")
-        return {role: RayWorkerGroup.over(self.processes, classes[role], role=role) for role in prefix_set}
+            raise ValueError(f"the processes have the roles {sorted(classes)}, not {sorted(unknown)}")
+        return {role: RayWorkerGroup.from_processes(self.processes, classes[role], role=role) for role in prefix_set}
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group one attribute per role, so that `group.actor.update(batch)` calls the actor in these
-        processes.
-        """
+        """Add one attribute per role to this group, so that `group.actor.update(batch)` calls the actor."""
         for role, group in self.spawn(prefix_set).items():
             if hasattr(self, role):
-                raise ValueError(f"role {role!r} has the name of something the group has already; use spawn")
+                raise ValueError(f"role {role!r} would hide an attribute of the group; use spawn")
             setattr(self, role, group)
 
     # -- processes
 
     @property
-    def workers(self) -> list:
+    def workers(self) -> list[Any]:
         """The Ray actors of the group, by rank."""
         return self.processes.hosts
 
     @property
     def worker_names(self) -> list[str]:
-        """The names of the processes, by rank; `from_detached` finds them by these."""
+        """The names of the processes, by rank, for `from_detached`."""
         return self.processes.names
 
     @property
@@ -257,11 +269,11 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     @property
     def master_address(self) -> str:
-        return self.processes.master[0]
+        return self.processes.rendezvous_address[0]
 
     @property
     def master_port(self) -> int:
-        return self.processes.master[1]
+        return self.processes.rendezvous_address[1]
 
     def busy_seconds(self) -> list[dict[str, float]]:
         """Return, per rank, the seconds its process has spent inside each `role.method`."""
@@ -272,66 +284,66 @@ class RayWorkerGroup(WorkerGroup[W]):
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1.0, on_lost: Callable[[Exception], None] | None = None
     ) -> None:
-        """Watch the processes from a thread, also while nobody calls: a death is logged, told to `on_lost`, and fails
-        the next call.
+        """Check in a thread that the processes are alive, also between calls.
+
+        A death is logged and passed to `on_lost`, and the next call raises it.
         """
-        if self._watch is None:
-            self._watch = AlivenessWatch(self.workers, self.processes.label, every_s=every_n_seconds, on_lost=on_lost)
+        if self._liveness is None:
+            self._liveness = LivenessChecker(
+                self.workers, self.processes.label, period_s=every_n_seconds, on_lost=on_lost
+            )
 
     def respawn(self, rank: int) -> None:
-        """Start a new process in place of one that died or hangs, on its slot; its workers are constructed and have
-        done nothing yet.
+        """Replace one process on its slot, with newly constructed workers.
 
-        For workers that do not talk to each other: the others know nothing of it.
+        For workers that do not communicate with each other; the other processes are not affected.
         """
         self.processes.respawn(rank)
 
     def rebuild(self) -> None:
-        """Start new processes in place of all of the group's, on their slots; every role they hold is constructed and
-        has done nothing yet.
+        """Replace all processes of the group on their slots, with newly constructed workers of every role.
 
-        For workers that talk to each other, when one of them died or hangs. Answers that were given before stay.
+        For workers that communicate with each other, when one of them died or hangs. Earlier outputs stay available.
         """
         self.processes.rebuild()
 
     def shutdown(self) -> None:
-        """End the group's processes, whatever they are doing, and with them every role they hold."""
-        if self._watch is not None:
-            self._watch.stop()
-        self.processes.end()
+        """Kill the group's processes, and with them every role that they have."""
+        if self._liveness is not None:
+            self._liveness.stop()
+        self.processes.shutdown()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
 class ColocatedWorker(Worker):
-    """Stands for several roles in one process; it has no methods of its own to call, its roles' groups have."""
+    """Placeholder class of a process with several roles; their methods are on the groups that `spawn` returns."""
 
 
-class ColocatedClassWithInitArgs(RayClassWithInitArgs):
+class ColocatedClassWithInitArgs(RayClassWithInitArgs[ColocatedWorker]):
     """The recipes of all roles that share a process."""
 
-    def __init__(self, class_dict: dict[str, RayClassWithInitArgs]):
+    def __init__(self, class_dict: dict[str, RayClassWithInitArgs[Any]]) -> None:
         super().__init__(ColocatedWorker)
         self.class_dict = class_dict
         for recipe in class_dict.values():
             self.set_additional_resource(recipe.additional_resources)
             self.update_options(recipe.options)
 
-    def recipes(self, role: str) -> dict[str, ClassWithInitArgs]:
+    def recipes(self, role: str) -> dict[str, ClassWithInitArgs[Any]]:
         return {role: recipe.recipes(role)[role] for role, recipe in self.class_dict.items()}
 
 
-def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """Return one recipe that makes every role's worker in the same process, in the order of the mapping."""
+def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs[Any]]) -> RayClassWithInitArgs[Any]:
+    """Return one recipe that constructs every role's worker in the same process, in the order of the mapping."""
     if not class_dict:
         raise ValueError("class_dict is empty: name at least one role with its class")
     return ColocatedClassWithInitArgs(class_dict)
 
 
-# verl's spellings of the same: its two kinds of shared processes differ in how calls are forwarded, which users do not
-# see here.
+# verl has two kinds of shared processes, which differ in how calls are forwarded; here they are the same.
 create_colocated_worker_cls_fused = create_colocated_worker_raw_cls = create_colocated_worker_cls

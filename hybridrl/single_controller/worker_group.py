@@ -1,13 +1,15 @@
-"""`WorkerGroup`: many workers called as one object.
+"""`WorkerGroup`: the caller's side of many workers that are called as one object.
 
-A group binds every registered method of its worker class. Calling `group.method(...)` is four steps, in `_bind`: split
-the arguments (dispatch), start the method on the workers (submit), wait for the first failure or all answers (fetch),
-merge (collect); `group.method.later(...)` is the same without waiting, whatever the method's mark says. Where workers
-live is a subclass's business: `RayWorkerGroup` has processes, `LocalWorkerGroup` one worker in the calling process.
+A group binds every registered method of its worker class. `group.method(...)` takes four steps, in `_bind`: split the
+arguments (dispatch), start the method on the workers (submit), wait for the first failure or all outputs (fetch), and
+merge them (collect). `group.method.submit(...)` does not wait, whether or not the method is registered as blocking.
+
+Subclasses provide the workers: `RayWorkerGroup` in processes, `LocalWorkerGroup` one in the calling process.
 """
 
 import functools
 import socket
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +17,16 @@ from typing import Any, Generic, TypeVar, cast
 
 from hybridrl.single_controller.dispatch import get_dispatch_mode
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Execute, Invocation, invocations_of
-from hybridrl.single_controller.references import References
+from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import Worker
 
 W = TypeVar("W")
 
 
 class ClassWithInitArgs(Generic[W]):
-    """A worker class and the arguments it will be made with, elsewhere and later."""
+    """A worker class and its constructor's arguments; calling it constructs the worker."""
 
-    def __init__(self, cls: type[W], *args: Any, **kwargs: Any):
+    def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def __call__(self) -> W:
@@ -32,23 +34,21 @@ class ClassWithInitArgs(Generic[W]):
 
 
 class WorkerGroup(ABC, Generic[W]):
-    """The caller's side of a group of `world_size` workers of class W that play one role."""
+    """A group of `world_size` workers of class W in one role."""
 
-    def __init__(self, worker_cls: type[W], *, role: str, world_size: int):
+    def __init__(self, worker_cls: type[W], *, role: str, world_size: int) -> None:
         self.worker_cls, self.role, self.world_size = worker_cls, role, world_size
-        self.is_new = True  # not so where the workers were taken up from an earlier driver, and know their models
+        self.is_new = True  # False after reattaching to the workers of a previous driver, which have their models
         self._dp_layouts: dict[str, tuple[list[int], list[bool]]] = {}
         self.invocations = invocations_of(worker_cls)
         for name, invocation in self.invocations.items():
             setattr(self, name, self._bind(name, invocation))
 
     def mark_ready(self) -> None:
-        """Tell the workers that they have all that they are called with, so that a next driver may go on with them as
-        they are.
-        """
+        """Mark the workers as fully initialized, so that a restarted driver may reattach to them."""
 
-    def set_deadline(self, timeout_s: float) -> None:
-        """Let calls take so many seconds, except those whose method was registered with a `timeout_s` of its own."""
+    def set_call_timeout(self, timeout_s: float) -> None:
+        """Set the deadline in seconds of calls whose method was registered without a `timeout_s`."""
         for name, invocation in self.invocations.items():
             if invocation.timeout_s == DEFAULT_TIMEOUT_S:
                 self.invocations[name] = replace(invocation, timeout_s=timeout_s)
@@ -56,68 +56,79 @@ class WorkerGroup(ABC, Generic[W]):
 
     @property
     def calls(self) -> W:
-        """This group, typed as its workers: `group.calls.score(batch)` is `group.score(batch)`, and a type checker and
-        an editor know it.
+        """This group, typed as its worker class: `group.calls.score(batch)` is `group.score(batch)`.
 
-        They see the worker's own signature. That is the group's in the modes that take and return a batch, and with
-        `Execute.RANK_ZERO`; a mode that collects a list returns a list of what they see.
+        Type checkers and editors use the worker's own signature. It is right for modes that take and return a batch,
+        and for `Execute.RANK_ZERO`. A mode that collects a list returns a list of the annotated type.
         """
         return cast(W, self)
 
-    def _bind(self, name: str, invocation: Invocation) -> Callable:
+    def _bind(self, name: str, invocation: Invocation) -> Callable[..., Any]:
         mode = get_dispatch_mode(invocation.dispatch)
 
-        def run(args: tuple, kwargs: dict, *, wait: bool) -> Any:
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
             if invocation.execute == Execute.RANK_ZERO:
-                answer = self._submit(name, [0], [args], [kwargs])
-                return self.fetch(answer, method=name, timeout_s=invocation.timeout_s)[0] if wait else answer
+                output = self._submit(name, [0], [args], [kwargs])
+                return self.fetch(output, method=name, timeout_s=invocation.timeout_s)[0] if wait else output
             args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
-            answers = self._submit(name, range(self.world_size), *self._per_worker(args, kwargs), sized=not wait)
+            outputs = self._submit(
+                name, range(self.world_size), *self._per_worker(args, kwargs), with_num_rows=not wait
+            )
             return mode.collect_fn(
-                self, self.fetch(answers, method=name, timeout_s=invocation.timeout_s) if wait else answers
+                self, self.fetch(outputs, method=name, timeout_s=invocation.timeout_s) if wait else outputs
             )
 
         @functools.wraps(getattr(self.worker_cls, name))
         def call(*args: Any, **kwargs: Any) -> Any:
             return run(args, kwargs, wait=invocation.blocking)
 
-        call.later = lambda *args, **kwargs: run(args, kwargs, wait=False)  # type: ignore[attr-defined]
+        def submit(*args: Any, **kwargs: Any) -> Any:
+            return run(args, kwargs, wait=False)
+
+        def later(*args: Any, **kwargs: Any) -> Any:
+            warnings.warn(
+                f"{self.role}.{name}.later() is deprecated; use {name}.submit()", DeprecationWarning, stacklevel=2
+            )
+            return run(args, kwargs, wait=False)
+
+        call.submit, call.later = submit, later  # type: ignore[attr-defined]
         return call
 
-    def _per_worker(self, args: Sequence[Sequence], kwargs: Mapping[str, Sequence]) -> tuple[list[tuple], list[dict]]:
-        """Turn lists with one entry per worker, one for each argument, into arguments, one set for each worker."""
+    def _per_worker(
+        self, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """Transpose: one sequence over workers per argument -> one set of arguments per worker."""
         ranks = range(self.world_size)
         return [tuple(a[rank] for a in args) for rank in ranks], [
             {k: v[rank] for k, v in kwargs.items()} for rank in ranks
         ]
 
     def dp_layout(self, mesh_name: str) -> tuple[list[int], list[bool]]:
-        """Return, per worker, its data-parallel rank on a mesh and whether its answer is collected; asked once, then
-        remembered.
+        """Return, per worker, its data-parallel rank on a mesh and whether its output is collected; cached.
 
-        Raises ValueError when ranks are missing on the mesh, or when not exactly one worker of each answers: rows would
-        be lost or doubled.
+        Raises:
+            ValueError: not exactly one worker of each data-parallel rank is collected, so that rows would be lost or
+                duplicated.
         """
         if mesh_name not in self._dp_layouts:
-            places = self.execute_all(Worker.query_mesh_place.__name__, mesh_name)
-            answering = sorted(rank for rank, keep in places if keep)
-            if answering != list(range(max(rank for rank, _ in places) + 1)):
+            positions = self.execute_all(Worker.query_mesh_place.__name__, mesh_name)
+            collected = sorted(rank for rank, is_collect in positions if is_collect)
+            if collected != list(range(max(rank for rank, _ in positions) + 1)):
                 raise ValueError(
-                    f"mesh {mesh_name!r} of {self.role}: exactly one worker of each data-parallel rank "
-                    "must be collected, "
-                    f"but the workers announced (dp_rank, is_collect) = {places}"
+                    f"mesh {mesh_name!r} of {self.role}: exactly one worker of each data-parallel rank must be "
+                    f"collected, but the workers announced (dp_rank, is_collect) = {positions}"
                 )
-            self._dp_layouts[mesh_name] = ([rank for rank, _ in places], [keep for _, keep in places])
+            self._dp_layouts[mesh_name] = ([rank for rank, _ in positions], [is_collect for _, is_collect in positions])
         return self._dp_layouts[mesh_name]
 
     # -- calls by name: for methods that are not registered, and for one worker
 
     def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a method on one worker; return a reference to its answer, for `fetch`."""
+        """Start a method on one worker; return a reference to its output, for `fetch`."""
         return self._submit(method, [rank], [args], [kwargs])[0]
 
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method on one worker and return its answer."""
+        """Run a method on one worker and return its output."""
         return self.fetch(self._submit(method, [rank], [args], [kwargs]), method=method)[0]
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -126,55 +137,62 @@ class WorkerGroup(ABC, Generic[W]):
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank(0, method, *args, **kwargs)
 
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> References:
-        """Start a method on every worker with the same arguments, each put once; return a reference to each answer.
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> OutputRefs:
+        """Start a method on every worker with the same arguments; return a reference to each output.
 
-        Unlike verl's, it never guesses that a list is meant to be spread: that is what `Dispatch.ALL_TO_ALL` says.
+        Each argument is put once. Unlike in verl, a list is never split over workers; use `Dispatch.ALL_TO_ALL`.
         """
         shared = [[self.put(a)] * self.world_size for a in args]
         shared_kwargs = {k: [self.put(v)] * self.world_size for k, v in kwargs.items()}
         return self._submit(method, range(self.world_size), *self._per_worker(shared, shared_kwargs))
 
-    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list:
-        """Run a method on every worker with the same arguments; return the answers in worker order."""
+    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a method on every worker with the same arguments; return the outputs in worker order."""
         return self.fetch(self.execute_all_async(method, *args, **kwargs), method=method)
 
     execute_rank_zero_sync = execute_rank_zero
     execute_all_sync = execute_all
 
-    # -- where workers live
+    # -- what subclasses provide
 
     @abstractmethod
     def _submit(
-        self, method: str, ranks: Sequence[int], args: Sequence[tuple], kwargs: Sequence[dict], *, sized: bool = False
-    ) -> References:
-        """Start a method on the workers `ranks`, with their arguments; return what stands for the answers, in the order
-        of `ranks`.
+        self,
+        method: str,
+        ranks: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        *,
+        with_num_rows: bool = False,
+    ) -> OutputRefs:
+        """Start a method on the workers `ranks`; return references to the outputs, in that order.
 
-        sized: the number of rows of every answer will be asked for before the answer itself.
+        Args:
+            with_num_rows: also return a reference to the number of rows of every output.
         """
 
     @abstractmethod
-    def fetch(self, references: list, *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list:
-        """Return the answers behind the references, in their order; the first failure is raised at once, whoever still
-        runs.
-        """
+    def fetch(
+        self, references: list[Any], *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> list[Any]:
+        """Return the outputs behind the references, in their order; raise the first failure at once."""
 
     @abstractmethod
     def put(self, value: Any) -> Any:
-        """Return what stands for a value that several workers get: one copy, shared."""
+        """Return an argument that shares one copy of the value among several workers."""
 
     @abstractmethod
-    def put_each(self, values: Sequence) -> list:
-        """Return what stands for values of which each goes to another worker."""
+    def put_each(self, values: Sequence[Any]) -> list[Any]:
+        """Return arguments for values of which each goes to another worker."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the group's workers, whatever they are doing."""
+        """End the group's workers, also in the middle of a call."""
 
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
+    """Return a TCP port that was free at the time of the call."""
     with socket.socket() as s:
         s.bind(("", 0))
-        return s.getsockname()[1]
+        port: int = s.getsockname()[1]
+        return port

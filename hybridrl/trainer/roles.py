@@ -1,4 +1,7 @@
-"""`Role`, and `ResourcePoolManager`: which role works on which pool of devices."""
+"""Roles of a job, and the resource pools that they are placed on.
+
+The front ends and the trainers use it, in the driver. It decides nothing about nodes: `master/jobs/planner.py` does.
+"""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -6,13 +9,18 @@ from enum import Enum
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.planner import plan_job
 from hybridrl.master.jobs.spec import JobSpec, PoolSpec, RoleSpec
-from hybridrl.single_controller.launch import pools_of
+from hybridrl.single_controller.launch import make_pools
 from hybridrl.single_controller.placement.plan import Plan
-from hybridrl.single_controller.placement.resource_pool import WAY_OUT, RayResourcePool, ResourcePool, cluster_has_gpus
+from hybridrl.single_controller.placement.resource_pool import (
+    CAPACITY_HINT,
+    RayResourcePool,
+    ResourcePool,
+    cluster_has_gpus,
+)
 
 
 class Role(Enum):
-    """What a worker is for. Its string is the role's name in keys, process names and metrics."""
+    """Purpose of a worker. Its string is the role's name in keys, process names and metrics."""
 
     Actor = "actor"
     Rollout = "rollout"
@@ -30,17 +38,23 @@ class Role(Enum):
 
 
 def worker_role(role: Role) -> str:
-    """Return what a worker of this role is told to hold: an evaluator holds a rollout."""
+    """Return the role argument of a worker class: an evaluator holds a rollout."""
     return str(Role.Rollout if role is Role.Evaluator else role)
 
 
 class ResourcePoolManager:
     """Pools of worker slots and the roles placed on them.
 
-    resource_pool_spec: pool name -> worker processes on each of its nodes, for instance `{"global_pool": [8, 8]}`.
-    mapping: role -> pool name. max_colocate_count: how many processes may share a slot, see `ResourcePool`. use_gpu:
-    slots hold a GPU each; None finds out from the cluster. backend: "ray", or "local" for one worker in the calling
-    process. ways_out: pool -> what to change when the cluster cannot hold it.
+    Args:
+        resource_pool_spec: Pool name -> worker processes on each of its nodes, for instance `{"global_pool": [8, 8]}`.
+        mapping: Role -> pool name.
+        max_colocate_count: Processes that may share a slot, see `ResourcePool`.
+        use_gpu: Whether each slot holds a GPU. None: if the cluster has any.
+        backend: "ray", or "local" for one worker in the calling process.
+        hints: Pool name -> setting to change when the cluster is too small for the pool.
+
+    Raises:
+        ConfigError: `mapping` names a pool that `resource_pool_spec` does not have.
     """
 
     def __init__(
@@ -51,7 +65,7 @@ class ResourcePoolManager:
         *,
         use_gpu: bool | None = None,
         backend: str = "ray",
-        ways_out: Mapping[str, str] | None = None,
+        hints: Mapping[str, str] | None = None,
     ):
         unknown = sorted({pool for pool in mapping.values() if pool not in resource_pool_spec})
         if unknown:
@@ -64,15 +78,15 @@ class ResourcePoolManager:
             use_gpu,
             backend,
         )
-        self.max_colocate_count, self.ways_out = max_colocate_count, dict(ways_out or {})
+        self.max_colocate_count, self.hints = max_colocate_count, dict(hints or {})
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 
     def job_spec(self, pool_of_role: Mapping[str, str], *, colocate: str, device_type: str) -> JobSpec:
-        """Return the description of a job with these roles, one process of each on every slot of its pool."""
+        """Describe a job with one process of each role on every slot of its pool."""
         return JobSpec(
             tuple(RoleSpec(role, pool, tuple(self.resource_pool_spec[pool])) for role, pool in pool_of_role.items()),
             tuple(
-                PoolSpec(name, tuple(processes), colocate, way_out=self.ways_out.get(name, WAY_OUT))
+                PoolSpec(name, tuple(processes), colocate, hint=self.hints.get(name, CAPACITY_HINT))
                 for name, processes in self.resource_pool_spec.items()
             ),
             device_type=device_type,
@@ -87,10 +101,15 @@ class ResourcePoolManager:
         worker_env: Mapping[str, str] | None = None,
         use_gpu: bool | None = None,
     ) -> Plan:
-        """Return which process of these roles runs where. job: prefix of all names. use_gpu: None as for the pools.
+        """Return the placement of all processes of these roles.
 
-        colocate: "process" puts all roles of a pool into one process per slot, "device" gives each role its own process
-        and an equal share of the slot.
+        Args:
+            job: Prefix of all names.
+            pool_of_role: Role -> pool name.
+            colocate: "process" puts all roles of a pool into one process per slot. "device" gives each role its own
+                process and an equal share of the slot.
+            worker_env: Environment variables of the worker processes.
+            use_gpu: Overrides the manager's own setting.
         """
         use_gpu = self.use_gpu if use_gpu is None else use_gpu
         if use_gpu is None:
@@ -99,9 +118,12 @@ class ResourcePoolManager:
         return plan_job(spec, job, worker_env=worker_env)
 
     def create_resource_pool(self, *, job: str = "hybridrl", plan: Plan | None = None, detached: bool = False) -> None:
-        """Make the pools, of a plan if there is one; detached ones outlive the driver.
+        """Create the pools. Devices are reserved when the first group starts on a pool.
 
-        Devices are reserved when the first group starts on a pool.
+        Args:
+            job: Prefix of all names, if there is no plan.
+            plan: Placement to follow. None: the manager plans.
+            detached: Whether the reservations outlive the driver.
         """
         if self.backend == "local":
             self.resource_pool_dict = {
@@ -109,21 +131,22 @@ class ResourcePoolManager:
             }
             return
         plan = plan or self.plan(job, {}, colocate="process")
-        self.resource_pool_dict = {**pools_of(plan, max_colocate_count=self.max_colocate_count, detached=detached)}
+        self.resource_pool_dict = {**make_pools(plan, max_colocate_count=self.max_colocate_count, detached=detached)}
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         return self.resource_pool_dict[self.mapping[role]]
 
-    def on_one_pool(self, *roles: Role) -> bool:
-        """Return whether those of the roles that there are work on the same pool."""
+    def share_a_pool(self, *roles: Role) -> bool:
+        """Return whether all mapped roles among these are on the same pool."""
         return len({self.mapping[role] for role in roles if role in self.mapping}) <= 1
 
     def check_colocation(self, colocate: str) -> None:
-        """Raise ConfigError for an actor and a rollout that would be two roles of one process, where a push would wait
-        for itself.
+        """Raise ConfigError if an actor and a rollout would be two roles of one process.
+
+        A weight push between them would wait for itself.
         """
         both = Role.Actor in self.mapping and Role.Rollout in self.mapping
-        if both and colocate == "process" and self.on_one_pool(Role.Actor, Role.Rollout):
+        if both and colocate == "process" and self.share_a_pool(Role.Actor, Role.Rollout):
             raise ConfigError(
                 f"trainer.colocate={colocate}: Role.Actor and Role.Rollout are on the pool "
                 f"{self.mapping[Role.Actor]!r} and would share "
@@ -134,15 +157,15 @@ class ResourcePoolManager:
         """Return the number of worker slots over all pools, whatever their device."""
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
 
-    def places(self) -> dict[str, set[str]] | None:
-        """Return which pool every role works on: no two pools share a device.
+    def pools_by_role(self) -> dict[str, set[str]] | None:
+        """Return the pool names of each role. No two pools share a device.
 
-        None in one process, where all share what it has.
+        None with backend "local", where all roles share the devices of one process.
         """
         return None if self.backend == "local" else {str(role): {pool} for role, pool in self.mapping.items()}
 
     def release(self) -> None:
-        """Give all reserved devices back."""
+        """Release all reserved devices."""
         for pool in self.resource_pool_dict.values():
             if isinstance(pool, RayResourcePool):
                 pool.release()

@@ -1,10 +1,13 @@
-"""`ActorRolloutRefWorker`: the policy. Its role's name says which of three parts it holds: actor, rollout, ref, in any
-combination.
+"""`ActorRolloutRefWorker`: one process of the policy, with actor, rollout and reference in any combination.
 
-* actor: trains the policy and computes its log-probs (an engine with an optimizer);
-* rollout: generates with a copy of the policy's weights, pushed after every update and checked by version and
-fingerprint;
+The name of its role lists the parts:
+
+* actor: trains the policy and computes its log-probs (an engine with an optimizer).
+* rollout: generates with a copy of the policy's weights, pushed after every update and verified by version and
+  fingerprint.
 * ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
+
+It runs in a worker process. The trainer calls it through `PolicyGroups`, the request router through `serve`.
 """
 
 from collections.abc import Iterator
@@ -14,16 +17,16 @@ from typing import Any
 import torch
 
 from hybridrl.algos.policy_losses import get_policy_loss
-from hybridrl.config.import_path import load_plugs
+from hybridrl.config.import_path import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.engine.base import Engine, MicroBatching
-from hybridrl.workers.engine_snapshot import Snapshots
+from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import (
     EngineWorker,
-    adapters_of,
     engine_config,
+    lora_of,
     make_engine,
     micro_batching,
     on_device,
@@ -31,23 +34,33 @@ from hybridrl.workers.engine_worker import (
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import actor_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
-from hybridrl.workers.process_setup import enter_process
+from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout import partial
 from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, load_special_tokens, make_rollout, weights_dtype
-from hybridrl.workers.rollout.request_server import Server
+from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, sampling_of
-from hybridrl.workers.weight_transfer import Address, Outgoing, Receivers, Sender, Sent, make_sender, this_machine
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, sampling_params
+from hybridrl.workers.weight_transfer import (
+    ChannelAddress,
+    OutgoingWeights,
+    PushReceipt,
+    Receivers,
+    Sender,
+    make_sender,
+    shared_memory_id,
+)
 
 PARTS = ("actor", "rollout", "ref")
-ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same prompts, and the first one's answer counts
+ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same prompts; the first rank returns the output
 ROLLOUT_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH)
 
 
-class ActorRolloutRefWorker(Snapshots, EngineWorker):
+class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
     """One process of the policy.
 
-    config: the whole job's settings. role: parts joined by underscores, for instance "actor_rollout_ref" or "ref".
+    Args:
+        config: Settings of the whole job.
+        role: Parts joined by underscores, for instance "actor_rollout_ref" or "ref".
     """
 
     def __init__(self, config: PPOConfig, role: str):
@@ -56,21 +69,24 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
         self.parts = role.split("_")
         unknown = set(self.parts) - set(PARTS)
         if unknown:
-            raise ValueError(f"role={role!r} names parts this worker does not have; parts are {', '.join(PARTS)}")
+            raise ValueError(f"role={role!r} has unknown parts {sorted(unknown)}; parts are {', '.join(PARTS)}")
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the parts of this role onto the device.
 
-        `total_optimizer_steps`: length of the learning-rate schedule.
+        Args:
+            total_optimizer_steps: Length of the learning-rate schedule.
         """
-        load_plugs(self.config)
+        load_plugins(self.config)
         get_policy_loss(
             self.config.actor_rollout_ref.actor.policy_loss.loss_mode
-        )  # refused here, not after the first generation
+        )  # refuse an unknown name now, not after the first generation
         trainer, num_peers = self.config.trainer, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        alone = self.parts == ["rollout"] and num_peers == 1
-        self.device = enter_process(device=trainer.device, num_threads=trainer.num_threads, alone=alone)
+        single_process = self.parts == ["rollout"] and num_peers == 1
+        self.device = init_worker_process(
+            device=trainer.device, num_threads=trainer.num_threads, single_process=single_process
+        )
         if "actor" in self.parts:
             self._init_actor(total_optimizer_steps)
         if "ref" in self.parts:
@@ -78,7 +94,7 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
         if "rollout" in self.parts:
             self._init_rollout()
         if self.device == "cuda" and {"actor", "rollout"} <= set(self.parts):
-            self.rollout.sleep()  # other models are yet to be loaded onto this device; the first push wakes it
+            self.rollout.sleep()  # other models still have to be loaded onto this device; the first push wakes it
 
     def _init_actor(self, total_optimizer_steps: int) -> None:
         policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
@@ -94,7 +110,7 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
             optim=actor.optim,
             total_steps=total_optimizer_steps,
             grad_clip=actor.grad_clip,
-            lora=adapters_of(policy),
+            lora=lora_of(policy),
         )
         self.actor = self._set_up(make_engine(actor.strategy, spec))
 
@@ -126,36 +142,39 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
             device=self.device,
             trust_remote_code=policy.trust_remote_code,
             override_config=dict(policy.override_config),
-            load_format="dummy",  # the first push brings the weights, and nothing is generated before it
+            load_format="dummy",  # the first push brings the weights; nothing is generated before it
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
-        self._server = Server(self.rollout)
+        self._server = RequestServer(self.rollout)
         self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=self.config.trainer.call_timeout_s)
 
     @property
-    def trained(self) -> Engine:
+    def trained_engine(self) -> Engine:
         return self.actor
 
     @register(ROLLOUT_COMPUTE)
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:
         """Return responses to the prompts, `n` adjacent rows for each.
 
-        `meta_info["validate"]` chooses the validation settings, `meta_info["seed"]` seeds the samples of this call.
-        weights_version: what was pushed last; a rollout that holds another raises StaleWeightsError before the first
-        token.
+        Args:
+            prompts: `meta_info["validate"]` selects the validation settings, `meta_info["seed"]` seeds this call.
+            weights_version: Version that the rollout must hold. None: any that was pushed in full.
+
+        Raises:
+            StaleWeightsError: The rollout holds another version. Raised before the first token.
         """
         meta = prompts.meta_info
-        self._require(weights_version)
+        self._require_version(weights_version)
         return self.rollout.generate(
             prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0))
         )
 
     @register(ROLLOUT_COMPUTE)
     def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
-        """Return the first tokens of responses to the prompts, for `continue_sequences`; see `rollout/partial.py`."""
-        self._require(weights_version)
-        return partial.begin(
+        """Return the first tokens of responses to the prompts, see `rollout/partial.py`."""
+        self._require_version(weights_version)
+        return partial.begin_partial(
             self.rollout, prompts, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens)
         )
 
@@ -163,11 +182,9 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
     def continue_sequences(
         self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None
     ) -> DataProto:
-        """Return the batch with more tokens for the responses that are still open, from the weights the rollout holds
-        now.
-        """
-        self._require(weights_version)
-        return partial.go_on(
+        """Return the batch with more tokens for the open responses, generated with the present weights."""
+        self._require_version(weights_version)
+        return partial.continue_partial(
             self.rollout, batch, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens)
         )
 
@@ -175,20 +192,20 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
     def serve(
         self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None
     ) -> list[TokenOutput]:
-        """Take up requests, end those named in `aborted`, work for about `slice_s` seconds, and return what ended; see
-        `serving.Server`.
+        """Add requests, abort those in `aborted`, generate for about `slice_s` seconds, and return finished outputs.
 
-        Called by `Router` for one replica at a time, again and again while anything is open there.
+        The request router calls it for one replica at a time, repeatedly while the replica has open requests. See
+        `Server.serve`.
         """
-        self._require(weights_version)
+        self._require_version(weights_version)
         return self._server.serve(requests, aborted, slice_s=slice_s)
 
-    def _require(self, weights_version: int | None) -> None:
-        """Raise StaleWeightsError unless the rollout holds this version; None is any that was pushed whole."""
+    def _require_version(self, weights_version: int | None) -> None:
+        """Raise StaleWeightsError unless the rollout holds this version. None: any that was pushed in full."""
         self.rollout.require_version(weights_version, holder=f"rollout rank {self.rank}")
 
     def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
-        return sampling_of(self.config, validate=validate, seed=seed)
+        return sampling_params(self.config, validate=validate, seed=seed)
 
     @register(ENGINE_COMPUTE)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -210,10 +227,12 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(MINI_BATCH_COMPUTE)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`; see `mini_batch.py`
-        for the cut.
+        """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`.
 
-        Returns a batch without rows whose `meta_info["metrics"]` has one value per optimizer step, equal on every rank.
+        `mini_batch.py` describes how the rows are cut into mini-batches.
+
+        Returns:
+            A batch without rows. `meta_info["metrics"]` has one value per optimizer step, equal on every rank.
         """
         actor = self.config.actor_rollout_ref.actor
         micro = micro_batching(
@@ -235,27 +254,34 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int, adapters: bool = False) -> RolloutHealth:
-        """Push the actor's weights into this process's rollout as `version`; a mismatch raises StaleWeightsError.
+        """Push the actor's weights into this process's rollout as `version`.
 
-        adapters: only those; an earlier push has brought everything.
+        Args:
+            version: Version of the weights.
+            adapters: Whether to push the adapters alone. Needs an earlier full push.
+
+        Raises:
+            StaleWeightsError: The rollout's weights differ from the pushed ones.
         """
         self._wake_up()
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            self.rollout.load_weights(version, self._pushed(adapters), adapters=adapters)
+            self.rollout.load_weights(version, self._weights_to_push(adapters), adapters=adapters)
         return self.rollout.health()
 
-    def _pushed(self, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return what a push brings: everything, or (adapters) the adapters alone."""
+    def _weights_to_push(self, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the weights of a push: all, or the adapters alone."""
         if self.config.actor_rollout_ref.rollout.weight_sync.lora == "merged":
             return self.actor.weights()
-        return self.actor.weights(lora="adapters" if adapters else "apart")
+        return self.actor.weights(lora="adapters" if adapters else "base_and_adapters")
 
     @register(Dispatch.ONE_TO_ALL)
-    def open_weight_channel(self, transport: str, num_receivers: int) -> Address | None:
-        """Prepare rank 0 for pushes to rollouts in other processes, and return where they connect, if they have to.
+    def open_weight_channel(self, transport: str, num_receivers: int) -> ChannelAddress | None:
+        """Prepare rank 0 for pushes to rollouts in other processes.
 
-        Called again after a push that failed, or when the rollout's processes have changed: what was open before is
-        closed.
+        Called again after a failed push, or when the rollout's processes were replaced. Closes the old channel.
+
+        Returns:
+            Address that the rollouts connect to, None if the transport has none or on other ranks.
         """
         if self.rank != 0:
             return None
@@ -266,30 +292,34 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
         return getattr(self._sender, "address", None)
 
     @register(Dispatch.ONE_TO_ALL)
-    def machine(self) -> str:
-        """Return the name of the machine this process is on, see `this_machine`."""
-        return this_machine()
+    def machine_id(self) -> str:
+        """Return the id of this process's machine, see `shared_memory_id`."""
+        return shared_memory_id()
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_weight_channel(self, address: Address) -> None:
-        """Connect this rollout to the sender there."""
+    def join_weight_channel(self, address: ChannelAddress) -> None:
+        """Connect this rollout to the sender at `address`."""
         self._receivers.join(address)
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int, adapters: bool = False) -> Sent | None:
-        """Push the actor's weights as `version` to rollouts in other processes, from rank 0; returns what they need to
-        receive it there.
+    def send_weights(self, version: int, adapters: bool = False) -> PushReceipt | None:
+        """Send the actor's weights as `version` from rank 0 to rollouts in other processes.
 
-        With a live transport it returns when all of them have taken the weights, and they have to be told to receive
-        meanwhile. adapters: only those; an earlier push has brought everything.
+        With a streaming transport it returns when all rollouts have received the weights. The caller must submit their
+        `receive_weights` before it waits for this call.
+
+        Args:
+            version: Version of the weights.
+            adapters: Whether to send the adapters alone. Needs an earlier full push.
+
+        Returns:
+            Receipt that the rollouts need for `receive_weights`, None on other ranks.
         """
         return self._send(self._sender, version, adapters=adapters)
 
     @register(Dispatch.ONE_TO_ALL)
-    def store_weights(self) -> Sent | None:
-        """Leave the actor's weights in the object store, for whoever wants them later; returns where (rank 0, None
-        elsewhere).
-        """
+    def store_weights(self) -> PushReceipt | None:
+        """Put the actor's weights into the object store. Returns the receipt on rank 0, None elsewhere."""
         return self._send(self._make_sender("object_store", host="", num_receivers=0) if self.rank == 0 else None, 0)
 
     def _make_sender(self, transport: str, *, host: str, num_receivers: int) -> Sender:
@@ -298,28 +328,37 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
             transport, settings, host=host, num_receivers=num_receivers, device=self.device, timeout_s=timeout_s
         )
 
-    def _send(self, sender: Sender | None, version: int, *, adapters: bool = False) -> Sent | None:
+    def _send(self, sender: Sender | None, version: int, *, adapters: bool = False) -> PushReceipt | None:
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            weights = Outgoing(
-                self._pushed(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device)
+            weights = OutgoingWeights(
+                self._weights_to_push(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device)
             )
             try:
                 return None if sender is None else sender.send(version, weights)
             finally:
-                weights.drain()  # all ranks gather them together, also those that send nothing
+                weights.drain()  # gathering is collective: also for ranks that send nothing
 
     @register(Dispatch.ONE_TO_ALL)
-    def forget_weights(self, before: int) -> None:
-        """Delete what a push through a directory left there of versions before this one."""
+    def drop_stored_weights(self, before: int) -> None:
+        """Delete weights of versions before this one that pushes through a directory left there."""
         if self.rank == 0:
-            self._sender.forget(before)
+            self._sender.delete_older_than(before)
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, sent: Sent | None, adapters: bool = False) -> RolloutHealth:
-        """Load weights of an actor in other processes: from where `sent` says, or (None) as they come over the channel.
+    def receive_weights(self, version: int, sent: PushReceipt | None, adapters: bool = False) -> RolloutHealth:
+        """Load weights of an actor in other processes.
 
-        adapters: only those come. The answer's `received` is the fingerprint of what arrived.
-        Raises StaleWeightsError, and generates nothing until the next push, if they are not what the actor sent.
+        Args:
+            version: Version of the weights.
+            sent: Receipt of the sender. None: receive over the channel.
+            adapters: Whether the adapters alone arrive.
+
+        Returns:
+            The rollout's health. `received` is the fingerprint of the received weights.
+
+        Raises:
+            StaleWeightsError: The weights differ from what the actor sent. The rollout refuses to generate until the
+                next push.
         """
         incoming = self._receivers.receive(version, sent)
         self.rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=adapters)
@@ -327,22 +366,22 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_health(self) -> RolloutHealth:
-        """Return version and fingerprint of the weights the rollout holds now."""
+        """Return version and fingerprint of the rollout's present weights."""
         return self.rollout.health()
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_sleep(self) -> None:
-        """Give the rollout's memory to the trainer. On CUDA one that is in a process with an actor starts like that."""
+        """Release the rollout's memory for training. On CUDA, a rollout in the actor's process starts asleep."""
         self.rollout.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_wake_up(self) -> None:
-        """Take the memory back before the next push."""
+        """Allocate the rollout's memory again, before the next push."""
         self._wake_up()
 
     @register(Dispatch.ONE_TO_ALL)
     def free_cached_memory(self) -> None:
-        """Give back what torch keeps of memory that nothing uses, which a rollout on the same device would not find."""
+        """Release torch's cached unused memory, which a rollout on the same device cannot use."""
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -352,18 +391,21 @@ class ActorRolloutRefWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:
-        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by
-        a rename.
+        """Write the engine's state of every rank under `directory`.
 
-        Returns the number of optimizer steps taken so far.
+        Covers model, optimizer, schedule and random generators. The caller commits the directory by a rename.
+
+        Returns:
+            Optimizer steps taken so far.
         """
         return self._save(self.actor, directory, self._offload)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> int:
-        """Continue from what `save_checkpoint` wrote, also under another world size.
+        """Load the state that `save_checkpoint` wrote, also with another world size.
 
-        Returns the number of optimizer steps taken so far.
+        Returns:
+            Optimizer steps taken so far.
         """
         return self._load(self.actor, directory, self._offload)
 

@@ -1,19 +1,24 @@
-"""`CriticWorker`: the value model of PPO."""
+"""`CriticWorker`: one process of PPO's value model. The trainer calls it."""
 
-from hybridrl.config.import_path import load_plugs
+from hybridrl.config.import_path import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, MicroBatching
-from hybridrl.workers.engine_snapshot import Snapshots
+from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
 from hybridrl.workers.losses import critic_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
-from hybridrl.workers.process_setup import enter_process
+from hybridrl.workers.process_setup import init_worker_process
 
 
-class CriticWorker(Snapshots, EngineWorker):
-    """One process of the critic: a token-level value head on a language model. config: the whole job's settings."""
+class CriticWorker(SnapshotMixin, EngineWorker):
+    """One process of the critic: a token-level value head on a language model.
+
+    Args:
+        config: Settings of the whole job.
+        role: Name of the role.
+    """
 
     def __init__(self, config: PPOConfig, role: str = "critic"):
         self.config, self.role = config, role
@@ -22,8 +27,10 @@ class CriticWorker(Snapshots, EngineWorker):
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the value model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
         critic = self.config.critic
-        load_plugs(self.config)
-        self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
+        load_plugins(self.config)
+        self.device = init_worker_process(
+            device=self.config.trainer.device, num_threads=self.config.trainer.num_threads
+        )
         spec = engine_config(
             self.config,
             kind="value",
@@ -40,7 +47,7 @@ class CriticWorker(Snapshots, EngineWorker):
         self.critic = self._set_up(make_engine(critic.strategy, spec))
 
     @property
-    def trained(self) -> Engine:
+    def trained_engine(self) -> Engine:
         return self.critic
 
     @register(ENGINE_COMPUTE)
@@ -68,18 +75,21 @@ class CriticWorker(Snapshots, EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:
-        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by
-        a rename.
+        """Write the engine's state of every rank under `directory`.
 
-        Returns the number of optimizer steps taken so far.
+        Covers model, optimizer, schedule and random generators. The caller commits the directory by a rename.
+
+        Returns:
+            Optimizer steps taken so far.
         """
         return self._save(self.critic, directory, self.config.critic.fsdp_config)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> int:
-        """Continue from what `save_checkpoint` wrote, also under another world size.
+        """Load the state that `save_checkpoint` wrote, also with another world size.
 
-        Returns the number of optimizer steps taken so far.
+        Returns:
+            Optimizer steps taken so far.
         """
         return self._load(self.critic, directory, self.config.critic.fsdp_config)
 

@@ -1,9 +1,9 @@
-"""A rank's own part of an engine's durable state, in memory: what the object store keeps, so that the process that made
-it may die.
+"""Snapshot of a rank's share of an engine's state, in memory.
 
-It goes back into an engine of the same layout: the same ranks, each with the same part of the same model. Nothing is
-gathered, cut or written, so it takes about as long as copying the bytes. Between layouts and for ever, there are
-checkpoints.
+`recovery/step_snapshot.py` takes it after a step and keeps it in the object store, so that it outlives the process. It
+runs in the worker process. Only an engine of the same layout can load it: the same ranks, each with the same share of
+the same model. Nothing is gathered, resharded or written, so it takes about as long as copying the bytes. For another
+layout, or for storage, use checkpoints.
 """
 
 import copy
@@ -16,14 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.errors import CheckpointError
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine.base import Durable, Engine
+from hybridrl.workers.engine.base import Engine, StateTensors
 
 
-class Part(TypedDict):
-    """tensors: bytes of parameters, buffers and optimizer state, one behind the other. groups: of each optimizer, its
-    settings.
+class EngineState(TypedDict):
+    """One rank's share of an engine's state.
 
-    random: state of the generators, by device. num_updates: optimizer steps taken.
+    Attributes:
+        tensors: Concatenated bytes of parameters, buffers and optimizer state.
+        groups: Settings of each parameter group of each optimizer.
+        random: State of the random generators, by device.
+        num_updates: Optimizer steps taken.
     """
 
     tensors: np.ndarray
@@ -32,69 +35,70 @@ class Part(TypedDict):
     num_updates: int
 
 
-class Snapshots:
-    """For workers with one engine that is trained."""
+class SnapshotMixin:
+    """Snapshot methods for workers with one trained engine."""
 
-    trained: Engine
+    trained_engine: Engine
 
     @register(Dispatch.ONE_TO_ALL)
-    def take_snapshot(self) -> Part:
-        """Return this rank's part of the engine's durable state."""
-        return part_of(self.trained)
+    def take_snapshot(self) -> EngineState:
+        """Return this rank's share of the engine's state."""
+        return take_engine_state(self.trained_engine)
 
     @register(Dispatch.ALL_TO_ALL)
-    def load_snapshot(self, part: Part) -> None:
-        """Continue from what this rank returned, in this process or one before it.
+    def load_snapshot(self, snapshot: EngineState) -> None:
+        """Load what this rank's `take_snapshot` returned, in this process or an earlier one.
 
-        Called with a list of all ranks' parts.
+        The caller passes a list with the snapshots of all ranks.
         """
-        put_back(self.trained, part)
+        load_engine_state(self.trained_engine, snapshot)
 
 
 @torch.no_grad()
-def part_of(engine: Engine) -> Part:
-    """Return a copy of what this rank has of the engine's state."""
-    durable = engine.durable()
-    groups = [[copy.deepcopy(_settings(group)) for group in one.param_groups] for one in durable.optimizers]
-    tensors = torch.cat([_bytes_of(tensor) for tensor in _tensors(durable)]).numpy()
-    return Part(tensors=tensors, groups=groups, random=_random_state(), num_updates=engine.num_updates)
+def take_engine_state(engine: Engine) -> EngineState:
+    """Return a copy of this rank's share of the engine's state."""
+    state = engine.state_tensors()
+    groups = [[copy.deepcopy(_settings(group)) for group in one.param_groups] for one in state.optimizers]
+    tensors = torch.cat([_bytes_of(tensor) for tensor in _tensors(state)]).numpy()
+    return EngineState(tensors=tensors, groups=groups, random=_random_state(), num_updates=engine.num_updates)
 
 
 @torch.no_grad()
-def put_back(engine: Engine, part: Part) -> None:
-    """Take an engine, whatever it has done since, back to where the part was taken.
+def load_engine_state(engine: Engine, snapshot: EngineState) -> None:
+    """Set an engine to the state of a snapshot, whatever it has done since.
 
-    Raises CheckpointError for another layout.
+    Raises:
+        CheckpointError: The snapshot is of another model or layout.
     """
-    durable = engine.durable()
-    tensors = list(_tensors(durable))
+    state = engine.state_tensors()
+    tensors = list(_tensors(state))
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    if sum(sizes) != part["tensors"].nbytes:
+    if sum(sizes) != snapshot["tensors"].nbytes:
         raise CheckpointError(
-            f"a snapshot of {part['tensors'].nbytes} bytes does not fit this rank's part of the engine, "
-            f"which has {sum(sizes)}: it was "
-            "taken of another model or under another number of processes; go on from a checkpoint"
+            f"a snapshot of {snapshot['tensors'].nbytes} bytes does not fit this rank's share of the engine, which has "
+            f"{sum(sizes)} bytes: it was taken of another model or with another number of processes; resume from a "
+            "checkpoint"
         )
     start = 0
     for tensor, size in zip(tensors, sizes, strict=True):
-        if size:  # a small tensor has no part on some ranks
-            own = torch.from_numpy(part["tensors"][start : start + size].copy())
+        if size:  # some ranks have no share of a small tensor
+            own = torch.from_numpy(snapshot["tensors"][start : start + size].copy())
             tensor.copy_(own.view(tensor.dtype).view(tensor.shape))
         start += size
-    for optimizer, groups in zip(durable.optimizers, part["groups"], strict=True):
+    for optimizer, groups in zip(state.optimizers, snapshot["groups"], strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(copy.deepcopy(settings))
-    _set_random_state(part["random"])
-    engine.num_updates = part["num_updates"]
+    _set_random_state(snapshot["random"])
+    engine.num_updates = snapshot["num_updates"]
 
 
-def _tensors(durable: Durable) -> Iterator[torch.Tensor]:
-    """What this rank has of every tensor, in an order that is the same whenever it is asked."""
-    for module in durable.modules:
+def _tensors(state: StateTensors) -> Iterator[torch.Tensor]:
+    """Yield this rank's share of every tensor, always in the same order."""
+    for module in state.modules:
         yield from map(_local, [*module.parameters(), *module.buffers()])
-    for optimizer in durable.optimizers:
+    for optimizer in state.optimizers:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            yield _local(parameter)  # not the module's own where it is a float32 copy of it
+            yield _local(parameter)  # may be a float32 copy of the module's own
             for _, value in sorted(optimizer.state[parameter].items()):
                 if isinstance(value, torch.Tensor):
                     yield _local(value)

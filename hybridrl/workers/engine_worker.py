@@ -1,5 +1,7 @@
-"""What workers with a training engine share: building the engine, moving it to and from its device, updates, durable
-state.
+"""`EngineWorker`: common part of the workers with a training engine.
+
+It creates the engine, moves it to and from its device, runs updates, and saves and loads checkpoints. It runs in a
+worker process. Subclasses define the methods that the trainer calls.
 """
 
 import contextlib
@@ -14,21 +16,21 @@ from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching
-from hybridrl.workers.engine.collective_errors import raise_together
+from hybridrl.workers.engine.collective_errors import raise_on_all_ranks
 from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.losses import GlobalCounts
-from hybridrl.workers.mini_batch import ENGINE_MESH, mini_batches
+from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
 from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
 
 FSDP = ("hybridrl.workers.engine.fsdp.engine", "FSDPEngine")
 ENGINES = {"fsdp": FSDP, "fsdp2": FSDP, "megatron": ("hybridrl.workers.engine.megatron.engine", "MegatronEngine")}
-"""By name, where the class is: an engine is imported, with the library it stands on, when it is chosen."""
+"""Name -> module and class. An engine, with the library it needs, is imported when it is chosen."""
 
 
 def make_engine(strategy: str, config: EngineConfig) -> Engine:
-    """Return an engine by its name; it is not set up yet."""
+    """Return a new engine by its name. The caller sets it up."""
     if strategy not in ENGINES:
-        raise ConfigError(f"strategy={strategy!r} is not an engine of this release; there are {', '.join(ENGINES)}")
+        raise ConfigError(f"strategy={strategy!r} is not an engine of this release; engines are {', '.join(ENGINES)}")
     return load_object(*ENGINES[strategy])(config)
 
 
@@ -47,7 +49,7 @@ def engine_config(
     grad_clip: float = 1.0,
     lora: LoRA | None = None,
 ) -> EngineConfig:
-    """Return the engine's settings for one model of a PPO job; what is not named here is as the actor's."""
+    """Return the engine's settings for one model of a PPO job. Others than the arguments are the actor's."""
     actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     return EngineConfig(
         kind=kind,
@@ -71,17 +73,16 @@ def engine_config(
     )
 
 
-def adapters_of(model: ModelConfig) -> LoRA | None:
-    """Return the adapters that a model's settings ask for."""
+def lora_of(model: ModelConfig) -> LoRA | None:
+    """Return the LoRA settings of a model, None without LoRA."""
     return LoRA(model.lora_rank, model.lora_alpha, tuple(model.target_modules)) if model.lora_rank else None
 
 
 def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None) -> MicroBatching:
-    """Return how a call's rows become micro-batches: by a number of rows if that is set and dynamic batches are off,
-    else by token budget.
+    """Return the micro-batching of a call, by rows or by tokens.
 
-    Never all at once: 256 sequences of 512 tokens have 40 GB of logits over 150 000 words, and results do not depend on
-    the cut.
+    By rows if `max_rows` is set and dynamic batches are off. There is no unlimited micro-batch: 256 sequences of 512
+    tokens have 40 GB of logits over 150 000 words. Results do not depend on the cut.
     """
     by_tokens = use_dynamic_bsz or max_rows is None
     return MicroBatching(max_tokens=max_tokens) if by_tokens else MicroBatching(max_rows=max_rows)
@@ -89,7 +90,7 @@ def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None)
 
 @contextlib.contextmanager
 def on_device(engine: Engine, device: str, *, params: bool = False, optimizer: bool = False) -> Iterator[Engine]:
-    """Hold an offloaded engine on its device for the length of a block; what is not offloaded is there already."""
+    """Keep the offloaded parts of an engine on its device during a block."""
     if params or optimizer:
         engine.to(device, params=params, optimizer=optimizer)
     try:
@@ -100,16 +101,19 @@ def on_device(engine: Engine, device: str, *, params: bool = False, optimizer: b
 
 
 class EngineWorker(Worker):
-    """A worker around one training engine, or several alike. Subclasses set `self.device` and say what is computed."""
+    """A worker with one training engine, or several with the same layout. Subclasses set `self.device`."""
 
     device: str
 
     def _set_up(self, engine: Engine) -> Engine:
-        """Set the engine up, and announce where this worker stands: peers get the same rows, and one of them is asked
-        for its answer.
+        """Set the engine up and register this worker's position on the engine mesh.
+
+        Ranks with the same data-parallel rank get the same rows, and one of them returns the output.
         """
         engine.setup()
-        self._register_dispatch_collect_info(ENGINE_MESH, engine.place.dp_rank, engine.place.answers)
+        self._register_dispatch_collect_info(
+            ENGINE_MESH, engine.mesh_position.dp_rank, engine.mesh_position.is_output_rank
+        )
         return engine
 
     def _update(
@@ -123,59 +127,60 @@ class EngineWorker(Worker):
         epochs: int,
         prefix: str,
     ) -> dict[str, list[float]]:
-        """Take one optimizer step per mini-batch and epoch. Returns metrics, one value per optimizer step, equal on
-        every rank.
+        """Take one optimizer step per mini-batch and epoch.
 
-        A step whose loss, on any rank, or whose gradient is not finite is left out on all ranks: `{prefix}/skipped` is
-        1, and `{prefix}/nonfinite_loss` tells whether it was the loss. `{prefix}/num_updates` counts what was not left
-        out, in the whole run.
+        All ranks skip a step if the loss on any rank, or the gradient, is not finite. `{prefix}/skipped` is 1 then, and
+        `{prefix}/nonfinite_loss` is 1 if it was the loss. `{prefix}/num_updates` counts the steps of the whole run that
+        were not skipped.
+
+        Returns:
+            Metrics with one value per optimizer step, equal on every rank.
         """
-        minis = list(mini_batches(data))
-        counts = self._global_counts(minis, counted=engine.place.answers)
-        shares: list[dict[str, float]] = []
-        steps: list[dict[str, float]] = []
+        mini_batches = list(split_mini_batches(data))
+        counts = self._global_counts(mini_batches, counted=engine.mesh_position.is_output_rank)
+        loss_stats: list[dict[str, float]] = []  # this rank's terms of sums over ranks
+        step_stats: list[dict[str, float]] = []
         for _ in range(epochs):
-            for mini, count in zip(minis, counts, strict=True):
-                shares.append(_summed(engine.forward_backward(mini, micro, make_loss(count), outputs=outputs)))
-                [bad] = sum_over_ranks([float(has_bad_loss(shares[-1]))], device=self.device)
-                said = engine.optimizer_step(skip=bad > 0) | {
-                    "nonfinite_loss": float(bad > 0),
-                    "num_updates": float(engine.num_updates),
-                }
-                steps.append({f"{prefix}/{name}": value for name, value in said.items()})
-        totals = sum_dicts_over_ranks(shares)
-        return {name: [row[name] for row in rows if name in row] for rows in (totals, steps) for name in _names(rows)}
+            for mini_batch, count in zip(mini_batches, counts, strict=True):
+                loss_stats.append(
+                    _summed(engine.forward_backward(mini_batch, micro, make_loss(count), outputs=outputs))
+                )
+                [num_nonfinite] = sum_over_ranks([float(has_nonfinite_loss(loss_stats[-1]))], device=self.device)
+                stats = engine.optimizer_step(skip=num_nonfinite > 0)
+                stats |= {"nonfinite_loss": float(num_nonfinite > 0), "num_updates": float(engine.num_updates)}
+                step_stats.append({f"{prefix}/{name}": value for name, value in stats.items()})
+        totals = sum_dicts_over_ranks(loss_stats)
+        return {
+            name: [row[name] for row in rows if name in row] for rows in (totals, step_stats) for name in _names(rows)
+        }
 
-    def _global_counts(self, minis: list[DataProto], *, counted: bool) -> list[GlobalCounts]:
-        """counted: this rank's rows; those of peers are the same ones."""
-        local = [n * counted for mini in minis for n in GlobalCounts.local(mini.batch["response_mask"])]
+    def _global_counts(self, mini_batches: list[DataProto], *, counted: bool) -> list[GlobalCounts]:
+        """Return the counts of each mini-batch. `counted`: False on ranks whose rows another rank counts."""
+        local = [n * counted for rows in mini_batches for n in GlobalCounts.local(rows.batch["response_mask"])]
         total = [max(1.0, n) for n in sum_over_ranks(local, device=self.device)]
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
     def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> int:
-        """Write the engine's durable state; return how many optimizer steps it has seen.
-
-        A failure is one on every rank.
-        """
+        """Write the engine's state; return the optimizer steps taken. A failure is raised on every rank."""
         problem = None
         try:
             os.makedirs(directory, exist_ok=True)
         except OSError as error:
             problem = error
-        raise_together(problem, directory)
+        raise_on_all_ranks(problem, directory)
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.save(directory)
         return engine.num_updates
 
     def _load(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> int:
-        """Read what `_save` wrote; return how many optimizer steps it has seen."""
+        """Load the state that `_save` wrote; return the optimizer steps taken."""
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.load(directory)
         return engine.num_updates
 
 
-def has_bad_loss(stats: dict[str, float]) -> bool:
-    """Return whether a loss among a rank's figures of one mini-batch is not finite."""
+def has_nonfinite_loss(stats: dict[str, float]) -> bool:
+    """Return whether a loss among a rank's statistics of one mini-batch is not finite."""
     return not all(math.isfinite(value) for name, value in stats.items() if name.endswith("loss"))
 
 

@@ -1,4 +1,7 @@
-"""Writing a model the way the Hugging Face world reads it: safetensors, config, tokenizer."""
+"""Export a model in the Hugging Face format: safetensors, config, tokenizer.
+
+Workers and `hybridrl.cli` call it. It writes no optimizer state.
+"""
 
 import json
 import os
@@ -16,33 +19,42 @@ from hybridrl.workers.engine.hf_model import overridden_config
 def export_hf(
     weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, model: ModelConfig, rank: int = 0
 ) -> None:
-    """Write `weights` (full tensors, HF names) with the config, overrides included, and the tokenizer of `model` into
-    `directory`.
+    """Write the weights, the config with its overrides, and the tokenizer of `model` into `directory`.
 
-    Collective in `weights`: every rank iterates, rank 0 writes. Afterwards the files are read back and every name,
-    shape and value is compared with what was written; a difference raises CheckpointError and leaves no export behind.
+    Collective in `weights`: every rank iterates, rank 0 writes. Rank 0 then reads the files back and compares every
+    name, shape and value. The export appears by a rename, so a failed one leaves nothing behind.
+
+    Args:
+        weights: Full tensors under Hugging Face names.
+        directory: New or empty directory.
+        model: Settings of the model.
+        rank: Rank of this process.
+
+    Raises:
+        CheckpointError: The files differ from the weights.
+        ConfigError: `directory` is not new or empty.
     """
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
     if rank != 0:
         return
     check_new_directory(directory)
     os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
-    aside = tempfile.mkdtemp(
+    temporary = tempfile.mkdtemp(
         prefix=f"{os.path.basename(directory)}.partial-", dir=os.path.dirname(os.path.abspath(directory))
     )
     try:
-        _write(tensors, aside, model=model)
-        _verify(tensors, aside)
-        os.chmod(aside, 0o755)
-        os.rename(aside, directory)  # replaces an empty directory, and nothing else
+        _write(tensors, temporary, model=model)
+        _verify(tensors, temporary)
+        os.chmod(temporary, 0o755)
+        os.rename(temporary, directory)  # replaces an empty directory, and nothing else
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_new_directory(directory: str) -> None:
-    """Raise ConfigError unless `directory` is not there yet, or empty: an export replaces nothing."""
+    """Raise ConfigError unless `directory` is new or empty: an export replaces nothing."""
     if os.path.exists(directory) and (not os.path.isdir(directory) or os.listdir(directory)):
-        raise ConfigError(f"{directory} is there already and is not an empty directory; export to a new one")
+        raise ConfigError(f"{directory} exists and is not an empty directory; export to a new one")
 
 
 def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig) -> None:
@@ -65,7 +77,7 @@ def _save_shards(tensors: dict[str, torch.Tensor], directory: str) -> None:
     split = split_torch_state_dict_into_shards(tensors)
     for filename, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, os.path.join(directory, filename), metadata={"format": "pt"})
-        os.chmod(os.path.join(directory, filename), 0o644)  # like its neighbours; it was made for its owner only
+        os.chmod(os.path.join(directory, filename), 0o644)  # save_file makes it readable for its owner only
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         with open(os.path.join(directory, "model.safetensors.index.json"), "w") as f:

@@ -1,8 +1,8 @@
-"""What one optimizer step minimises, put together from the formulas in `algos`.
+"""Losses of an optimizer step, composed of the formulas in `algos/`.
 
-A loss here is already divided by the counts of the whole mini-batch over all ranks, so that gradients are summed over
-micro-batches and ranks and nothing is averaged twice. Statistics follow the same rule: their sum over micro-batches and
-ranks is the value of the mini-batch.
+`EngineWorker` passes them to the engine, in the worker process. A loss is already divided by the counts of the whole
+mini-batch over all ranks. So gradients are summed over micro-batches and ranks, and nothing is averaged twice. The same
+holds for statistics: their sum over micro-batches and ranks is the value of the mini-batch.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class GlobalCounts:
 
     @classmethod
     def local(cls, response_mask_BT: torch.Tensor) -> list[float]:
-        """This rank's share of both counts, to be summed over ranks."""
+        """Return this rank's share of both counts, to be summed over ranks."""
         return [float(count) for count in loss_counts(response_mask_BT)]
 
 

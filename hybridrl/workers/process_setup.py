@@ -1,4 +1,7 @@
-"""What every worker process does before it computes: find its device, cap its threads, join its process group."""
+"""Set up a worker process: resolve its device, limit its threads, join its process group.
+
+Workers call it in `init_model`. Also has the sums over the ranks of that group.
+"""
 
 import datetime
 import math
@@ -10,37 +13,41 @@ import torch.distributed as dist
 
 from hybridrl.errors import ConfigError
 
-# A collective that waits longer than this has lost a peer; the controller notices a dead peer much earlier.
+# Last resort for a collective whose peer was lost. The driver detects a lost peer much earlier.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def enter_process(*, device: str, num_threads: int | None, alone: bool = False) -> str:
+def init_worker_process(*, device: str, num_threads: int | None, single_process: bool = False) -> str:
     """Prepare this process and return its device, "cpu" or "cuda".
 
-    device: "auto" takes CUDA where this process sees one. num_threads: CPU threads for torch; None shares the machine's
-    cores among its workers. alone: it talks to no other rank of its group, so that it may end and start again without
-    them. Calling it again (a second role in the same process) changes nothing.
+    A second role in the same process may call it again; the process group stays.
+
+    Args:
+        device: "auto" is CUDA if this process sees a CUDA device.
+        num_threads: CPU threads for torch. None: the machine's cores divided by its workers.
+        single_process: Whether to join a process group of its own. The process communicates with no other rank then,
+            so it can be restarted without them.
     """
     device = resolve_device(device)
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
-        join_process_group(device, alone=alone)
+        join_process_group(device, single_process=single_process)
     return device
 
 
 def resolve_device(device: str) -> str:
-    """Return "cuda" or "cpu" for a `trainer.device` setting, as this process can have it."""
+    """Return "cuda" or "cpu" for a `trainer.device` setting and the devices of this process."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError("trainer.device=cuda, but this process sees no CUDA device; use trainer.device=cpu or auto")
     return "cuda" if available and device != "cpu" else "cpu"
 
 
-def join_process_group(device: str, *, alone: bool = False) -> None:
-    """Join the process group that the environment describes, or be one of its own; a world of one needs no network."""
-    rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+def join_process_group(device: str, *, single_process: bool = False) -> None:
+    """Join the process group of the environment, or one of its own. A world of one needs no network."""
+    rank, world_size = (0, 1) if single_process else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else None
     init_method = "env://" if store is None else None
@@ -58,20 +65,20 @@ def sum_over_ranks(values: list[float], *, device: str) -> list[float]:
 
 
 def sum_dicts_over_ranks(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return, for each position, the sum over ranks of the dictionaries at that position; a name may be missing.
+    """Return, for each position, the sum over ranks of the dictionaries at that position. Collective.
 
-    Collective.
+    A missing name counts as 0.
     """
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, rows)
-    names = sorted(set().union(*(row for ranks_rows in everyone for row in ranks_rows)))
+    rows_by_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(rows_by_rank, rows)
+    names = sorted(set().union(*(row for ranks_rows in rows_by_rank for row in ranks_rows)))
     return [
-        {name: exact_sum(ranks_rows[i].get(name, 0.0) for ranks_rows in everyone) for name in names}
+        {name: exact_sum(ranks_rows[i].get(name, 0.0) for ranks_rows in rows_by_rank) for name in names}
         for i in range(len(rows))
     ]
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return the sum in any order of the values; infinities are summed as floats are, to an infinity or to nan."""
-    found = list(values)
-    return math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
+    """Return the exact sum, independent of the order. Infinities give an infinity or nan, as floats do."""
+    summands = list(values)
+    return math.fsum(summands) if all(map(math.isfinite, summands)) else sum(summands)

@@ -1,7 +1,6 @@
-"""Replicas of a model that is not trained: in processes of their own (`ReplicaWorker`), or one in the calling process
-(`LocalReplica`).
+"""Replicas of a model that is only served: in separate processes (`ReplicaWorker`) or in the caller's (`LocalReplica`).
 
-Both read their weights from the model's directory, so a replica that is started anew has them by itself.
+The request router calls them. Both read their weights from the model's directory, so a restarted replica needs no push.
 """
 
 from collections.abc import Iterable
@@ -11,50 +10,59 @@ import torch
 
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
-from hybridrl.workers.process_setup import enter_process
+from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, VersionedRollout, make_rollout
-from hybridrl.workers.rollout.request_server import SLICE_S, Server
+from hybridrl.workers.rollout.request_server import SLICE_S, RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 
 class ReplicaWorker(Worker):
-    """One process that holds a model and answers requests. setup: its device is found when the process starts."""
+    """One process that holds a model and serves requests.
+
+    Args:
+        setup: Settings of the rollout. The device is resolved in the process.
+        num_threads: CPU threads for torch, see `init_worker_process`.
+    """
 
     def __init__(self, setup: RolloutSetup, *, num_threads: int | None = None):
         self.setup, self.num_threads = setup, num_threads
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Read the model."""
-        device = enter_process(device=self.setup.device, num_threads=self.num_threads, alone=True)
+        """Load the model."""
+        device = init_worker_process(device=self.setup.device, num_threads=self.num_threads, single_process=True)
         self.rollout: VersionedRollout = make_rollout(self.setup.config.name, replace(self.setup, device=device))
-        self._server = Server(self.rollout)
+        self._server = RequestServer(self.rollout)
 
     @register(Dispatch.ALL_TO_ALL)
     def serve(
         self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None
     ) -> list[TokenOutput]:
-        """See `Server.serve`. Called by `Router`; raises StaleWeightsError unless the weights are of this version."""
+        """Serve requests for one time slice, see `RequestServer.serve`.
+
+        Raises:
+            StaleWeightsError: The weights are of another version.
+        """
         self.rollout.require_version(weights_version, holder=f"replica {self.rank}")
         return self._server.serve(requests, aborted, slice_s=slice_s)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> RolloutHealth:
-        """Hold these weights, all of them under Hugging Face names, as `version` from now on."""
+        """Replace all weights, given under Hugging Face names, by those of `version`."""
         self.rollout.load_weights(version, weights)
         return self.rollout.health()
 
 
 class LocalReplica:
-    """One replica in this process, for a `Router`. It is never lost: what goes wrong in it is raised."""
+    """One replica in the router's process. It is never lost: its errors are raised."""
 
     num_replicas = 1
 
     def __init__(self, rollout: VersionedRollout):
-        self._server: Server = Server(rollout)
+        self._server: RequestServer = RequestServer(rollout)
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
         return self._server.serve(requests, aborted, slice_s=SLICE_S)
 
     def respawn(self, replica: int) -> None:
-        raise RuntimeError("the replica is this process and cannot be replaced")
+        raise RuntimeError("a local replica is the router's own process and cannot be restarted; restart the program")

@@ -1,22 +1,29 @@
-"""`RewardModelWorker`: scores whole sequences with a Hugging Face sequence classifier that has one output."""
+"""`RewardModelWorker`: scores whole sequences with a Hugging Face sequence classifier with one output.
+
+It runs in a worker process. The trainer's stage `reward` calls it.
+"""
 
 import torch
 
-from hybridrl.config.import_path import load_plugs
+from hybridrl.config.import_path import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE
-from hybridrl.workers.process_setup import enter_process
+from hybridrl.workers.process_setup import init_worker_process
 
 
 class RewardModelWorker(EngineWorker):
-    """One process of the reward model. config: the whole job's settings.
+    """One process of the reward model.
 
-    The model must be an `AutoModelForSequenceClassification` that reads the policy's tokens; another kind is a worker
-    of your own with a `compute_rm_score`, given to the trainer under `Role.RewardModel`.
+    The model must be an `AutoModelForSequenceClassification` that reads the policy's tokens. For another kind, map
+    `Role.RewardModel` to a worker of your own with a `compute_rm_score`.
+
+    Args:
+        config: Settings of the whole job.
+        role: Name of the role.
     """
 
     def __init__(self, config: PPOConfig, role: str = "rm"):
@@ -24,9 +31,11 @@ class RewardModelWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
-        """Load the reward model onto the device; it is not trained."""
-        load_plugs(self.config)
-        self.device = enter_process(device=self.config.trainer.device, num_threads=self.config.trainer.num_threads)
+        """Load the reward model onto the device. It is not trained."""
+        load_plugins(self.config)
+        self.device = init_worker_process(
+            device=self.config.trainer.device, num_threads=self.config.trainer.num_threads
+        )
         policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
         check_same_tokens(policy.path, path, trust_remote_code=policy.trust_remote_code)
         spec = engine_config(self.config, kind="score", path=path, device=self.device, packed=False)
@@ -54,7 +63,6 @@ def check_same_tokens(policy_path: str, reward_path: str, *, trust_remote_code: 
     )
     if ours != theirs:
         raise ConfigError(
-            f"reward_model.model.path={reward_path} has another vocabulary than the policy {policy_path}; "
-            "use a reward model of the same "
-            "tokenizer, or a reward function that calls it on text"
+            f"reward_model.model.path={reward_path} has another vocabulary than the policy {policy_path}; use a reward "
+            "model with the same tokenizer, or a reward function that calls it on text"
         )

@@ -1,19 +1,24 @@
-"""`SFTWorker`: supervised fine-tuning of a causal language model, on the same engine as PPO's actor."""
+"""`SFTWorker`: one process of supervised fine-tuning, on the same engine as PPO's actor. `SFTTrainer` calls it."""
 
-from hybridrl.config.import_path import load_plugs
+from hybridrl.config.import_path import load_plugins
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import EngineConfig, MicroBatching
-from hybridrl.workers.engine_worker import EngineWorker, adapters_of, make_engine, micro_batching, on_device
+from hybridrl.workers.engine_worker import EngineWorker, lora_of, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
-from hybridrl.workers.process_setup import enter_process, sum_over_ranks
+from hybridrl.workers.process_setup import init_worker_process, sum_over_ranks
 
 
 class SFTWorker(EngineWorker):
-    """One process of the model under training. config: the whole job's settings."""
+    """One process of the trained model.
+
+    Args:
+        config: Settings of the whole job.
+        role: Name of the role.
+    """
 
     def __init__(self, config: SFTConfig, role: str = "sft"):
         self.config, self.role = config, role
@@ -22,8 +27,8 @@ class SFTWorker(EngineWorker):
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
         config = self.config
-        load_plugs(config)
-        self.device = enter_process(device=config.trainer.device, num_threads=config.trainer.num_threads)
+        load_plugins(config)
+        self.device = init_worker_process(device=config.trainer.device, num_threads=config.trainer.num_threads)
         spec = EngineConfig(
             kind="causal_lm",
             path=config.model.path,
@@ -40,7 +45,7 @@ class SFTWorker(EngineWorker):
             total_steps=total_optimizer_steps,
             grad_clip=config.grad_clip,
             seed=config.trainer.seed,
-            lora=adapters_of(config.model),
+            lora=lora_of(config.model),
         )
         self.model = self._set_up(make_engine("fsdp", spec))
 
@@ -65,18 +70,21 @@ class SFTWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:
-        """Write model, optimizer, schedule and generators of every rank under `directory`, which the caller commits by
-        a rename.
+        """Write the engine's state of every rank under `directory`.
 
-        Returns the number of optimizer steps taken so far.
+        Covers model, optimizer, schedule and random generators. The caller commits the directory by a rename.
+
+        Returns:
+            Optimizer steps taken so far.
         """
         return self._save(self.model, directory, self.config.fsdp_config)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> int:
-        """Continue from what `save_checkpoint` wrote, also under another world size.
+        """Load the state that `save_checkpoint` wrote, also with another world size.
 
-        Returns the number of optimizer steps taken so far.
+        Returns:
+            Optimizer steps taken so far.
         """
         return self._load(self.model, directory, self.config.fsdp_config)
 

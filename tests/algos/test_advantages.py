@@ -1,4 +1,4 @@
-"""Advantage estimators: hand-worked numbers, identities, independent loops, and what must not change the result."""
+"""Advantage estimators: hand-worked numbers, identities, independent loops, and invariances."""
 
 import subprocess
 import sys
@@ -160,7 +160,7 @@ def test_reinforce_plus_plus_is_the_discounted_reward_to_go_whitened():
     torch.testing.assert_close(advantages_BT, expected, atol=1e-5, rtol=0)
 
 
-def test_reinforce_plus_plus_is_gae_with_a_critic_that_says_zero():
+def test_reinforce_plus_plus_is_gae_with_a_critic_that_returns_zero():
     b = batch()
     b["values"] = torch.zeros_like(b["values"])
     for ours, theirs in zip(estimate("reinforce_plus_plus", b, gamma=0.9), estimate("gae", b, gamma=0.9), strict=True):
@@ -213,7 +213,7 @@ def test_a_row_whose_reward_failed_is_as_if_it_were_not_there(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_batch_in_which_every_reward_failed_teaches_nothing(name):
+def test_a_batch_in_which_every_reward_failed_trains_nothing(name):
     b = batch()
     advantages_BT, returns_BT = estimate(name, b, valid_B=torch.zeros(12, dtype=torch.bool))
     assert advantages_BT.abs().max() == 0
@@ -233,7 +233,7 @@ def test_inputs_are_left_as_they_were_and_dtype_is_kept(name):
 # --- registry and refusals ------------------------------------------------------------------------
 
 
-def test_each_estimator_says_what_it_needs():
+def test_each_estimator_declares_its_inputs():
     needs = {name: (e.needs_critic, e.needs_group) for name, e in ADVANTAGE_ESTIMATORS.items()}
     assert needs == {
         "gae": (True, False),
@@ -244,7 +244,7 @@ def test_each_estimator_says_what_it_needs():
     }
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_and_the_known_ones():
+def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"adv_estimator='gpro' is not known; did you mean 'grpo'\? Known: gae, grpo, rein"
     ):

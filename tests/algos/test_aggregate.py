@@ -1,4 +1,4 @@
-"""Aggregation: numbers by hand for each mode, and independence of how rows are cut into micro-batches."""
+"""Aggregation: numbers by hand for each mode, and independence of the split into micro-batches."""
 
 import pytest
 import torch

@@ -96,7 +96,7 @@ def test_the_adaptive_controller_steers_towards_the_target_with_limited_steps():
     assert controller.value == pytest.approx(0.09999)
 
 
-def test_a_restored_adaptive_controller_goes_on_as_if_never_stopped():
+def test_a_restored_adaptive_controller_continues_as_if_never_stopped():
     straight, first = (AdaptiveKLController(0.1, target_kl=1.0, horizon=50) for _ in range(2))
     first.update(0.3, n_steps=8)
     restored = AdaptiveKLController(9.0, target_kl=1.0, horizon=50)
@@ -115,7 +115,7 @@ def test_the_fixed_controller_keeps_its_setting():
     assert controller.state_dict() == {}
 
 
-def test_refusals_name_the_trouble():
+def test_refusals_name_the_problem():
     ones = torch.ones(2, 2)
     with pytest.raises(ConfigError, match="kl_penalty='low_var' is not known; did you mean 'low_var_kl'"):
         kl_penalty(ones, ones, "low_var")

@@ -1,4 +1,4 @@
-"""Masked statistics: what lies off the mask never matters, and an empty mask is harmless."""
+"""Masked statistics: values off the mask never matter, and an empty mask gives 0."""
 
 import pytest
 import torch

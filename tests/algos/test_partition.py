@@ -1,4 +1,4 @@
-"""Micro-batches and balanced parts: every index exactly once, no cap broken, as balanced as promised."""
+"""Micro-batches and balanced parts: every index exactly once, no limit exceeded, the promised balance."""
 
 import itertools
 
@@ -72,8 +72,10 @@ def test_no_rows_are_no_groups(limits):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_row_over_the_budget_is_refused_with_its_length_and_the_way_out(packed):
-    with pytest.raises(DataError, match=r"row 1 has 21 tokens, and a micro-batch may have 20: raise the token budget"):
+def test_a_row_over_the_budget_is_refused_with_its_length_and_the_fix(packed):
+    with pytest.raises(
+        DataError, match=r"row 1 has 21 tokens, but a micro-batch may have at most 20: raise the token budget"
+    ):
         micro_batches([3, 21, 20], max_tokens=20, packed=packed)
     assert micro_batches([3, 20], max_tokens=20, packed=packed) == [[1], [0]]
 

@@ -1,4 +1,4 @@
-"""Policy losses: numbers worked out by hand, where gradients are, and what happens off the mask."""
+"""Policy losses: numbers worked out by hand, gradients, and values off the mask."""
 
 import math
 

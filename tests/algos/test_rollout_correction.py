@@ -54,7 +54,7 @@ def test_the_effective_share_is_one_for_equal_weights_and_one_of_n_for_a_single_
     assert effective_sample_share(torch.tensor([[0.0, 0.0, 5.0, 0.0]]), mask) == 0.25
 
 
-def test_stats_say_how_far_the_policies_are_apart():
+def test_stats_measure_the_mismatch_of_the_policies():
     stats = correction_stats(weights("token", 10.0), log_ratio(OLD, ROLLOUT, MASK), MASK)
     # weights 2, 1/2, 4; log-ratios ln 2, -ln 2, 2 ln 2
     assert stats["is_mean"] == pytest.approx(6.5 / 3) and (stats["is_min"], stats["is_max"]) == (
@@ -70,7 +70,7 @@ def test_large_differences_stay_finite():
     assert torch.isfinite(rollout_is_weights(OLD, OLD - 1e4, MASK, level="sequence", threshold=1e30)).all()
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="level='word' is not known; known are token, sequence"):
         weights("word", 2.0)
     with pytest.raises(ValueError, match="threshold=0"):

@@ -1,4 +1,4 @@
-"""Log-probs and entropy from logits: against plain autograd in float64, in low precision, and in memory."""
+"""Log-probs and entropy from logits: against plain autograd in float64, low precision, and memory."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_entropy_alone_has_its_gradient():
     torch.testing.assert_close(ours_NV.grad.double(), exact_NV.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_bfloat16_logits_are_widened_first_and_get_gradients_of_their_own_dtype():
+def test_bfloat16_logits_are_converted_to_float32_first_and_get_gradients_of_their_own_dtype():
     logits_NV = (torch.randn(6, 1000) * 5).bfloat16().requires_grad_()
     labels_N = torch.randint(1000, (6,))
     log_probs_N, entropy_N = log_probs_and_entropy(logits_NV, labels_N, with_entropy=True)

@@ -1,4 +1,4 @@
-"""`main_ppo` on a cluster of several: its driver is killed, or told to stop, and nothing of it is left."""
+"""`main_ppo` on a shared cluster: it is killed or stopped, and nothing of it is left."""
 
 import os
 import signal
@@ -9,21 +9,19 @@ import time
 import pytest
 import ray
 
-from hybridrl.master.health.kernel_process import condition
+from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.service import console
-from hybridrl.master.service.client import masters
+from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.journal import history, replay
-from hybridrl.master.state.tables import Job
-from hybridrl.single_controller.placement.placement_groups import find_left
+from hybridrl.master.state.tables import JobPhase
+from hybridrl.single_controller.placement.placement_groups import find_leftover_groups
 from tests.support.end_to_end.runs import settings
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]
 
 
-def started(folder, model):
-    """A run in a process of its own, on this cluster, when its second step has begun: (process, run, master's
-    description).
-    """
+def start_run(folder, model):
+    """Start a run on this cluster and wait for its second step; return (process, run, the master's description)."""
     changes = {"trainer__master": True, "trainer__experiment_name": "left", "trainer__total_training_steps": 500}
     argv = settings(folder, model, trainer__backend="ray", **changes)
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "OMP_NUM_THREADS": "1"}
@@ -35,7 +33,7 @@ def started(folder, model):
     while True:
         assert process.poll() is None and time.monotonic() < end, (folder / "run.log").read_text()
         time.sleep(0.5)
-        for run, master in masters().items():
+        for run, master in list_masters().items():
             if run.startswith("left-"):
                 seen = ray.get(master.describe.remote(), timeout=60)
                 if seen["step"] >= 2:
@@ -45,14 +43,14 @@ def started(folder, model):
 def seconds_until_nothing_is_left(run, seen):
     start = time.monotonic()
     pids = [seen["pid"], *(worker["pid"] for worker in seen["workers"].values())]
-    while run in masters() or any(condition(pid).state for pid in pids):
+    while run in list_masters() or any(read_process_stat(pid).state for pid in pids):
         assert time.monotonic() < start + 60
         time.sleep(0.05)
     return time.monotonic() - start
 
 
 def test_a_program_that_is_killed_leaves_nothing_behind_not_even_a_frozen_worker(tmp_path, tiny_qwen2):
-    process, run, seen = started(tmp_path, tiny_qwen2)
+    process, run, seen = start_run(tmp_path, tiny_qwen2)
     os.kill(seen["workers"]["actor_rollout-0"]["pid"], signal.SIGSTOP)
     process.kill()
     process.wait(30)
@@ -60,29 +58,29 @@ def test_a_program_that_is_killed_leaves_nothing_behind_not_even_a_frozen_worker
     print(f"nothing left {seconds:.1f} s after the driver was killed")
     assert seconds < 10
     state, _ = replay(seen["journal"])
-    assert state.state == Job.FAILED
+    assert state.state == JobPhase.FAILED
     assert state.reason == "its program was killed"
-    assert not find_left(run)
+    assert not find_leftover_groups(run)
 
 
-def test_a_program_and_its_driver_that_are_killed_at_once_leave_nothing_behind(tmp_path, tiny_qwen2):
-    process, run, seen = started(tmp_path, tiny_qwen2)
+def test_a_program_and_its_driver_that_are_killed_together_leave_nothing_behind(tmp_path, tiny_qwen2):
+    process, run, seen = start_run(tmp_path, tiny_qwen2)
     for pid in (process.pid, seen["workers"]["trainer"]["pid"]):
         os.kill(pid, signal.SIGKILL)
     process.wait(30)
     seconds = seconds_until_nothing_is_left(run, seen)
     print(f"nothing left {seconds:.1f} s after program and driver were killed")
     assert seconds < 10
-    assert replay(seen["journal"])[0].reason == "the trainer was lost, and so was who starts it again"
-    assert not find_left(run)
+    assert replay(seen["journal"])[0].reason == "the trainer was lost, and so was the supervisor that restarts it"
+    assert not find_leftover_groups(run)
 
 
 def test_a_job_that_is_stopped_commits_and_leaves(tmp_path, tiny_qwen2):
-    process, run, seen = started(tmp_path, tiny_qwen2)
+    process, run, seen = start_run(tmp_path, tiny_qwen2)
     assert console.stop("left", None, timeout_s=200) == f"{run} has ended\n"
     assert process.wait(60) == 143, (tmp_path / "run.log").read_text()
     state, _ = replay(seen["journal"])
-    assert state.state == Job.STOPPED
+    assert state.state == JobPhase.STOPPED
     assert os.path.isdir(state.commit)
-    assert type(history(seen["journal"])[-1].event).__name__ == "Ended"
+    assert type(history(seen["journal"])[-1].event).__name__ == "JobEnded"
     assert seconds_until_nothing_is_left(run, seen) < 10

@@ -1,6 +1,6 @@
 """Killed with SIGKILL at any stage and resumed, a run ends with the parameters of the uninterrupted one, bit for bit.
 
-Every stage of a step is a case, and the middle of a commit. Step 3 of 4 is the one that dies; steps 1 and 2 are
+Every stage of a step is a case, and the middle of a commit. The run is killed in step 3 of 4; steps 1 and 2 are
 committed.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
+from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -77,12 +77,12 @@ def test_killed_before_a_stage_and_resumed(tmp_path, tiny_qwen2, uninterrupted, 
     assert [[row.get(n) for n in same] for row in metrics(tmp_path / "run")] == [
         [row.get(n) for n in same] for row in rows
     ]
-    told = account(read_ledger(str(tmp_path / "run" / FILE)))
-    assert told.problems() == [] and sorted(told.steps) == [1, 2, 3, 4]  # updates per committed step: 1
-    assert told.again == (stage == "commit")  # step 3 was over, and not committed
+    result = audit(read_ledger(str(tmp_path / "run" / FILE)))
+    assert result.problems() == [] and sorted(result.steps) == [1, 2, 3, 4]  # updates per committed step: 1
+    assert result.num_repeated == (stage == "commit")  # step 3 was complete, but not committed
 
 
-def test_a_driver_on_ray_is_killed_and_its_successor_ends_the_same(tmp_path, tiny_qwen2):
+def test_a_driver_on_ray_is_killed_and_the_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
     ray = {"trainer__backend": "ray", "trainer__n_gpus_per_node": 2}
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

@@ -1,11 +1,9 @@
-"""Replicas that are killed or frozen while they serve: no request is lost, no answer is wrong, and they come back.
+"""Replicas killed or frozen while they serve: no request is lost, no answer is wrong, and they are rebuilt.
 
-    ROUTER_REPETITIONS=20 pytest -m chaos -s tests/chaos/test_router.py      with 20 seeds; prints a line for each and a
-    table
+    ROUTER_REPETITIONS=20 pytest -m chaos -s tests/chaos/test_router.py    20 seeds, a line for each, and a table
 
-Real processes, SIGKILL and SIGSTOP. Four replicas of the tiny model on the hf engine; what they should say comes from
-one batched call in this process. The replicas stay: one that came back serves in the next repetition, and may be the
-next victim.
+Real processes, SIGKILL and SIGSTOP. Four replicas of the tiny model on the hf engine; the expected answers come from
+one batched call in this process. A rebuilt replica serves in the next repetition, and may be its victim.
 """
 
 import asyncio
@@ -21,7 +19,7 @@ import pytest
 import torch
 
 from hybridrl.config.schema.workers import RolloutConfig
-from hybridrl.serving.router import GroupReplicas, Outage, Router
+from hybridrl.serving.router import GroupReplicas, ReplicaOutage, ReplicaRouter
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.workers.replica import ReplicaWorker
@@ -31,8 +29,8 @@ from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import sequence_keys
 
 REPETITIONS = int(os.environ.get("ROUTER_REPETITIONS", "1"))
-# Without an answer for so long a replica counts as frozen. Four processes on two cores answer within a second; where
-# the machine has much else to do a higher number avoids false alarms, which are no mistakes but take time.
+# A replica without an answer for this long counts as frozen. Four processes on two cores answer within a second; on a
+# busy machine a higher value avoids false alarms, which are no errors but take time.
 SILENT_S = float(os.environ.get("ROUTER_SILENCE_S", "5"))
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600 + 240 * REPETITIONS)]
 
@@ -41,20 +39,17 @@ REPLICAS, REQUESTS, AT_ONCE, NEW_TOKENS = 4, 80, 16, 40
 
 @dataclass
 class Outcome:
-    """outputs: request -> tokens. victim: replica that got the signal, at `sent_at`. outages: what the router saw."""
+    """outputs: request -> tokens. victim: replica that received the signal, at `sent_at`. outages: from the router."""
 
     outputs: dict[str, list[int]]
     victim: int
     sent_at: float
-    outages: list[Outage]
+    outages: list[ReplicaOutage]
 
 
 @dataclass
 class Line:
-    """What one signal cost.
-
-    out_s: until no request goes to the victim any more; back_s: until requests go to it again.
-    """
+    """Cost of one signal. out_s: until the router avoids the victim. back_s: until it uses the victim again."""
 
     lost: int
     wrong: int
@@ -72,39 +67,38 @@ def requests_for(seed: int) -> list[Request]:
 
 
 def expected(rollout: Rollout, requests: list[Request]) -> dict[str, list[int]]:
-    """What one batched call of one rollout says."""
+    """Return the answers of one batched call of one rollout."""
     keys = sequence_keys(torch.tensor([r.seed for r in requests]), 1)
     made = rollout.generate_tokens([list(r.prompt_ids) for r in requests], keys, requests[0].sampling)
     return {r.request_id: row.tolist() for r, row in zip(requests, made.tokens, strict=True)}
 
 
 async def serve(group: RayWorkerGroup, requests: list[Request], number: int, seed: int) -> Outcome:
-    """Serve all requests, some at a time; after a random number of answers a random replica gets the signal.
-
-    Then serve some again.
-    """
+    """Serve all requests, signal a random replica after a random number of answers, then serve some again."""
     rng = random.Random(f"{seed} {number}")
-    replicas = GroupReplicas(group, version=VERSION_ON_DISK, progress_timeout_s=SILENT_S, refill=lambda rank: None)
+    replicas = GroupReplicas(group, version=VERSION_ON_DISK, progress_timeout_s=SILENT_S, resync=lambda rank: None)
     victim, moment = rng.randrange(REPLICAS), rng.randint(1, REQUESTS // 2)
     outputs: dict[str, list[int]] = {}
     sent_at = 0.0
-    places = asyncio.Semaphore(AT_ONCE)
-    async with Router(replicas) as router:
+    limit = asyncio.Semaphore(AT_ONCE)
+    async with ReplicaRouter(replicas) as router:
 
         async def one(request: Request) -> None:
             nonlocal sent_at
-            async with places:
+            async with limit:
                 outputs[request.request_id] = (await router.generate(request)).token_ids
             if len(outputs) == moment:
                 while any(
-                    outage.back_at is None for outage in router.outages
-                ):  # a false alarm is over before the signal is sent
+                    outage.restored_at is None for outage in router.outages
+                ):  # let false alarms end before the signal is sent
                     await asyncio.sleep(0.02)
                 sent_at = time.monotonic()
                 os.kill(group.process_ids[victim], number)
 
         await asyncio.gather(*(one(request) for request in requests))
-        while not _seen(router.outages, victim, sent_at) or any(outage.back_at is None for outage in router.outages):
+        while not _outages_of(router.outages, victim, sent_at) or any(
+            outage.restored_at is None for outage in router.outages
+        ):
             await asyncio.sleep(0.02)
         again = await asyncio.gather(
             *(router.generate(replace(r, request_id=f"again {r.request_id}")) for r in requests[:16])
@@ -113,24 +107,24 @@ async def serve(group: RayWorkerGroup, requests: list[Request], number: int, see
     return Outcome(outputs, victim, sent_at, router.outages)
 
 
-def _seen(outages: list[Outage], victim: int, sent_at: float) -> list[Outage]:
-    return [outage for outage in outages if outage.replica == victim and outage.out_at >= sent_at]
+def _outages_of(outages: list[ReplicaOutage], victim: int, sent_at: float) -> list[ReplicaOutage]:
+    return [outage for outage in outages if outage.replica == victim and outage.lost_at >= sent_at]
 
 
 def line_of(outcome: Outcome, wanted: dict[str, list[int]]) -> Line:
-    [outage, *_] = _seen(outcome.outages, outcome.victim, outcome.sent_at)
+    [outage, *_] = _outages_of(outcome.outages, outcome.victim, outcome.sent_at)
     return Line(
         lost=len(wanted.keys() - outcome.outputs.keys()),
         wrong=sum(outcome.outputs[name] != wanted[name] for name in outcome.outputs),
-        retried=outage.retried,
+        retried=outage.num_retried,
         false_alarms=len(outcome.outages) - 1,
-        out_s=outage.out_at - outcome.sent_at,
-        back_s=outage.back_at - outcome.sent_at,
+        out_s=outage.lost_at - outcome.sent_at,
+        back_s=outage.restored_at - outcome.sent_at,
     )
 
 
 def table(lines: dict[str, list[Line]]) -> str:
-    """One row for each signal: sums, and median and largest of the seconds."""
+    """Return one row per signal: sums, and median and maximum of the seconds."""
     head = "signal   times  requests  lost  wrong  asked again  false alarms  routed around after (s)  back after (s)"
     rows = [head]
     for name, of in lines.items():

@@ -1,7 +1,7 @@
-"""A disk that is really full, and one that cannot be written: the run trains on, and its commits are there.
+"""A disk that is really full, and one that is read-only: the run trains on, and its checkpoints stay.
 
-The run has a mount of its own, a tmpfs of some megabytes, in a user namespace: no privileges needed where the kernel
-allows that.
+The run has a mount of its own, a tmpfs of some megabytes, in a user namespace. That needs no privileges if the kernel
+allows it.
 """
 
 import shlex
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.checkpoint.store import verify
+from hybridrl.trainer.checkpoint.store import verify_manifest
 from tests.support.end_to_end.runs import settings
 from tests.support.workers.engine_cases import save_tiny_qwen2
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 CODE = """
 import os, subprocess
-from hybridrl.trainer.checkpoint.store import size_of
+from hybridrl.trainer.checkpoint.store import directory_bytes
 
 DISK, HARM = {disk!r}, {harm!r}
 BALLAST = os.path.join(DISK, "ballast")
@@ -34,8 +34,8 @@ def harm(step, newest):
             subprocess.run(["mount", "-o", "remount," + ("ro" if step == 2 else "rw"), DISK], check=True)
     elif step == 2:
         fill()
-        if HARM == "full in the middle":  # bytes are free, but not pages: every file ends in a page it does not fill
-            os.truncate(BALLAST, os.path.getsize(BALLAST) - -(-size_of(newest) // 4096) * 4096)
+        if HARM == "full in the middle":  # leaves enough bytes, but too few pages: files end in partly filled ones
+            os.truncate(BALLAST, os.path.getsize(BALLAST) - -(-directory_bytes(newest) // 4096) * 4096)
     elif step == 3:
         os.remove(BALLAST)
 
@@ -64,8 +64,8 @@ def can_mount() -> bool:
 @pytest.mark.parametrize("harm", ["full", "full in the middle", "read-only"])
 def test_a_disk_that_takes_no_checkpoint_costs_that_checkpoint_only(tmp_path, tiny_qwen2, harm):
     if not can_mount():
-        pytest.skip("this kernel lets nobody but root mount a tmpfs")
-    disk, kept = tmp_path / "disk", tmp_path / "kept"
+        pytest.skip("this kernel lets only root mount a tmpfs")
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
     (tmp_path / "harm.py").write_text(CODE.format(disk=str(disk), harm=harm))
     changes = {
@@ -82,31 +82,33 @@ def test_a_disk_that_takes_no_checkpoint_costs_that_checkpoint_only(tmp_path, ti
         f"{' '.join(arguments)}; code=$?"
     )
     done = subprocess.run(
-        [*NAMESPACE, "sh", "-c", f"{script}; cp -r {disk} {kept}; exit $code"],
+        [*NAMESPACE, "sh", "-c", f"{script}; cp -r {disk} {copy}; exit $code"],
         cwd=ROOT,
         timeout=500,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    [said] = [line for line in done.stderr.splitlines() if line.startswith("no checkpoint of step 2")]
-    words = {
+    [line] = [text for text in done.stderr.splitlines() if text.startswith("no checkpoint of step 2")]
+    reasons = {
         "full": "nothing was written",
         "full in the middle": "No space left on device",
         "read-only": "Read-only file system",
     }
-    assert words[harm] in said and "run/global_step_1 is committed as before; training goes on" in said
-    there = sorted(path.name for path in (kept / "run").glob("global_step*"))
-    assert there == ["global_step_1", "global_step_3"] and [verify(str(kept / "run" / name)) for name in there] == [
+    assert reasons[harm] in line and "run/global_step_1 is still committed; training continues" in line
+    names = sorted(path.name for path in (copy / "run").glob("global_step*"))
+    assert names == ["global_step_1", "global_step_3"] and [
+        verify_manifest(str(copy / "run" / name)) for name in names
+    ] == [
         1,
         3,
     ]
 
 
 @pytest.mark.parametrize("size", ["16k", "64k", "128k"])
-def test_wherever_in_a_file_the_disk_is_full_it_is_told_as_full(tmp_path, size):
+def test_a_disk_that_is_full_anywhere_in_a_file_is_a_storage_error(tmp_path, size):
     if not can_mount():
-        pytest.skip("this kernel lets nobody but root mount a tmpfs")
+        pytest.skip("this kernel lets only root mount a tmpfs")
     disk = tmp_path / "disk"
     disk.mkdir()
     code = SAVED.format(disk=str(disk), model=save_tiny_qwen2(tmp_path / "model"))

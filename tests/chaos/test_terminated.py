@@ -1,4 +1,4 @@
-"""SIGTERM to a real program on Ray: it commits and leaves in time, and its successor ends the same."""
+"""SIGTERM to a real program on Ray: it commits and exits in time, and the resumed run ends the same."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
+from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -36,26 +36,26 @@ def start(folder: Path, model: Path, **changes) -> subprocess.Popen:
 
 
 def wait_for(run: subprocess.Popen, there: Callable[[], bool]) -> None:
-    """Wait until the run has come so far."""
+    """Wait until `there()` is true."""
     until = time.monotonic() + 300
     while not there():
-        assert run.poll() is None and time.monotonic() < until, "it ended before, or takes too long"
+        assert run.poll() is None and time.monotonic() < until, "it ended early, or takes too long"
         time.sleep(0.01)
 
 
-def test_a_run_on_ray_commits_and_its_successor_ends_the_same(tmp_path, tiny_qwen2):
+def test_a_run_on_ray_commits_and_the_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
     whole = start(tmp_path / "whole", tiny_qwen2)
     assert whole.wait(timeout=400) == 0, whole.stderr.read()
     parts = start(tmp_path / "parts", tiny_qwen2)
     logged = tmp_path / "parts/run/metrics.jsonl"
-    wait_for(parts, lambda: logged.exists() and logged.read_text() != "")  # step 1 is over, or nearly so
+    wait_for(parts, lambda: logged.exists() and logged.read_text() != "")  # step 1 has ended, or nearly
     began = time.monotonic()
     parts.send_signal(signal.SIGTERM)
-    said = parts.communicate(timeout=300)[1]
-    print(f"left {time.monotonic() - began:.1f} s after SIGTERM: {said.splitlines()[-1]}")
-    assert parts.returncode == TERMINATED and re.search(
-        r"^terminated; .*/global_step_[123] is committed", said, re.M
-    ), said
+    err = parts.communicate(timeout=300)[1]
+    print(f"exited {time.monotonic() - began:.1f} s after SIGTERM: {err.splitlines()[-1]}")
+    assert parts.returncode == TERMINATED and re.search(r"^terminated; .*/global_step_[123] is committed", err, re.M), (
+        err
+    )
     assert len(list((tmp_path / "parts/run").glob("global_step*"))) == 1
     successor = start(tmp_path / "parts", tiny_qwen2)
     assert successor.wait(timeout=400) == 0, successor.stderr.read()
@@ -63,13 +63,13 @@ def test_a_run_on_ray_commits_and_its_successor_ends_the_same(tmp_path, tiny_qwe
     assert largest_difference(*ends) == 0
     rows = [[row["actor/loss"] for row in metrics(tmp_path / name / "run")] for name in ("whole", "parts")]
     assert rows[0] == rows[1]
-    told = account(read_ledger(str(tmp_path / "parts/run" / FILE)))
-    assert told.problems() == [] and sorted(told.steps) == [1, 2, 3, 4] and told.again == 0
+    result = audit(read_ledger(str(tmp_path / "parts/run" / FILE)))
+    assert result.problems() == [] and sorted(result.steps) == [1, 2, 3, 4] and result.num_repeated == 0
 
 
 @pytest.mark.parametrize("how", ["a second signal", "no time"])
-def test_a_run_that_must_not_wait_leaves_at_once_with_the_commits_it_has(tmp_path, tiny_qwen2, how):
-    slow = tmp_path / "slow.py"  # a step that takes longer than anybody waits
+def test_a_run_that_must_not_wait_exits_at_once_and_keeps_its_checkpoints(tmp_path, tiny_qwen2, how):
+    slow = tmp_path / "slow.py"  # a step longer than the grace period
     slow.write_text(
         "import time\n"
         "def use(task, trainer):\n"
@@ -88,8 +88,8 @@ def test_a_run_that_must_not_wait_leaves_at_once_with_the_commits_it_has(tmp_pat
     if how == "a second signal":
         time.sleep(1)
         run.send_signal(signal.SIGTERM)
-    said = run.communicate(timeout=100)[1]
-    print(f"{how}: left {time.monotonic() - began:.1f} s after SIGTERM")
-    assert run.returncode == TERMINATED and f"terminated; {tmp_path}/run/global_step_1 is committed" in said, said
+    err = run.communicate(timeout=100)[1]
+    print(f"{how}: exited {time.monotonic() - began:.1f} s after SIGTERM")
+    assert run.returncode == TERMINATED and f"terminated; {tmp_path}/run/global_step_1 is committed" in err, err
     assert sorted(path.name for path in (tmp_path / "run").glob("global_step*")) == ["global_step_1"]
     assert time.monotonic() - began < 40

@@ -1,7 +1,4 @@
-"""One of four workers is killed while the others wait for it in a collective: the driver knows in less than a second.
-
-Ray ends one.
-"""
+"""A worker killed inside a collective is reported to the driver within a second; so is one that Ray kills."""
 
 import os
 import signal
@@ -25,14 +22,14 @@ from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, Ra
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from tests.support.single_controller.sample_workers import Adder
 
-limit = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 100}  # more is in use on any machine
+limit = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 100}  # any machine uses more than this
 how = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 10**8}
 ray.init(address="local", num_cpus=1, _system_config=limit, **how)
 try:
     adder = RayClassWithInitArgs(Adder, 1)
     with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, adder, role="adder") as group:
         while True:
-            group.place()
+            group.rank_and_pid()
 except WorkerLost as lost:
     print(lost)
 """
@@ -41,7 +38,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.mark.parametrize("victim", range(4))
-def test_the_first_death_is_told_at_once_and_by_name(victim):
+def test_the_first_death_is_reported_at_once_and_by_name(victim):
     killed_at: list[float] = []
 
     def kill(process_id: int) -> None:
@@ -58,7 +55,7 @@ def test_the_first_death_is_told_at_once_and_by_name(victim):
     assert seconds < 1
 
 
-def test_a_worker_that_ray_ends_because_memory_is_low_is_lost_like_any_other():
+def test_a_worker_that_ray_kills_for_low_memory_is_lost_like_any_other():
     root, environment = (
         Path(__file__).parents[2],
         {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},

@@ -1,4 +1,4 @@
-"""Loading a user's object by path and name."""
+"""Loading the user's objects by path and name."""
 
 import sys
 
@@ -47,7 +47,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
         ("json", "dump_all", r"json has no 'dump_all'; did you mean dump"),
     ],
 )
-def test_what_cannot_be_loaded_is_named_with_the_nearest(tmp_path, path, name, message):
+def test_a_load_error_names_the_path_and_the_nearest_match(tmp_path, path, name, message):
     (tmp_path / "mine.py").write_text("import math\ndef score(): ...\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "needs.py").write_text("import no_such_thing\n")
@@ -56,7 +56,7 @@ def test_what_cannot_be_loaded_is_named_with_the_nearest(tmp_path, path, name, m
         load_object(path.format(dir=tmp_path), name)
 
 
-def test_a_file_that_failed_is_run_again_after_it_was_mended(tmp_path):
+def test_a_file_that_failed_is_executed_again_after_a_fix(tmp_path):
     code = tmp_path / "mine.py"
     code.write_text("1 / 0\n")
     with pytest.raises(ConfigError) as failed:

@@ -1,4 +1,4 @@
-"""The command line: what is accepted, what is refused and with which words."""
+"""The command line: accepted and refused arguments, and the messages."""
 
 import pytest
 import yaml
@@ -62,14 +62,14 @@ def test_a_value_becomes_its_keys_type(word, value):
 
 
 @pytest.mark.parametrize(
-    "word, says",
+    "word, expected",
     [
         ("data.train_batch_size=many", "data.train_batch_size=many: must be a whole number"),
         ("data.train_batch_size=1.5", "must be a whole number"),
         ("data.train_batch_size=true", "must be a whole number"),
         ("data.train_batch_size=0", "must be >= 1"),
         ("data.train_batch_size=null", "must be a whole number, not null"),
-        ("data.val_batch_size=None", "write null for nothing"),
+        ("data.val_batch_size=None", "write null for no value"),
         ("data.shuffle=1", "must be true or false"),
         ("data.shuffle=yes", "must be true or false"),
         ("data.train_files=[a,3.5]", "must be text"),
@@ -105,9 +105,9 @@ def test_a_value_becomes_its_keys_type(word, value):
         ("--help=xyzzy", "no key has this in its name"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_way_out(word, says):
+def test_invalid_arguments_are_refused_with_a_fix(word, expected):
     message = refusal(word)
-    assert says in message
+    assert expected in message
     assert "\n" not in message
 
 
@@ -146,13 +146,13 @@ def test_a_preset_of_another_program_is_refused_unless_it_is_the_users_own_file(
     assert load("--config-path", str(tmp_path), "--config-name", "sft_trainer").trainer.seed == 3
 
 
-def test_a_users_yaml_stands_on_a_preset(conf):
+def test_a_users_yaml_extends_a_preset(conf):
     config = load("--config-path", conf, "--config-name", "my_run", "trainer.seed=5")
     assert (config.data.train_files, config.trainer.total_epochs, config.trainer.seed) == (["x.parquet"], 7, 5)
     assert config.algorithm.adv_estimator == "grpo"
 
 
-def test_a_users_yaml_without_a_preset_stands_on_the_schema(conf):
+def test_a_users_yaml_without_a_preset_extends_the_schema(conf):
     config = load("--config-dir", conf, "--config-name", "bare.yaml", "trainer.nnodes=2")
     assert (config.trainer.seed, config.trainer.nnodes, config.trainer.total_epochs) == (7, 2, 1)
 
@@ -171,19 +171,19 @@ def test_a_users_group_of_yaml_files_can_be_chosen_from(conf, tmp_path):
     assert load("--config-path", str(tmp_path), "+model=small").actor_rollout_ref.model.path == "my/small"
 
 
-@pytest.mark.parametrize("text, says", [("data: [\n", "line 2"), ("defaults: [nope, _self_]\n", "nope")])
-def test_a_broken_yaml_is_one_readable_line(tmp_path, text, says):
+@pytest.mark.parametrize("text, expected", [("data: [\n", "line 2"), ("defaults: [nope, _self_]\n", "nope")])
+def test_a_broken_yaml_is_one_readable_line(tmp_path, text, expected):
     (tmp_path / "broken.yaml").write_text(text)
     message = refusal("--config-path", str(tmp_path), "--config-name", "broken")
-    assert says in message and "\n" not in message
+    assert expected in message and "\n" not in message
 
 
-def test_cfg_job_prints_what_would_run(capsys):
+def test_cfg_job_prints_the_resulting_config(capsys):
     assert load("--cfg", "job", "trainer.experiment_name=${trainer.project_name}", "algorithm.gamma=1") is None
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"]["experiment_name"] == "hybridrl"
     assert printed["algorithm"]["gamma"] == 1.0
 
 
-def test_cfg_job_refuses_what_would_not_run():
+def test_cfg_job_refuses_an_invalid_config():
     assert "must be >= 1" in refusal("--cfg", "job", "trainer.nnodes=0")

@@ -1,4 +1,4 @@
-"""The schema of both programs: its size, its own defaults, and the way to dictionaries and back."""
+"""The schema of both programs: size, defaults, and conversion to and from dictionaries."""
 
 import dataclasses
 from pathlib import Path
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from hybridrl.config import PPOConfig, SFTConfig, from_dict, load_config, to_dict, to_yaml
 from hybridrl.config.introspection import keys, sections
-from hybridrl.config.unknown_keys import NOT_HERE, RENAMED
+from hybridrl.config.unknown_keys import RENAMED, UNSUPPORTED
 
 SCHEMAS = [PPOConfig, SFTConfig]
 MAX_KEYS = 200
-# The keys that verl's users set in most of its launch scripts, with values they set.
+# The keys that most of verl's launch scripts set, with their values.
 FREQUENT = (Path(__file__).parent / "frequent_overrides.txt").read_text().split()
 
 
@@ -33,7 +33,7 @@ def test_the_defaults_pass_their_own_checks_and_come_back_equal(schema):
     assert from_dict(schema, to_dict(schema())) == schema() == from_dict(schema, {})
 
 
-def test_the_keys_users_bring_along_are_taken_verbatim():
+def test_keys_of_verl_launch_scripts_are_accepted():
     config = load_config(PPOConfig, FREQUENT, program="p", config_name="ppo_trainer")
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
     assert config.actor_rollout_ref.actor.entropy_coeff == 0.0
@@ -47,14 +47,14 @@ def test_a_config_is_frozen():
 
 
 @pytest.mark.parametrize("theirs, ours", RENAMED.items())
-def test_a_key_with_another_name_leads_to_a_key_that_exists(theirs, ours):
+def test_a_renamed_key_maps_to_an_existing_key(theirs, ours):
     known = keys(PPOConfig) | keys(SFTConfig)
     assert ours in known
     assert theirs not in known
 
 
-@pytest.mark.parametrize("theirs", NOT_HERE)
-def test_a_key_said_to_be_absent_is_absent(theirs):
+@pytest.mark.parametrize("theirs", UNSUPPORTED)
+def test_an_unsupported_key_does_not_exist(theirs):
     assert not any(name == theirs or name.startswith(theirs + ".") for name in keys(PPOConfig) | keys(SFTConfig))
 
 

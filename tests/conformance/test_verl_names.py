@@ -1,4 +1,4 @@
-"""What users of verl import and call is here under the same names."""
+"""The names and argument orders that users of verl rely on."""
 
 import inspect
 
@@ -129,11 +129,11 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in NAMES.items() for name in names])
-def test_a_name_that_users_of_verl_know_is_here(owner, name):
+def test_a_public_name_of_verl_exists(owner, name):
     assert hasattr(owner, name)
 
 
-def test_roles_are_called_as_in_verl():
+def test_roles_are_named_as_in_verl():
     names = {
         "Actor": "actor",
         "Rollout": "rollout",
@@ -163,5 +163,5 @@ def test_roles_are_called_as_in_verl():
         (ray_worker_group.RayWorkerGroup.__init__, ["self", "resource_pool", "ray_cls_with_init"]),
     ],
 )
-def test_arguments_stand_where_users_of_verl_put_them(function, first_parameters):
+def test_arguments_are_in_the_order_of_verl(function, first_parameters):
     assert list(inspect.signature(function).parameters)[: len(first_parameters)] == first_parameters

@@ -1,7 +1,7 @@
-"""Random batches through random operations, against the same done to a list of rows.
+"""Random batches through random operations, compared with the same operations on a list of rows.
 
-HYPOTHESIS_PROFILE=thorough (`make fuzz`) runs many more cases, other ones each time; what is here by default is the
-same every time.
+HYPOTHESIS_PROFILE=thorough (`make fuzz`) runs many more and different cases each time. The default cases are always the
+same.
 """
 
 import copy
@@ -116,19 +116,19 @@ def repeat_each(draw: Draw, data: DataProto, model: Rows) -> Step:
 def chunk_and_concat(draw: Draw, data: DataProto, model: Rows) -> Step:
     parts = draw(st.integers(1, MAX_ROWS + 2))
     if len(model.rows) % parts:
-        with pytest.raises(DataError, match="equal pieces"):
+        with pytest.raises(DataError, match="equal chunks"):
             data.chunk(parts)
         data.meta_info["_verl_auto_padding"] = True
-    pieces = data.chunk(parts)
+    batches = data.chunk(parts)
     data.meta_info.pop("_verl_auto_padding", None)
-    return DataProto.concat(in_order(pieces, model, full=-(-len(model.rows) // parts))), model
+    return DataProto.concat(in_order(batches, model, full=-(-len(model.rows) // parts))), model
 
 
 def chunk_uneven_and_concat(draw: Draw, data: DataProto, model: Rows) -> Step:
-    pieces = data.chunk_uneven(draw(st.integers(1, MAX_ROWS + 2)))
-    assert all(first - 1 <= second <= first for first, second in pairwise(map(len, pieces)))
-    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
-    return DataProto.concat(in_order(pieces, model)), model
+    batches = data.chunk_uneven(draw(st.integers(1, MAX_ROWS + 2)))
+    assert all(first - 1 <= second <= first for first, second in pairwise(map(len, batches)))
+    assert max(map(len, batches)) - min(map(len, batches)) <= 1
+    return DataProto.concat(in_order(batches, model)), model
 
 
 def split_and_concat(draw: Draw, data: DataProto, model: Rows) -> Step:
@@ -136,14 +136,14 @@ def split_and_concat(draw: Draw, data: DataProto, model: Rows) -> Step:
     return DataProto.concat(in_order(data.split(size), model, full=size) or [data]), model
 
 
-def in_order(pieces: list[DataProto], model: Rows, full: int | None = None) -> list[DataProto]:
-    """The pieces, after a look at their rows: consecutive, and all but the last ones full."""
+def in_order(batches: list[DataProto], model: Rows, full: int | None = None) -> list[DataProto]:
+    """Return the batches after checking their rows: consecutive, and all but the last ones full."""
     start = 0
-    for piece in pieces:
-        assert full is None or len(piece) == min(full, len(model.rows) - start)
-        assert_holds(piece, model.of(range(start, start + len(piece))))
-        start += len(piece)
-    return pieces
+    for batch in batches:
+        assert full is None or len(batch) == min(full, len(model.rows) - start)
+        assert_holds(batch, model.of(range(start, start + len(batch))))
+        start += len(batch)
+    return batches
 
 
 def concat_with_another(draw: Draw, data: DataProto, model: Rows) -> Step:
@@ -194,7 +194,7 @@ def pop_and_union(draw: Draw, data: DataProto, model: Rows) -> Step:
 
 
 def union_of_some_and_new(draw: Draw, data: DataProto, model: Rows) -> Step:
-    """With columns that are there already, NaN and all, and others that are not."""
+    """Union with existing columns, NaN included, and new ones."""
     new = draw(some_rows(num_rows=len(model.rows), prefix=f"{len(model.kinds)} "))
     new = new.only([name for name in new.kinds if name not in model.kinds])
     known = as_batch(model.only(draw(subset(list(model.kinds)))))
@@ -227,7 +227,7 @@ def rename(draw: Draw, data: DataProto, model: Rows) -> Step:
 
 
 def write(draw: Draw, data: DataProto, model: Rows) -> Step:
-    """Rows of one dense column replaced in place."""
+    """Replace the rows of one dense column in place."""
     names = [name for name in model.tensors() if KINDS[model.kinds[name]].folds]
     if not names or not model.rows:
         return data, model
@@ -253,7 +253,7 @@ def save_and_load(draw: Draw, data: DataProto, model: Rows) -> Step:
 
 
 def through_a_tensordict(draw: Draw, data: DataProto, model: Rows) -> Step:
-    """Also cut up and joined as one. Arrays without rows forget their dtype there."""
+    """Convert to a TensorDict, split, join and convert back. Arrays without rows lose their dtype."""
     td = concat_batches(chunk_rows(data.to_tensordict(), draw(st.integers(1, MAX_ROWS + 2))))
     tu.assert_tensordict_eq(td, data.to_tensordict())
     back = DataProto.from_tensordict(td)
@@ -278,7 +278,7 @@ def item_by_item(draw: Draw, data: DataProto, model: Rows) -> Step:
     if not model.rows or not model.kinds:
         return data, model
     items = [data[i] for i in range(-len(model.rows), 0)]
-    if any(KINDS[model.kinds[name]].says[1] == "jagged" for name in model.tensors()):
+    if any(KINDS[model.kinds[name]].spec[1] == "jagged" for name in model.tensors()):
         return (
             data,
             model,
@@ -311,7 +311,7 @@ def fold_and_unfold(draw: Draw, data: DataProto, model: Rows) -> Step:
 
 
 def cut_columns_across(draw: Draw, data: DataProto, model: Rows) -> Step:
-    """One value of every wide column in each of two rows."""
+    """Split every wide column, one value to each of two rows."""
     wide = [name for name, kind in model.kinds.items() if KINDS[kind].wide]
     cut = data.unfold_column_chunks(2, split_keys=wide)
     rows = [{**row, **{name: [row[name][i]] for name in wide}} for row in model.rows for i in range(2)]
@@ -361,7 +361,7 @@ def subset(names: list[str]) -> st.SearchStrategy[list[str]]:
 @given(draws=st.data())
 @SETTINGS
 def test_every_operation_does_what_it_does_to_a_list_of_rows(operation, draws):
-    """On a batch made here and on one received, whose other reader must not notice."""
+    """Run on a local batch and on a received one, whose other reader must see no change."""
     model = draws.draw(some_rows())
     received, other = two_readers(as_batch(model))
     for data in (as_batch(model), received):
@@ -370,8 +370,9 @@ def test_every_operation_does_what_it_does_to_a_list_of_rows(operation, draws):
 
 
 class Batch(RuleBasedStateMachine):
-    """One batch that goes through everything; after each step it holds the rows it should, and nobody
-    else's changed.
+    """One batch through a chain of operations.
+
+    After each step it has the expected rows, and the other reader's batch is unchanged.
     """
 
     @initialize(draws=st.data(), received=st.booleans())
@@ -392,7 +393,7 @@ class Batch(RuleBasedStateMachine):
     @rule(draws=st.data())
     @precondition(lambda self: self.model.kinds)
     def write_to_a_view(self, draws) -> None:
-        """What is written to a slice shows in the batch, as in numpy."""
+        """A write to a slice shows in the batch, as in numpy."""
         view, rows = write(draws.draw, self.data[:], self.model)
         self.model = rows
 

@@ -1,4 +1,4 @@
-"""Rows of all ranks on every rank, with two real processes and gloo."""
+"""Gathering the rows of all ranks on every rank, with two real processes and gloo."""
 
 import pickle
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
-    """What each rank holds after each case."""
+    """The batch of each rank after each case."""
     folder = tmp_path_factory.mktemp("gathering")
     command = [sys.executable, "-m", "tests.support.data_plane.gathering_rank"]
     ranks = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
@@ -39,7 +39,7 @@ def expected(sizes: tuple[int, int]) -> tuple[dict, dict, dict]:
     return {name: first[name] + second[name] for name in first}, dtypes, meta_info
 
 
-def test_a_rank_without_rows_need_not_know_the_columns(found):
+def test_a_rank_without_rows_does_not_need_the_columns(found):
     columns, dtypes, _ = expected((3, 0))
     assert found[0]["unaware of the columns"] == (columns, dtypes, {"rank": 0})
     assert found[1]["unaware of the columns"] == (columns, dtypes, {"rank": 1})
@@ -60,23 +60,22 @@ def test_gathering_a_received_batch_leaves_the_memory_of_others_alone(found):
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("case", "message"),
     [
         ("other columns", "['x', 'y']"),
         (
             "other dtypes",
-            "column 'x' cannot be concatenated: rows of piece 0 are torch.int64 (), of piece 1 torch.float32 ()",
+            "column 'x' cannot be concatenated: rows of part 0 are torch.int64 (), of part 1 torch.float32 ()",
         ),
         (
             "other widths",
-            "column 'x' cannot be concatenated: rows of piece 0 are torch.float32 (2,), of piece 1 torch.float32 (3,)",
+            "column 'x' cannot be concatenated: rows of part 0 are torch.float32 (2,), of part 1 torch.float32 (3,)",
         ),
         (
             "jagged here, dense there",
-            "column 'x' cannot be concatenated: rows of piece 0 are torch.float32 (2,), of piece 1 "
-            "torch.float16 jagged",
+            "column 'x' cannot be concatenated: rows of part 0 are torch.float32 (2,), of part 1 torch.float16 jagged",
         ),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_by_name_on_both(found, case, says):
-    assert found[0][case] == found[1][case] and says in found[0][case]
+def test_ranks_that_do_not_fit_are_refused_by_name_on_both(found, case, message):
+    assert found[0][case] == found[1][case] and message in found[0][case]

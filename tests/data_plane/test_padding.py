@@ -1,4 +1,4 @@
-"""Rows added and dropped, folded and unfolded, and uneven chunks where they are allowed."""
+"""Padding and unpadding, folding and unfolding, and uneven chunks with auto padding."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_fold_and_unfold_are_inverse():
 def test_auto_padding_lets_chunk_make_full_pieces_first(monkeypatch):
     rows = {"obs": torch.arange(5)}
     data = DataProto.from_dict(rows, auto_padding=True)
-    assert data.is_padding_enabled() and [obs(piece) for piece in data.chunk(4)] == [[0, 1], [2, 3], [4], []]
+    assert data.is_padding_enabled() and [obs(batch) for batch in data.chunk(4)] == [[0, 1], [2, 3], [4], []]
     assert not DataProto.from_dict(rows).is_padding_enabled()
     monkeypatch.setenv("VERL_AUTO_PADDING", "TRUE")
     assert DataProto.from_dict(rows).is_padding_enabled()

@@ -1,4 +1,4 @@
-"""The container that crosses processes: how it is made, its rows, its columns and its pieces."""
+"""`DataProto`: construction, rows, columns, and splitting and joining batches."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hybridrl.data_plane.columns import equal
+from hybridrl.data_plane.columns import deep_equal
 from hybridrl.errors import DataError
 from hybridrl.protocol import (
     DataProto,
@@ -26,7 +26,7 @@ from tests.support.data_plane.sample_batches import jagged, labels, obs, three_r
 pytestmark = pytest.mark.timeout(60)
 
 
-# Making a batch.
+# Construction.
 
 
 def test_from_dict_makes_lists_object_arrays_and_an_empty_dict_no_batch():
@@ -43,7 +43,7 @@ def test_from_single_dict_sorts_columns_by_type_and_keeps_the_class():
 
     data = Custom.from_single_dict({"x": torch.zeros(2), "y": np.zeros(2)}, meta_info={"k": 1})
     assert type(data) is Custom and list(data.batch.keys()) == ["x"] and list(data.non_tensor_batch) == ["y"]
-    pieces = [
+    batches = [
         data[:1],
         data[[0]],
         *data.chunk(2),
@@ -51,7 +51,7 @@ def test_from_single_dict_sorts_columns_by_type_and_keeps_the_class():
         pickle.loads(pickle.dumps(DataProto())),
         Custom.concat([data, data]),
     ]
-    assert [type(piece) for piece in pieces] == [Custom, Custom, Custom, Custom, Custom, DataProto, Custom]
+    assert [type(batch) for batch in batches] == [Custom, Custom, Custom, Custom, Custom, DataProto, Custom]
 
 
 def test_length_is_that_of_the_batch_then_of_the_first_array_then_zero():
@@ -62,7 +62,7 @@ def test_length_is_that_of_the_batch_then_of_the_first_array_then_zero():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "says"),
+    ("make", "error", "message"),
     [
         (lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), DataError, "{'a': 2, 'b': 3}"),
         (
@@ -91,8 +91,8 @@ def test_length_is_that_of_the_batch_then_of_the_first_array_then_zero():
         (lambda: DataProto(meta_info=[]), TypeError, "dicts"),
     ],
 )
-def test_what_is_no_batch_is_refused_by_name(make, error, says):
-    with pytest.raises(error, match=says):
+def test_what_is_no_batch_is_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
         make()
 
 
@@ -124,7 +124,7 @@ def test_getitem_picks_one_row_a_view_or_a_copy():
 
 
 @pytest.mark.parametrize(
-    ("pick", "error", "says"),
+    ("pick", "error", "message"),
     [
         ([3], IndexError, "row 3 is not in a batch of 3 rows"),
         (-4, IndexError, "row -4"),
@@ -134,12 +134,12 @@ def test_getitem_picks_one_row_a_view_or_a_copy():
         ("obs", TypeError, "str"),
     ],
 )
-def test_rows_that_are_not_there_are_refused(pick, error, says):
-    with pytest.raises(error, match=says):
+def test_rows_that_do_not_exist_are_refused(pick, error, message):
+    with pytest.raises(error, match=message):
         three_rows()[pick]
 
 
-def test_slices_and_pieces_are_views_and_picked_rows_are_copies():
+def test_slices_and_chunks_are_views_and_selected_rows_are_copies():
     data = three_rows()
     data[1:].batch["obs"][0, 0] = 30
     data.chunk(3)[2].batch["obs"][0, 0] = 50
@@ -182,7 +182,7 @@ def test_unfold_column_chunks_cuts_some_columns_and_repeats_the_others():
         [2],
     ]
     assert cut.non_tensor_batch["l"].tolist() == [["a"], ["b"], ["c"], ["d"]]
-    with pytest.raises(DataError, match=r"'x', which is \(2, 4\), cannot be cut into 3 equal parts"):
+    with pytest.raises(DataError, match=r"'x', which is \(2, 4\), cannot be split into 3 equal parts"):
         data.unfold_column_chunks(3, split_keys=["x"])
 
 
@@ -255,7 +255,7 @@ def test_union_accepts_equal_overlap_with_nan_and_returns_itself():
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "message"),
     [
         ({"tensors": {"new": torch.zeros(3), "obs": torch.zeros(3, 2, dtype=torch.int64)}}, "tensor column 'obs'"),
         (
@@ -264,12 +264,12 @@ def test_union_accepts_equal_overlap_with_nan_and_returns_itself():
         ),
         ({"tensors": {"new": torch.zeros(3)}, "non_tensors": {"labels": ["a", "b", "d"]}}, "'labels'"),
         ({"tensors": {"new": torch.zeros(3)}, "meta_info": {"k": 2}}, "meta_info key 'k'"),
-        ({"tensors": {"new": torch.zeros(4)}}, "3 and 4 rows"),
+        ({"tensors": {"new": torch.zeros(4)}}, "3 rows.*4 rows"),
     ],
 )
-def test_union_of_different_content_is_refused_and_changes_nothing(other, says):
+def test_union_of_different_content_is_refused_and_changes_nothing(other, message):
     data = three_rows(k=1)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         data.union(DataProto.from_dict(**other))
     assert list(data.batch.keys()) == ["obs"] and data.meta_info == {"k": 1}
 
@@ -324,7 +324,7 @@ def test_a_tensordict_without_columns_keeps_its_rows():
 def test_a_complex_number_with_nan_in_one_part_still_differs_in_the_other():
     first, second = complex(float("nan"), 1), complex(float("nan"), 2)
     for make in (torch.tensor, np.array, list):
-        assert equal(make([first]), make([first])) and not equal(make([first]), make([second]))
+        assert deep_equal(make([first]), make([first])) and not deep_equal(make([first]), make([second]))
 
 
 def test_reports_name_shapes_and_sizes(caplog):
@@ -339,12 +339,12 @@ def test_reports_name_shapes_and_sizes(caplog):
     assert data.to("cpu") is data
 
 
-# Pieces.
+# Chunks.
 
 
-def test_chunk_is_equal_or_names_both_numbers_and_the_way_out():
+def test_chunk_is_equal_or_the_error_names_both_numbers_and_the_fix():
     data = three_rows(k=1)
-    assert [labels(piece) for piece in data.chunk(3)] == [["a"], ["b"], ["c"]] and data.chunk(3)[1].meta_info == {
+    assert [labels(batch) for batch in data.chunk(3)] == [["a"], ["b"], ["c"]] and data.chunk(3)[1].meta_info == {
         "k": 1
     }
     for cut in (data.chunk, data.chunk_uneven, data.split):
@@ -354,44 +354,44 @@ def test_chunk_is_equal_or_names_both_numbers_and_the_way_out():
         data.chunk(2)
 
 
-def test_uneven_pieces_are_larger_first_and_join_to_the_whole():
+def test_uneven_chunks_are_larger_first_and_join_to_the_whole():
     data = three_rows()
-    assert [len(piece) for piece in data.repeat(4).chunk_uneven(5)] == [3, 3, 2, 2, 2]
-    pieces = data.chunk_uneven(5)
-    assert [labels(piece) for piece in pieces] == [["a"], ["b"], ["c"], [], []] and list(pieces[4].batch.keys()) == [
+    assert [len(batch) for batch in data.repeat(4).chunk_uneven(5)] == [3, 3, 2, 2, 2]
+    batches = data.chunk_uneven(5)
+    assert [labels(batch) for batch in batches] == [["a"], ["b"], ["c"], [], []] and list(batches[4].batch.keys()) == [
         "obs"
     ]
-    whole = DataProto.concat(pieces)
+    whole = DataProto.concat(batches)
     assert (
         obs(whole) == obs(data)
         and labels(whole) == labels(data)
         and whole.non_tensor_batch["weight"].dtype == np.float64
     )
-    empty = DataProto.concat(pieces[3:])
+    empty = DataProto.concat(batches[3:])
     assert len(empty) == 0 and empty.batch["obs"].shape == (0, 2) and empty.non_tensor_batch["labels"].shape == (0,)
-    assert [labels(piece) for piece in data.split(2)] == [["a", "b"], ["c"]]
+    assert [labels(batch) for batch in data.split(2)] == [["a", "b"], ["c"]]
 
 
 def test_concat_merges_metrics_and_keeps_other_meta_info():
     metrics = ({"loss": 1.0, "lr": [0.1, 0.2]}, [{"loss": 2.0}, {"loss": 3.0, "kl": 0.5}], None)
-    pieces = [
+    batches = [
         DataProto.from_dict({"x": torch.ones(i)}, meta_info={"metrics": m, "t": 1.0}) for i, m in enumerate(metrics)
     ]
-    pieces[2].meta_info["only"] = "here"
-    joined = DataProto.concat(pieces)
+    batches[2].meta_info["only"] = "here"
+    joined = DataProto.concat(batches)
     assert joined.meta_info == {
         "t": 1.0,
         "only": "here",
         "metrics": {"loss": [1.0, 2.0, 3.0], "lr": [0.1, 0.2], "kl": [0.5]},
     }
-    # Joining what was joined already adds no nesting.
-    assert DataProto.concat([joined, pieces[1]]).meta_info["metrics"]["loss"] == [1.0, 2.0, 3.0, 2.0, 3.0]
+    # Concatenating a concatenation adds no nesting.
+    assert DataProto.concat([joined, batches[1]]).meta_info["metrics"]["loss"] == [1.0, 2.0, 3.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
-    ("second", "says"),
+    ("second", "message"),
     [
-        (DataProto.from_dict({"y": torch.zeros(1)}), r"pieces 0 and 1.*\['x', 'y'\]"),
+        (DataProto.from_dict({"y": torch.zeros(1)}), r"parts 0 and 1.*\['x', 'y'\]"),
         (DataProto.from_dict({"x": torch.zeros(1, 3)}), r"'x'.*\(2,\).*\(3,\)"),
         (DataProto.from_dict({"x": torch.zeros(1, 2, dtype=torch.int64)}), "'x'.*float32.*int64"),
         (DataProto.from_dict({"x": jagged([1.0, 2.0])}), "'x'.*jagged"),
@@ -399,8 +399,8 @@ def test_concat_merges_metrics_and_keeps_other_meta_info():
         (DataProto.from_dict({"x": torch.zeros(1, 2)}, {"n": np.zeros(1)}), r"\['n'\]"),
     ],
 )
-def test_concat_of_pieces_that_do_not_fit_is_refused_by_name(second, says):
-    with pytest.raises(DataError, match=says):
+def test_concat_of_batches_that_do_not_fit_is_refused_by_name(second, message):
+    with pytest.raises(DataError, match=message):
         DataProto.concat([DataProto.from_dict({"x": torch.zeros(1, 2)}, meta_info={"t": 1.0}), second])
 
 
@@ -410,15 +410,15 @@ def test_concat_takes_only_batches_and_at_least_one():
             DataProto.concat(wrong)
 
 
-def test_concat_skips_the_columns_of_pieces_without_rows():
-    """A worker that got no rows may know neither the width nor the dtype of what the others made."""
+def test_concat_skips_the_columns_of_batches_without_rows():
+    """A worker without rows may know neither the width nor the dtype of the others' columns."""
     joined = DataProto.concat([DataProto(), three_rows(), DataProto.from_dict({"obs": torch.zeros(0, 0)})])
     assert obs(joined) == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_lists_of_equal_length_in_one_piece_join_with_uneven_ones_of_another():
-    pieces = [DataProto.from_dict(non_tensors={"ids": ids}) for ids in ([[1, 2], [3, 4]], [[5], [6, 7, 8]])]
-    assert DataProto.concat(pieces).non_tensor_batch["ids"].tolist() == [[1, 2], [3, 4], [5], [6, 7, 8]]
+    batches = [DataProto.from_dict(non_tensors={"ids": ids}) for ids in ([[1, 2], [3, 4]], [[5], [6, 7, 8]])]
+    assert DataProto.concat(batches).non_tensor_batch["ids"].tolist() == [[1, 2], [3, 4], [5], [6, 7, 8]]
 
 
 def test_importing_the_protocol_loads_neither_ray_nor_transformers():

@@ -1,4 +1,4 @@
-"""A batch as bytes: pickle in every protocol, and files."""
+"""Serialization of batches: pickle in every protocol, and files."""
 
 import copy
 import os
@@ -101,7 +101,7 @@ def test_pickle_5_sends_all_numbers_out_of_band_and_of_a_view_only_its_rows():
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "transposed", "jagged wide"])
-def test_what_is_serialized_by_hand_comes_back_and_may_be_written_to(name, read_only):
+def test_deserialized_tensors_are_equal_and_may_be_written_to(name, read_only):
     batch = DataProto.from_dict({"x": TENSORS[name]}).batch
     wrap = bytes if read_only else bytearray
     encoded = serialize_single_tensor(TENSORS[name], wrap=wrap)
@@ -134,7 +134,7 @@ def test_disk_keeps_all_three_parts_and_leaves_no_other_file(tmp_path):
     back.batch["obs"][0, 0] = 9
 
 
-def test_disk_refuses_what_is_not_plain_data_and_keeps_the_old_file(tmp_path):
+def test_disk_refuses_values_that_are_not_plain_data_and_keeps_the_old_file(tmp_path):
     path = tmp_path / "batch"
     three_rows().save_to_disk(path)
     with pytest.raises(DataError, match=r"fractions\.Fraction is not plain data"):

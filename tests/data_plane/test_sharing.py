@@ -69,7 +69,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_writing_to_the_memory_of_a_received_column_of_any_dtype_changes_no_other_reader(name):
-    """Also through numpy, and the offsets of a jagged column: whatever a received batch hands out is private."""
+    """Also through numpy, and the offsets of a jagged column: a received batch hands out private memory only."""
     mine, other = two_readers(DataProto.from_dict({"x": COLUMNS[name]}))
     for part in [mine.batch["x"].values(), mine.batch["x"].offsets()] if COLUMNS[name].is_nested else [mine.batch["x"]]:
         part.reshape(-1).view(torch.uint8).numpy()[:] = 77
@@ -86,14 +86,14 @@ def test_a_received_batch_sent_on_in_this_process_still_guards_its_memory():
 
 
 def test_views_of_a_received_batch_are_views_of_its_private_copy():
-    """As with a batch made here, a write through a view shows in the batch it was cut from."""
+    """As with a local batch, a write through a view shows in the batch that was sliced."""
     mine, _ = two_readers(three_rows())
     mine[1:].batch["obs"][0, 0] = 30
     mine.select(["obs"]).batch["obs"][0, 0] = 10
     assert obs(mine) == [[10, 2], [30, 4], [5, 6]]
 
 
-def test_passing_on_copies_nothing_and_select_copies_only_what_it_selects():
+def test_forwarding_copies_nothing_and_select_copies_only_the_selected_columns():
     data = DataProto.from_dict({"obs": torch.zeros(3), "big": torch.zeros(3)})
     mine, _ = two_readers(data)
     before = {name: tensor.data_ptr() for name, tensor in mine._tensors().items()}
@@ -107,7 +107,7 @@ def test_passing_on_copies_nothing_and_select_copies_only_what_it_selects():
 
 
 @pytest.mark.timeout(120)
-def test_writing_to_a_batch_from_ray_changes_nobody_elses(ray_cluster):
+def test_writing_to_a_batch_from_ray_changes_no_other_reader(ray_cluster):
     """Ray maps received buffers writable: without the copy the second reader would see the first one's write."""
     data = DataProto.from_dict({"obs": torch.ones(1000, 1000)}, {"weight": np.ones(1000)})
     reference = ray.put(data)

@@ -1,6 +1,4 @@
-"""TensorDicts as batches: columns stay columns, and what belongs to the whole batch stays that, whatever is done to the
-rows.
-"""
+"""TensorDicts as batches: columns stay columns, and values of the whole batch stay such."""
 
 import copy
 import pickle
@@ -47,7 +45,7 @@ def unbind(column: torch.Tensor) -> list[torch.Tensor]:
     return list(column.values().split(column.offsets().diff().tolist(), dim=column._ragged_idx - 1))
 
 
-# Making one, and its entries.
+# Construction and entries.
 
 
 def test_get_tensordict_keeps_columns_apart_from_values_of_the_whole_batch():
@@ -61,7 +59,7 @@ def test_get_tensordict_keeps_columns_apart_from_values_of_the_whole_batch():
 
 
 @pytest.mark.parametrize(
-    ("columns", "meta", "error", "says"),
+    ("columns", "meta", "error", "message"),
     [
         ({"x": torch.zeros(2), "l": ["a"]}, {}, DataError, "{'x': 2, 'l': 1}"),
         ({"x": torch.zeros(2)}, {"x": 1}, DataError, r"\['x'\]"),
@@ -76,8 +74,8 @@ def test_get_tensordict_keeps_columns_apart_from_values_of_the_whole_batch():
         ),
     ],
 )
-def test_get_tensordict_refuses_by_name(columns, meta, error, says):
-    with pytest.raises(error, match=says):
+def test_get_tensordict_refuses_by_name(columns, meta, error, message):
+    with pytest.raises(error, match=message):
         tu.get_tensordict(columns, meta)
 
 
@@ -97,7 +95,9 @@ def test_lists_are_assigned_as_columns_and_all_else_as_one_value():
     ]
     tu.assign_non_tensor_data(td, "stop", ["a", "b"])
     assert tu.get_non_tensor_data(td, "stop", None) == ["a", "b"] and tu.get_non_tensor_data(td, "none", 7) == 7
-    assert len(tu.index_select_tensor_dict(td, [0])["stop"]) == 2, "not a column, though as long as one"
+    assert len(tu.index_select_tensor_dict(td, [0])["stop"]) == 2, (
+        "a value of the whole batch, although its length equals the number of rows"
+    )
     for wrong in ([1], NonTensorStack(NonTensorData(1))):
         with pytest.raises(DataError, match="'turns' has 1 values, the batch has 2 rows"):
             tu.assign_non_tensor_stack(td, "turns", wrong)
@@ -136,7 +136,7 @@ def test_a_list_of_dicts_becomes_dense_numbers_jagged_tensors_and_objects():
     assert td["n"].tolist() == [0, 1] and td["ids"].is_nested and td["ids"].offsets().tolist() == [0, 2, 4]
     assert tu.get(td, "text") == ["a", "b"]
     assert tu.list_of_dict_to_tensordict(rows[:1])["ids"].is_nested
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(DataError, match="no dicts"):
         tu.list_of_dict_to_tensordict([])
     with pytest.raises(DataError, match=r"\['b'\]"):
         tu.list_of_dict_to_tensordict([{"a": 1}, {"a": 1, "b": 2}])
@@ -158,7 +158,7 @@ def test_a_jagged_tensor_of_a_list_is_ragged_where_asked_and_keeps_gradients():
 
 
 @pytest.mark.parametrize(
-    ("tensors", "ragged", "says"),
+    ("tensors", "ragged", "message"),
     [
         ([], None, "at least 1"),
         ([torch.tensor(1)], None, "at least 1"),
@@ -168,8 +168,8 @@ def test_a_jagged_tensor_of_a_list_is_ragged_where_asked_and_keeps_gradients():
         ([torch.ones(2), torch.ones(2, dtype=torch.int64)], None, "int64"),
     ],
 )
-def test_tensors_that_make_no_jagged_one_are_refused(tensors, ragged, says):
-    with pytest.raises(DataError, match=says):
+def test_tensors_that_do_not_form_a_jagged_one_are_refused(tensors, ragged, message):
+    with pytest.raises(DataError, match=message):
         tu.nested_tensor_from_tensor_list(tensors, ragged)
 
 
@@ -184,7 +184,7 @@ def test_jagged_tensors_are_concatenated_along_their_rows():
         tu.concat_nested_tensors([torch.ones(1)])
 
 
-def test_lost_ragged_dimension_of_position_ids_is_found_again():
+def test_the_ragged_dimension_of_position_ids_is_restored():
     td = four_rows()
     expected = tu.get(td, "position_ids")
     broken = torch.nested.nested_tensor_from_jagged(expected.values(), expected.offsets())
@@ -201,7 +201,7 @@ def test_lost_ragged_dimension_of_position_ids_is_found_again():
 
 @pytest.mark.parametrize("form", [list, torch.tensor, np.array])
 @pytest.mark.parametrize("picked", [[1, 3], [3, 0, 0], [-1], [True, False, False, True], []])
-def test_rows_are_picked_from_every_column_and_values_of_the_whole_batch_stay(form, picked):
+def test_rows_are_selected_from_every_column_and_values_of_the_whole_batch_stay(form, picked):
     td = four_rows(step=3, stop=["x", "y"])
     chosen = tu.index_select_tensor_dict(td, form(picked))
     numbers = [i for i, keep in enumerate(picked) if keep] if picked and isinstance(picked[0], bool) else picked
@@ -209,7 +209,7 @@ def test_rows_are_picked_from_every_column_and_values_of_the_whole_batch_stay(fo
     assert tu.get(chosen, "step") == 3 and tu.get(chosen, "stop") == ["x", "y"]
 
 
-def test_picking_refuses_what_is_no_batch_and_passes_none_on():
+def test_selecting_rows_refuses_other_values_and_returns_none_for_none():
     assert tu.index_select_tensor_dict(None, [0]) is None
     with pytest.raises(DataError, match=r"batch_size \(\)"):
         tu.index_select_tensor_dict(tu.get_tensordict({}, {"step": 1}), [0])
@@ -218,16 +218,16 @@ def test_picking_refuses_what_is_no_batch_and_passes_none_on():
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6])
-def test_pieces_differ_by_at_most_one_row_and_join_to_the_whole(parts):
+def test_chunks_differ_by_at_most_one_row_and_join_to_the_whole(parts):
     td = four_rows(step=3)
-    pieces = tu.chunk_tensordict(td, parts)
-    assert [len(piece) for piece in pieces] == {1: [4], 2: [2, 2], 3: [2, 1, 1], 4: [1] * 4, 6: [1] * 4 + [0] * 2}[
+    batches = tu.chunk_tensordict(td, parts)
+    assert [len(batch) for batch in batches] == {1: [4], 2: [2, 2], 3: [2, 1, 1], 4: [1] * 4, 6: [1] * 4 + [0] * 2}[
         parts
     ]
-    assert [row for piece in pieces for row in rows(piece)] == rows(td) and all(
-        tu.get(piece, "step") == 3 for piece in pieces
+    assert [row for batch in batches for row in rows(batch)] == rows(td) and all(
+        tu.get(batch, "step") == 3 for batch in batches
     )
-    joined = tu.concat_tensordict(pieces)
+    joined = tu.concat_tensordict(batches)
     tu.assert_tensordict_eq(joined, td)
     assert rows(pickle.loads(pickle.dumps(joined))) == rows(td)
 
@@ -242,9 +242,9 @@ def test_concatenating_keeps_the_first_value_of_the_whole_batch_and_its_argument
     assert tu.get(tu.concat_tensordict(meta), "step") == 1 and tu.concat_tensordict_with_none_bsz(meta) is meta[0]
 
 
-def test_concatenating_what_does_not_fit_is_refused_by_name():
-    for wrong, says in ([[], "one or more"], [[four_rows(), tu.get_keys(four_rows(), ["obs"])], "pieces 0 and 1"]):
-        with pytest.raises(DataError, match=says):
+def test_concatenating_different_columns_is_refused_by_name():
+    for wrong, message in ([[], "one or more"], [[four_rows(), tu.get_keys(four_rows(), ["obs"])], "parts 0 and 1"]):
+        with pytest.raises(DataError, match=message):
             tu.concat_tensordict(wrong)
     with pytest.raises(DataError, match=r"\(4,\)"):
         tu.concat_tensordict_with_none_bsz([four_rows()])
@@ -283,7 +283,7 @@ def test_a_step_of_a_slice_and_an_index_of_tensordict_itself_read_our_columns_to
     )
 
 
-# Wholes.
+# Whole TensorDicts.
 
 
 def test_union_adds_entries_and_refuses_different_ones_of_any_kind():

@@ -1,4 +1,4 @@
-"""The quick start's word problems: right solutions, the three annotators, nothing of the test set in training."""
+"""The quick start's word problems: right solutions, three annotators, no test question in training."""
 
 import random
 import re

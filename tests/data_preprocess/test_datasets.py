@@ -1,4 +1,4 @@
-"""Raw rows to parquet: the row format of each dataset, and what happens to bad input. Samples are in tests/data/raw."""
+"""Raw rows to parquet: the row format of each dataset, and the errors for bad input. Samples are in tests/data/raw."""
 
 import gzip
 import json
@@ -59,7 +59,7 @@ def test_gsm8k_rows_hold_the_question_with_the_instruction_and_the_number_withou
     ]
 
 
-def test_math_rows_hold_what_is_in_the_last_box(tmp_path):
+def test_math_rows_hold_the_content_of_the_last_box(tmp_path):
     assert math_dataset.main(["--local_dir", str(tmp_path), "--data_source", str(SAMPLES)]) == 0
     found = rows(tmp_path / "test.parquet")
     assert [row["reward_model"]["ground_truth"] for row in found] == [r"\frac{3}{4}", "4"]
@@ -184,7 +184,7 @@ def test_a_hub_that_does_not_answer_is_one_line_at_once(tmp_path):
     )
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert (
-        done.stderr.startswith("error: nobody/nothing is no local path")
+        done.stderr.startswith("error: nobody/nothing is not a local path")
         and "http://127.0.0.1:9 does not answer" in done.stderr
     )
 

@@ -1,7 +1,4 @@
-"""What a front end says when a run is interrupted or fails: one line, and what it says is so.
-
-And which Ray cluster it takes.
-"""
+"""What a program prints when a run is interrupted or fails (one true line), and which Ray cluster it connects to."""
 
 import os
 import re
@@ -15,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.driver.program import run_front_end
+from hybridrl.driver.program import run_program
 from hybridrl.errors import CheckpointError, PlacementError
-from hybridrl.trainer.checkpoint.store import CheckpointStore
+from hybridrl.trainer.checkpoint.store import CheckpointStore, newest_checkpoint
 
 
 def interrupt():
@@ -39,45 +36,47 @@ def commit(directory, *steps):
 
 def test_an_interrupted_run_names_its_newest_commit(tmp_path, capsys):
     commit(tmp_path, 2, 10)
-    assert run_front_end(interrupt, log_directory=lambda: str(tmp_path)) == 130
+    log_directory = lambda: str(tmp_path)  # noqa: E731
+    assert run_program(interrupt, log_directory=log_directory, newest_checkpoint=newest_checkpoint) == 130
     shown = capsys.readouterr().err
     assert shown.startswith(f"interrupted; {tmp_path}/global_step_10 is committed") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize("directory", ["empty", "not_there", None])
-def test_an_interrupted_run_without_a_commit_says_that_the_next_one_starts_anew(tmp_path, capsys, directory):
+def test_an_interrupted_run_without_a_commit_says_that_the_next_one_starts_from_step_0(tmp_path, capsys, directory):
     (tmp_path / "empty").mkdir()
-    assert run_front_end(interrupt, log_directory=lambda: directory and str(tmp_path / directory)) == 130
+    log_directory = lambda: directory and str(tmp_path / directory)  # noqa: E731
+    assert run_program(interrupt, log_directory=log_directory, newest_checkpoint=newest_checkpoint) == 130
     shown = capsys.readouterr().err
-    assert shown.startswith("interrupted; nothing was committed, the next run starts anew")
+    assert shown.startswith("interrupted; nothing was committed, the next run starts from step 0")
     assert ("trainer.save_freq=N" in shown) == (directory is not None)
 
 
-def test_half_a_commit_is_none(tmp_path, capsys):
+def test_a_half_written_checkpoint_is_none(tmp_path, capsys):
     (tmp_path / "global_step_4.partial").mkdir()
-    run_front_end(interrupt, log_directory=lambda: str(tmp_path))
+    run_program(interrupt, log_directory=lambda: str(tmp_path), newest_checkpoint=newest_checkpoint)
     assert "nothing was committed" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_is_one_line_and_a_bug_shows_where_it_is(capsys):
-    assert run_front_end(fail, log_directory=lambda: None) == 1
+    assert run_program(fail, log_directory=lambda: None) == 1
     assert capsys.readouterr().err == "error: global_step_4 is damaged; take an earlier one\n"
-    assert run_front_end(break_down, log_directory=lambda: None) == 1
+    assert run_program(break_down, log_directory=lambda: None) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ZeroDivisionError: our own bug\nTraceback") and "in break_down" in shown
 
 
 def test_a_job_that_no_machine_can_hold_is_a_mistake_in_the_command(tmp_path, capsys):
-    def ask_too_much():
+    def request_too_much():
         raise PlacementError("no node can hold 99 worker processes")
 
-    assert run_front_end(ask_too_much, log_directory=lambda: str(tmp_path)) == 2
+    assert run_program(request_too_much, log_directory=lambda: str(tmp_path)) == 2
     assert capsys.readouterr().err == "no node can hold 99 worker processes\n"
 
 
-def test_the_traceback_of_a_run_is_kept_in_its_directory(tmp_path, capsys):
-    assert run_front_end(fail, log_directory=lambda: str(tmp_path)) == 1
-    assert capsys.readouterr().err.splitlines()[1] == f"the whole traceback is in {tmp_path}/error.log"
+def test_the_traceback_of_a_run_is_saved_in_its_directory(tmp_path, capsys):
+    assert run_program(fail, log_directory=lambda: str(tmp_path)) == 1
+    assert capsys.readouterr().err.splitlines()[1] == f"the full traceback is in {tmp_path}/error.log"
     assert "CheckpointError: global_step_4 is damaged" in (tmp_path / "error.log").read_text()
 
 
@@ -93,21 +92,21 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(program):
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in said
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in err
 
 
 def start_ray_elsewhere(num_nodes, **environment):
-    """Call `start_ray` in a process of its own, which prints the node's resources; return how it ended."""
+    """Call `start_ray` in a new process, which prints the cluster's resources; return the completed process."""
     code = (
-        "from hybridrl.driver.program import run_front_end, set_up_logging\nfrom "
+        "from hybridrl.driver.program import run_program, set_up_logging\nfrom "
         "hybridrl.driver.ray_cluster import start_ray\n"
         "def work():\n"
         f"    start_ray(num_nodes={num_nodes})\n"
         "    import ray\n"
         "    print(ray.cluster_resources())\n"
         "set_up_logging()\n"
-        "raise SystemExit(run_front_end(work, log_directory=lambda: None))\n"
+        "raise SystemExit(run_program(work, log_directory=lambda: None))\n"
     )
     base = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
@@ -116,7 +115,7 @@ def start_ray_elsewhere(num_nodes, **environment):
 
 
 def own(folder):
-    """The environment of a Ray that shares neither its files nor its token with another on this machine."""
+    """Return the environment of a Ray that shares neither files nor token with another one on this machine."""
     return {
         "RAY_TMPDIR": folder,
         "HOME": folder,
@@ -140,10 +139,10 @@ def test_a_ray_address_that_answers_nothing_is_one_line_without_rays_own_attempt
     )
 
 
-def is_up(note):
-    """Whether `ray start` has written its note, and listens where the note says: it does one after the other."""
+def is_up(address_file):
+    """Return whether `ray start` has written its address file and accepts connections there (it writes first)."""
     try:
-        host, _, port = note.read_text().strip().rpartition(":")
+        host, _, port = address_file.read_text().strip().rpartition(":")
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, ValueError):
         return False
@@ -152,20 +151,18 @@ def is_up(note):
 
 @pytest.fixture
 def started_cluster():
-    """A cluster made by `ray start`, in a directory of its own; yields that directory and the cluster's address."""
+    """A cluster started by `ray start` in a directory of its own; yields that directory and the cluster's address."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:  # short: sockets in it have long names
         process, address = start_cluster(Path(folder))
         try:
             yield folder, address
         finally:
-            process.send_signal(signal.SIGTERM)  # it ends the processes that it started
+            process.send_signal(signal.SIGTERM)  # `ray start --block` ends the processes that it started
             process.wait(timeout=30)
 
 
 def start_cluster(folder, attempts=3):
-    """`ray start` takes some seconds to listen on its ports; a cluster that starts beside it can be faster, and then it
-    ends.
-    """
+    """Start a cluster, with retries: `ray start` ends if another process takes its port before it listens."""
     printed = folder / "printed.txt"
     for _ in range(attempts):
         address = f"127.0.0.1:{free_port()}"
@@ -197,7 +194,7 @@ def start_cluster(folder, attempts=3):
     )
 
 
-def test_a_job_of_several_machines_joins_the_cluster_that_was_started_here_and_one_of_one_machine_does_not(
+def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_does_not(
     started_cluster,
 ):
     folder, address = started_cluster
@@ -205,13 +202,13 @@ def test_a_job_of_several_machines_joins_the_cluster_that_was_started_here_and_o
         done = start_ray_elsewhere(num_nodes, **own(folder), **named)
         assert "'mark': 7.0" in done.stdout, done.stderr
         assert re.fullmatch(
-            rf"joined the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr
+            rf"connected to the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr
         )
     done = start_ray_elsewhere(1, **own(folder))
     assert done.returncode == 0 and "'mark'" not in done.stdout
 
 
-def test_several_machines_without_a_cluster_are_this_one_and_that_is_said():
+def test_without_a_cluster_all_machines_of_a_job_are_this_one_with_a_warning():
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
         done = start_ray_elsewhere(2, **own(folder))
     assert done.returncode == 0 and "CPU" in done.stdout

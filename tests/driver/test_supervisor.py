@@ -1,4 +1,4 @@
-"""Drivers in real processes, lost in real ways: `tests/support/driver/supervised_driver.py` has their lives."""
+"""Real drivers, lost in real ways; their scenarios are in `tests/support/driver/supervised_driver.py`."""
 
 import os
 import signal
@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="drivers are kept running on Linux")
+pytestmark = pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="drivers are supervised on Linux only")
 ROOT = Path(__file__).parents[2]
 
 
-def begin(scenario, **options):
+def start(scenario, **options):
     command = [sys.executable, "-m", "tests.support.driver.supervised_driver", scenario]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
 def run(scenario):
-    program = begin(scenario)
+    program = start(scenario)
     out, err = program.communicate(timeout=60)
     return program.returncode, out.split("\n")[:-1], err
 
 
-def is_there(pid):
+def is_running(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -32,65 +32,67 @@ def is_there(pid):
     return True
 
 
-def test_a_driver_that_is_killed_is_started_again_under_its_name_and_its_word_counts():
+def test_a_killed_driver_is_restarted_under_the_same_run_id_and_its_exit_code_counts():
     code, lines, err = run("killed_twice")
     assert code == 5
-    assert [line.split()[:2] for line in lines] == [["life", "1"], ["life", "2"], ["life", "3"]]
+    assert [line.split()[:2] for line in lines] == [["attempt", "1"], ["attempt", "2"], ["attempt", "3"]]
     assert len({line.split()[2] for line in lines}) == 1
     assert "killed by SIGKILL" in err or not err
 
 
-def test_a_driver_that_dies_again_and_again_without_a_step_ends_the_program():
+def test_four_losses_without_a_step_end_the_program():
     code, lines, _ = run("killed_always")
     assert code == 128 + signal.SIGKILL and len(lines) == 4
 
 
-def test_every_step_that_ends_gives_new_patience():
+def test_every_completed_step_resets_the_count_of_losses():
     code, lines, _ = run("killed_once_a_step")
     assert code == 0 and len(lines) == 7
 
 
-def test_an_exit_without_a_word_is_a_loss_whatever_its_code():
-    assert run("ends_without_a_word")[0] == 0
+def test_an_exit_without_a_report_is_a_loss_whatever_its_code():
+    assert run("exits_without_report")[0] == 0
 
 
-def test_an_exception_is_not_tried_again():
+def test_an_exception_is_not_retried():
     code, lines, err = run("raises")
-    assert code == 1 and lines == ["life 1"] and "a mistake" in err
+    assert code == 1 and lines == ["attempt 1"] and "a mistake" in err
 
 
-def test_a_lost_job_is_begun_anew_once_after_each_step():
-    code, lines, _ = run("loses_the_job")
+def test_a_new_job_is_started_once_per_completed_step():
+    code, lines, _ = run("requests_a_new_job")
     assert code == 1
     (_, _, first), (_, _, second) = (line.split() for line in lines)
     assert first != second
 
 
-def test_a_driver_that_is_stopped_while_its_program_is_not_is_ended_and_started_again():
-    begun = time.monotonic()
+def test_a_driver_stopped_by_sigstop_is_killed_and_restarted():
+    started_at = time.monotonic()
     code, lines, _ = run("freezes")
-    assert code == 0 and lines == ["life 1", "life 2"]
-    assert time.monotonic() - begun < 30
+    assert code == 0 and lines == ["attempt 1", "attempt 2"]
+    assert time.monotonic() - started_at < 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("whom", ["the parent", "all"])
-def test_a_signal_reaches_the_driver_once(number, whom):
-    program = begin(
-        "hears", start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.mark.parametrize("receiver", ["parent", "process group"])
+def test_a_signal_reaches_the_driver_once(number, receiver):
+    program = start(
+        "waits_for_signal",
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert program.stdout.readline().startswith("pid")
-    (os.kill if whom == "the parent" else os.killpg)(program.pid, number)
+    (os.kill if receiver == "parent" else os.killpg)(program.pid, number)
     out, _ = program.communicate(timeout=30)
     assert out.split() == [number.name] and program.returncode == 143
 
 
 def test_a_driver_ends_with_its_program():
-    program = begin("hears")
+    program = start("waits_for_signal")
     pid = int(program.stdout.readline().split()[1])
     program.kill()
     program.communicate(timeout=30)
     until = time.monotonic() + 5
-    while is_there(pid) and time.monotonic() < until:
+    while is_running(pid) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not is_there(pid)
+    assert not is_running(pid)

@@ -1,4 +1,4 @@
-"""SIGTERM: kept until a boundary, heard at once elsewhere, and never for longer than the grace."""
+"""SIGTERM: deferred to the end of a step, raised at once elsewhere, deferred no longer than the grace period."""
 
 import logging
 import os
@@ -10,49 +10,52 @@ import time
 
 import pytest
 
-from hybridrl.driver.termination import EXIT_CODE, Notice, Terminated
+from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal
 
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)  # the handler ends it
+    time.sleep(5)  # the handler interrupts it
 
 
-def test_outside_of_training_the_notice_is_an_exception_at_once():
-    notice, before = Notice(), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated) as raised, notice.heard():
+def test_outside_of_training_sigterm_raises_at_once():
+    sigterm, before = TerminationSignal(), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated) as raised, sigterm.handle_sigterm():
         terminate()
-    assert raised.value.code == EXIT_CODE == 143 and notice.received and signal.getsignal(signal.SIGTERM) is before
-    with notice.heard():
-        assert not notice.received  # another run in this process is another matter
+    assert raised.value.code == EXIT_CODE == 143 and sigterm.received and signal.getsignal(signal.SIGTERM) is before
+    with sigterm.handle_sigterm():
+        assert not sigterm.received  # a new outermost block starts unset
 
 
-def test_in_training_the_first_notice_is_kept_and_the_second_is_not(caplog):
+def test_in_training_the_first_sigterm_is_deferred_and_the_second_raises(caplog):
     caplog.set_level(logging.WARNING)
-    notice = Notice()
-    with pytest.raises(Terminated), notice.heard(), notice.kept(grace_s=60):
+    sigterm = TerminationSignal()
+    with pytest.raises(Terminated), sigterm.handle_sigterm(), sigterm.defer_sigterm(grace_s=60):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert notice.received
+        assert sigterm.received
         with pytest.raises(Terminated):
-            notice.leave_if_received()
+            sigterm.raise_if_received()
+        until = time.monotonic() + 5
+        while not caplog.records and time.monotonic() < until:  # a thread logs
+            time.sleep(0.01)
         terminate()
-    assert "this step is finished and committed, then the run leaves, within trainer.grace_s=60 s" in caplog.text
+    assert "the run finishes and commits this step, then exits, within trainer.grace_s=60 s" in caplog.text
 
 
-def test_grace_that_is_over_ends_the_step_where_it_is(caplog):
-    notice, began = Notice(), time.monotonic()
-    with pytest.raises(Terminated), notice.heard(), notice.kept(grace_s=0.3):
+def test_the_end_of_the_grace_period_interrupts_the_step(caplog):
+    sigterm, start = TerminationSignal(), time.monotonic()
+    with pytest.raises(Terminated), sigterm.handle_sigterm(), sigterm.defer_sigterm(grace_s=0.3):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(20)
-    assert 0.3 <= time.monotonic() - began < 10 and "are over: the run leaves now" in caplog.text
+    assert 0.3 <= time.monotonic() - start < 10 and "are over: the run exits now" in caplog.text
 
 
-def test_a_process_that_hears_no_exception_ends_all_the_same():
+def test_a_process_stuck_in_c_code_is_ended_all_the_same():
     code = (
         "import ctypes, os, signal\n"
-        "from hybridrl.trainer import leaving\n"
-        "leaving.LEAVE_S = 0.2\n"
-        "with leaving.NOTICE.kept(grace_s=0.2):\n"
+        "from hybridrl.driver import termination\n"
+        "termination.EXIT_TIMEOUT_S = 0.2\n"
+        "with termination.TERMINATION.defer_sigterm(grace_s=0.2):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    end = ctypes.CDLL(None).sleep\n"  # no Python code runs in the main thread meanwhile
         "    while True: end(1000)\n"
@@ -60,24 +63,24 @@ def test_a_process_that_hears_no_exception_ends_all_the_same():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode in (EXIT_CODE, -signal.SIGTERM)
 
 
-def test_another_librarys_handler_does_not_stay_in_the_way():
-    notice = Notice()
-    with notice.heard():
+def test_the_handler_is_reinstalled_over_another_librarys():
+    sigterm = TerminationSignal()
+    with sigterm.handle_sigterm():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        notice.listen_again()
-        with notice.kept(grace_s=60):
+        sigterm.reinstall()
+        with sigterm.defer_sigterm(grace_s=60):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert notice.received
+            assert sigterm.received
 
 
-def test_a_thread_hears_nothing_and_does_not_mind():
-    notice, before = Notice(), signal.getsignal(signal.SIGTERM)
+def test_in_another_thread_the_blocks_change_nothing():
+    sigterm, before = TerminationSignal(), signal.getsignal(signal.SIGTERM)
 
     def work() -> None:
-        with notice.heard(), notice.kept(grace_s=1):
+        with sigterm.handle_sigterm(), sigterm.defer_sigterm(grace_s=1):
             assert signal.getsignal(signal.SIGTERM) is before
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert not notice.received
+    assert not sigterm.received

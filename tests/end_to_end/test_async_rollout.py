@@ -1,6 +1,4 @@
-"""`rollout.mode=async`: the same training as `sync` where a response is one turn, and responses of several turns with
-tools.
-"""
+"""`rollout.mode=async`: the same training as `sync` for one-turn responses, and multi-turn responses with tools."""
 
 import json
 
@@ -17,7 +15,7 @@ from hybridrl.serving.agent_loop import AgentLoop, register_agent_loop
 
 @register_agent_loop("echo")
 class Echo(AgentLoop):
-    """Says what it was told in the middle of its response."""
+    """An agent loop with an observation in the middle of its response."""
 
     async def run(self, sampling_params, **row):
         response = self.respond(row)
@@ -72,8 +70,8 @@ SAME = (
     "async/age_mean",
     "async/age_max",
 )
-LONGER = {"data__max_response_length": 15, "actor_rollout_ref__rollout__stop_token_ids": "[60,61,62,63,64,65]"}
-MORE = [("local", "false"), ("ray", "false"), ("ray", "true")]
+LONG_RESPONSES = {"data__max_response_length": 15, "actor_rollout_ref__rollout__stop_token_ids": "[60,61,62,63,64,65]"}
+PLACEMENTS = [("local", "false"), ("ray", "false"), ("ray", "true")]
 SEPARATED = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2}
 
 
@@ -82,15 +80,18 @@ def numbers(rows: list[dict]) -> list[list]:
 
 
 @pytest.mark.parametrize(
-    "place, partial", [("local", "true"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+    "place, partial", [("local", "true"), *(pytest.param(*case, marks=pytest.mark.slow) for case in PLACEMENTS)]
 )
-def test_running_ahead_trains_on_the_same_tokens_as_sync_and_a_resumed_run_goes_on_with_them(
+def test_lag_trains_on_the_same_tokens_as_sync_and_a_resumed_run_continues_with_them(
     tmp_path, tiny_qwen2, request, place, partial
 ):
     if place == "ray":
         request.getfixturevalue("ray_cluster")
     changes = (
-        LAG | LONGER | (SEPARATED if place == "ray" else {}) | {"trainer__lag": 2, "trainer__partial_rollout": partial}
+        LAG
+        | LONG_RESPONSES
+        | (SEPARATED if place == "ray" else {})
+        | {"trainer__lag": 2, "trainer__partial_rollout": partial}
     )
     sync = train(tmp_path / "sync", tiny_qwen2, **changes)
     changes |= {"actor_rollout_ref__rollout__mode": "async"}
@@ -108,7 +109,7 @@ def test_running_ahead_trains_on_the_same_tokens_as_sync_and_a_resumed_run_goes_
 
 
 @pytest.mark.slow
-def test_an_evaluator_answers_by_agent_loops_as_the_rollout_would(tmp_path, tiny_qwen2, ray_cluster):
+def test_an_evaluator_generates_by_agent_loops_as_the_rollout_would(tmp_path, tiny_qwen2, ray_cluster):
     kept = {"trainer__save_freq": -1, "actor_rollout_ref__rollout__mode": "async"}
     local = train(tmp_path / "local", tiny_qwen2, **kept, trainer__validation_data_dir=tmp_path / "local/v")
     pools = {"actor_rollout_ref__rollout__n_gpus_per_node": 1, "trainer__eval_n_gpus": 1}
@@ -133,7 +134,7 @@ def test_an_evaluator_answers_by_agent_loops_as_the_rollout_would(tmp_path, tiny
     assert scores[0][-1] == scores[1][-1]
 
 
-def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path, tiny_qwen2):
+def test_rows_choose_their_loop_and_tool_output_is_not_trained_on(tmp_path, tiny_qwen2):
     import pyarrow.parquet as pq
 
     from tests.support.end_to_end.runs import settings
@@ -155,18 +156,18 @@ def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path,
 
     seen = []
 
-    class Watching(RayPPOTrainer):
+    class RecordingTrainer(RayPPOTrainer):
         def generate(self, ctx):
             super().generate(ctx)
             seen.append(ctx.batch)
 
-    assert main_ppo.main(arguments, trainer_cls=Watching) == 0
+    assert main_ppo.main(arguments, trainer_cls=RecordingTrainer) == 0
     [batch] = seen
-    told = [name is not None for name in batch.non_tensor_batch["agent_name"]]
-    assert 0 < sum(told) < len(told)
+    is_echo_row = [name is not None for name in batch.non_tensor_batch["agent_name"]]
+    assert 0 < sum(is_echo_row) < len(is_echo_row)
     mask, there = batch.batch["response_mask"], batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :]
     assert torch.equal(there, torch.ones_like(there))
-    for row, is_echo in enumerate(told):
+    for row, is_echo in enumerate(is_echo_row):
         zeros = (mask[row] == 0).nonzero().squeeze(-1).tolist()
         assert zeros == ([3, 4, 5, 6, 7] if is_echo else [])
         assert (batch.batch["rollout_log_probs"][row][mask[row] == 0] == 0).all()
@@ -178,9 +179,7 @@ def test_rows_choose_their_loop_and_what_a_tool_says_is_not_trained_on(tmp_path,
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_a_rollout_process_that_is_killed_while_it_generates_changes_nothing_but_the_time(
-    tmp_path, tiny_qwen2, ray_cluster
-):
+def test_killing_a_rollout_process_during_generation_does_not_change_the_result(tmp_path, tiny_qwen2, ray_cluster):
     import os
     import signal
     import threading
@@ -190,18 +189,16 @@ def test_a_rollout_process_that_is_killed_while_it_generates_changes_nothing_but
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
     from tests.support.end_to_end.runs import settings
 
-    class Killing(RayPPOTrainer):
-        """Stops a replica before there is anything to do, so that it answers nothing, and kills it when requests are
-        open there.
-        """
+    class KillingTrainer(RayPPOTrainer):
+        """Stop a replica before generation, so that it never responds, and kill it when it has open requests."""
 
         def generate(self, ctx):
             if self.global_steps == 1 and "killed" in self.config.trainer.default_local_dir:
                 os.kill(self.groups["rollout"].process_ids[1], signal.SIGSTOP)
-                threading.Thread(target=self._kill_when_asked, daemon=True).start()
+                threading.Thread(target=self._kill_when_loaded, daemon=True).start()
             super().generate(ctx)
 
-        def _kill_when_asked(self):
+        def _kill_when_loaded(self):
             while not self.agent_loops._service.router.table.load(1):
                 time.sleep(0.005)
             os.kill(self.groups["rollout"].process_ids[1], signal.SIGKILL)
@@ -220,7 +217,7 @@ def test_a_rollout_process_that_is_killed_while_it_generates_changes_nothing_but
             trainer__backend="ray",
             trainer__n_gpus_per_node=1,
         )
-        assert main_ppo.main(arguments, trainer_cls=Killing) == 0
+        assert main_ppo.main(arguments, trainer_cls=KillingTrainer) == 0
         exported[name] = weights(folder / "run/global_step_2", tmp_path / f"{name}.hf")
         lost = max(row.get("rollout/replicas_lost", 0) for row in metrics(folder / "run"))
         assert lost == (1 if name == "killed" else 0)

@@ -1,4 +1,4 @@
-"""The endpoint of the policy while it trains, and outside agents whose answers are trained on."""
+"""The endpoint of a policy in training, and external agents whose responses are trained on."""
 
 import os
 import re
@@ -27,7 +27,7 @@ client = openai.AsyncOpenAI(base_url="http://127.0.0.1:{port}/v1", api_key="none
 
 @register_agent_loop("outside")
 class Outside(AgentLoop):
-    """Everything is said through the endpoint, as a program elsewhere would do it."""
+    """An agent that generates through the endpoint only, like an external program."""
 
     async def run(self, sampling_params, **row):
         request = row["request"]
@@ -39,14 +39,14 @@ class Outside(AgentLoop):
             logprobs=0,
             extra_body={{"return_token_ids": True}},
         )
-        [said] = answer.choices
+        [choice] = answer.choices
         return AgentLoopOutput(
             list(request.prompt_ids),
-            said.token_ids,
-            [1] * len(said.token_ids),
-            said.logprobs.token_logprobs,
+            choice.token_ids,
+            [1] * len(choice.token_ids),
+            choice.logprobs.token_logprobs,
             version=answer.weights_version,
-            token_versions=said.token_versions,
+            token_versions=choice.token_versions,
         )
 '''
 
@@ -65,7 +65,7 @@ def free_port() -> int:
         pytest.param("ray", "vllm", marks=[pytest.mark.slow, pytest.mark.vllm]),
     ],
 )
-def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_had_it_say(
+def test_a_policy_in_training_serves_requests_and_trains_on_an_external_agents_responses(
     tmp_path, tiny_qwen2, ray_cluster, backend, engine
 ):
     port = free_port()
@@ -73,7 +73,7 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
     seen: dict[int, list[int]] = {}
     asked: dict[int, float] = {}  # version -> log-prob of the likeliest first token
 
-    class Asking(RayPPOTrainer):
+    class AskingTrainer(RayPPOTrainer):
         def generate(self, ctx):
             super().generate(ctx)
             seen[self.global_steps] = ctx.batch.batch["weights_version"].tolist()
@@ -87,7 +87,7 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
             asked[answer.weights_version] = answer.choices[0].logprobs.content[0].logprob
 
         def update_actor(self, ctx):
-            if backend == "ray":  # the rollout has processes of its own, which have time while the actor trains
+            if backend == "ray":  # the rollout has separate processes, which can serve while the actor trains
                 self.ask()
             super().update_actor(ctx)
 
@@ -107,7 +107,7 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
         trainer__save_freq=-1,
         **pool,
     )
-    assert main_ppo.main(arguments, trainer_cls=Asking) == 0
+    assert main_ppo.main(arguments, trainer_cls=AskingTrainer) == 0
     assert seen == {1: [0] * 12, 2: [1] * 12}
     assert list(asked) == ([0, 1] if backend == "ray" else [])
     assert len(set(asked.values())) == len(asked)
@@ -130,17 +130,17 @@ def test_a_policy_in_training_answers_and_is_trained_on_what_an_outside_agent_ha
         ),
         (
             {"mode": "async", "endpoint_port": 8000, "n_gpus_per_node": 1, "weight_sync.transport": "shared_memory"},
-            "with actor_rollout_ref.rollout.endpoint_port=8000 a process that was lost",
+            "with actor_rollout_ref.rollout.endpoint_port=8000, a rollout process that restarts",
         ),
     ],
 )
-def test_settings_of_the_endpoint_that_cannot_be_are_refused(tmp_path, tiny_qwen2, capsys, changes, message):
+def test_invalid_endpoint_settings_are_refused(tmp_path, tiny_qwen2, capsys, changes, message):
     changed = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in changes.items()]
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *changed]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path, tiny_qwen2, capsys):
+def test_a_port_in_use_stops_the_start_with_one_line(tmp_path, tiny_qwen2, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -183,13 +183,13 @@ def test_serve_answers_with_a_models_directory_until_ctrl_c(tiny_qwen2):
         (["--max-length", "100000"], "--max-length=100000: must be from 2 to the 512 positions that the model has"),
     ],
 )
-def test_what_serve_cannot_do_is_refused_in_one_line(tiny_qwen2, capsys, words, message):
+def test_invalid_serve_arguments_are_refused_in_one_line(tiny_qwen2, capsys, words, message):
     assert cli.main(["serve", str(tiny_qwen2), "--device", "cpu", *words]) == 2
     assert capsys.readouterr().err == f"{message}\n"
 
 
 def serving(model: Path, folder: Path, *words: str) -> subprocess.Popen:
-    """`hybridrl serve` in a process group of its own; what it makes for itself goes into `folder`."""
+    """Start `hybridrl serve` in a separate process group, with its files in `folder`."""
     folder.mkdir()
     command = [sys.executable, "-m", "hybridrl.cli", "serve", str(model), "--port", "0", "--device", "cpu", *words]
     environment = os.environ | {"TMPDIR": str(folder), "RAY_TMPDIR": "/tmp", "SERVED_FOR": str(folder)}
@@ -206,9 +206,7 @@ def address_of(process: subprocess.Popen) -> str:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-def test_serve_by_two_vllm_processes_of_a_runs_checkpoint_survives_the_death_of_one_and_leaves_nothing(
-    tmp_path, tiny_qwen2
-):
+def test_serve_by_two_vllm_processes_of_a_checkpoint_survives_the_loss_of_one_and_leaves_nothing(tmp_path, tiny_qwen2):
     train(
         tmp_path / "run",
         tiny_qwen2,

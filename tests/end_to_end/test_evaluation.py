@@ -1,4 +1,4 @@
-"""Validation in its own process finds what validation in the loop finds, and training does not notice it."""
+"""Validation in a separate process has the same result as in the training loop, and does not change training."""
 
 import pytest
 
@@ -25,8 +25,8 @@ def by_version(rows: list[dict]) -> dict[int, dict]:
 @pytest.mark.timeout(300)
 def test_it_reports_the_version_it_evaluated(tmp_path, tiny_qwen2, ray_cluster):
     inline = train(tmp_path / "inline", tiny_qwen2, **STEPS)
-    beside = train(tmp_path / "beside", tiny_qwen2, trainer__backend="ray", trainer__eval_n_gpus=1, **STEPS)
-    expected, found = by_version(inline), by_version(beside)
+    remote = train(tmp_path / "remote", tiny_qwen2, trainer__backend="ray", trainer__eval_n_gpus=1, **STEPS)
+    expected, found = by_version(inline), by_version(remote)
     assert 4 in found and set(found) <= {1, 2, 3, 4} and all(found[version] == expected[version] for version in found)
-    norms = [[row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row] for rows in (inline, beside)]
+    norms = [[row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row] for rows in (inline, remote)]
     assert norms[0] == norms[1] and len(norms[0]) == 4

@@ -1,4 +1,4 @@
-"""What an export holds, and from where it can be made."""
+"""Contents of an export, and the directories and machines that it can be made on."""
 
 import json
 import shutil
@@ -19,15 +19,13 @@ def test_an_export_has_the_settings_that_the_model_was_trained_with(tmp_path, ti
     export_checkpoint(str(tmp_path / "run/global_step_1"), str(tmp_path / "hf"))
     assert json.loads((tmp_path / "hf/config.json").read_text())["rms_norm_eps"] == 0.5
     assert json.loads((tiny_qwen2 / "config.json").read_text())["rms_norm_eps"] != 0.5
-    assert (
-        tmp_path / "hf/model.safetensors"
-    ).stat().st_mode & 0o777 == 0o644  # whoever may read the configuration may read this
+    assert (tmp_path / "hf/model.safetensors").stat().st_mode & 0o777 == 0o644  # as readable as the configuration
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory, tiny_qwen2) -> Path:
-    """A run that was started with a path relative to its own directory; returns that directory."""
-    folder = tmp_path_factory.mktemp("elsewhere")
+def run_directory(tmp_path_factory, tiny_qwen2) -> Path:
+    """Start a run with a model path relative to its directory; return that directory."""
+    folder = tmp_path_factory.mktemp("run_directory")
     shutil.copytree(tiny_qwen2, folder / "models/base")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -35,12 +33,12 @@ def elsewhere(tmp_path_factory, tiny_qwen2) -> Path:
     return folder
 
 
-def test_an_export_finds_the_model_from_any_directory(elsewhere, tmp_path):
-    assert weights(elsewhere / "run/global_step_1", tmp_path / "hf")
+def test_an_export_finds_the_model_from_any_directory(run_directory, tmp_path):
+    assert weights(run_directory / "run/global_step_1", tmp_path / "hf")
 
 
-def test_a_run_on_gpus_is_exported_without_one(elsewhere, tmp_path):
-    committed = elsewhere / "run/global_step_1"
+def test_a_run_on_gpus_is_exported_without_one(run_directory, tmp_path):
+    committed = run_directory / "run/global_step_1"
 
     def as_on_gpus(directory: str) -> None:
         shutil.copytree(committed, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))

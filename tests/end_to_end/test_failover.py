@@ -1,6 +1,4 @@
-"""A run that loses a process goes on, and ends where it would have ended: nothing was lost, and
-nothing was done twice.
-"""
+"""A run that loses a process continues and ends with the same result: nothing is missing, nothing is done twice."""
 
 import pytest
 
@@ -19,7 +17,7 @@ def undisturbed(tmp_path_factory, tiny_qwen2):
     return weights(folder / "run/global_step_3", folder / "hf"), metrics(folder / "run")
 
 
-def test_an_actor_and_a_critic_die_in_their_updates_and_the_run_ends_the_same(tmp_path, tiny_qwen2, undisturbed):
+def test_losing_an_actor_and_a_critic_in_their_updates_does_not_change_the_result(tmp_path, tiny_qwen2, undisturbed):
     faults = [
         fault(2, "update_actor", "actor_rollout", 1, method="update_actor", after_s=0.02),
         fault(3, "update_critic", "critic", 0, method="update_critic"),

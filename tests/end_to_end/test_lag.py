@@ -1,6 +1,4 @@
-"""Generation that runs ahead of training: the same stages and losses, samples of a known age, the same run after a
-resume.
-"""
+"""Asynchronous training: the same stages and losses, samples of a known age, the same run after a resume."""
 
 import pytest
 
@@ -34,7 +32,7 @@ def test_a_batch_is_exactly_as_many_versions_old_as_the_lag(tmp_path, tiny_qwen2
     assert [row["training/global_step"] for row in rows if "training/global_step" in row] == [1, 2, 3, 4, 5]
 
 
-def test_the_first_step_is_the_synchronous_one_and_later_ones_are_not(tmp_path, tiny_qwen2):
+def test_with_a_lag_only_the_first_step_equals_the_synchronous_one(tmp_path, tiny_qwen2):
     behind, level = (
         train(tmp_path / "1", tiny_qwen2, trainer__lag=1, **STEPS),
         train(tmp_path / "0", tiny_qwen2, **STEPS),
@@ -44,7 +42,7 @@ def test_the_first_step_is_the_synchronous_one_and_later_ones_are_not(tmp_path, 
 
 
 @pytest.mark.slow
-def test_separate_processes_that_really_run_ahead_train_as_one_process_does(tmp_path, tiny_qwen2, ray_cluster):
+def test_separate_concurrent_processes_train_as_one_process_does(tmp_path, tiny_qwen2, ray_cluster):
     train(tmp_path / "local", tiny_qwen2, trainer__lag=2, trainer__partial_rollout="true", **STEPS)
     changes = {
         "trainer__backend": "ray",
@@ -53,8 +51,8 @@ def test_separate_processes_that_really_run_ahead_train_as_one_process_does(tmp_
     }
     train(tmp_path / "ray", tiny_qwen2, trainer__lag=2, **changes, **STEPS)
     assert numbers(metrics(tmp_path / "ray/run")) == numbers(metrics(tmp_path / "local/run"))
-    held = [weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("local", "ray")]
-    assert largest_difference(*held) == 0
+    policies = [weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("local", "ray")]
+    assert largest_difference(*policies) == 0
 
 
 def test_partial_rollouts_mix_versions_within_a_response(tmp_path, tiny_qwen2):
@@ -65,7 +63,7 @@ def test_partial_rollouts_mix_versions_within_a_response(tmp_path, tiny_qwen2):
 
 
 @pytest.mark.parametrize("partial", ["false", "true"])
-def test_a_resumed_run_goes_on_with_what_was_on_its_way(tmp_path, tiny_qwen2, partial):
+def test_a_resumed_run_continues_with_the_pending_batches(tmp_path, tiny_qwen2, partial):
     changes = STEPS | {"trainer__lag": 2, "trainer__partial_rollout": partial}
     train(tmp_path / "whole", tiny_qwen2, **changes)
     train(tmp_path / "parts", tiny_qwen2, **changes | {"trainer__total_training_steps": 5, "trainer__save_freq": 3})
@@ -81,10 +79,10 @@ def test_a_resumed_run_goes_on_with_what_was_on_its_way(tmp_path, tiny_qwen2, pa
     other.mkdir()
     assert main_ppo.main([*settings(other, tiny_qwen2, **changes), *again]) == 0
     assert numbers(metrics(other / "run")) == numbers(metrics(tmp_path / "whole/run"))[3:]
-    held = [
+    policies = [
         weights(where / "run/global_step_5", tmp_path / f"{where.name}_hf") for where in (tmp_path / "whole", other)
     ]
-    assert largest_difference(*held) == 0
+    assert largest_difference(*policies) == 0
 
 
 def test_a_bound_on_staleness_is_kept_by_waiting_or_by_dropping_tokens(tmp_path, tiny_qwen2):
@@ -113,10 +111,10 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
     [
         (
             {"trainer.backend": "ray", "trainer.lag": 1},
-            "trainer.lag=1: generation cannot run beside training in the same processes",
+            "trainer.lag=1: generation and training cannot run concurrently in the same processes",
         ),
         ({"trainer.partial_rollout": "true", "trainer.lag": 1}, "set trainer.lag=2 or more, not 1"),
-        ({"trainer.staleness": 3, "trainer.lag": 1}, "trainer.staleness=3: nothing gets older than trainer.lag=1"),
+        ({"trainer.staleness": 3, "trainer.lag": 1}, "trainer.staleness=3: no token gets older than trainer.lag=1"),
         ({"trainer.staleness": 0, "trainer.lag": 1, "trainer.stale_tokens": "drop"}, "all of them would be dropped"),
         ({"actor_rollout_ref.rollout.n_gpus_per_node": 1}, "trainer.backend=local has one process only"),
         (
@@ -128,7 +126,7 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
         ),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(tmp_path, tiny_qwen2, capsys, changes, message):
+def test_invalid_settings_are_refused_before_anything_starts(tmp_path, tiny_qwen2, capsys, changes, message):
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *(f"{key}={value}" for key, value in changes.items())]) == 2
     assert message in capsys.readouterr().err
 
@@ -140,7 +138,7 @@ REPLAY = STEPS | {
 }
 
 
-def test_groups_of_earlier_steps_fill_up_a_batch_up_to_an_age(tmp_path, tiny_qwen2):
+def test_replayed_groups_are_added_to_a_batch_up_to_an_age(tmp_path, tiny_qwen2):
     rows = train(tmp_path / "replay", tiny_qwen2, actor_rollout_ref__rollout__calculate_log_probs="true", **REPLAY)
     assert ages(rows, "replay/rows") == [0, 6, 6, 6, 6], "two groups of three"
     assert ages(rows)[0] == 0 and 1 <= max(ages(rows)) <= 3
@@ -160,5 +158,7 @@ def test_a_resumed_run_replays_what_the_whole_one_replays(tmp_path, tiny_qwen2):
         tmp_path / "again", tiny_qwen2, **changes, trainer__resume_mode="resume_path", trainer__resume_from_path=path
     )
     assert numbers(again) == numbers(whole[-len(again) :]) and len(again) == 2
-    held = [weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("whole", "again")]
-    assert largest_difference(*held) == 0
+    policies = [
+        weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("whole", "again")
+    ]
+    assert largest_difference(*policies) == 0

@@ -1,5 +1,6 @@
-"""SIGTERM in the middle of a step: the run commits, leaves with 143, and what goes on from there ends as if it had not
-been stopped.
+"""SIGTERM in the middle of a step: the run commits and exits with 143.
+
+A resumed run has the result of an undisturbed one.
 """
 
 import os
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
+from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
 from tests.end_to_end.test_main_sft import exported, run
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
@@ -45,7 +46,7 @@ def terminating(folder) -> dict:
 @pytest.mark.parametrize(
     "more", [{}, {"trainer__lag": 2, "trainer__partial_rollout": True}], ids=["in step", "two batches ahead"]
 )
-def test_a_run_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2, capsys, more):
+def test_a_terminated_run_resumes_bit_for_bit(tmp_path, tiny_qwen2, capsys, more):
     (tmp_path / "whole").mkdir()
     assert main_ppo.main(settings(tmp_path / "whole", tiny_qwen2, **CHANGES | more)) == 0
     parts = settings(
@@ -54,8 +55,8 @@ def test_a_run_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2, caps
     before = signal.getsignal(signal.SIGTERM)
     assert main_ppo.main(parts) == TERMINATED
     newest = tmp_path / "parts/run/global_step_2"
-    said = capsys.readouterr().err
-    assert said.splitlines()[-1].startswith(f"terminated; {newest} is committed, and the next run goes on from it")
+    errors = capsys.readouterr().err
+    assert errors.splitlines()[-1].startswith(f"terminated; {newest} is committed; the next run resumes from it")
     assert signal.getsignal(signal.SIGTERM) is before and [row["step"] for row in metrics(tmp_path / "parts/run")] == [
         1,
         2,
@@ -68,12 +69,12 @@ def test_a_run_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2, caps
         [[row[name] for name in same] for row in metrics(tmp_path / folder / "run")] for folder in ("whole", "parts")
     ]
     assert rows[0] == rows[1] and {row[-1] for row in rows[0]} == {1}
-    ledger = account(read_ledger(str(tmp_path / "parts/run" / FILE)))
-    assert ledger.problems() == [] and sorted(ledger.steps) == [1, 2, 3, 4] and ledger.again == 0
+    ledger = audit(read_ledger(str(tmp_path / "parts/run" / FILE)))
+    assert ledger.problems() == [] and sorted(ledger.steps) == [1, 2, 3, 4] and ledger.num_repeated == 0
     assert sorted(ledger.prompts()[0]) == list(range(10))  # 4, 4 and 2 of 10 prompts, then the next epoch
 
 
-def test_a_run_is_terminated_before_it_trains_at_once(tmp_path, tiny_qwen2, capsys):
+def test_before_training_a_run_terminates_at_once(tmp_path, tiny_qwen2, capsys):
     (tmp_path / "early.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
     arguments = settings(tmp_path, tiny_qwen2, **CHANGES, trainer__middleware=f"[{tmp_path}/early.py:use]")
     assert main_ppo.main(arguments) == TERMINATED
@@ -82,7 +83,7 @@ def test_a_run_is_terminated_before_it_trains_at_once(tmp_path, tiny_qwen2, caps
     )
 
 
-def test_fine_tuning_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2):
+def test_terminated_fine_tuning_resumes_bit_for_bit(tmp_path, tiny_qwen2):
     run(tmp_path / "whole", tiny_qwen2)
     with pytest.raises(AssertionError):  # `run` expects success
         threading.Thread(target=terminate_after, args=(tmp_path / "parts/run/metrics.jsonl", 2), daemon=True).start()
@@ -94,7 +95,7 @@ def test_fine_tuning_that_is_terminated_goes_on_bit_for_bit(tmp_path, tiny_qwen2
 
 
 def terminate_after(path, num_lines: int) -> None:
-    """Send this process the signal when the run has logged so many steps."""
+    """Send SIGTERM to this process when the run has logged this many steps."""
     while not path.exists() or len(path.read_text().splitlines()) < num_lines:
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Adapters in whole runs: they learn, rollouts and exports get them merged, and a resumed run goes on with them."""
+"""LoRA in whole runs: adapters learn, rollouts and exports get them merged, and a resumed run continues with them."""
 
 import pytest
 from safetensors.torch import load_file
@@ -13,7 +13,7 @@ LORA = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__lor
 def test_a_run_with_adapters_learns_resumes_and_exports_a_plain_model(tmp_path, tiny_qwen2):
     rows = train(tmp_path / "run", tiny_qwen2, trainer__total_training_steps=3, **LORA)
     assert all(row["actor/grad_norm"] > 0 for row in rows if "actor/grad_norm" in row)
-    # What the rollout generates with is what the trainer computes with: the pushed weights have the adapters in them.
+    # The rollout has the trainer's weights: the pushed weights contain the adapters.
     assert all(
         row["training/rollout_probs_diff_max"] < 1e-4 for row in rows if "training/rollout_probs_diff_max" in row
     )
@@ -23,18 +23,20 @@ def test_a_run_with_adapters_learns_resumes_and_exports_a_plain_model(tmp_path, 
     other = tmp_path / "again"
     other.mkdir()
     assert main_ppo.main([*settings(other, tiny_qwen2, trainer__total_training_steps=3, **LORA), *again]) == 0
-    held = [weights(where / "global_step_3", tmp_path / name) for where, name in ((folder, "a"), (other / "run", "b"))]
-    assert largest_difference(*held) == 0
+    policies = [
+        weights(where / "global_step_3", tmp_path / name) for where, name in ((folder, "a"), (other / "run", "b"))
+    ]
+    assert largest_difference(*policies) == 0
 
     started = load_file(tiny_qwen2 / "model.safetensors")
-    assert held[0].keys() == started.keys()
-    changed = {name for name in started if not held[0][name].equal(started[name])}
+    assert policies[0].keys() == started.keys()
+    changed = {name for name in started if not policies[0][name].equal(started[name])}
     assert changed == {name for name in started if name.endswith("proj.weight")}
 
 
 @pytest.mark.slow
 def test_pushes_between_processes_carry_the_adapters(tmp_path, tiny_qwen2, ray_cluster):
-    """Merged, or alone: to another process, and inside the one process of trainer.backend=local."""
+    """Merged or alone, to another process and inside the one process of trainer.backend=local."""
     steps = LORA | {"trainer__total_training_steps": 3, "trainer__save_freq": -1}
     pools = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 1}
     alone = {"actor_rollout_ref__rollout__weight_sync__lora": "adapter"}
@@ -83,7 +85,10 @@ def test_adapters_alone_reach_an_engine_over_two_processes(tmp_path, tiny_qwen2,
             ["actor_rollout_ref.model.lora_alpha=32"],
             "lora_alpha=32.0: has no effect without actor_rollout_ref.model.lora_rank",
         ),
-        (["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[]"], "no layer would learn"),
+        (
+            ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[]"],
+            "no layer would be trained",
+        ),
         (
             ["actor_rollout_ref.rollout.weight_sync.lora=adapter"],
             "weight_sync.lora=adapter: there are no adapters; set actor_rollout_ref",
@@ -95,11 +100,11 @@ def test_adapters_alone_reach_an_engine_over_two_processes(tmp_path, tiny_qwen2,
     ],
     ids=str,
 )
-def test_adapters_that_cannot_be_are_refused(tmp_path, tiny_qwen2, capsys, words, message):
+def test_invalid_lora_settings_are_refused(tmp_path, tiny_qwen2, capsys, words, message):
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_supervised_fine_tuning_takes_them_and_knows_when_they_have_no_effect(tmp_path, tiny_qwen2, capsys):
+def test_supervised_fine_tuning_refuses_lora_settings_without_effect(tmp_path, tiny_qwen2, capsys):
     assert main_sft.main([f"model.path={tiny_qwen2}", "model.lora_alpha=3"]) == 2
     assert "model.lora_alpha=3.0: has no effect without model.lora_rank" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The front end on the tiny model: what a run computes, writes and says, in one process and on Ray."""
+"""`main_ppo` on the tiny model: what a run computes, writes and logs, in one process and on Ray."""
 
 import json
 
@@ -144,7 +144,7 @@ def tiny_classifier(tiny_qwen2, tiny_tokenizer, tmp_path_factory):
     return folder
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, tiny_qwen2):
+def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, tiny_qwen2):
     changes = {"data__shuffle": True, "actor_rollout_ref__actor__shuffle": True, "trainer__max_ckpt_to_keep": 1}
     train(tmp_path / "whole", tiny_qwen2, trainer__total_training_steps=4, **changes)
     train(tmp_path / "parts", tiny_qwen2, trainer__total_training_steps=2, **changes)
@@ -186,7 +186,7 @@ def test_samples_whose_reward_fails_are_counted_and_left_out(tmp_path, tiny_qwen
     assert "no judge" in caplog.text
 
 
-def test_every_validation_shows_an_answer_to_the_same_problem_and_the_report_the_first_and_the_last(
+def test_every_validation_logs_a_response_to_the_same_prompt_and_the_report_the_first_and_the_last(
     tmp_path, tiny_qwen2, caplog, capsys
 ):
     changes = {
@@ -224,7 +224,7 @@ def test_a_call_past_its_deadline_ends_the_run_and_names_the_setting(tmp_path, t
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         ("actor_rollout_ref.actor.optm.lr=1", "actor_rollout_ref.actor.optim.lr"),
         ("data.train_batch_size=0", "data.train_batch_size=0"),
@@ -238,17 +238,17 @@ def test_a_call_past_its_deadline_ends_the_run_and_names_the_setting(tmp_path, t
         ("trainer.default_local_dir=/proc/nowhere", "trainer.default_local_dir=/proc/nowhere"),
     ],
 )
-def test_bad_input_is_one_readable_line_with_the_way_out(tmp_path, tiny_qwen2, capsys, argument, said):
+def test_an_input_error_is_one_readable_line_with_a_hint(tmp_path, tiny_qwen2, capsys, argument, message):
     arguments = [a for a in settings(tmp_path, tiny_qwen2) if not a.startswith(argument.split("=")[0] + "=")] + [
         argument
     ]
     assert main_ppo.main(arguments) == 2
     err = capsys.readouterr().err
-    assert said in err and "Traceback" not in err and len(err.strip().splitlines()) <= 2
+    assert message in err and "Traceback" not in err and len(err.strip().splitlines()) <= 2
     assert not list((tmp_path / "run").glob("*"))
 
 
-def test_a_run_does_not_go_on_with_other_data_and_tells_what_else_is_new(tmp_path, tiny_qwen2, capsys, caplog):
+def test_a_run_does_not_resume_with_other_data_and_logs_other_changes(tmp_path, tiny_qwen2, capsys, caplog):
     train(tmp_path, tiny_qwen2, trainer__total_training_steps=1)
     more = {"trainer__total_training_steps": 2, "algorithm__gamma": 0.9}
     with caplog.at_level("INFO"):
@@ -264,7 +264,7 @@ def test_a_run_does_not_go_on_with_other_data_and_tells_what_else_is_new(tmp_pat
     assert "another data.train_files" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_qwen2, capsys):
+def test_a_damaged_checkpoint_is_refused_with_its_path(tmp_path, tiny_qwen2, capsys):
     train(tmp_path, tiny_qwen2)
     victim = next((tmp_path / "run/global_step_2/actor").rglob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-1])

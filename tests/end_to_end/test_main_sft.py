@@ -1,6 +1,4 @@
-"""Supervised fine-tuning through its front end: loss on the assistant's tokens falls, resume is exact, two ranks equal
-one.
-"""
+"""`main_sft`: the loss on the assistant's tokens falls, resume is exact, two ranks equal one."""
 
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from safetensors.torch import load_file
 from data_preprocess import full_hh_rlhf
 from hybridrl import main_sft
 from hybridrl.master.service.journal import replay
-from hybridrl.master.state.tables import Job
+from hybridrl.master.state.tables import JobPhase
 from tests.support.end_to_end.runs import largest_difference, metrics
 
 
@@ -93,7 +91,7 @@ def test_two_ranks_with_packing_take_the_same_steps_as_one_without(tmp_path, tin
         data__max_token_len_per_gpu=128,
     )
     assert largest_difference(exported(tmp_path / "one", 3), exported(tmp_path / "two", 3)) < 1e-5
-    [journal] = (tmp_path / "two" / "run" / "master").iterdir()  # on Ray it is watched over
+    [journal] = (tmp_path / "two" / "run" / "master").iterdir()  # on Ray a master monitors the run
     state, _ = replay(str(journal))
-    assert (state.state, state.step, set(state.workers)) == (Job.SUCCEEDED, 3, {"trainer", "sft-0", "sft-1"})
+    assert (state.state, state.step, set(state.workers)) == (JobPhase.SUCCEEDED, 3, {"trainer", "sft-0", "sft-1"})
     assert state.commit.endswith("global_step_3")

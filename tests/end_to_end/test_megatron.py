@@ -1,6 +1,7 @@
-"""`strategy=megatron` end to end on Ray: PPO with critic, reference and reward model takes the same steps as FSDP in
-one process, under several layouts, wherever the rollout is; a checkpoint goes on under another layout, and its export
-under FSDP.
+"""`strategy=megatron` end to end on Ray.
+
+PPO with critic, reference and reward model takes the same steps as FSDP in one process, with several layouts and
+placements of the rollout. A checkpoint resumes with another layout, and its export resumes with FSDP.
 """
 
 import pytest
@@ -27,8 +28,8 @@ MEGATRON = {
 }
 LAYOUT = "actor_rollout_ref__actor__megatron__"
 TP2, PP2 = {f"{LAYOUT}tensor_model_parallel_size": 2}, {f"{LAYOUT}pipeline_model_parallel_size": 2}
-# The way of the weights to a rollout in a pool of its own, and under which layout.
-WAYS = {"object_store": TP2, "shared_memory": PP2, "broadcast": TP2, "disk": PP2}
+# Transport of the weights to a rollout in a separate pool -> layout of the actor.
+LAYOUT_OF_TRANSPORT = {"object_store": TP2, "shared_memory": PP2, "broadcast": TP2, "disk": PP2}
 
 pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(400)]
 
@@ -105,7 +106,7 @@ def test_tensor_parallel_ppo_takes_the_same_steps_as_fsdp_in_one_process(by_fsdp
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_tensor_parallel_processes_goes_on_in_two_stages(
+def test_a_checkpoint_of_two_tensor_parallel_processes_resumes_in_two_pipeline_stages(
     by_fsdp, by_tensor_parallelism, model, ppo, tmp_path
 ):
     _, folder = by_tensor_parallelism
@@ -156,10 +157,10 @@ def test_two_data_parallel_ranks_of_two_processes_take_the_same_steps(by_fsdp, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rollout_in_a_pool_of_its_own_gets_what_fsdp_would_give_it(by_fsdp, model, ppo, tmp_path, ray_cluster, way):
+@pytest.mark.parametrize("way", LAYOUT_OF_TRANSPORT)
+def test_a_rollout_in_a_separate_pool_gets_the_weights_that_fsdp_sends(by_fsdp, model, ppo, tmp_path, ray_cluster, way):
     key = "actor_rollout_ref__rollout__"
     apart = {f"{key}n_gpus_per_node": 1, f"{key}weight_sync__transport": way, f"{key}weight_sync__bucket_mb": 1}
     if way == "disk":
         apart[f"{key}weight_sync__directory"] = tmp_path / "weights"
-    assert_same_run(train(tmp_path, model, **ppo, **MEGATRON, **WAYS[way], **apart), tmp_path, by_fsdp)
+    assert_same_run(train(tmp_path, model, **ppo, **MEGATRON, **LAYOUT_OF_TRANSPORT[way], **apart), tmp_path, by_fsdp)

@@ -1,5 +1,6 @@
-"""What the Megatron engine pushes, from tensor-parallel processes or pipeline stages, to rollouts in every placement
-and by every way.
+"""Weight pushes of the Megatron engine, from tensor-parallel processes or pipeline stages.
+
+To rollouts in every placement, over every transport.
 """
 
 import pytest
@@ -24,7 +25,7 @@ from tests.end_to_end.test_rollout_placement import (
 from tests.support.end_to_end.runs import settings
 from tests.support.workers.megatron_models import NEEDS_MEGATRON
 
-WAYS = ("object_store", "shared_memory", "broadcast", "disk")
+TRANSPORTS = ("object_store", "shared_memory", "broadcast", "disk")
 TWO_FOR_TWO = {"pools": {"train_pool": [2], "rollout_pool": [2]}, "mapping": APART}
 PLACES = {name: place for name, place in PLACEMENTS.items() if not name.startswith("separated")} | {
     "separated": TWO_FOR_TWO,
@@ -35,12 +36,12 @@ pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2", marks=pytest.mark.slow)])
-def test_every_way_brings_version_and_fingerprint_of_fsdp(tmp_path, model_path, ray_cluster, layout):  # noqa: F811
+def test_every_transport_has_version_and_fingerprint_of_fsdp(tmp_path, model_path, ray_cluster, layout):  # noqa: F811
     def config_of(**changes) -> PPOConfig:
         sync = {
             "transport": "disk",
             "directory": tmp_path / "weights",
-        }  # rank 0 reads the directory from here; the way is chosen below
+        }  # rank 0 reads the directory from here; the transport is chosen below
         sync = {f"actor_rollout_ref__rollout__weight_sync__{key}": value for key, value in sync.items()}
         return load_config(
             PPOConfig, settings(tmp_path, model_path, **sync, **changes), program="p", config_name="ppo_trainer"
@@ -60,10 +61,12 @@ def test_every_way_brings_version_and_fingerprint_of_fsdp(tmp_path, model_path, 
         for role, pool in pools.items():
             groups.append(RayWorkerGroup(pool, RayClassWithInitArgs(ActorRolloutRefWorker, config, role), role=role))
             groups[-1].init_model(10)
-        for version, way in enumerate(WAYS, 1):
-            WeightSync(*groups, WeightSyncConfig(transport=way), ahead=False).push_later(version).check()
-            (held,) = groups[1].rollout_health()
-            assert (held.version, held.fingerprint) == (version, by_fsdp.fingerprint), way
+        for version, transport in enumerate(TRANSPORTS, 1):
+            WeightSync(*groups, WeightSyncConfig(transport=transport), overlaps_training=False).push_async(
+                version
+            ).wait()
+            (health,) = groups[1].rollout_health()
+            assert (health.version, health.fingerprint) == (version, by_fsdp.fingerprint), transport
     finally:
         for group in groups:
             group.shutdown()
@@ -76,6 +79,6 @@ def test_every_way_brings_version_and_fingerprint_of_fsdp(tmp_path, model_path, 
 @needs_vllm
 @pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2")])
 @pytest.mark.parametrize("place", PLACES)
-def test_vllm_makes_from_megatrons_weights_what_hf_makes(place, layout, model_path, through_hf, tmp_path, ray_cluster):  # noqa: F811
+def test_vllm_generates_from_megatron_what_hf_generates(place, layout, model_path, through_hf, tmp_path, ray_cluster):  # noqa: F811
     changes = {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__actor__strategy": "megatron", **layout}
     compare(generated(tmp_path / place.split(",")[0], model_path, **PLACES[place], **changes), through_hf[1])

@@ -1,4 +1,4 @@
-"""A run whose loss, gradient or reward is not finite: what each policy of `trainer.nonfinite` makes of it."""
+"""Runs with a loss, gradient or reward that is not finite, under each policy of `trainer.nonfinite`."""
 
 import json
 import math
@@ -7,11 +7,11 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.algos.policy_losses import POLICY_LOSSES
-from hybridrl.trainer.checkpoint.step_ledger import FILE, account, read_ledger
-from hybridrl.trainer.recovery.nonfinite import MAX_ROLLBACKS, MAX_SPOILT_STEPS
+from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
+from hybridrl.trainer.recovery.nonfinite import MAX_ROLLBACKS, MAX_SKIPPED_STEPS
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
-# A loss that is NaN in the mini-batches that `spoilt` names; the file beside counts them, and lives longer than a
+# A loss that is NaN in the mini-batches that `spoilt` names. The file next to it counts them and outlives the
 # process.
 CODE = """
 import pathlib
@@ -42,8 +42,9 @@ def losses_as_they_were():
 
 
 def spoilt(folder, condition: str, **changes) -> dict:
-    """Settings of a run whose loss is NaN where `condition` of the number of the mini-batch, from 1, holds: two in
-    every step.
+    """Return settings of a run with NaN losses.
+
+    The loss is NaN in mini-batches whose number, from 1, fulfills `condition`. A step has two mini-batches.
     """
     folder.mkdir(exist_ok=True)
     (folder / "loss.py").write_text(CODE.replace("{condition}", condition).replace("{name}", f"spoilt {folder.name}"))
@@ -57,7 +58,7 @@ def spoilt(folder, condition: str, **changes) -> dict:
     } | changes
 
 
-def test_a_spoilt_update_is_left_out_counted_and_in_no_checkpoint(tmp_path, tiny_qwen2):
+def test_a_nonfinite_update_is_skipped_counted_and_in_no_checkpoint(tmp_path, tiny_qwen2):
     rows = train(tmp_path, tiny_qwen2, **spoilt(tmp_path, "number == 3"))
     assert [row["actor/skipped"] for row in rows] == [0, 0.5, 0] and [row["actor/num_updates"] for row in rows] == [
         2,
@@ -66,24 +67,24 @@ def test_a_spoilt_update_is_left_out_counted_and_in_no_checkpoint(tmp_path, tiny
     ]
     assert math.isnan(rows[1]["actor/loss"]) and not any(math.isnan(row["actor/loss"]) for row in (rows[0], rows[2]))
     for step in (1, 2, 3):
-        held = weights(tmp_path / f"run/global_step_{step}", tmp_path / f"hf{step}")
-        assert all(tensor.isfinite().all() for tensor in held.values())
-    assert account(read_ledger(str(tmp_path / "run" / FILE))).problems() == []
+        policy = weights(tmp_path / f"run/global_step_{step}", tmp_path / f"hf{step}")
+        assert all(tensor.isfinite().all() for tensor in policy.values())
+    assert audit(read_ledger(str(tmp_path / "run" / FILE))).problems() == []
 
 
-def test_a_run_can_be_told_to_stop_and_says_where_to_look(tmp_path, tiny_qwen2, capsys):
+def test_with_the_policy_stop_a_run_ends_with_a_hint(tmp_path, tiny_qwen2, capsys):
     arguments = settings(tmp_path, tiny_qwen2, **spoilt(tmp_path, "number == 3", trainer__nonfinite="stop"))
     assert main_ppo.main(arguments) == 1
-    said = capsys.readouterr().err
-    assert "step 2: the actor's loss is not finite (grad_norm nan) in 50% of its optimizer steps" in said
+    errors = capsys.readouterr().err
+    assert "step 2: the actor's loss is not finite (grad_norm nan) in 50% of its optimizer steps" in errors
     assert (
-        "trainer.nonfinite=stop. Look at critic/advantages/*" in said
-        and "lower actor_rollout_ref.actor.optim.lr" in said
+        "trainer.nonfinite=stop. Check critic/advantages/*" in errors
+        and "lower actor_rollout_ref.actor.optim.lr" in errors
     )
     assert sorted(path.name for path in (tmp_path / "run").glob("global_step*")) == ["global_step_1"]
 
 
-def test_after_a_rollback_a_run_ends_as_if_nothing_had_happened(tmp_path, tiny_qwen2, caplog):
+def test_after_a_rollback_a_run_ends_with_the_same_result(tmp_path, tiny_qwen2, caplog):
     whole = train(tmp_path / "whole", tiny_qwen2, **spoilt(tmp_path / "whole", "False"))
     back = train(
         tmp_path / "back", tiny_qwen2, **spoilt(tmp_path / "back", "number in (4, 7)", trainer__nonfinite="rollback")
@@ -96,36 +97,36 @@ def test_after_a_rollback_a_run_ends_as_if_nothing_had_happened(tmp_path, tiny_q
     assert [row["actor/loss"] for row in back] == [row["actor/loss"] for row in whole]
     ends = [weights(tmp_path / name / "run/global_step_3", tmp_path / f"hf_{name}") for name in ("whole", "back")]
     assert largest_difference(*ends) == 0
-    told = account(read_ledger(str(tmp_path / "back/run" / FILE)))
-    assert told.problems() == [] and sorted(told.steps) == [1, 2, 3]
+    ledger = audit(read_ledger(str(tmp_path / "back/run" / FILE)))
+    assert ledger.problems() == [] and sorted(ledger.steps) == [1, 2, 3]
 
 
-def test_a_run_does_not_go_back_for_ever(tmp_path, tiny_qwen2, capsys):
+def test_the_number_of_rollbacks_is_limited(tmp_path, tiny_qwen2, capsys):
     arguments = settings(tmp_path, tiny_qwen2, **spoilt(tmp_path, "number > 2", trainer__nonfinite="rollback"))
     assert main_ppo.main(arguments) == 1
     assert (
-        f"it came again after each of {MAX_ROLLBACKS} rollbacks to {tmp_path}/run/global_step_1"
+        f"it happened again after each of {MAX_ROLLBACKS} rollbacks to {tmp_path}/run/global_step_1"
         in capsys.readouterr().err
     )
     assert (tmp_path / "calls").stat().st_size == 2 + 2 * (MAX_ROLLBACKS + 1)
 
 
-def test_without_a_commit_there_is_no_way_back(tmp_path, tiny_qwen2, capsys):
+def test_without_a_checkpoint_there_is_no_rollback(tmp_path, tiny_qwen2, capsys):
     arguments = settings(tmp_path, tiny_qwen2, **spoilt(tmp_path, "True", trainer__nonfinite="rollback"))
     assert main_ppo.main(arguments) == 1
-    assert "there is no commit to go back to yet; trainer.save_freq=N" in capsys.readouterr().err
+    assert "there is no checkpoint to roll back to yet; trainer.save_freq=N" in capsys.readouterr().err
 
 
-def test_a_run_that_only_skips_is_ended(tmp_path, tiny_qwen2, capsys):
+def test_a_run_that_only_skips_ends(tmp_path, tiny_qwen2, capsys):
     changes = spoilt(tmp_path, "True", trainer__total_training_steps=20, trainer__save_freq=-1)
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **changes)) == 1
-    assert f"as in each of the {MAX_SPOILT_STEPS} steps before: nothing is learnt" in capsys.readouterr().err
-    assert len(metrics(tmp_path / "run")) == MAX_SPOILT_STEPS - 1
+    assert f"as in each of the {MAX_SKIPPED_STEPS} steps before: nothing is learnt" in capsys.readouterr().err
+    assert len(metrics(tmp_path / "run")) == MAX_SKIPPED_STEPS - 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_leave_out_the_step_that_is_spoilt_on_one(tmp_path, tiny_qwen2, ray_cluster):
+def test_two_ranks_skip_the_step_that_is_nonfinite_on_one(tmp_path, tiny_qwen2, ray_cluster):
     two = {"trainer__backend": "ray", "trainer__n_gpus_per_node": 2}
     rows = train(tmp_path / "ranks", tiny_qwen2, **spoilt(tmp_path / "ranks", "number == 3", **two))
     assert [row["actor/skipped"] for row in rows] == [0, 0.5, 0] and [row["actor/num_updates"] for row in rows] == [

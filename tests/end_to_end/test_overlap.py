@@ -1,5 +1,6 @@
-"""Stages side by side: those on devices of their own overlap, colocated ones do not, and the run is that of one stage
-after the other.
+"""Concurrent stages: stages on separate devices overlap, colocated ones do not.
+
+The run is the same as a sequential one.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from hybridrl.trainer.roles import ResourcePoolManager, Role
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = pytest.mark.timeout(300)
-WAITING = ("reward", "old_log_prob", "ref", "values")  # between generation and the advantages
+INDEPENDENT_STAGES = ("reward", "old_log_prob", "ref", "values")  # between generation and the advantages
 PPO = {
     "algorithm__adv_estimator": "gae",
     "algorithm__use_kl_in_reward": "true",
@@ -33,7 +34,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def train_on(pools: dict[str, list[Role]], folder: Path, model: Path, **changes: object) -> Path:
-    """Run two PPO steps with these roles on these pools of one process; return what the run has left."""
+    """Run two PPO steps with these roles on these pools of one process; return the run's directory."""
     folder.mkdir()
     (folder / "slow.py").write_text(SLOW_REWARD)
     mapping = {role: pool for pool, roles in pools.items() for role in roles}
@@ -46,7 +47,7 @@ def train_on(pools: dict[str, list[Role]], folder: Path, model: Path, **changes:
     return folder / "run"
 
 
-def side_by_side(run: Path) -> set[frozenset[str]]:
+def overlapping_stages(run: Path) -> set[frozenset[str]]:
     """Return the pairs of stages of which one began before the other had ended."""
     [trace] = (run / "trace").iterdir()
     spans = [span for span in read_spans(trace) if span.kind == "stage"]
@@ -55,27 +56,27 @@ def side_by_side(run: Path) -> set[frozenset[str]]:
 
 
 @pytest.mark.slow
-def test_stages_on_pools_of_their_own_overlap_and_the_run_is_the_same(tmp_path, tiny_qwen2, ray_cluster):
+def test_stages_on_separate_pools_overlap_and_the_run_is_the_same(tmp_path, tiny_qwen2, ray_cluster):
     pools = {"policy": [Role.ActorRollout], "reference": [Role.RefPolicy], "critic": [Role.Critic]}
     together = train_on(pools, tmp_path / "together", tiny_qwen2)
     apart = train_on(pools, tmp_path / "apart", tiny_qwen2, trainer__overlap="false")
-    pairs = side_by_side(together)
-    assert {frozenset({"reward", name}) for name in WAITING[1:]} <= pairs and frozenset(
+    pairs = overlapping_stages(together)
+    assert {frozenset({"reward", name}) for name in INDEPENDENT_STAGES[1:]} <= pairs and frozenset(
         {"update_critic", "update_actor"}
     ) in pairs
-    assert side_by_side(apart) == set()
+    assert overlapping_stages(apart) == set()
     timed = ("perf/", "timing", "reward/time_s")
     numbers = [
         [{k: v for k, v in row.items() if not k.startswith(timed)} for row in metrics(run)] for run in (together, apart)
     ]
     assert numbers[0] == numbers[1]
-    held = [weights(run / "global_step_2", run / "hf") for run in (together, apart)]
-    assert largest_difference(*held) == 0
+    policies = [weights(run / "global_step_2", run / "hf") for run in (together, apart)]
+    assert largest_difference(*policies) == 0
 
 
 def test_roles_on_one_device_take_turns(tmp_path, tiny_qwen2, ray_cluster):
     pools = {"all": [Role.ActorRollout, Role.RefPolicy, Role.Critic]}
-    pairs = side_by_side(train_on(pools, tmp_path / "run", tiny_qwen2))
+    pairs = overlapping_stages(train_on(pools, tmp_path / "run", tiny_qwen2))
     assert pairs and all("reward" in pair for pair in pairs), (
-        "the rule works on the driver's machine, and only it beside others"
+        "the rule works on the driver's machine, and only it runs concurrently"
     )

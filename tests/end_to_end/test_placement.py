@@ -1,13 +1,13 @@
-"""Where roles work is a mapping: actor and rollout in separate processes train as the hybrid does."""
+"""Placement is a mapping: actor and rollout in separate processes train as the hybrid does."""
 
 import pytest
 
 from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.errors import ConfigError, PlacementError, StaleWeightsError
-from hybridrl.single_controller.placement.feasibility import Machine, check_feasible
+from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
 from hybridrl.trainer.ppo.policy import PolicyGroups
-from hybridrl.trainer.ppo.weight_sync import check_health
+from hybridrl.trainer.ppo.weight_sync import verify_push
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth
@@ -41,12 +41,12 @@ def test_separated_actor_and_rollout_train_as_the_hybrid_does(tmp_path, tiny_qwe
     )
 
 
-def test_a_stale_or_different_rollout_is_named():
-    check_health([RolloutHealth(3, 7), RolloutHealth(3, 7)], 3)
+def test_a_stale_or_different_rollout_is_reported_with_its_rank():
+    verify_push([RolloutHealth(3, 7), RolloutHealth(3, 7)], 3)
     with pytest.raises(StaleWeightsError, match=r"ranks \[1\] hold version \[2\] after a push of version 3"):
-        check_health([RolloutHealth(3, 7), RolloutHealth(2, 7)], 3)
+        verify_push([RolloutHealth(3, 7), RolloutHealth(2, 7)], 3)
     with pytest.raises(StaleWeightsError, match="different weights"):
-        check_health([RolloutHealth(3, 7), RolloutHealth(3, 8)], 3)
+        verify_push([RolloutHealth(3, 7), RolloutHealth(3, 8)], 3)
 
 
 def test_a_policy_without_a_rollout_is_refused():
@@ -59,17 +59,17 @@ def test_a_mapping_to_an_unknown_pool_is_refused():
         ResourcePoolManager({"a": [1]}, {Role.Actor: "b"})
 
 
-def test_a_pool_that_does_not_fit_beside_the_others_names_its_own_keys():
+def test_the_error_for_a_pool_that_does_not_fit_names_its_own_keys():
     config = from_dict(
         PPOConfig, {"actor_rollout_ref": {"rollout": {"n_gpus_per_node": 3}}, "trainer": {"n_gpus_per_node": 2}}
     )
     workers = main_ppo.worker_classes(config)
     manager = main_ppo.resource_pools(config, workers)
     plan = manager.plan("job", {str(role): manager.mapping[role] for role in workers}, colocate="process", use_gpu=True)
-    check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 5})])
+    check_feasible(plan.reservations(), [NodeCapacity("node", {"CPU": 8, "GPU": 5})])
     with pytest.raises(PlacementError, match="'global_pool'.*1 GPU left, 1 GPU missing. Lower trainer.n_gpus_per_node"):
-        check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 4})])
+        check_feasible(plan.reservations(), [NodeCapacity("node", {"CPU": 8, "GPU": 4})])
     with pytest.raises(
         PlacementError, match="'rollout_pool'.*1 GPU missing. Lower actor_rollout_ref.rollout.n_gpus_per_node"
     ):
-        check_feasible(plan.reservations(), [Machine("node", {"CPU": 8, "GPU": 2})])
+        check_feasible(plan.reservations(), [NodeCapacity("node", {"CPU": 8, "GPU": 2})])

@@ -1,4 +1,4 @@
-"""Formulas of the user's own, in every process that needs them."""
+"""User-defined formulas, in every process that needs them."""
 
 import pytest
 
@@ -50,9 +50,7 @@ def test_an_estimator_and_a_loss_from_a_file_work_on_ray(tmp_path, tiny_qwen2, r
     assert row["critic/advantages/mean"] == 3 and row["actor/pg_loss"] == 0 and row["actor/grad_norm"] == 0
 
 
-def test_a_loss_that_only_the_driver_knows_is_refused_before_anything_is_generated(
-    tmp_path, tiny_qwen2, ray_cluster, capsys
-):
+def test_a_loss_registered_only_in_the_driver_is_refused_before_generation(tmp_path, tiny_qwen2, ray_cluster, capsys):
     register_policy_loss("drivers_own")(lambda *arguments, **settings: vanilla(*arguments, **settings))
     changes = {"actor_rollout_ref__actor__policy_loss__loss_mode": "drivers_own", "trainer__backend": "ray"}
     rollouts = tmp_path / "rollouts"
@@ -62,7 +60,7 @@ def test_a_loss_that_only_the_driver_knows_is_refused_before_anything_is_generat
 
 
 @pytest.mark.parametrize("key", ["algorithm.path", "actor_rollout_ref.model.external_lib"])
-def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path, tiny_qwen2, capsys, key):
+def test_the_error_for_a_missing_file_names_its_key(tmp_path, tiny_qwen2, capsys, key):
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), f"{key}=nowhere.py"]) == 2
     assert f"{key}=nowhere.py: no file nowhere.py" in capsys.readouterr().err
 

@@ -62,8 +62,7 @@ def prompts_of() -> DataProto:
 
 
 def generated(folder, model_path, *, pools, mapping, colocate="process", top_k=1, **changes) -> DataProto:
-    """Start the roles there, push the actor's weights, and return what the rollout makes with the trainer's own
-    log-probs of it.
+    """Start the roles in these pools, push the actor's weights, and return responses with the trainer's log-probs.
 
     top_k=1 is greedy, and returns log-probs. Heads and layers are those of `model_path`.
     """
@@ -113,7 +112,7 @@ def compare(batch: DataProto, reference: DataProto) -> None:
 
 @pytest.fixture(scope="module")
 def through_hf(model_path, tmp_path_factory):
-    """What hf makes in one process, greedy (top_k=1) or not."""
+    """Return a function that generates with hf in one process, greedy (top_k=1) or not."""
     folder = tmp_path_factory.mktemp("hf")
     make = partial(generated, model_path=model_path, pools=None, mapping={Role.ActorRollout: "pool"})
     return {top_k: make(folder / str(top_k), top_k=top_k) for top_k in (1, 20)}
@@ -123,7 +122,7 @@ PLACEMENTS = {
     "hybrid": {"pools": {"pool": [2]}, "mapping": {Role.ActorRollout: "pool"}},
     "colocated": {"pools": {"pool": [2]}, "mapping": TOGETHER, "colocate": "device"},
     "separated": {"pools": {"train_pool": [1], "rollout_pool": [2]}, "mapping": APART},
-    # One engine in two processes: with one head of keys and values each.
+    # One engine in two processes, each with one key-value head.
     "hybrid, tensor-parallel": {"pools": {"pool": [2]}, "mapping": {Role.ActorRollout: "pool"}, TENSOR_PARALLEL: 2},
     "separated, tensor-parallel": {
         "pools": {"train_pool": [1], "rollout_pool": [2]},
@@ -140,7 +139,7 @@ QUICK = ("hybrid",)
 @pytest.mark.parametrize(
     "placement", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PLACEMENTS]
 )
-def test_vllm_makes_what_hf_makes(placement, model_path, through_hf, tmp_path, ray_cluster):
+def test_vllm_generates_what_hf_generates(placement, model_path, through_hf, tmp_path, ray_cluster):
     batch = generated(
         tmp_path / placement.split(",")[0], model_path, actor_rollout_ref__rollout__name="vllm", **PLACEMENTS[placement]
     )
@@ -154,7 +153,7 @@ def test_vllm_makes_what_hf_makes(placement, model_path, through_hf, tmp_path, r
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_colocated_rollout_trains_as_the_hybrid_does(model_path, tmp_path, ray_cluster):
-    """Actor and rollout have a process each on the one device of the pool."""
+    """Actor and rollout have one process each on the one device of the pool."""
     rows = {}
     for name, mapping in (("hybrid", {Role.ActorRollout: "pool"}), ("colocated", TOGETHER)):
         (tmp_path / name).mkdir()

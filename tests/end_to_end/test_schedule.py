@@ -11,7 +11,7 @@ def cosine(step: int, total: int) -> float:
     return 1e-3 * (1 + math.cos(math.pi * step / total)) / 2
 
 
-def test_the_last_optimizer_step_has_the_schedules_last_rate(tmp_path, tiny_qwen2):
+def test_the_last_optimizer_step_has_the_last_rate_of_the_schedule(tmp_path, tiny_qwen2):
     rows = train(
         tmp_path,
         tiny_qwen2,

@@ -1,5 +1,6 @@
-"""Weights between processes in whole runs: the transport changes nothing but the way, and a replica that is behind is
-found at once.
+"""Weight pushes between processes in whole runs.
+
+Every transport has the same result, and a stale replica generates nothing.
 """
 
 import pytest
@@ -13,7 +14,7 @@ from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, Ra
 from hybridrl.trainer.ppo.policy import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth
-from hybridrl.workers.weight_transfer import Sent
+from hybridrl.workers.weight_transfer import PushReceipt
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 pytestmark = pytest.mark.timeout(300)
@@ -59,30 +60,28 @@ def numbers(rows: list[dict]) -> list[list]:
     ],
     ids=str,
 )
-def test_a_run_is_the_same_whichever_way_the_weights_take(tmp_path, tiny_qwen2, ray_cluster, transport, more):
-    kept = {key: value for key, value in more.items() if key in ("trainer__lag", "trainer__partial_rollout")}
-    train(tmp_path / "local", tiny_qwen2, **STEPS | kept)
+def test_a_run_is_the_same_with_every_transport(tmp_path, tiny_qwen2, ray_cluster, transport, more):
+    asynchrony = {key: value for key, value in more.items() if key in ("trainer__lag", "trainer__partial_rollout")}
+    train(tmp_path / "local", tiny_qwen2, **STEPS | asynchrony)
     pools = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2}
     rows = train(tmp_path / "ray", tiny_qwen2, **STEPS | more | pools | sync(transport, tmp_path))
-    if "trainer__n_gpus_per_node" not in more:  # two training ranks add up in another order
+    if "trainer__n_gpus_per_node" not in more:  # two training ranks sum in another order
         assert numbers(rows) == numbers(metrics(tmp_path / "local/run"))
-    held = [weights(tmp_path / where / "run/global_step_3", tmp_path / f"{where}_hf") for where in ("local", "ray")]
-    assert largest_difference(*held) <= (1e-5 if "trainer__n_gpus_per_node" in more else 0)
+    policies = [weights(tmp_path / where / "run/global_step_3", tmp_path / f"{where}_hf") for where in ("local", "ray")]
+    assert largest_difference(*policies) <= (1e-5 if "trainer__n_gpus_per_node" in more else 0)
     if "trainer__eval_n_gpus" in more:
         assert any("val/version" in row for row in rows)
-    if transport == "disk":  # what was received and looked at is deleted; the last pushes of a run are not looked at
-        kept = {path.name for path in (tmp_path / "weights").iterdir()}
-        assert "version_3" in kept and "version_0" not in kept
+    if transport == "disk":  # verified pushes are deleted; the last pushes of a run are not verified
+        versions = {path.name for path in (tmp_path / "weights").iterdir()}
+        assert "version_3" in versions and "version_0" not in versions
 
 
-class OnceDeaf(ActorRolloutRefWorker):
-    """A rollout whose rank 1 lets a push of version 2 pass and goes on with what it has: the fault that must not go
-    unnoticed.
-    """
+class DropsOnePush(ActorRolloutRefWorker):
+    """A rollout whose rank 1 drops the push of version 2 and keeps its weights: a fault that must be detected."""
 
-    def receive_weights(self, version: int, sent: Sent | None, adapters: bool = False) -> RolloutHealth:
+    def receive_weights(self, version: int, sent: PushReceipt | None, adapters: bool = False) -> RolloutHealth:
         if self.rank == 1 and version == 2:
-            if sent is None:  # takes all of it and loads nothing
+            if sent is None:  # receives everything and loads nothing
                 for _ in self._receivers.receive(version, sent):
                     pass
             return RolloutHealth(version, None)
@@ -91,7 +90,7 @@ class OnceDeaf(ActorRolloutRefWorker):
 
 @pytest.fixture
 def policy(tmp_path, tiny_qwen2, ray_cluster):
-    """Start a policy of one actor and two rollout processes of class `rollout_cls`; ended with the test."""
+    """Return a function that starts a policy of one actor and two rollout processes, stopped with the test."""
     pools = [
         RayResourcePool([1], use_gpu=False, name_prefix="actor"),
         RayResourcePool([2], use_gpu=False, name_prefix="rollout"),
@@ -107,7 +106,9 @@ def policy(tmp_path, tiny_qwen2, ray_cluster):
             groups[-1].init_model(10)
         actor, rollout = groups
         return PolicyGroups(
-            {"actor": actor, "rollout": rollout}, weight_sync=config.actor_rollout_ref.rollout.weight_sync, ahead=ahead
+            {"actor": actor, "rollout": rollout},
+            weight_sync=config.actor_rollout_ref.rollout.weight_sync,
+            overlaps_training=ahead,
         )
 
     yield start
@@ -132,15 +133,15 @@ def prompts() -> DataProto:
 @pytest.mark.parametrize(
     "transport", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRANSPORTS]
 )
-def test_a_replica_that_a_push_did_not_reach_makes_no_token(policy, transport):
-    group = policy(transport, OnceDeaf)
+def test_a_replica_that_missed_a_push_generates_no_token(policy, transport):
+    group = policy(transport, DropsOnePush)
     group.push_weights(1)
     assert group.generate(prompts()).batch["weights_version"].eq(1).all()
     with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
         group.push_weights(2)
-    # Nobody looked at the push, as when generation runs ahead: the replica itself refuses.
+    # The driver did not verify the push, as with a lag: the replica itself refuses.
     with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
-        group.generate_later(prompts()).get()
+        group.generate_async(prompts()).get()
     group.push_weights(3)  # over a new channel
     assert group.generate(prompts()).batch["weights_version"].eq(3).all()
 
@@ -150,45 +151,46 @@ ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__rollou
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.slow
-def test_a_replica_that_adapters_did_not_reach_makes_no_token(policy, transport):
-    group = policy(transport, OnceDeaf, **ADAPTERS)
+def test_a_replica_that_missed_adapters_generates_no_token(policy, transport):
+    group = policy(transport, DropsOnePush, **ADAPTERS)
     group.push_weights(1)
     whole = group.rollout.rollout_health()
     with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
         group.push_weights(2)
     with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
-        group.generate_later(prompts()).get()
-    group.push_weights(3)  # everything again, over a new channel
+        group.generate_async(prompts()).get()
+    group.push_weights(3)  # a full push, over a new channel
     assert [health.received for health in group.rollout.rollout_health()] == [health.received for health in whole]
-    pushes = [group.push_weights_later(version) for version in (4, 5)]
+    pushes = [group.push_weights_async(version) for version in (4, 5)]
     for push in pushes:
-        push.check()
+        push.wait()
     sent, health = group.actor.fetch(pushes[1].sent)[0], group.rollout.rollout_health()
     assert {h.received for h in health} == {sent.fingerprint} != {h.received for h in whole}
     assert {h.fingerprint for h in health} == {h.fingerprint for h in whole}, "nothing was trained in between"
-    assert 10 * sent.num_bytes < group.actor.fetch(group.actor.store_weights.later())[0].num_bytes
+    assert 10 * sent.num_bytes < group.actor.fetch(group.actor.store_weights.submit())[0].num_bytes
     assert group.generate(prompts()).batch["weights_version"].eq(5).all()
 
 
 @pytest.mark.parametrize(
     "transport", [pytest.param(name, marks=pytest.mark.slow) for name in ("shared_memory", "broadcast")]
 )
-def test_a_dead_rollout_does_not_hold_the_actor_for_ever(policy, transport):
+def test_a_dead_rollout_does_not_block_the_actor_forever(policy, transport):
     import ray
 
     group = policy(transport, timeout_s=5)
     group.push_weights(1)
     ray.kill(group.rollout.workers[1])
-    sent = group.actor.send_weights.later(2)
+    sent = group.actor.send_weights.submit(2)
     with pytest.raises(
-        CallTimeout, match=r"rollout rank 0, 1 did not take weights of version 2 within 5 s \(trainer.call_timeout_s\)"
+        CallTimeout,
+        match=r"rollout rank 0, 1 did not receive weights of version 2 within 5 s \(trainer.call_timeout_s\)",
     ):
         group.actor.fetch(sent)
-    assert group.actor.machine() == group.rollout.execute_rank(0, "machine").split("\n")
+    assert group.actor.machine_id() == group.rollout.execute_rank(0, "machine_id").split("\n")
 
 
 @pytest.mark.slow
-def test_auto_takes_shared_memory_on_one_machine_and_the_object_store_when_generation_runs_ahead(policy):
+def test_auto_chooses_shared_memory_on_one_machine(policy):
     group = policy("auto")
     group.push_weights(1)
     assert group._sync._transport == "shared_memory"
@@ -202,12 +204,12 @@ def test_auto_takes_shared_memory_on_one_machine_and_the_object_store_when_gener
             {"transport": "in_process", "pool": 1},
             "weight_sync.transport=in_process: the rollout has processes of its own",
         ),
-        ({"transport": "disk", "pool": 1}, "weight_sync.transport=disk: where to?"),
+        ({"transport": "disk", "pool": 1}, "weight_sync.transport=disk: has no directory"),
         ({"directory": "/somewhere", "pool": 1}, "weight_sync.directory=/somewhere: has no effect without"),
     ],
     ids=str,
 )
-def test_a_way_that_does_not_fit_is_refused(tmp_path, tiny_qwen2, capsys, changes, message):
+def test_a_transport_that_does_not_fit_is_refused(tmp_path, tiny_qwen2, capsys, changes, message):
     pool = changes.pop("pool", 0)
     words = [f"actor_rollout_ref.rollout.weight_sync.{key}={value}" for key, value in changes.items()]
     placed = [f"actor_rollout_ref.rollout.n_gpus_per_node={pool}", f"trainer.backend={'ray' if pool else 'local'}"]

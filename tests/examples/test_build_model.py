@@ -1,4 +1,4 @@
-"""The quick start's model: what a training run needs of its tokenizer and weights."""
+"""The quick start's model: the properties of tokenizer and weights that a training run needs."""
 
 import pytest
 import torch
@@ -42,13 +42,13 @@ def test_the_seed_decides_the_weights(directories, tokenizer):
     assert torch.equal(saved.model.embed_tokens.weight, first)
 
 
-def test_any_text_comes_back_and_every_digit_is_a_token(tokenizer):
+def test_any_text_survives_encoding_and_every_digit_is_a_token(tokenizer):
     for text in (QUESTION, ANSWER, "12,345 = 日本 é\n\t 'x'"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.tokenize("12 <<345")[:2] == ["1", "2"] and tokenizer.tokenize("345") == ["3", "4", "5"]
 
 
-def test_prompts_and_responses_have_the_lengths_that_the_quick_start_counts_on(tokenizer):
+def test_prompts_and_responses_fit_the_lengths_in_the_quick_start(tokenizer):
     turn = {"role": "user", "content": QUESTION}
     prompt = tokenizer.apply_chat_template([turn], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert len(prompt) <= 40 and len(tokenizer.encode(ANSWER)) + 1 <= 26

@@ -1,6 +1,4 @@
-"""The calculator example: what it computes, what it says to the model, and that training with it runs as its script
-says.
-"""
+"""The calculator example: what it computes, how calls and answers enter the response, and that its training runs."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.import_path import load_module
-from hybridrl.serving.agent_loop.base import AgentSetting, agent_loop
+from hybridrl.serving.agent_loop.base import AgentLoopContext, lookup_agent_loop
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 from tests.support.end_to_end.runs import train
@@ -20,12 +18,12 @@ FILE = Path(__file__).parents[2] / "examples" / "calculator_tool" / "calculator.
     ("expression", "value"),
     [("3*4", "12"), ("12 + 5", "17"), ("2-6", "-4"), ("-4*3", "-12"), ("3", "?"), ("3*4*5", "?"), ("import os", "?")],
 )
-def test_the_calculator_knows_two_numbers_and_three_signs(expression, value):
+def test_the_calculator_computes_two_numbers_with_one_of_three_signs(expression, value):
     assert load_module(str(FILE)).calculate(expression) == value
 
 
 class Writer:
-    """A policy that writes down these turns."""
+    """A policy that generates these turns."""
 
     def __init__(self, turns: list[list[int]]):
         self.turns = turns
@@ -36,17 +34,17 @@ class Writer:
         return TokenOutput(request.request_id, tokens, [-1.0] * len(tokens), "stop", 3)
 
 
-def test_the_model_writes_a_calculation_and_is_told_its_value(tiny_tokenizer):
+def test_the_value_of_the_models_calculation_is_appended_to_the_response(tiny_tokenizer):
     encode, end = tiny_tokenizer.encode, tiny_tokenizer.eos_token_id
     assert end == 2
     tools = {"calculate": load_module(str(FILE)).calculate}
     policy = Writer([encode("<<3*4="), encode(" <<12+5="), [*encode(" #### 17"), end]])
     sampling = SamplingParams(100)
-    loop = agent_loop("calculator")(AgentSetting(tiny_tokenizer, 100, tools))
+    loop = lookup_agent_loop("calculator")(AgentLoopContext(tiny_tokenizer, 100, tools))
     output = asyncio.run(loop.run(sampling, request=Request("r", (5, 6), sampling, 1), client=policy))
     assert tiny_tokenizer.decode(output.response_ids[:-1]) == "<<3*4=12>> <<12+5=17>> #### 17"
-    told = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if not mask]
-    assert tiny_tokenizer.decode(told) == "12>>17>>" and output.num_turns == 6
+    observed = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if not mask]
+    assert tiny_tokenizer.decode(observed) == "12>>17>>" and output.num_turns == 6
 
 
 def test_training_with_the_calculator_runs(tmp_path, tiny_qwen2):

@@ -1,4 +1,4 @@
-"""Every example and every command of the README runs as it stands, on the tiny model."""
+"""Every example, and every command of the README, runs unchanged on the tiny model."""
 
 import os
 import subprocess
@@ -21,17 +21,17 @@ def run(*command: object, **environment: object) -> str:
     return done.stdout
 
 
-def test_a_trainer_of_ones_own_changes_and_adds_stages(tmp_path, tiny_qwen2):
+def test_a_custom_trainer_changes_and_adds_stages(tmp_path, tiny_qwen2):
     run(sys.executable, "examples/custom_trainer.py", *settings(tmp_path, tiny_qwen2))
     assert 0 < metrics(tmp_path / "run")[1]["train/rows_with_signal"] <= 1
 
 
-def test_a_worker_of_ones_own_adds_a_method(tmp_path, tiny_qwen2):
+def test_a_custom_worker_adds_a_method(tmp_path, tiny_qwen2):
     run(sys.executable, "examples/custom_worker.py", *settings(tmp_path, tiny_qwen2))
     assert metrics(tmp_path / "run")[1]["actor/weight_norm"] > 0
 
 
-def test_the_loop_is_changed_from_a_file_of_ones_own(tmp_path, tiny_qwen2, capfd):
+def test_middleware_from_a_file_changes_the_loop(tmp_path, tiny_qwen2, capfd):
     file = ROOT / "examples" / "middleware.py"
     rows = train(tmp_path, tiny_qwen2, trainer__middleware=f"[{file}:keep_what_teaches,{file}:log_stage_times]")
     assert all(
@@ -48,7 +48,7 @@ def test_the_loop_is_changed_from_a_file_of_ones_own(tmp_path, tiny_qwen2, capfd
         ("math:pi", "is float, not a function"),
     ],
 )
-def test_middleware_that_is_not_there_is_refused(tmp_path, tiny_qwen2, capsys, value, message):
+def test_missing_middleware_is_rejected(tmp_path, tiny_qwen2, capsys, value, message):
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), f"trainer.middleware=[{value}]"]) == 2
     error = capsys.readouterr().err
     assert f"trainer.middleware={value}: " in error and message in error
@@ -90,11 +90,11 @@ def test_help_and_resolved_settings_start_nothing(tmp_path):
     )
 
 
-def test_what_is_there_already_is_neither_exported_over_nor_trained_over(tmp_path, capsys):
+def test_existing_files_are_overwritten_neither_by_export_nor_by_the_quick_start(tmp_path, capsys):
     precious = tmp_path / "thesis.txt"
     precious.write_text("precious")
     assert cli.main(["export", str(tmp_path / "run/global_step_1"), str(tmp_path)]) == 2
-    assert f"{tmp_path} is there already and is not an empty directory; export to a new one" in capsys.readouterr().err
+    assert f"{tmp_path} exists and is not an empty directory; export to a new one" in capsys.readouterr().err
     done = subprocess.run(
         ["bash", "examples/quickstart/run.sh", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -1,5 +1,5 @@
-"""The example that trains the quick start by both engines: two processes can share its model, and its picture says how
-far they are.
+"""The example that trains the quick start by both engines: two processes can share its model, and the comparison is
+right.
 """
 
 import json
@@ -27,7 +27,7 @@ def test_two_tensor_parallel_processes_share_four_heads_and_not_three(tmp_path, 
     assert bool(list(model_problems(MegatronConfig(tensor_model_parallel_size=2), model, key="k"))) != fits
 
 
-def test_the_picture_of_two_runs_comes_with_what_they_came_to_and_how_far_they_are(tmp_path, capsys):
+def test_the_comparison_of_two_runs_writes_a_picture_and_prints_accuracies_and_differences(tmp_path, capsys):
     for run, last_norm in (("fsdp", 2.0), ("megatron", 2.5)):
         (tmp_path / run).mkdir()
         steps = [
@@ -39,9 +39,10 @@ def test_the_picture_of_two_runs_comes_with_what_they_came_to_and_how_far_they_a
     assert (
         compare.main([str(tmp_path / "fsdp"), str(tmp_path / "megatron"), "--out", str(tmp_path / "curves.png")]) == 0
     )
-    said = capsys.readouterr().out
-    assert "megatron: held-out accuracy 0.250 before, 0.750 after" in said
+    printed = capsys.readouterr().out
+    assert "megatron: held-out accuracy 0.250 before, 0.750 after" in printed
     assert (
-        "largest differences of megatron from fsdp: training reward 0.0e+00" in said and "gradient norm 5.0e-01" in said
+        "largest differences of megatron from fsdp: training reward 0.0e+00" in printed
+        and "gradient norm 5.0e-01" in printed
     )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

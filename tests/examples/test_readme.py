@@ -1,6 +1,4 @@
-"""README.md: its commands have settings that exist, its links lead somewhere, its reward function is one that cannot be
-hacked.
-"""
+"""README.md: commands use existing settings, links resolve, and the sample reward function cannot be gamed."""
 
 import re
 import shlex
@@ -36,7 +34,7 @@ def test_every_preset_in_the_text_exists():
     assert set(re.findall(r"`(?:--config-name )?(\w+)`", row)) <= preset_titles("ppo_trainer").keys()
 
 
-def test_every_link_and_file_in_the_text_is_there():
+def test_every_link_and_file_in_the_text_exists():
     named = re.findall(r"\]\(([^)#]+)\)", TEXT) + re.findall(
         r"`((?:benchmarks|examples|docs|hybridrl|tests)/[\w/.]+)`", TEXT
     )

@@ -1,4 +1,4 @@
-"""What a type checker makes of remote calls."""
+"""A type checker's view of remote calls."""
 
 import subprocess
 import sys

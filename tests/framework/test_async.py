@@ -1,4 +1,4 @@
-"""Stages that run at the same time: async mode, parallel, locks, and what happens when one of them fails."""
+"""Concurrent stages: async mode, parallel, locks, and failures of one of them."""
 
 import threading
 import time
@@ -88,7 +88,7 @@ def test_serial_keeps_its_order_in_async_mode():
     assert [spec.name for spec in task.stages] == ["serial<slow,<lambda>>"] * 2
 
 
-def test_the_first_exception_ends_the_step_at_once_and_the_others_are_waited_for_in_the_end():
+def test_the_first_exception_ends_the_step_at_once_and_stop_waits_for_the_other_stages():
     ended = threading.Event()
 
     def slow(ctx):
@@ -107,7 +107,7 @@ def test_the_first_exception_ends_the_step_at_once_and_the_others_are_waited_for
     assert ended.is_set() and caught.value.__notes__ == ["in stage 'fail' of step 0"]
 
 
-def test_what_fails_beside_the_first_failure_is_told_with_it_and_its_generators_are_closed():
+def test_later_failures_become_notes_of_the_first_and_their_generators_are_closed():
     closed = threading.Event()
 
     def guarded(ctx):
@@ -229,18 +229,18 @@ def test_the_step_timer_times_stages_of_several_threads():
     assert 2 * NAP <= task.ctx.timing["a"] < 4 * NAP, "stages of one name add up, also when they run together"
 
 
-def test_a_stage_that_waits_for_an_event_hears_it_from_the_stage_beside_it():
-    heard = []
+def test_a_waiting_stage_receives_an_event_of_a_concurrent_stage():
+    received = []
     with Task(async_mode=True, n_async_workers=2) as task:
-        task.use(lambda ctx: heard.append(task.wait_for("hello", timeout=20)))
+        task.use(lambda ctx: received.append(task.wait_for("hello", timeout=20)))
         task.use(lambda ctx: task.emit("hello", ctx.total_step, loud=True))
         task.run(max_step=10)
-    assert heard == [((step,), {"loud": True}) for step in range(10)], (
+    assert received == [((step,), {"loud": True}) for step in range(10)], (
         "each step its own, also if it was emitted before the wait began"
     )
 
 
-def test_a_stage_that_waits_is_let_go_when_another_fails():
+def test_a_waiting_stage_is_cancelled_when_another_fails():
     def fail(ctx):
         time.sleep(NAP)
         raise _OwnError
@@ -249,7 +249,7 @@ def test_a_stage_that_waits_is_let_go_when_another_fails():
         task.use(lambda ctx: task.wait_for("never")).use(fail)
         with pytest.raises(_OwnError) as caught:
             task.run(max_step=1)
-    assert any("given up because another stage failed" in note for note in caught.value.__notes__)
+    assert any("cancelled because another stage failed" in note for note in caught.value.__notes__)
 
 
 def test_eager_forward_inside_an_async_stage_runs_at_once():
@@ -269,6 +269,6 @@ def test_eager_forward_inside_an_async_stage_runs_at_once():
     assert log == ["child", "parent", "child's second half"]
 
 
-def test_threads_that_cannot_be_are_refused():
+def test_zero_threads_are_refused():
     with pytest.raises(ValueError, match="0 threads cannot run stages"):
         Task(async_mode=True, n_async_workers=0)

@@ -1,6 +1,4 @@
-"""Stages inside stages (`wrap`), wrappers of steps, the parts of the interface that came with DI-engine's two
-generations.
-"""
+"""Composed stages (`wrap`, `serial`), step wrappers, and the interfaces of both versions of DI-engine."""
 
 import pickle
 
@@ -21,7 +19,7 @@ from hybridrl.framework import (
 )
 
 
-def _onion(name, log):
+def _two_halves(name, log):
     def layer(ctx):
         log.append(f"{name}>")
         yield
@@ -33,7 +31,7 @@ def _onion(name, log):
 def test_wrap_gives_back_the_second_half_of_a_child():
     log = []
     with Task() as loop:
-        child = loop.wrap(_onion("child", log))
+        child = loop.wrap(_two_halves("child", log))
 
         def parent(ctx):
             for _ in range(2):
@@ -51,8 +49,10 @@ def test_wrap_gives_back_the_second_half_of_a_child():
 def test_a_second_half_that_was_not_called_runs_with_the_others_of_the_step():
     log = []
     with Task() as loop:
-        child = loop.wrap(_onion("child", log))
-        loop.use(_onion("first", log)).use(lambda ctx: child(ctx) and None).use(_onion("last", log)).run(max_step=1)
+        child = loop.wrap(_two_halves("child", log))
+        loop.use(_two_halves("first", log)).use(lambda ctx: child(ctx) and None).use(_two_halves("last", log)).run(
+            max_step=1
+        )
     assert log == ["first>", "child>", "last>", "<last", "<child", "<first"]
 
 
@@ -65,14 +65,14 @@ def test_back_of_a_child_without_second_half_does_nothing():
 def test_children_of_a_serial_stage_end_with_it():
     log = []
     with Task() as loop:
-        child = loop.wrap(_onion("child", log))
-        loop.use(loop.serial(lambda ctx: child(ctx) and None, _onion("b", log))).use(_onion("after", log)).run(
-            max_step=1
-        )
+        child = loop.wrap(_two_halves("child", log))
+        loop.use(loop.serial(lambda ctx: child(ctx) and None, _two_halves("b", log))).use(
+            _two_halves("after", log)
+        ).run(max_step=1)
     assert log == ["child>", "b>", "after>", "<after", "<b", "<child"]
 
 
-def test_a_wrapper_wraps_stages_once_and_a_step_wrapper_whatever_runs():
+def test_a_wrapper_wraps_each_stage_once_and_a_step_wrapper_every_call():
     seen = {"wrapper": [], "step": []}
 
     def counting(kind):
@@ -94,7 +94,7 @@ def test_a_wrapper_wraps_stages_once_and_a_step_wrapper_whatever_runs():
     assert seen["step"] == ["a", "serial<b,c>", "b", "c", "c"]
 
 
-def test_the_step_timer_serves_as_step_wrapper_from_where_it_used_to_be():
+def test_the_step_timer_is_a_step_wrapper_under_di_engines_import_path():
     from hybridrl.framework import wrapper
 
     timer = wrapper.StepTimer(print_per_step=1)
@@ -107,7 +107,7 @@ def test_the_step_timer_serves_as_step_wrapper_from_where_it_used_to_be():
 def test_everything_can_be_given_to_the_constructor():
     log = []
     with Task(
-        middleware=[_onion("a", log), _onion("b", log)],
+        middleware=[_two_halves("a", log), _two_halves("b", log)],
         step_wrappers=[StepTimer()],
         event_listeners={"e": [lambda: log.append("on")]},
         once_listeners={"e": [lambda: log.append("once")]},
@@ -120,11 +120,11 @@ def test_everything_can_be_given_to_the_constructor():
     assert "mine" in loop.labels and "a" in loop.ctx.timing
 
 
-def test_a_backward_stack_of_ones_own_is_left_to_its_owner():
+def test_an_own_backward_stack_is_run_by_its_owner_only():
     log, stack = [], []
     with Task() as loop:
-        loop.forward(_onion("own", log), backward_stack=stack)
-        loop.use(_onion("a", log)).run(max_step=1)
+        loop.forward(_two_halves("own", log), backward_stack=stack)
+        loop.use(_two_halves("a", log)).run(max_step=1)
         assert log == ["own>", "a>", "<a"]
         loop.backward(stack)
     assert log[-1] == "<own"
@@ -140,7 +140,7 @@ def test_a_step_driven_by_hand_is_a_step():
     assert log == [0, 1] and loop.ctx.total_step == 2
 
 
-def test_the_modules_task_starts_anew_each_time():
+def test_start_resets_the_module_task():
     with task.start(ctx=OnlineRLContext(), labels={"first"}):
         task.add_role(Role.LEARNER)
         task.use(lambda ctx: None).run(max_step=2)
@@ -150,7 +150,7 @@ def test_the_modules_task_starts_anew_each_time():
         assert task.labels == {"standalone", "async"} and type(task.ctx) is Context
 
 
-def test_the_modules_task_is_itself_in_another_process_and_other_tasks_do_not_travel():
+def test_the_module_task_unpickles_as_itself_and_other_tasks_cannot_be_pickled():
     assert pickle.loads(cloudpickle.dumps(task)) is task
     with pytest.raises(TypeError, match="make it in `main`"):
         pickle.dumps(Task())
@@ -215,20 +215,20 @@ def test_a_process_without_roles_has_all_of_them():
     assert loop.has_role(Role.EVALUATOR)
     loop.add_role("learner")
     assert loop.has_role(Role.LEARNER) and not loop.has_role(Role.EVALUATOR) and loop.roles == {Role.LEARNER}
-    with pytest.raises(ValueError, match="'leaner' is no role; there are learner, collector, evaluator, fetcher"):
+    with pytest.raises(ValueError, match="'leaner' is unknown; use one of learner, collector, evaluator, fetcher"):
         loop.add_role("leaner")
 
 
 def test_void_stages_are_left_out_wherever_they_stand():
     log = []
     with Task() as loop:
-        loop.use(loop.void()).use(loop.serial(_onion("a", log), loop.void())).use(VoidMiddleware())
+        loop.use(loop.void()).use(loop.serial(_two_halves("a", log), loop.void())).use(VoidMiddleware())
         loop.wrap(loop.void())(loop.ctx)()
         loop.run(max_step=1)
     assert [spec.name for spec in loop.stages] == ["serial<a>"] and log == ["a>", "<a"]
 
 
-def test_a_process_for_which_there_is_no_stage_has_nothing_to_run():
+def test_a_process_without_matching_stages_runs_no_step():
     with Task() as loop:
         loop.use(lambda ctx: None, filter_labels=["node.1"]).run()
     assert loop.ctx.total_step == 0 and not loop.finish

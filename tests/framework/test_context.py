@@ -1,4 +1,4 @@
-"""Context: what a step carries, and what survives into the next one."""
+"""Context: the values of a step, and which of them are kept."""
 
 import pickle
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def test_keeping_in_one_context_does_not_reach_back_into_an_older_one():
     assert "a" not in old.renew()
 
 
-def test_online_context_keeps_its_counters_and_forgets_its_batch():
+def test_online_context_keeps_its_counters_and_drops_its_batch():
     ctx = OnlineRLContext(batch="rows", train_iter=3, env_step=100, last_eval_value=0.5)
     ctx.metrics["loss"] = 1.0
     ctx.timing["gen"] = 2.0

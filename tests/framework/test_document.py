@@ -1,9 +1,8 @@
-"""DI-engine's page "Distributed" (v0.2.3), block by block, in its order; what it calls learner, collector and so on is
-in bandit.py.
+"""DI-engine's page "Distributed" (v0.2.3), block by block, in its order.
 
-Mended on the way: `max_iteration` for `max_iterations`, `train_ter`, an `evaluate` that uses a `task` it was not given,
-counters that are read in the next step without having been kept, and a last checkpoint that is missed when a peer
-finishes just after `train` looked.
+Its learner, collector and other objects are in bandit.py. Corrected on the way: `max_iteration` for `max_iterations`,
+`train_ter`, an `evaluate` that uses a `task` it was not given, and counters that are read in the next step without
+being kept. Also corrected: a last checkpoint that is missed when a peer finishes just after `train` has checked.
 """
 
 import os
@@ -31,7 +30,7 @@ from tests.support.framework.bandit import (
 
 
 class Instances:
-    """What every `main` of the page begins with."""
+    """The objects that every `main` of the page creates first."""
 
     def __init__(self, folder, *, target=TARGET):
         self.model = make_model()
@@ -44,7 +43,11 @@ class Instances:
 
 @dataclass
 class Outcome:
-    """How a `main` ended, in one process. reward: of the last evaluation in it, None where there was none."""
+    """Result of a `main` in one process.
+
+    Attributes:
+        reward: That of the last evaluation in this process, None without one.
+    """
 
     weight: torch.Tensor
     train_iter: int
@@ -65,15 +68,16 @@ class Outcome:
         return self.reward is not None and self.reward >= TARGET
 
     def is_trained_like_the_loop(self):
-        """Whether the weights are what the loop of the page's first block, never stopped, makes with as many
-        iterations; bit for bit.
+        """Return whether the weights equal, bit for bit, those of the page's first loop after as many iterations.
+
+        That loop runs without stopping at a target.
         """
         rounds, rest = divmod(self.train_iter, UPDATES_PER_COLLECT)
         return rest == 0 and torch.equal(self.weight, loop(None, max_iterations=rounds, target=2.0).weight)
 
 
 def saved(folder):
-    """The iterations of which there is a checkpoint."""
+    """Return the iterations that have a checkpoint."""
     return sorted(int(path.stem.removeprefix("iteration_")) for path in folder.glob("iteration_*.pt"))
 
 
@@ -100,7 +104,7 @@ def loop(folder, *, max_iterations=MAX_ITERATION, target=TARGET):
 
 @pytest.fixture(scope="module")
 def looped(tmp_path_factory):
-    """What the loop comes to, without anything of ours."""
+    """Result of the plain loop, without this package."""
     return loop(tmp_path_factory.mktemp("loop"))
 
 
@@ -200,7 +204,9 @@ def test_three_middlewares_that_share_their_objects_evaluate_what_the_loop_evalu
         and outcome.evaluated_iters == looped.evaluated_iters
         and saved(tmp_path) == [looped.train_iter]
     )
-    assert outcome.train_iter == looped.train_iter + UPDATES_PER_COLLECT, "a step that finishes is run to its end"
+    assert outcome.train_iter == looped.train_iter + UPDATES_PER_COLLECT, (
+        "a step that sets finish still runs to its end"
+    )
     assert outcome.is_trained_like_the_loop()
 
 
@@ -251,18 +257,18 @@ def use_all(task, it):
     task.use(train(it.learner, it.replay_buffer))
 
 
-def test_middlewares_that_meet_only_in_the_context_do_the_same(tmp_path, looped):
+def test_middlewares_that_share_only_the_context_do_the_same(tmp_path, looped):
     it = Instances(tmp_path)
     with Task() as task:
         use_all(task, it)
         task.run(max_step=MAX_ITERATION)
     outcome = Outcome.of(it)
     assert outcome.reward == looped.reward and outcome.is_trained_like_the_loop()
-    assert outcome.evaluated_iters == [-1, *range(10, looped.train_iter + 1, 10)], "-1: before anybody has counted"
+    assert outcome.evaluated_iters == [-1, *range(10, looped.train_iter + 1, 10)], "-1: before the first count"
     assert saved(tmp_path) == [outcome.train_iter] == [looped.train_iter + UPDATES_PER_COLLECT]
 
 
-def test_what_is_not_kept_is_gone_in_the_next_step_and_what_was_kept_once_stays():
+def test_a_value_lasts_for_one_step_unless_it_is_kept():
     seen = []
 
     def count(ctx):
@@ -303,7 +309,7 @@ def test_asynchronous_middlewares_reach_the_target_too(tmp_path):
     assert outcome.reached() and task.finish and set(timer.records) == {"_evaluate", "_collect", "_train"}
 
 
-def test_asynchronous_middlewares_are_all_under_way_at_once_and_meet_at_the_end_of_the_step():
+def test_asynchronous_middlewares_run_concurrently_and_the_step_waits_for_all():
     met, ended = threading.Barrier(3), []
 
     def meet(ctx):
@@ -326,12 +332,12 @@ def main_of_three(folder):
         return Outcome.of(it, task.labels)
 
 
-def test_three_processes_in_a_star_each_do_the_whole_until_one_has_reached_the_target(ray_cluster, tmp_path, looped):
+def test_three_processes_in_a_star_each_train_until_one_reaches_the_target(ray_cluster, tmp_path, looped):
     outcomes = Parallel.runner(n_parallel_workers=3, topology="star")(main_of_three, tmp_path)
     assert len({os.getpid(), *(outcome.process for outcome in outcomes)}) == 4
     assert [sorted(outcome.labels) for outcome in outcomes] == [["distributed", f"node.{i}"] for i in range(3)]
-    assert any(outcome.reached() for outcome in outcomes), "who has ends the others"
-    assert all(outcome.is_trained_like_the_loop() for outcome in outcomes), "nobody trains with another's data"
+    assert any(outcome.reached() for outcome in outcomes), "the one that has ends the others"
+    assert all(outcome.is_trained_like_the_loop() for outcome in outcomes), "no process trains with another's data"
     assert {outcome.reward for outcome in outcomes if outcome.reached()} == {looped.reward}
 
 
@@ -398,16 +404,14 @@ def test_the_program_for_two_processes_also_runs_in_one(tmp_path, async_mode, lo
 
 
 def test_evaluating_in_another_process_changes_nothing_in_training(ray_cluster, tmp_path):
-    trainer, judge = Parallel.runner(n_parallel_workers=2, topology="star")(main, tmp_path)
-    assert judge.reached() and trainer.reward is None and trainer.process != judge.process
-    assert judge.train_iter == 0 and trainer.train_iter >= judge.evaluated_iters[-1] > 40, (
+    trainer, evaluator = Parallel.runner(n_parallel_workers=2, topology="star")(main, tmp_path)
+    assert evaluator.reached() and trainer.reward is None and trainer.process != evaluator.process
+    assert evaluator.train_iter == 0 and trainer.train_iter >= evaluator.evaluated_iters[-1] > 40, (
         "one only evaluates, one only trains"
     )
     assert trainer.is_trained_like_the_loop() and saved(tmp_path) == [trainer.train_iter]
-    what_was_judged = loop(None, max_iterations=judge.evaluated_iters[-1] // UPDATES_PER_COLLECT, target=2.0)
-    assert torch.equal(judge.weight, what_was_judged.weight), (
-        "weights, and the iteration they are said to be of, belong together"
-    )
+    evaluated = loop(None, max_iterations=evaluator.evaluated_iters[-1] // UPDATES_PER_COLLECT, target=2.0)
+    assert torch.equal(evaluator.weight, evaluated.weight), "the weights belong to the iteration in their context"
 
 
 def test_labels_may_come_from_the_environment(monkeypatch):

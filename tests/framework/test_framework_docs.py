@@ -1,4 +1,4 @@
-"""docs/framework.md: its blocks and commands run as they stand, and the names it lists are there."""
+"""docs/framework.md: its blocks and commands run as they are, and the listed names exist."""
 
 import os
 import re
@@ -19,7 +19,7 @@ BENCHMARKS = {"overhead": "--steps 20 --repeats 1", "parallel": "--rounds 3 --re
 
 
 def run(line):
-    """Run a line in a shell, with this interpreter as `python`, and return what it prints."""
+    """Run a line in a shell, with this interpreter as `python`, and return its output."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def test_the_commands_of_the_figures_run(name):
     assert "ratio" in run(f"{line} {BENCHMARKS[name]}") or name == "overhead"
 
 
-def test_the_names_that_the_table_says_are_here_are_here():
+def test_all_names_in_the_table_exist():
     table = TEXT.partition("| in DI-engine | here |")[2].partition("\n\n")[0]
     here = " ".join(row for row in table.splitlines() if "not here" not in row)
     names = {name for code in re.findall(r"`([^`]*)`", here) for name in re.findall(r"[A-Za-z_]\w*", code)}
@@ -60,6 +60,6 @@ def test_the_names_that_the_table_says_are_here_are_here():
     arguments = {
         name for call in (Task.__init__, Task.emit, Task.use, Parallel.runner) for name in call.__annotations__
     }
-    no_names_of_ours = {"a", "False", "main", "n", "sync_parallel_ctx", "with"}
+    not_identifiers = {"a", "False", "main", "n", "sync_parallel_ctx", "with"}
     assert len(names) > 60
-    assert {name for name in names if not any(hasattr(owner, name) for owner in owners)} - arguments == no_names_of_ours
+    assert {name for name in names if not any(hasattr(owner, name) for owner in owners)} - arguments == not_identifiers

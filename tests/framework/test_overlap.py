@@ -1,6 +1,4 @@
-"""Overlap: which stages may run at the same time, that they do, and that the result is that of running
-them in order.
-"""
+"""Overlap: concurrent stages, their dependencies, and equality with the serial result."""
 
 import threading
 import time
@@ -14,7 +12,7 @@ from hybridrl.framework import OnlineRLContext, StageSpec, StepTimer, Task, stag
 from hybridrl.framework.overlap import OverlapPlan, conflict, dependencies
 
 NAP = 0.1
-PLACES = {"actor": {0, 1}, "ref": {1, 2}, "critic": {3}}
+SLOTS = {"actor": {0, 1}, "ref": {1, 2}, "critic": {3}}
 
 
 def _spec(name="s", role=None, reads=(), writes=(), pure=True):
@@ -33,11 +31,11 @@ def _spec(name="s", role=None, reads=(), writes=(), pure=True):
         (_spec(reads="a", role="actor", pure=False), _spec(reads="a", role="critic", pure=False), None),
         (_spec(reads="a"), _spec(reads="a", role="critic"), None),
         (_spec("log"), _spec(reads="a"), "log is a barrier"),  # names no column
-        (_spec(reads="a"), _spec("adv", reads="b", pure=False), "adv is a barrier"),  # changes what the driver holds
+        (_spec(reads="a"), _spec("adv", reads="b", pure=False), "adv is a barrier"),  # changes state of the driver
     ],
 )
 def test_two_stages_may_not_overlap_for_a_reason(first, second, reason):
-    assert conflict(first, second, PLACES) == conflict(second, first, PLACES) == reason
+    assert conflict(first, second, SLOTS) == conflict(second, first, SLOTS) == reason
 
 
 def test_the_waits_of_a_ppo_step():
@@ -52,18 +50,19 @@ def test_the_waits_of_a_ppo_step():
         _spec("update_critic", "critic", ["values", "advantages"], pure=False),
         _spec("update_actor", "actor", ["old", "advantages"], pure=False),
     ]
-    waits = dependencies(step, PLACES)
+    waits = dependencies(step, SLOTS)
     assert waits[2] == waits[3] == waits[5] == {0, 1}, "reward, log-probs and values run together"
     assert waits[4] == {0, 1, 3}, "the reference shares a device with the actor"
     assert waits[6] == set(range(6)) and waits[7] == {0, 5, 6} and waits[8] == {0, 1, 3, 4, 6}
-    assert OverlapPlan(step, PLACES).alone == {0, 1, 6}
+    assert OverlapPlan(step, SLOTS).exclusive == {0, 1, 6}
 
 
-def test_a_role_without_a_place_is_refused():
+def test_a_role_without_device_slots_is_refused():
     with pytest.raises(
-        ValueError, match="stage 'judge' is the work of 'rm', which has no place; placed are actor, ref, critic"
+        ValueError,
+        match="stage 'judge' runs in role 'rm', which has no device slots; roles that have: actor, ref, critic",
     ):
-        dependencies([_spec("judge", "rm", ["a"])], PLACES)
+        dependencies([_spec("judge", "rm", ["a"])], SLOTS)
 
 
 def _nap(name, *, reads=(), writes=()):
@@ -91,7 +90,7 @@ def test_three_independent_stages_take_the_time_of_one_and_the_timer_is_right():
     assert seconds["serial"] >= 3 * NAP and seconds["overlapped"] < 2 * NAP
 
 
-def test_a_stage_begins_when_what_it_needs_is_there_and_not_when_a_wave_is_over():
+def test_a_stage_starts_when_its_own_inputs_are_ready():
     order = []
 
     def mark(name, seconds, **columns):
@@ -109,15 +108,15 @@ def test_a_stage_begins_when_what_it_needs_is_there_and_not_when_a_wave_is_over(
     assert order == ["short", "after short", "long"]
 
 
-def test_a_stage_beside_which_nothing_can_run_stays_in_the_callers_thread():
+def test_an_exclusive_stage_runs_in_the_callers_thread():
     threads = {}
 
-    def remember(name, **columns):
+    def record_thread(name, **columns):
         return stage(name, **columns)(lambda ctx: threads.update({name: threading.current_thread()}))
 
     with Task() as task:
-        task.use(remember("barrier")).use(remember("a", writes="a")).use(remember("b", writes="b")).use(
-            remember("end", reads="ab")
+        task.use(record_thread("barrier")).use(record_thread("a", writes="a")).use(record_thread("b", writes="b")).use(
+            record_thread("end", reads="ab")
         )
         task.run(max_step=1, overlap={})
     main = threading.current_thread()
@@ -140,7 +139,7 @@ def test_second_halves_run_in_reverse_order_whichever_first_half_ended_first():
     assert log == ["c", "b", "a"]
 
 
-def test_the_first_exception_is_raised_at_once_and_what_depends_on_it_never_runs():
+def test_the_first_exception_is_raised_at_once_and_dependent_stages_never_run():
     log = []
 
     def fail(ctx):
@@ -157,7 +156,7 @@ def test_the_first_exception_is_raised_at_once_and_what_depends_on_it_never_runs
     assert log == [] and caught.value.__notes__ == ["in stage 'fail' of step 0"]
 
 
-def test_stages_side_by_side_do_not_see_each_others_half_done_work():
+def test_concurrent_stages_do_not_see_partial_results_of_each_other():
     seen = {}
 
     def writer(ctx):
@@ -176,8 +175,8 @@ def test_stages_side_by_side_do_not_see_each_others_half_done_work():
     assert seen == {"beside": ({}, {}, None), "behind": ({"a": 1}, {"a": 1}, 1)}
 
 
-def test_a_second_half_sees_what_all_stages_have_done_and_is_seen():
-    def onion(ctx):
+def test_a_second_half_sees_the_results_of_all_stages():
+    def two_halves(ctx):
         yield
         ctx.metrics["both"] = (ctx.batch["a"], ctx.batch["b"], ctx.later)
 
@@ -185,12 +184,12 @@ def test_a_second_half_sees_what_all_stages_have_done_and_is_seen():
         ctx.later = 3
 
     with Task(ctx=OnlineRLContext(batch={})) as task:
-        task.use(stage(writes="x")(onion)).use(_nap("a", writes="a")).use(_nap("b", writes="b")).use(later)
+        task.use(stage(writes="x")(two_halves)).use(_nap("a", writes="a")).use(_nap("b", writes="b")).use(later)
         task.run(max_step=1, overlap={})
     assert task.ctx.metrics["both"] == ("a", "b", 3)
 
 
-def test_what_a_stage_beside_others_keeps_is_kept_and_what_it_takes_out_is_gone():
+def test_a_concurrent_stage_can_keep_and_remove_values():
     @stage("first")
     def first(ctx):
         ctx.batch, ctx.scratch = {"scratch": 1, "a": 0}, 1
@@ -207,7 +206,7 @@ def test_what_a_stage_beside_others_keeps_is_kept_and_what_it_takes_out_is_gone(
     assert task.ctx.count == 3 and "scratch" not in task.ctx and task.ctx.batch == {"a": 0, "b": "b"}
 
 
-def test_a_stage_beside_others_may_end_the_run():
+def test_a_concurrent_stage_may_end_the_run():
     def end(ctx):
         ctx.finish = True
 
@@ -228,7 +227,7 @@ def test_a_stage_may_be_replaced_between_two_steps():
     assert log == ["old", "new"]
 
 
-def test_two_answers_to_what_may_overlap_are_refused():
+def test_overlap_and_async_mode_together_are_refused():
     with Task(async_mode=True) as task, pytest.raises(ValueError, match="give one of them"):
         task.use(lambda ctx: None).run(max_step=1, overlap={})
 
@@ -250,7 +249,7 @@ def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
 
             def work(ctx, i=i, spec=spec):
                 read = [ctx.batch[column] for column in spec.reads]
-                time.sleep(0.0005 * (7 * i % 3))  # so that the order of ending is not that of beginning
+                time.sleep(0.0005 * (7 * i % 3))  # so that stages end in another order than they start
                 for column in spec.writes:
                     ctx.batch[column] = hash((i, column, *read))
 
@@ -259,7 +258,7 @@ def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
             )
 
     results = []
-    for overlap in (None, PLACES):
+    for overlap in (None, SLOTS):
         with Task(ctx=OnlineRLContext(batch=dict.fromkeys(COLUMNS, 0))) as task:
             use_all(task)
             task.run(max_step=1, overlap=overlap)
@@ -269,16 +268,16 @@ def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
 
 @settings(max_examples=60, deadline=None)
 @given(specs, st.randoms())
-def test_stages_that_conflict_are_never_begun_together_in_whatever_order_stages_end(specs, random):
+def test_conflicting_stages_never_run_concurrently_in_any_order_of_completion(specs, random):
     running, futures, ending = set(), {}, threading.Lock()
 
-    class Step:
-        def run_here(self, i):
+    class Executor:
+        def run_inline(self, i):
             assert not running
             return i
 
-        def begin(self, i):
-            assert not [j for j in tuple(running) if conflict(specs[i], specs[j], PLACES)]
+        def submit(self, i):
+            assert not [j for j in tuple(running) if conflict(specs[i], specs[j], SLOTS)]
             future = futures[i] = Future()
             running.add(i)
             if random.random() < 0.5:
@@ -287,10 +286,10 @@ def test_stages_that_conflict_are_never_begun_together_in_whatever_order_stages_
                 threading.Timer(0.001, end_one).start()
             return future
 
-        def end(self, i, future):
+        def result(self, i, future):
             return future.result()
 
-        def give_up(self, futures, error):
+        def cancel(self, futures, error):
             pass
 
     def end_one():
@@ -300,4 +299,4 @@ def test_stages_that_conflict_are_never_begun_together_in_whatever_order_stages_
                 running.remove(i)
                 futures[i].set_result(i)
 
-    assert OverlapPlan(specs, PLACES).run(Step()) == list(range(len(specs)))
+    assert OverlapPlan(specs, SLOTS).run(Executor()) == list(range(len(specs)))

@@ -1,4 +1,4 @@
-"""Stage specs: how a function says what it is."""
+"""Stage specs: declaring and looking up."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""StepTimer: where the seconds of a step are written down."""
+"""StepTimer: seconds per stage."""
 
 import logging
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.framework import Context, OnlineRLContext, StepTimer, Task, stage
 
-TICK = 0.01  # seconds; sleeping takes at least this long, and the bounds below leave a busy machine its delays
+TICK = 0.01  # seconds; sleep takes at least this long, and the bounds below allow for delays of a busy machine
 
 
 @stage("gen")

@@ -1,11 +1,11 @@
-"""Task: order of stages, steps, editing the loop, failures, events, exit hooks."""
+"""Task: order of stages, steps, insertion and replacement, failures, events, exit hooks."""
 
 import pytest
 
 from hybridrl.framework import Context, OnlineRLContext, StageSpec, Task, stage
 
 
-def _onion(name, log):
+def _two_halves(name, log):
     def layer(ctx):
         log.append(f"{name}>")
         yield
@@ -31,7 +31,7 @@ def _names(task):
 def test_second_halves_run_in_reverse_order_after_all_first_halves():
     log = []
     with Task() as task:
-        task.use(_onion("a", log)).use(_plain("b", log)).use(_onion("c", log)).run(max_step=2)
+        task.use(_two_halves("a", log)).use(_plain("b", log)).use(_two_halves("c", log)).run(max_step=2)
     assert log == ["a>", "b", "c>", "<c", "<a"] * 2
 
 
@@ -57,11 +57,11 @@ def test_a_stage_ends_the_run_and_the_step_is_completed():
         ctx.finish = ctx.total_step == 2
 
     with Task() as task:
-        task.use(_onion("a", log)).use(stop_at_two).use(_plain("b", log)).run(max_step=100)
+        task.use(_two_halves("a", log)).use(stop_at_two).use(_plain("b", log)).run(max_step=100)
     assert log == ["a>", "b", "<a"] * 3
 
 
-def test_run_twice_goes_on_with_the_next_step():
+def test_a_second_run_continues_with_the_next_step():
     steps = []
     with Task() as task:
         task.use(lambda ctx: steps.append(ctx.total_step))
@@ -113,7 +113,7 @@ def test_forward_and_backward_can_be_driven_by_hand():
     log = []
     with Task() as task:
         assert task.forward(_plain("a", log)) is None
-        assert task.forward(_onion("b", log)) is not None
+        assert task.forward(_two_halves("b", log)) is not None
         task.backward()
         task.backward()
     assert log == ["a", "b>", "<b"]
@@ -122,8 +122,8 @@ def test_forward_and_backward_can_be_driven_by_hand():
 def test_serial_runs_its_children_as_one_stage():
     log = []
     with Task() as task:
-        pair = task.serial(_onion("b", log), _onion("c", log))
-        task.use(_onion("a", log)).use(pair).use(_onion("d", log)).run(max_step=1)
+        pair = task.serial(_two_halves("b", log), _two_halves("c", log))
+        task.use(_two_halves("a", log)).use(pair).use(_two_halves("d", log)).run(max_step=1)
     assert log == ["a>", "b>", "c>", "d>", "<d", "<c", "<b", "<a"]
     assert _names(task) == ["a", "serial<b,c>", "d"]
 
@@ -181,7 +181,7 @@ def test_wrappers_apply_once_to_earlier_and_to_later_stages_and_leave_the_spec()
 
     log = []
     with Task() as task:
-        task.use(_onion("a", log)).use_wrapper(wrapper("w")).use(_plain("b", log)).use_wrapper(wrapper("v"))
+        task.use(_two_halves("a", log)).use_wrapper(wrapper("w")).use(_plain("b", log)).use_wrapper(wrapper("v"))
         task.insert_after("a", _plain("i", log)).replace("b", _plain("b", log)).run(max_step=1)
     assert calls == ["v", "w"] * 3 and log == ["a>", "i", "b", "<a"]
     assert _names(task) == ["a", "i", "b"]
@@ -293,39 +293,39 @@ def test_a_failing_exit_hook_is_raised_when_nothing_else_failed():
 
 
 def test_listeners_have_run_in_order_when_emit_returns():
-    heard = []
+    received = []
     task = Task()
-    task.on("saved", lambda *args, **kwargs: heard.append(("a", args, kwargs)))
-    task.on("saved", lambda *args, **kwargs: heard.append(("b", args, kwargs)))
+    task.on("saved", lambda *args, **kwargs: received.append(("a", args, kwargs)))
+    task.on("saved", lambda *args, **kwargs: received.append(("b", args, kwargs)))
     task.emit("saved", 1, path="x")
     task.emit("other", 2)
-    assert heard == [("a", (1,), {"path": "x"}), ("b", (1,), {"path": "x"})]
+    assert received == [("a", (1,), {"path": "x"}), ("b", (1,), {"path": "x"})]
 
 
-def test_once_hears_one_event_even_if_it_emits_the_same_again():
-    heard = []
+def test_a_once_listener_receives_one_event_even_if_it_emits_the_same():
+    received = []
     task = Task()
 
     def again(n):
-        heard.append(n)
+        received.append(n)
         task.emit("e", n + 1)
 
     task.once("e", again)
     task.emit("e", 0)
-    assert heard == [0]
+    assert received == [0]
 
 
 def test_off_removes_one_listener_or_all_and_also_those_of_once():
-    heard = []
+    received = []
     task = Task()
-    task.on("e", heard.append)
-    task.once("e", heard.extend)
-    task.off("e", heard.extend)
+    task.on("e", received.append)
+    task.once("e", received.extend)
+    task.off("e", received.extend)
     task.emit("e", [1])
-    assert heard == [[1]]
+    assert received == [[1]]
     task.off("e")
     task.emit("e", [2])
-    assert heard == [[1]]
+    assert received == [[1]]
 
 
 def test_a_listener_may_end_the_run():

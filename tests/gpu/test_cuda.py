@@ -1,8 +1,8 @@
-"""What only a CUDA device can show: `python -m pytest -m gpu tests/gpu`. docs/gpu.md says how, and holds the figures.
+"""Tests of engine and rollout on a CUDA device: `python -m pytest -m gpu tests/gpu`. See docs/gpu.md.
 
-Needs neither Ray nor vLLM: the engine and the rollout are called directly, the whole run goes through
-`trainer.backend=local`. GPU_TESTS_ON=cpu runs the same code on the CPU, to see that the tests themselves are right;
-what is about device memory is skipped.
+They need neither Ray nor vLLM: engine and rollout are called directly, and the complete run uses
+`trainer.backend=local`. GPU_TESTS_ON=cpu runs the same code on the CPU to check the tests themselves; tests of device
+memory are skipped there.
 """
 
 import pickle
@@ -47,16 +47,16 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def talkative(tmp_path_factory) -> str:
-    """Large weights, so that the next token depends on the prompt and greedy decoding does not repeat one token."""
-    return save_tiny_qwen2(tmp_path_factory.mktemp("talkative"), initializer_range=0.4)
+def varied_model(tmp_path_factory) -> str:
+    """A model with large weights: its next token depends on the prompt, and greedy decoding does not repeat itself."""
+    return save_tiny_qwen2(tmp_path_factory.mktemp("varied_model"), initializer_range=0.4)
 
 
 @pytest.fixture(scope="module")
-def heavy(tmp_path_factory) -> str:
-    """4 million parameters: megabytes, which are seen beside the bytes that an allocator rounds up to."""
+def large_model(tmp_path_factory) -> str:
+    """A model with 4 million parameters: megabytes, which exceed what an allocator rounds up."""
     return save_tiny_qwen2(
-        tmp_path_factory.mktemp("heavy"), hidden_size=256, intermediate_size=1024, num_hidden_layers=4
+        tmp_path_factory.mktemp("large_model"), hidden_size=256, intermediate_size=1024, num_hidden_layers=4
     )
 
 
@@ -73,7 +73,7 @@ def plain_model(path: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_float32_is_the_plain_model_on_the_cpu(model, float32, packed, say):
+def test_float32_is_the_plain_model_on_the_cpu(model, float32, packed, record_figure):
     batch, plain = make_batch(), plain_model(model)
     expected = plain_outputs(plain, batch)
     policy_loss(NUM_TOKENS)(expected, batch)[0].backward()
@@ -86,8 +86,10 @@ def test_float32_is_the_plain_model_on_the_cpu(model, float32, packed, say):
         (gradient.cpu() - weights[name].grad).abs().max().item() for name, gradient in gradients(engine).items()
     )
     kind = "packed" if packed else "padded"
-    say(f"float32, {kind}: log-probs and entropy against plain Hugging Face, largest difference", f"{worst:.1e}")
-    say(f"float32, {kind}: gradients against plain Hugging Face, largest difference", f"{worst_gradient:.1e}")
+    record_figure(
+        f"float32, {kind}: log-probs and entropy against plain Hugging Face, largest difference", f"{worst:.1e}"
+    )
+    record_figure(f"float32, {kind}: gradients against plain Hugging Face, largest difference", f"{worst_gradient:.1e}")
     assert worst <= 1e-4 and worst_gradient <= 1e-4
 
 
@@ -101,7 +103,7 @@ def test_float32_is_the_plain_model_on_the_cpu(model, float32, packed, say):
     ],
     ids="+".join,
 )
-def test_how_it_is_computed_does_not_change_the_gradients(model, float32, settings):
+def test_packing_recomputing_and_sharding_do_not_change_the_gradients(model, float32, settings):
     batch = make_batch()
     plain, other = float32(model), float32(model, **settings)
     plain.forward_backward(batch, WHOLE, policy_loss(NUM_TOKENS), outputs=POLICY)
@@ -112,7 +114,7 @@ def test_how_it_is_computed_does_not_change_the_gradients(model, float32, settin
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_bfloat16_trains_float32_parameters(model, device, packed, say):
+def test_bfloat16_trains_float32_parameters(model, device, packed, record_figure):
     batch = make_batch()
     engine = make_engine(model, device=device, dtype="bfloat16", packed=packed)
     dtypes = set()
@@ -122,9 +124,9 @@ def test_bfloat16_trains_float32_parameters(model, device, packed, say):
         stats = engine.forward_backward(
             batch, MicroBatching(max_tokens=64), policy_loss(num_response_tokens(batch)), outputs=POLICY
         )
-        losses.append(sum(piece["loss"] for piece in stats))
+        losses.append(sum(micro["loss"] for micro in stats))
         assert engine.optimizer_step()["skipped"] == 0.0
-    say(
+    record_figure(
         f"bfloat16, {'packed' if packed else 'padded'}: loss of five steps on one batch",
         " ".join(f"{loss:.4f}" for loss in losses),
     )
@@ -133,51 +135,51 @@ def test_bfloat16_trains_float32_parameters(model, device, packed, say):
     assert {tensor.dtype for tensor in whole_weights(engine).values()} == {torch.float32}
 
 
-def test_recomputing_activations_lowers_the_peak(heavy, float32, held_bytes, say):
+def test_recomputing_activations_lowers_the_peak(large_model, float32, allocated_bytes, record_figure):
     batch, peaks = make_batch(2000), []
     for recompute in (False, True):
-        engine = float32(heavy, gradient_checkpointing=recompute)
-        before = held_bytes()
+        engine = float32(large_model, gradient_checkpointing=recompute)
+        before = allocated_bytes()
         torch.cuda.reset_peak_memory_stats()
         engine.forward_backward(batch, WHOLE, policy_loss(NUM_TOKENS), outputs=POLICY)
         peaks.append((torch.cuda.max_memory_allocated() - before) / MB)
         del engine
-    say(
+    record_figure(
         "peak of forward and backward over 2000 rows, activations kept and recomputed",
         f"{peaks[0]:.0f} MB, {peaks[1]:.0f} MB",
     )
     assert peaks[1] < 0.7 * peaks[0]
 
 
-def test_offloading_frees_parameters_and_optimizer_state(heavy, float32, held_bytes, say):
-    engine = float32(heavy)
+def test_offloading_frees_parameters_and_optimizer_state(large_model, float32, allocated_bytes, record_figure):
+    engine = float32(large_model)
     train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS, steps=1)
     num_bytes = 4 * sum(tensor.numel() for tensor in whole_weights(engine).values())
-    held = [held_bytes()]
+    counts = [allocated_bytes()]
     for part in ("optimizer", "params"):
         engine.to("cpu", **{"optimizer": False, "params": False} | {part: True})
-        held.append(held_bytes())
-    say(
+        counts.append(allocated_bytes())
+    record_figure(
         f"device memory with all, without optimizer state, without parameters ({num_bytes / MB:.1f} MB of parameters)",
-        ", ".join(f"{count / MB:.1f}" for count in held) + " MB",
+        ", ".join(f"{count / MB:.1f}" for count in counts) + " MB",
     )
-    assert held[0] - held[1] >= 2 * num_bytes  # AdamW has two moments
-    assert held[1] - held[2] >= num_bytes
+    assert counts[0] - counts[1] >= 2 * num_bytes  # AdamW has two moments
+    assert counts[1] - counts[2] >= num_bytes
     train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS, steps=1)
-    assert held_bytes() - held[2] >= 3 * num_bytes
+    assert allocated_bytes() - counts[2] >= 3 * num_bytes
 
 
-def test_an_offloaded_engine_takes_the_same_steps(model, float32, same_sums_every_time):
+def test_an_offloaded_engine_takes_the_same_steps(model, float32, deterministic_kernels):
     batch = make_batch()
-    at_home, away = float32(model), float32(model, param_offload=True, optimizer_offload=True)
+    resident, offloaded = float32(model), float32(model, param_offload=True, optimizer_offload=True)
     for _ in range(2):
-        said = [train(engine, batch, WHOLE, num_tokens=NUM_TOKENS, steps=1) for engine in (at_home, away)]
-        assert said[0] == said[1]
-        away.to("cpu")
-    assert_same_weights(whole_weights(away), whole_weights(at_home), atol=0.0)
+        stats = [train(engine, batch, WHOLE, num_tokens=NUM_TOKENS, steps=1) for engine in (resident, offloaded)]
+        assert stats[0] == stats[1]
+        offloaded.to("cpu")
+    assert_same_weights(whole_weights(offloaded), whole_weights(resident), atol=0.0)
 
 
-def test_a_saved_engine_goes_on_exactly(model, float32, same_sums_every_time, tmp_path):
+def test_a_loaded_engine_continues_exactly(model, float32, deterministic_kernels, tmp_path):
     batch = make_batch()
     saved, loaded = float32(model), float32(model)
     train(saved, batch, WHOLE, num_tokens=NUM_TOKENS)
@@ -196,7 +198,7 @@ def hf_rollout(path: str, device: str, *, dtype: str = "float32", load_format: s
 
 
 def prompts(num_rows: int = 12) -> DataProto:
-    """The prompts of a batch of prompts and responses."""
+    """Return the prompts of a batch of prompts and responses."""
     columns = make_batch(num_rows).batch
     mask = columns["attention_mask"][:, :PROMPT]
     ids = columns["input_ids"][:, :PROMPT]
@@ -205,10 +207,10 @@ def prompts(num_rows: int = 12) -> DataProto:
     )
 
 
-def test_greedy_tokens_are_those_of_generate(talkative, device):
+def test_greedy_tokens_are_those_of_generate(varied_model, device):
     batch = prompts()
-    found = hf_rollout(talkative, device).generate(batch, SamplingParams(RESPONSE, do_sample=False)).batch
-    plain = plain_model(talkative).to(device)
+    found = hf_rollout(varied_model, device).generate(batch, SamplingParams(RESPONSE, do_sample=False)).batch
+    plain = plain_model(varied_model).to(device)
     for row in range(len(batch)):
         ids = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()][None].to(device)
         settings = {"do_sample": False, "max_new_tokens": RESPONSE, "eos_token_id": list(EOS), "pad_token_id": PAD}
@@ -218,8 +220,11 @@ def test_greedy_tokens_are_those_of_generate(talkative, device):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pushed_weights_are_held_and_agree_with_the_engine(talkative, device, float32, dtype, say):
-    engine, rollout = float32(talkative, dtype=dtype), hf_rollout(talkative, device, dtype=dtype, load_format="dummy")
+def test_pushed_weights_are_loaded_and_agree_with_the_engine(varied_model, device, float32, dtype, record_figure):
+    engine, rollout = (
+        float32(varied_model, dtype=dtype),
+        hf_rollout(varied_model, device, dtype=dtype, load_format="dummy"),
+    )
     with pytest.raises(StaleWeightsError):
         rollout.generate(prompts(), SamplingParams(RESPONSE))
     train(engine, make_batch(), WHOLE, num_tokens=NUM_TOKENS)
@@ -229,35 +234,37 @@ def test_pushed_weights_are_held_and_agree_with_the_engine(talkative, device, fl
     samples = rollout.generate(prompts(), SamplingParams(RESPONSE, n=4))
     log_probs = engine.forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
     worst = ((log_probs - samples.batch["rollout_log_probs"]) * samples.batch["response_mask"]).abs().max().item()
-    say(f"{dtype}: log-probs of the rollout against the engine's, largest difference", f"{worst:.1e}")
+    record_figure(f"{dtype}: log-probs of the rollout against the engine's, largest difference", f"{worst:.1e}")
     assert worst < ROLLOUT_BOUND[dtype]
 
 
-def test_damage_on_the_device_is_found(talkative, device):
-    rollout = hf_rollout(talkative, device)
+def test_health_detects_damage_on_the_device(varied_model, device):
+    rollout = hf_rollout(varied_model, device)
     with torch.no_grad():
         rollout._model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-3
     assert rollout.health().version is None
 
 
-def test_a_sleeping_rollout_gives_its_memory_away_and_wakes_as_it_was(heavy, device, held_bytes, say):
-    rollout = hf_rollout(heavy, device)
+def test_a_sleeping_rollout_releases_its_memory_and_generates_the_same_afterwards(
+    large_model, device, allocated_bytes, record_figure
+):
+    rollout = hf_rollout(large_model, device)
     before = rollout.generate(prompts(), SamplingParams(RESPONSE)).batch["responses"]
     num_bytes = sum(tensor.nbytes for tensor in rollout._model.parameters())
-    held = [held_bytes()]
+    counts = [allocated_bytes()]
     rollout.sleep()
-    held.append(held_bytes())
-    say(
+    counts.append(allocated_bytes())
+    record_figure(
         f"device memory with a rollout awake and asleep ({num_bytes / MB:.1f} MB of weights)",
-        f"{held[0] / MB:.1f}, {held[1] / MB:.1f} MB",
+        f"{counts[0] / MB:.1f}, {counts[1] / MB:.1f} MB",
     )
-    assert held[0] - held[1] >= num_bytes
+    assert counts[0] - counts[1] >= num_bytes
     assert not rollout.health().awake
     rollout.wake_up()
     assert torch.equal(rollout.generate(prompts(), SamplingParams(RESPONSE)).batch["responses"], before)
 
 
-def test_a_batch_on_the_device_arrives_on_the_cpu(device):
+def test_a_batch_on_the_device_is_unpickled_on_the_cpu(device):
     batch = make_batch().to(device)
     batch.batch["half"] = batch.batch["advantages"].bfloat16()
     arrived = pickle.loads(pickle.dumps(batch, protocol=5))
@@ -268,9 +275,9 @@ def test_a_batch_on_the_device_arrives_on_the_cpu(device):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_a_whole_run_in_one_process(tmp_path, tiny_qwen2, device, dtype, say):
-    """The one with dtype=auto (bfloat16 on CUDA) also packs, recomputes and offloads."""
-    saving = {
+def test_a_complete_run_in_one_process(tmp_path, tiny_qwen2, device, dtype, record_figure):
+    """The run with dtype=auto (bfloat16 on CUDA) also packs, recomputes and offloads."""
+    memory_settings = {
         "actor_rollout_ref__model__use_remove_padding": True,
         "actor_rollout_ref__model__enable_gradient_checkpointing": True,
         "actor_rollout_ref__actor__fsdp_config__param_offload": True,
@@ -282,13 +289,13 @@ def test_a_whole_run_in_one_process(tmp_path, tiny_qwen2, device, dtype, say):
         trainer__device=device,
         actor_rollout_ref__actor__fsdp_config__dtype=dtype,
         actor_rollout_ref__rollout__dtype=dtype,
-        **saving if dtype == "auto" else {},
+        **memory_settings if dtype == "auto" else {},
     )
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
     worst = max(row["training/rollout_log_probs_diff_max"] for row in rows[1:])
     seconds = rows[2]["timing_s/step"]
-    say(
+    record_figure(
         f"two GRPO steps with trainer.backend=local, {dtype}: rollout against trainer, second step",
         f"{worst:.1e}, {seconds:.2f} s",
     )

@@ -1,6 +1,6 @@
-"""A rollout beside an actor on one device: asleep from its start to the first push, and again while the actor trains.
+"""A rollout on the actor's device sleeps from its start to the first push, and while the actor trains.
 
-GPU_TESTS_ON=cpu runs it on the CPU, where the hf rollout has nothing to give away and stays awake.
+With GPU_TESTS_ON=cpu the `hf` rollout has no memory to release and stays awake.
 """
 
 import pytest
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def test_a_rollout_is_awake_only_between_a_push_and_the_training_that_follows(tmp_path, tiny_qwen2, device, caplog):
-    words = settings(tmp_path, tiny_qwen2, trainer__device=device)
-    config = load_config(PPOConfig, words, program="memory", config_name="ppo_trainer")
+    overrides = settings(tmp_path, tiny_qwen2, trainer__device=device)
+    config = load_config(PPOConfig, overrides, program="memory", config_name="ppo_trainer")
     group = LocalWorkerGroup(
         None, RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor_rollout"), role="actor_rollout"
     )
@@ -27,22 +27,22 @@ def test_a_rollout_is_awake_only_between_a_push_and_the_training_that_follows(tm
     awake = [group.rollout_health()[0].awake]
     policy.push_weights(1)
     awake.append(group.rollout_health()[0].awake)
-    policy.rest()
+    policy.sleep_rollout()
     awake.append(group.rollout_health()[0].awake)
     policy.push_weights(2)
     awake.append(group.rollout_health()[0].awake)
     assert awake == [on_cpu, True, on_cpu, True]
-    assert "went to sleep and freed" not in caplog.text
+    assert "sleep() freed" not in caplog.text
 
 
 def test_a_run_in_one_process_puts_its_rollout_to_sleep(tmp_path, tiny_qwen2, device, monkeypatch):
-    """The worker is the real one; only its calls are counted."""
-    slept, sleep = [], ActorRolloutRefWorker.rollout_sleep
+    """The worker is real; only its calls are recorded."""
+    awake_before_sleep, sleep = [], ActorRolloutRefWorker.rollout_sleep
 
-    def counted(worker):
-        slept.append(worker.rollout.health().awake)
+    def recorded(worker):
+        awake_before_sleep.append(worker.rollout.health().awake)
         return sleep(worker)
 
-    monkeypatch.setattr(ActorRolloutRefWorker, "rollout_sleep", counted)
+    monkeypatch.setattr(ActorRolloutRefWorker, "rollout_sleep", recorded)
     train(tmp_path, tiny_qwen2, trainer__device=device, trainer__total_training_steps=2)
-    assert slept == ([] if device == "cpu" else [True, True])
+    assert awake_before_sleep == ([] if device == "cpu" else [True, True])

@@ -1,4 +1,4 @@
-"""Each data source has its judge."""
+"""Each data source has its score function."""
 
 import subprocess
 import sys
@@ -26,17 +26,17 @@ def test_dapo_sources_return_score_and_accuracy(source):
     assert default_compute_score(source, "Answer: 7", "7") == {"score": 1.0, "acc": True, "pred": "7"}
 
 
-def test_keyword_arguments_reach_the_judge():
+def test_keyword_arguments_reach_the_score_function():
     assert default_compute_score("openai/gsm8k", "#### 1", "2", None, format_score=0.25) == 0.25
 
 
-def test_unknown_source_names_the_known_ones_and_the_way_out():
+def test_the_error_for_an_unknown_source_lists_the_known_ones_and_the_setting():
     with pytest.raises(NotImplementedError, match="custom_reward_function.path") as caught:
         default_compute_score("my/data", "", "")
     assert "'my/data'" in str(caught.value) and all(source in str(caught.value) for source in DATA_SOURCES)
 
 
-def test_importing_the_judges_loads_no_sympy_torch_or_hybridrl():
+def test_importing_the_score_functions_loads_no_sympy_torch_or_hybridrl():
     code = (
         "import sys, reward_score; print([name for name in ('sympy', 'math_verify', 'torch', 'ray', "
         "'hybridrl') if name in sys.modules])"

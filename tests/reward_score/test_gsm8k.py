@@ -1,4 +1,4 @@
-"""GSM8K's judge, by hand and on the dataset's own solutions."""
+"""GSM8K's score function, by hand and on the dataset's own solutions."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The judges of competition mathematics, by hand and on the MATH test split's own solutions."""
+"""The score functions of competition mathematics, by hand and on the MATH test split's own solutions."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_reference_answers_are_equal_to_themselves_as_mathematics_and_not_to_the
         ("34", None, -1.0),
     ],
 )
-def test_dapo_judges_the_answer_line(text, pred, score):
+def test_dapo_scores_the_answer_line(text, pred, score):
     result = math_dapo.compute_score(text, "34")
     assert result["score"] == score and result["acc"] is (score > 0)
     assert result["pred"] == pred

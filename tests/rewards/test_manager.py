@@ -1,4 +1,4 @@
-"""Reward managers: numbers by hand, failures that are masked and counted, and the way from a config to a manager."""
+"""Reward managers: numbers worked out by hand, masked and counted failures, and the way from a config to a manager."""
 
 import logging
 import os
@@ -34,12 +34,13 @@ def tokenizer():
 
 
 def make_batch(texts: list[str], *, truths: list[str] | None = None, sources: list[str] | None = None) -> DataProto:
-    """Return a batch as generation leaves it: prompt "what" left-padded to 3, responses with EOS right-padded with
-    garbage to 6.
+    """Return a batch as generation leaves it.
+
+    Prompt "what" is left-padded to 3; responses with EOS are right-padded to 6 with tokens that must never be read.
     """
     rows = len(texts)
     tokens = [[WORDS.index(word) for word in text.split()] + [EOS] for text in texts]
-    garbage = WORDS.index("6")  # behind the end, where the mask is 0: must never be read
+    garbage = WORDS.index("6")  # after the end, where the mask is 0: must never be read
     responses = torch.tensor([row + [garbage] * (WIDTH - len(row)) for row in tokens])
     response_mask = torch.tensor([[1] * len(row) + [0] * (WIDTH - len(row)) for row in tokens])
     prompts = torch.tensor([[PAD, PAD, WORDS.index("what")]] * rows)
@@ -75,7 +76,7 @@ def manager(tokenizer):
 
 @pytest.fixture
 def scripted():
-    """A reward function that travels by value: by name, its process would import this module and torch with it."""
+    """A function pickled by value. By name, its process would import this module and with it torch."""
 
     def score(data_source, solution_str, ground_truth, extra_info):
         if solution_str == "boom":
@@ -87,7 +88,7 @@ def scripted():
     return score
 
 
-def test_score_stands_on_the_last_valid_token_and_nowhere_else(manager):
+def test_the_score_is_on_the_last_valid_token_only(manager):
     output = manager()(make_batch(["#### 5", "#### 6", "what what #### 5", "5"]))
     # lengths with EOS: 3, 3, 5, 2; scores of the built-in gsm8k judge: 1, 0, 1, 0 (no mark)
     expected = torch.zeros(4, WIDTH)
@@ -113,7 +114,7 @@ def test_the_function_gets_source_text_truth_and_info_of_its_row(manager):
     assert output.extra == {"seen": [("a", "5 6", "7", {"row": 0}), ("b", "6", "8", {"row": 1})]}
 
 
-def test_failed_samples_are_masked_counted_and_named(manager, caplog, scripted):
+def test_failed_samples_are_masked_counted_and_logged(manager, caplog, scripted):
     with caplog.at_level(logging.WARNING):
         output = manager(scripted, timeout_s=0.5)(
             make_batch(["5", "boom", "hang", "6 6"], sources=["a", "b", "c", "d"])
@@ -129,10 +130,10 @@ def test_failed_samples_are_masked_counted_and_named(manager, caplog, scripted):
     boom, hang, count = [record.getMessage() for record in caplog.records]
     assert "data_source=b index=101" in boom and "RuntimeError: it went wrong" in boom
     assert "data_source=c index=102" in hang and "not done after 0.5 s" in hang
-    assert count == "no reward for 2 of 4 samples"
+    assert count == "no reward for 2 of 4 samples; they are left out of the loss"
 
 
-def test_each_reason_is_named_once(manager, caplog, scripted):
+def test_each_reason_is_logged_once(manager, caplog, scripted):
     with caplog.at_level(logging.WARNING):
         output = manager(scripted)(make_batch(["boom"] * 50))
     assert output.metrics["reward/num_failed"] == 50 and not output.valid.any()
@@ -152,7 +153,7 @@ def test_each_reason_is_named_once(manager, caplog, scripted):
         ([1.0], "it returned a list"),
     ],
 )
-def test_what_is_no_finite_number_is_the_samples_error_not_a_zero(manager, caplog, returned, reason):
+def test_a_result_that_is_no_finite_number_is_an_error_and_not_a_zero(manager, caplog, returned, reason):
     output = manager(lambda **_: returned)(make_batch(["5"]))
     assert output.valid.tolist() == [False]
     assert output.metrics["reward/error_ratio"] == 1.0
@@ -173,20 +174,20 @@ def test_an_async_function_is_a_reward_function(manager):
 
 
 def judged_by_model(texts: list[str], scores: list[float]) -> DataProto:
-    """A batch with a reward model's scores; texts are of one token, so their last is the second."""
+    """Return a batch with a reward model's scores. Texts have one token, so with EOS the last is the second."""
     batch = make_batch(texts)
     batch.batch["rm_scores"] = torch.tensor([[0.0, score, 0, 0, 0, 0] for score in scores])
     return batch
 
 
-def test_without_a_function_of_ones_own_rm_scores_are_the_reward_and_rows_with_nan_are_not_valid(manager):
+def test_without_a_custom_function_rm_scores_are_the_reward_and_rows_with_nan_are_invalid(manager):
     output = manager()(judged_by_model(["5", "5"], [0.25, float("nan")]))
     assert output.reward_tensor.tolist() == [[0, 0.25, 0, 0, 0, 0], [0.0] * 6]
     assert output.valid.tolist() == [True, False] and output.metrics["reward/error_ratio"] == 0.5
 
 
 @pytest.mark.parametrize("validate", [False, True])
-def test_a_function_of_ones_own_decides_and_may_read_the_reward_models_score(manager, validate):
+def test_a_custom_function_decides_and_may_read_the_reward_models_score(manager, validate):
     def halved(data_source, solution_str, ground_truth, extra_info):
         return extra_info["rm_score"] / 2 + extra_info["row"]
 
@@ -238,7 +239,7 @@ def test_reward_fn_key_names_the_column_of_the_source(manager):
     assert manager(reward_fn_key="task")(batch).reward_tensor.sum() == 1.0
 
 
-def test_unknown_data_source_is_told_with_the_known_ones(manager, caplog):
+def test_the_error_for_an_unknown_data_source_lists_the_known_ones(manager, caplog):
     output = manager()(make_batch(["#### 5"], sources=["mine"]))
     assert not output.valid.any() and "data_source='mine'" in caplog.text and "openai/gsm8k" in caplog.text
 
@@ -292,7 +293,7 @@ def test_batch_manager_needs_a_function(manager):
         manager(cls=BatchRewardManager)
 
 
-def test_dapo_penalty_by_hand(manager):
+def test_the_dapo_penalty_equals_numbers_worked_out_by_hand(manager):
     # limit 6, buffer 4, factor 0.5: no penalty up to 2 tokens, then 1/4 * 0.5 for each token more
     buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=0.5)
     dapo = manager(lambda **_: 1.0, cls=DAPORewardManager, max_response_length=6, overlong_buffer=buffer)
@@ -381,7 +382,7 @@ def test_config_with_a_module_uses_its_compute_score(loaded):
     )
 
 
-def test_functions_that_cannot_be_used_are_refused_with_key_value_and_way_out(loaded, tmp_path):
+def test_functions_that_cannot_be_used_are_rejected_with_key_value_and_fix(loaded, tmp_path):
     (tmp_path / "mine.py").write_text("def other(data_source, solution_str, ground_truth, extra_info, bonus): return 0")
     (tmp_path / "broken.py").write_text("import no_such_thing")
     (tmp_path / "typo.py").write_text("def compute_score(:\n")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rewards.function_address import ScoreFunction
-from hybridrl.rewards.process_pool import ScoreProcesses
+from hybridrl.rewards.function_address import FunctionAddress
+from hybridrl.rewards.process_pool import ScoreProcessPool
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 0.5  # of the calls that are meant to run into it; generous for a trivial call on a busy machine
@@ -71,8 +71,8 @@ def pool(path):
     pools = []
 
     def start(name="answer", *, timeout_s=30.0, num_processes=1, **kwargs):
-        function = ScoreFunction(path, name, kwargs=kwargs, arguments=("what",))
-        pools.append(ScoreProcesses(function, num_processes=num_processes, timeout_s=timeout_s))
+        function = FunctionAddress(path, name, kwargs=kwargs, arguments=("what",))
+        pools.append(ScoreProcessPool(function, num_processes=num_processes, timeout_s=timeout_s))
         return pools[-1]
 
     yield start
@@ -145,7 +145,7 @@ def test_finished_calls_of_a_chunk_are_not_run_again(pool, tmp_path):
             time.sleep(600)
         return what
 
-    scores = ScoreProcesses(ScoreFunction.of(record, arguments=("what",)), timeout_s=LIMIT_S)
+    scores = ScoreProcessPool(FunctionAddress.of(record, arguments=("what",)), timeout_s=LIMIT_S)
     scores.map([{"what": "."}] * 50)  # now chunks are large
     results = scores.map([{"what": letter} for letter in "abhcd"])
     scores.close()
@@ -173,7 +173,7 @@ def test_a_call_that_takes_its_process_down_fails_alone(pool, crash, reason):
     assert [(result.failure, result.reason) for result in results if result.failure] == [("error", reason)] * 2
 
 
-def test_exceptions_are_reasons_in_one_line_with_their_place_and_keep_the_process(pool, path):
+def test_exceptions_become_one_line_reasons_with_their_location_and_keep_the_process(pool, path):
     scores = pool()
     results = scores.map([call("pid"), call("raise"), call("leave"), call("unreadable"), call("pid")])
     assert [result.failure for result in results] == [None, "error", "error", "error", None]
@@ -211,7 +211,7 @@ def test_large_arguments_and_results_pass(pool):
 def test_a_process_that_is_stopped_in_the_middle_of_a_transfer_is_replaced(pool):
     scores = pool(timeout_s=1.0)
     (pid,) = (result.value for result in scores.map([call("pid")]))
-    time.sleep(0.3)  # it says that it is idle only after its last result
+    time.sleep(0.3)  # it reports that it is idle only after its last result
     os.kill(pid, signal.SIGSTOP)
     results = scores.map([call("echo", "a" * 3_000_000), call("echo", 2)])
     assert [(result.failure, result.value) for result in results] == [("timeout", None), (None, 2)]
@@ -239,19 +239,19 @@ def test_cheap_calls_do_not_cost_a_round_trip_each(pool):
 @pytest.mark.parametrize(
     ("function", "kind", "reason"),
     [
-        (ScoreFunction("missing.py"), "path", "no such file"),
-        (ScoreFunction("missing_package.module"), "path", "no such module"),
-        (ScoreFunction("reward_score.gsm8k", "nothing"), "name", "extract_solution, normalise, compute_score"),
-        (ScoreFunction("reward_score.gsm8k"), "signature", "data_source"),
+        (FunctionAddress("missing.py"), "path", "no such file"),
+        (FunctionAddress("missing_package.module"), "path", "no such module"),
+        (FunctionAddress("reward_score.gsm8k", "nothing"), "name", "extract_solution, normalise, compute_score"),
+        (FunctionAddress("reward_score.gsm8k"), "signature", "data_source"),
         (
-            ScoreFunction("reward_score", "default_compute_score", kwargs={"solution_str": 1}),
+            FunctionAddress("reward_score", "default_compute_score", kwargs={"solution_str": 1}),
             "signature",
             "solution_str",
         ),
     ],
 )
-def test_a_function_that_cannot_be_used_is_told_before_any_call(function, kind, reason):
-    scores = ScoreProcesses(function, num_processes=2)
+def test_a_function_that_cannot_be_used_is_reported_before_any_call(function, kind, reason):
+    scores = ScoreProcessPool(function, num_processes=2)
     failure = scores.check()
     assert failure.kind == kind and reason in failure.reason
     (result,) = scores.map([{}])
@@ -259,13 +259,13 @@ def test_a_function_that_cannot_be_used_is_told_before_any_call(function, kind, 
     assert result.failure == "error" and failure.reason in result.reason
 
 
-def test_a_file_that_fails_or_dies_while_loading_is_told(tmp_path):
+def test_a_file_that_fails_or_dies_while_loading_is_reported(tmp_path):
     for code, reason in (
         ("import no_such_thing", "No module named 'no_such_thing'"),
         ("import os; os._exit(5)", "exit status 5"),
     ):
         (tmp_path / "broken.py").write_text(code)
-        failure = ScoreProcesses(ScoreFunction(str(tmp_path / "broken.py"))).check()
+        failure = ScoreProcessPool(FunctionAddress(str(tmp_path / "broken.py"))).check()
         assert failure.kind == "import" and reason in failure.reason
 
 
@@ -278,8 +278,8 @@ def test_close_leaves_no_process_and_the_next_call_starts_new_ones(pool):
     assert pid not in pids
 
 
-def test_a_pool_that_is_forgotten_leaves_no_process(path):
-    scores = ScoreProcesses(ScoreFunction(path, "answer", arguments=("what",)))
+def test_a_pool_that_is_garbage_collected_leaves_no_process(path):
+    scores = ScoreProcessPool(FunctionAddress(path, "answer", arguments=("what",)))
     (pid,) = (result.value for result in scores.map([call("pid")]))
     del scores
     assert wait_until_gone([pid], 5) == []
@@ -287,8 +287,8 @@ def test_a_pool_that_is_forgotten_leaves_no_process(path):
 
 PARENT = """
 import sys, threading, time
-from hybridrl.rewards.process_pool import ScoreProcesses
-from hybridrl.rewards.function_address import ScoreFunction
+from hybridrl.rewards.process_pool import ScoreProcessPool
+from hybridrl.rewards.function_address import FunctionAddress
 
 def compute(what):
     import os
@@ -296,8 +296,8 @@ def compute(what):
     while what == "loop":
         pass
 
-function = ScoreFunction.of(compute, arguments=("what",))
-idle, busy = (ScoreProcesses(function, timeout_s=600) for _ in range(2))
+function = FunctionAddress.of(compute, arguments=("what",))
+idle, busy = (ScoreProcessPool(function, timeout_s=600) for _ in range(2))
 idle.map([{"what": "idle"}])
 if sys.argv[1] == "end":
     sys.exit()
@@ -307,7 +307,7 @@ time.sleep(600)
 
 
 def start_parent(how: str, end: str, folder: Path) -> subprocess.Popen:
-    """Start PARENT as a script, from `-c` or from standard input: what `__main__` is differs."""
+    """Start PARENT as a script, from `-c` or from standard input; `__main__` differs between them."""
     (folder / "parent.py").write_text(PARENT)
     command = {"script": [str(folder / "parent.py")], "-c": ["-c", PARENT], "stdin": ["-"]}[how]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

@@ -1,6 +1,4 @@
-"""Agent loops on a policy that says what the test wants: turns, masks, tools and their mistakes, and
-what is refused.
-"""
+"""Agent loops on a policy with scripted turns: turns, masks, tools and their errors, and rejected settings."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.serving.agent_loop.base import AgentLoopOutput, AgentSetting, agent_loop
+from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput, lookup_agent_loop
 from hybridrl.serving.agent_loop.tools import call_tool, function_tool, load_tools
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
@@ -23,7 +21,7 @@ def add(a: int, b: int) -> int:
 
 
 @function_tool
-async def later(text: str) -> dict:
+async def echo(text: str) -> dict:
     await asyncio.sleep(0)
     return {"text": text}
 
@@ -33,51 +31,54 @@ def breaks() -> None:
     raise ZeroDivisionError("of its own")
 
 
-TOOLS = {"add": add, "later": later, "breaks": breaks}
+TOOLS = {"add": add, "echo": echo, "breaks": breaks}
 
 
 @dataclass
 class Script:
-    """A policy whose turns are written down: texts, each ended by the end token."""
+    """A policy with scripted turns: texts, each ended by the end token."""
 
     tokenizer: object
     turns: list[str]
-    asked: list[Request] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        self.asked.append(request)
-        tokens = [*self.tokenizer.encode(self.turns[len(self.asked) - 1]), self.tokenizer.eos_token_id]
+        self.requests.append(request)
+        tokens = [*self.tokenizer.encode(self.turns[len(self.requests) - 1]), self.tokenizer.eos_token_id]
         kept = tokens[: request.sampling.max_new_tokens]
         assert conversation == "r"
         return TokenOutput(
-            request.request_id, kept, [-0.5] * len(kept), "stop" if kept == tokens else "length", len(self.asked)
+            request.request_id, kept, [-0.5] * len(kept), "stop" if kept == tokens else "length", len(self.requests)
         )
 
 
 def run(tokenizer, turns: list[str], *, length: int = 200, name: str = "tool_agent", max_turns: int | None = None):
     policy, sampling = Script(tokenizer, turns), SamplingParams(length)
-    loop = agent_loop(name)(AgentSetting(tokenizer, length, TOOLS, max_turns))
+    loop = lookup_agent_loop(name)(AgentLoopContext(tokenizer, length, TOOLS, max_turns))
     output = asyncio.run(loop.run(sampling, request=Request("r", PROMPT, sampling, 5), client=policy))
     return output, policy
 
 
-def spoken(tokenizer, output: AgentLoopOutput) -> tuple[str, str]:
-    """What the policy said, and what was said to it."""
+def split_text(tokenizer, output: AgentLoopOutput) -> tuple[str, str]:
+    """Return the text of the policy, and the text of tools."""
     pairs = list(zip(output.response_ids, output.response_mask, strict=True))
-    return tuple(tokenizer.decode([token for token, mask in pairs if mask == who]) for who in (1, 0))
+    return tuple(tokenizer.decode([token for token, mask in pairs if mask == sampled]) for sampled in (1, 0))
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
-def test_a_call_is_answered_and_the_policy_goes_on(tiny_tokenizer):
+def test_a_call_is_answered_and_the_policy_continues(tiny_tokenizer):
     output, policy = run(tiny_tokenizer, [f"Let me see. {CALL}", "It is 5."])
-    said, told = spoken(tiny_tokenizer, output)
-    assert said == f"Let me see. {CALL}<|im_end|>It is 5.<|im_end|>"
-    assert told == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    sampled, observed = split_text(tiny_tokenizer, output)
+    assert sampled == f"Let me see. {CALL}<|im_end|>It is 5.<|im_end|>"
+    assert observed == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert output.prompt_ids == list(PROMPT) and output.num_turns == 4 and output.version == 1
-    first, second = policy.asked
-    assert second.prompt_ids == (*PROMPT, *output.response_ids[: second.num_done])  # the very tokens, not encoded again
+    first, second = policy.requests
+    assert second.prompt_ids == (
+        *PROMPT,
+        *output.response_ids[: second.num_done],
+    )  # the sampled tokens, not encoded again
     assert first.seed == second.seed and first.num_done == 0 and second.num_done == len(second.prompt_ids) - len(PROMPT)
     assert [lp for lp, m in zip(output.response_logprobs, output.response_mask, strict=True) if m] == [-0.5] * sum(
         output.response_mask
@@ -97,7 +98,7 @@ def test_the_whole_conversation_reads_as_the_chat_template_writes_it(tiny_tokeni
 def test_two_calls_of_one_turn_are_answered_in_their_order(tiny_tokenizer):
     second = CALL.replace("2", "40")
     output, _ = run(tiny_tokenizer, [CALL + second, "done"])
-    assert spoken(tiny_tokenizer, output)[1].split("<|im_start|>tool\n")[1:] == [
+    assert split_text(tiny_tokenizer, output)[1].split("<|im_start|>tool\n")[1:] == [
         "5<|im_end|>\n",
         "43<|im_end|>\n<|im_start|>assistant\n",
     ]
@@ -106,18 +107,18 @@ def test_two_calls_of_one_turn_are_answered_in_their_order(tiny_tokenizer):
 @pytest.mark.parametrize(
     "body, answer",
     [
-        ('{"name": "sub", "arguments": {}}', "there is no tool 'sub'; there are add, breaks, later"),
+        ('{"name": "sub", "arguments": {}}', "there is no tool 'sub'; there are add, breaks, echo"),
         ('{"name": "add", "arguments": {"a": 1}}', "TypeError: missing a required argument: 'b'"),
         ('{"name": "breaks"}', "ZeroDivisionError: of its own"),
         ('{"name": "add", "arguments": [1, 2]}', "this is no tool call"),
         ("add 1 and 2", "this is no tool call (JSONDecodeError"),
         ("[1]", "this is no tool call"),
-        ('{"name": "later", "arguments": {"text": "x"}}', '{"text": "x"}'),
+        ('{"name": "echo", "arguments": {"text": "x"}}', '{"text": "x"}'),
     ],
 )
 def test_a_call_that_fails_is_an_answer(tiny_tokenizer, body, answer):
     output, _ = run(tiny_tokenizer, [f"<tool_call>{body}</tool_call>", "Sorry."])
-    assert answer in spoken(tiny_tokenizer, output)[1] and output.num_turns == 4
+    assert answer in split_text(tiny_tokenizer, output)[1] and output.num_turns == 4
 
 
 def test_turns_and_length_are_limits(tiny_tokenizer):
@@ -125,12 +126,12 @@ def test_turns_and_length_are_limits(tiny_tokenizer):
     turn = len(tiny_tokenizer.encode(CALL)) + 1
     cut, _ = run(tiny_tokenizer, [CALL], length=turn - 1)
     assert len(cut.response_ids) == turn - 1 and cut.num_turns == 2
-    full, _ = run(tiny_tokenizer, [CALL], length=turn + 2)  # no room for the answer
+    full, _ = run(tiny_tokenizer, [CALL], length=turn + 2)  # the answer does not fit
     assert len(full.response_ids) == turn and set(full.response_mask) == {1}
 
 
-def test_a_tool_that_never_answers_is_given_up(monkeypatch):
-    monkeypatch.setattr("hybridrl.serving.agent_loop.tools.TIMEOUT_S", 0.05)
+def test_a_tool_that_never_answers_times_out(monkeypatch):
+    monkeypatch.setattr("hybridrl.serving.agent_loop.tools.TOOL_TIMEOUT_S", 0.05)
 
     @function_tool
     async def forever() -> None:
@@ -139,7 +140,7 @@ def test_a_tool_that_never_answers_is_given_up(monkeypatch):
     assert asyncio.run(call_tool({"forever": forever}, "forever", {})) == "Error: forever did not answer within 0.05 s"
 
 
-def test_tools_come_from_a_file_and_mistakes_are_refused(tmp_path: Path, tiny_tokenizer):
+def test_tools_are_loaded_from_a_file_and_mistakes_are_rejected(tmp_path: Path, tiny_tokenizer):
     tools = (
         "from hybridrl.serving.agent_loop import function_tool\n@function_tool\ndef one():\n    return 1\ndef "
         "no(): ...\n"
@@ -151,9 +152,9 @@ def test_tools_come_from_a_file_and_mistakes_are_refused(tmp_path: Path, tiny_to
         load_tools(str(tmp_path / "none.py"), key="k")
     with pytest.raises(ConfigError, match="k=.*absent.py: no file"):
         load_tools(str(tmp_path / "absent.py"), key="k")
-    with pytest.raises(ConfigError, match="no agent loop 'tool_agnet'.*known: .*single_turn_agent, tool_agent"):
-        agent_loop("tool_agnet")
+    with pytest.raises(ConfigError, match="no agent loop 'tool_agnet'.*registered: .*single_turn_agent, tool_agent"):
+        lookup_agent_loop("tool_agnet")
     with pytest.raises(ConfigError, match="tool_agent needs tools"):
-        agent_loop("tool_agent")(AgentSetting(tiny_tokenizer, 10))
+        lookup_agent_loop("tool_agent")(AgentLoopContext(tiny_tokenizer, 10))
     with pytest.raises(ValueError, match="2 tokens, a mask of 1"):
         AgentLoopOutput([1], [2, 3], [1], [0.0, 0.0])

@@ -1,7 +1,6 @@
-"""The router on real replicas: what `pause`, `resume` and `abort` do to requests that are open, and a push of weights
-between them.
+"""The router on real replicas: `pause`, `resume` and `abort` with open requests, and a weight push in between.
 
-Two processes with the hf engine; each piece of work is a few tokens, so that a pause falls into a response.
+Two processes with the hf engine. Each slice of work is a few tokens, so that a pause falls into a response.
 """
 
 import asyncio
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from hybridrl.config.schema.workers import RolloutConfig
-from hybridrl.serving.continuation import joined, pieces
-from hybridrl.serving.router import GroupReplicas, Router
+from hybridrl.serving.continuation import generate_in_chunks, join_chunks
+from hybridrl.serving.router import GroupReplicas, ReplicaRouter
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.workers.replica import ReplicaWorker
@@ -29,23 +28,23 @@ REQUESTS = [Request(f"r{i}", tuple(range(40 + 3 * i, 52 + 5 * i)), SAMPLING, see
 
 
 class SlowReplica(ReplicaWorker):
-    """Works in pieces of four tokens and rests after each, so that a response takes seconds on any machine."""
+    """Works in slices of four tokens and sleeps after each, so that a response takes seconds on any machine."""
 
     def init_model(self) -> None:
-        batched_request_engine.PIECE_TOKENS = 4
+        batched_request_engine.CHUNK_TOKENS = 4
         super().init_model()
         engine = self._server.engine
         step = engine.step
 
-        def step_and_rest() -> list[TokenOutput]:
+        def step_and_sleep() -> list[TokenOutput]:
             done = step()
             time.sleep(0.15)
             return done
 
-        engine.step = step_and_rest
+        engine.step = step_and_sleep
 
     def add_noise(self, version: int) -> None:
-        """Other weights, the same in every process."""
+        """Load other weights, the same in every process."""
         from transformers import AutoModelForCausalLM
 
         weights = AutoModelForCausalLM.from_pretrained(self.rollout.setup.model_path, dtype=torch.float32).state_dict()
@@ -65,7 +64,7 @@ def setup(tiny_qwen2) -> RolloutSetup:
 
 @pytest.fixture(scope="module")
 def undisturbed(setup) -> dict[str, list[int]]:
-    """What one batched call of one rollout says."""
+    """The tokens of one batched call of one rollout."""
     keys = sequence_keys(torch.tensor([r.seed for r in REQUESTS]), 1)
     made = make_rollout("hf", setup).generate_tokens([list(r.prompt_ids) for r in REQUESTS], keys, SAMPLING)
     return {r.request_id: row.tolist() for r, row in zip(REQUESTS, made.tokens, strict=True)}
@@ -79,22 +78,22 @@ def group(ray_cluster, setup) -> Iterator[RayWorkerGroup]:
         yield group
 
 
-async def in_pieces(router: Router, request: Request) -> list[TokenOutput]:
-    return [piece async for piece in pieces(router, request)]
+async def collect_chunks(router: ReplicaRouter, request: Request) -> list[TokenOutput]:
+    return [chunk async for chunk in generate_in_chunks(router, request)]
 
 
-async def until_some_are_open(router: Router, *tasks: asyncio.Task) -> None:
-    """Wait until replicas have worked on something of these tasks for a moment."""
+async def until_some_are_open(router: ReplicaRouter, *tasks: asyncio.Task) -> None:
+    """Wait until replicas have worked on some of these tasks for a moment."""
     while not any(router.table.load(replica) for replica in range(2)):
-        assert not all(task.done() for task in tasks), "everything has been said already"
+        assert not all(task.done() for task in tasks), "all responses have ended already"
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.15)
 
 
-def test_a_response_that_was_paused_goes_on_with_the_tokens_of_an_undisturbed_one(group, undisturbed):
+def test_a_paused_response_continues_with_the_tokens_of_an_undisturbed_one(group, undisturbed):
     async def run() -> list[list[TokenOutput]]:
-        async with Router(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
-            tasks = [asyncio.create_task(in_pieces(router, request)) for request in REQUESTS]
+        async with ReplicaRouter(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
+            tasks = [asyncio.create_task(collect_chunks(router, request)) for request in REQUESTS]
             for _ in range(3):
                 await until_some_are_open(router, *tasks)
                 await router.pause()
@@ -103,21 +102,21 @@ def test_a_response_that_was_paused_goes_on_with_the_tokens_of_an_undisturbed_on
             return await asyncio.gather(*tasks)
 
     responses = {r.request_id: parts for r, parts in zip(REQUESTS, asyncio.run(run()), strict=True)}
-    assert {name: joined(name, parts).token_ids for name, parts in responses.items()} == undisturbed
+    assert {name: join_chunks(name, parts).token_ids for name, parts in responses.items()} == undisturbed
     cut = [part for parts in responses.values() for part in parts if part.finish_reason == "pause"]
     assert any(0 < len(part.token_ids) < LENGTH for part in cut)
-    assert all(parts[-1].finish_reason == "length" and joined(n, parts).mixed == () for n, parts in responses.items())
+    assert all(
+        parts[-1].finish_reason == "length" and join_chunks(n, parts).mixed == () for n, parts in responses.items()
+    )
 
 
-def test_a_push_during_a_pause_gives_the_rest_of_a_response_other_weights_and_says_so_token_by_token(
-    group, setup, undisturbed
-):
+def test_after_a_push_during_a_pause_the_rest_of_a_response_has_the_new_version_per_token(group, setup, undisturbed):
     request = REQUESTS[0]
 
     async def run() -> tuple[TokenOutput, int]:
         replicas = GroupReplicas(group, version=0, progress_timeout_s=60)
-        async with Router(replicas) as router:
-            task = asyncio.create_task(in_pieces(router, request))
+        async with ReplicaRouter(replicas) as router:
+            task = asyncio.create_task(collect_chunks(router, request))
             late = None
             await until_some_are_open(router, task)
             await router.pause()
@@ -129,7 +128,7 @@ def test_a_push_during_a_pause_gives_the_rest_of_a_response_other_weights_and_sa
             await asyncio.sleep(0.2)
             assert not late.done() and not task.done()
             router.resume()
-            return joined("r0", await task), (await late).version
+            return join_chunks("r0", await task), (await late).version
 
     try:
         whole, version_of_late = asyncio.run(run())
@@ -142,16 +141,16 @@ def test_a_push_during_a_pause_gives_the_rest_of_a_response_other_weights_and_sa
         whole.token_ids[:before] == undisturbed["r0"][:before]
         and whole.token_ids[before:] != undisturbed["r0"][before:]
     )
-    # The rest is what the new weights say after these tokens, wherever they were made.
+    # The rest are the tokens of the new weights after these tokens, on any process.
     rollout = make_rollout("hf", setup)
-    SlowReplica.add_noise(_Holding(rollout), 1)
+    SlowReplica.add_noise(_LocalWeights(rollout), 1)
     rest = rollout.generate_tokens(
         [[*request.prompt_ids, *whole.token_ids[:before]]], _key_at(request, before), SAMPLING
     )
     assert rest.tokens[0, : LENGTH - before].tolist() == whole.token_ids[before:]
 
 
-class _Holding(SlowReplica):
+class _LocalWeights(SlowReplica):
     """The same weights in this process."""
 
     def __init__(self, rollout):
@@ -162,13 +161,13 @@ def _key_at(request: Request, num_done: int) -> torch.Tensor:
     return replace(request, prompt_ids=(*request.prompt_ids, *[0] * num_done), num_done=num_done).key
 
 
-def test_an_aborted_request_answers_with_what_there_is_and_others_do_not_notice(group, undisturbed):
+def test_an_aborted_request_returns_its_tokens_so_far_and_others_are_unaffected(group, undisturbed):
     async def run() -> list[TokenOutput]:
-        async with Router(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
+        async with ReplicaRouter(GroupReplicas(group, version=0, progress_timeout_s=60)) as router:
             tasks = [asyncio.create_task(router.generate(request)) for request in REQUESTS]
             await until_some_are_open(router, *tasks)
             router.abort("r1")
-            router.abort("nobody")
+            router.abort("unknown")
             return await asyncio.gather(*tasks)
 
     outputs = {output.request_id: output for output in asyncio.run(run())}
@@ -180,9 +179,9 @@ def test_an_aborted_request_answers_with_what_there_is_and_others_do_not_notice(
     }
 
 
-def test_a_pause_with_nothing_open_returns_at_once_and_a_paused_router_can_end(group):
+def test_a_pause_without_open_requests_returns_at_once_and_a_paused_router_can_close(group):
     async def run() -> None:
-        router = Router(GroupReplicas(group, version=0, progress_timeout_s=60))
+        router = ReplicaRouter(GroupReplicas(group, version=0, progress_timeout_s=60))
         async with router:
             await asyncio.wait_for(router.pause(), 5)
             waiting = asyncio.create_task(router.generate(REQUESTS[0]))

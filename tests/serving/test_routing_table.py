@@ -1,6 +1,4 @@
-"""Where requests go: whatever happens, nothing goes to a replica that is out, nothing is lost, and nobody is
-overloaded.
-"""
+"""Routing invariants: no request goes to a lost replica, none gets lost, and no replica is overloaded."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,21 +7,21 @@ from hypothesis import strategies as st
 from hybridrl.serving.routing_table import BLOCK_TOKENS, RoutingTable
 
 PROMPTS = [tuple(range(i, i + length)) for i, length in [(0, 5), (0, 40), (0, 64), (100, 64), (200, 100)]]
-KINDS = st.sampled_from(["place", "place", "place", "finish", "lose", "restore"])
+KINDS = st.sampled_from(["assign", "assign", "assign", "finish", "mark_lost", "mark_healthy"])
 EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 40), st.integers(0, 4)), max_size=120)
 
 
 @settings(max_examples=200, deadline=None)
 @given(EVENTS, st.integers(1, 5))
-def test_every_request_is_open_on_one_healthy_replica_until_it_ends_or_is_handed_back(events, num_replicas):
+def test_every_request_is_open_on_one_healthy_replica_until_it_finishes_or_its_replica_is_lost(events, num_replicas):
     table, open_on, healthy = RoutingTable(num_replicas, slack=3), {}, set(range(num_replicas))
     for number, (event, which, prompt) in enumerate(events):
         replica = which % num_replicas
-        if event == "place":
+        if event == "assign":
             loads = {r: table.load(r) for r in healthy}
-            known = f"conversation {which % 7}"
-            before = table.home_of(known)
-            chosen = table.place(str(number), PROMPTS[prompt], conversation=known)
+            conversation = f"conversation {which % 7}"
+            before = table.replica_of_conversation(conversation)
+            chosen = table.assign(str(number), PROMPTS[prompt], conversation=conversation)
             assert (chosen in healthy) if healthy else chosen is None
             if chosen is None:
                 continue
@@ -36,62 +34,64 @@ def test_every_request_is_open_on_one_healthy_replica_until_it_ends_or_is_handed
             name = sorted(open_on)[which % len(open_on)]
             table.finish(name)
             del open_on[name]
-        elif event == "lose":
+        elif event == "mark_lost":
             healthy.discard(replica)
-            assert sorted(table.lose(replica)) == sorted(name for name, where in open_on.items() if where == replica)
+            assert sorted(table.mark_lost(replica)) == sorted(
+                name for name, where in open_on.items() if where == replica
+            )
             open_on = {name: where for name, where in open_on.items() if where != replica}
-        elif event == "restore":
+        elif event == "mark_healthy":
             healthy.add(replica)
-            table.restore(replica)
+            table.mark_healthy(replica)
         assert [table.load(r) for r in range(num_replicas)] == [
             sum(w == r for w in open_on.values()) for r in range(num_replicas)
         ]
         assert all(table.replica_of(name) == where for name, where in open_on.items()) and table.healthy == healthy
 
 
-def place_all(table: RoutingTable, prompts, start: int = 0) -> list[int | None]:
-    return [table.place(f"r{start + i}", prompt, conversation=f"c{start + i}") for i, prompt in enumerate(prompts)]
+def assign_all(table: RoutingTable, prompts, start: int = 0) -> list[int | None]:
+    return [table.assign(f"r{start + i}", prompt, conversation=f"c{start + i}") for i, prompt in enumerate(prompts)]
 
 
 def test_unrelated_requests_are_spread_evenly():
-    placed = place_all(RoutingTable(4), [(i,) * 20 for i in range(40)])
-    assert sorted(placed) == sorted(list(range(4)) * 10)
+    assigned = assign_all(RoutingTable(4), [(i,) * 20 for i in range(40)])
+    assert sorted(assigned) == sorted(list(range(4)) * 10)
 
 
 def test_samples_of_one_prompt_share_a_replica_until_it_is_busier_by_the_slack():
-    placed = place_all(RoutingTable(2, slack=4), [tuple(range(64))] * 12)
-    assert placed[:5] == [0] * 5  # the fifth finds 4 open there and none on the other
-    assert abs(placed.count(0) - placed.count(1)) <= 5
+    assigned = assign_all(RoutingTable(2, slack=4), [tuple(range(64))] * 12)
+    assert assigned[:5] == [0] * 5  # the fifth finds 4 open there and none on the other
+    assert abs(assigned.count(0) - assigned.count(1)) <= 5
 
 
-def test_a_shared_beginning_of_less_than_half_the_prompt_does_not_attract():
+def test_a_shared_prefix_of_less_than_half_the_prompt_is_ignored():
     system = tuple(range(BLOCK_TOKENS))
-    placed = place_all(RoutingTable(4), [(*system, *([1000 + i] * 60)) for i in range(4)])
-    assert sorted(placed) == [0, 1, 2, 3]
+    assigned = assign_all(RoutingTable(4), [(*system, *([1000 + i] * 60)) for i in range(4)])
+    assert sorted(assigned) == [0, 1, 2, 3]
 
 
-def test_a_replica_that_comes_back_is_not_flooded():
+def test_a_restored_replica_is_not_flooded():
     table = RoutingTable(3)
-    table.lose(2)
-    for i, _ in enumerate(place_all(table, [(i,) * 20 for i in range(30)])):
+    table.mark_lost(2)
+    for i, _ in enumerate(assign_all(table, [(i,) * 20 for i in range(30)])):
         table.finish(f"r{i}")
-    table.restore(2)
-    placed = place_all(table, [(500 + i,) * 20 for i in range(9)], start=100)
-    assert sorted(placed) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    table.mark_healthy(2)
+    assigned = assign_all(table, [(500 + i,) * 20 for i in range(9)], start=100)
+    assert sorted(assigned) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_a_conversation_moves_when_its_replica_is_lost_and_stays_where_it_went():
+def test_a_conversation_moves_when_its_replica_is_lost_and_stays_on_the_new_one():
     table = RoutingTable(3)
-    first = table.place("a", (1, 2), conversation="c")
-    assert table.lose(first) == ["a"]
-    second = table.place("a", (1, 2), conversation="c")
+    first = table.assign("a", (1, 2), conversation="c")
+    assert table.mark_lost(first) == ["a"]
+    second = table.assign("a", (1, 2), conversation="c")
     table.finish("a")
-    table.restore(first)
-    assert second != first and table.place("b", (1, 2, 3), conversation="c") == second
+    table.mark_healthy(first)
+    assert second != first and table.assign("b", (1, 2, 3), conversation="c") == second
 
 
 def test_a_request_cannot_be_open_twice():
     table = RoutingTable(1)
-    table.place("a", (1,), conversation="c")
+    table.assign("a", (1,), conversation="c")
     with pytest.raises(ValueError, match="request 'a' is open already, on replica 0"):
-        table.place("a", (1,), conversation="c")
+        table.assign("a", (1,), conversation="c")

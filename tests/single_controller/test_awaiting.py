@@ -1,12 +1,12 @@
-"""What is told of a worker that is dead, from what Ray reports of it."""
+"""How the death of a worker is described, from Ray's report or from the master's."""
 
 import time
 
 import pytest
 
 from hybridrl.errors import WorkerLost
-from hybridrl.single_controller.awaiting import in_words
-from hybridrl.single_controller.monitoring import lost_workers as losses
+from hybridrl.single_controller.awaiting import describe_exit_report
+from hybridrl.single_controller.monitoring.lost_workers import mark_lost
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from tests.support.single_controller.sample_workers import Adder
@@ -24,38 +24,38 @@ Worker exit detail: {detail} Some common causes include: \
 (1) the process was killed by the OOM killer due to high memory usage, (2) ray stop --force was called."""
 
 
-def test_a_process_that_is_killed_is_said_to_be():
+def test_a_killed_process_is_reported_as_killed():
     report = REPORT.format(
         kind="SYSTEM_ERROR", detail="Worker unexpectedly exits with a connection error code 2. End of file."
     )
-    assert in_words(report).startswith(
-        "its process (19260 on 192.0.2.2) ended without a word: it was killed by a signal, crashed or"
+    assert describe_exit_report(report).startswith(
+        "its process (19260 on 192.0.2.2) ended without a message: it was killed by a signal, crashed or"
     )
 
 
-def test_what_ray_knows_better_is_left_in_its_words_without_identifiers():
-    said = in_words(REPORT.format(kind="USER_ERROR", detail="Worker exits with an exit code 4."))
-    assert said.endswith("Worker exit type: USER_ERROR Worker exit detail: Worker exits with an exit code 4.")
-    assert "pid: 19260" in said and not any(name in said for name in ("actor_id", "namespace", "OOM killer"))
+def test_a_specific_report_of_ray_is_quoted_without_identifiers():
+    text = describe_exit_report(REPORT.format(kind="USER_ERROR", detail="Worker exits with an exit code 4."))
+    assert text.endswith("Worker exit type: USER_ERROR Worker exit detail: Worker exits with an exit code 4.")
+    assert "pid: 19260" in text and not any(name in text for name in ("actor_id", "namespace", "OOM killer"))
 
 
-def test_a_lost_node_is_said_to_be_and_a_connection_that_ended_leaves_open_what_is_gone():
+def test_a_lost_node_is_reported_and_a_closed_connection_leaves_open_what_is_gone():
     report = (
         REPORT.partition("The actor is dead")[0] + "The actor died because its node has died. Node Id: a03b37cc49a9"
     )
-    assert in_words(report) == "its node is gone (19260 on 192.0.2.2)"
+    assert describe_exit_report(report) == "its node is gone (19260 on 192.0.2.2)"
     report = (
         "The actor 3b06ee is unavailable: The actor is temporarily unavailable: RpcError: RPC error: Socket "
         "closed rpc_code: 14."
     )
-    assert in_words(report) == "the connection to its process has ended: it is gone, or its node is"
+    assert describe_exit_report(report) == "the connection to its process ended: the process or its node is gone"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_call_ends_at_once_when_its_worker_is_declared_lost_and_the_next_life_is_not_meant():
+def test_a_call_fails_at_once_when_its_worker_is_marked_lost_and_the_replacement_is_not_affected():
     with RayResourcePool([1]) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group:
-        losses.declare(group.workers[0]._actor_id.hex(), "its machine does not answer")
+        mark_lost(group.workers[0]._actor_id.hex(), "its machine does not answer")
         start = time.monotonic()
         with pytest.raises(WorkerLost) as caught:
             group.doze(30.0)

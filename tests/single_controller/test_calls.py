@@ -48,20 +48,20 @@ def test_a_coroutine_is_called_like_any_method(pair):
     assert caught.value.__notes__[0] in ("raised in pair-0, fail_async()", "raised in pair-1, fail_async()")
 
 
-def test_coroutines_of_one_worker_run_side_by_side(single):
+def test_coroutines_of_one_worker_run_concurrently(single):
     first, second = single.meet(1), single.meet(2)
     assert single.fetch(first) + single.fetch(second) == [1, 2]
 
 
-def test_a_method_with_threads_runs_beside_itself_and_beside_the_others(single):
+def test_a_method_with_threads_runs_concurrently_with_itself_and_with_the_others(single):
     start = time.monotonic()
-    asleep = [single.sleep_in_thread(1.0) for _ in range(4)]
+    sleeping = [single.sleep_in_thread(1.0) for _ in range(4)]
     assert single.variable("RANK") == ["0"] and time.monotonic() - start < 0.9
-    assert [single.fetch(answers) for answers in asleep] == [[0]] * 4
+    assert [single.fetch(outputs) for outputs in sleeping] == [[0]] * 4
     assert time.monotonic() - start < 3.5
 
 
-def test_a_future_with_other_shards_than_workers_is_cut_by_its_consumers(pair, single):
+def test_a_future_with_more_or_fewer_shards_than_workers_is_split_by_its_consumers(pair, single):
     future = pair.count_up(10)  # shards of 1 and 2 rows
     assert isinstance(future, DataProtoFuture) and len(future.futures) == 2
     assert xs(single.pass_on(future)) == [10, 11, 12]
@@ -71,43 +71,43 @@ def test_a_future_with_other_shards_than_workers_is_cut_by_its_consumers(pair, s
 
 
 def test_consumers_fetch_only_the_shards_that_hold_their_rows(pair):
-    pieces = pair.count_up(0).chunk(3)  # rows 0 | 1 2
-    assert all(isinstance(size, ray.ObjectRef) for size in pieces[0].sizes)
-    assert [xs(piece.get()) for piece in pieces] == [[0], [1], [2]]
-    known = DataProtoFuture(pieces[0].collect_fn, pieces[0].futures, fetch=pieces[0].fetch, sizes=[1, 2])
-    assert [len(piece.futures) for piece in known.chunk(3)] == [1, 1, 1]
+    chunks = pair.count_up(0).chunk(3)  # rows 0 | 1 2
+    assert all(isinstance(size, ray.ObjectRef) for size in chunks[0].sizes)
+    assert [xs(chunk.get()) for chunk in chunks] == [[0], [1], [2]]
+    with_sizes = DataProtoFuture(chunks[0].collect_fn, chunks[0].futures, fetch=chunks[0].fetch, sizes=[1, 2])
+    assert [len(chunk.futures) for chunk in with_sizes.chunk(3)] == [1, 1, 1]
 
 
-def test_a_broadcast_future_arrives_whole_and_unasked_for_it_stays_a_future(pair):
+def test_a_broadcast_future_is_fetched_whole_and_stays_a_future_without_materialize(pair):
     future = pair.count_up(0)
     assert pair.count_rows(future) == [3, 3]
     assert pair.kind(future.chunk(2)[0]) == ["DataProtoFuture"] * 2
 
 
 def test_any_method_can_be_called_without_waiting(pair):
-    future = pair.pass_on.later(DataProto.from_dict({"x": torch.arange(3)}))
+    future = pair.pass_on.submit(DataProto.from_dict({"x": torch.arange(3)}))
     assert isinstance(future, DataProtoFuture) and xs(pair.pass_on(future)) == [0, 1, 2]
-    assert pair.fetch(pair.variable.later("RANK")) == ["0", "1"]
+    assert pair.fetch(pair.variable.submit("RANK")) == ["0", "1"]
 
 
-def test_a_tensordict_is_cut_and_joined_like_a_batch(pair):
+def test_a_tensordict_is_split_and_joined_like_a_batch(pair):
     out = pair.double_tensordict(TensorDict({"x": torch.arange(5)}, batch_size=[5]))
     assert isinstance(out, TensorDict) and out["x"].tolist() == [0, 2, 4, 6, 8]
 
 
-def test_large_pieces_go_through_the_object_store_and_arrive_in_order(pair):
+def test_large_chunks_go_through_the_object_store_and_arrive_in_order(pair):
     x = torch.arange(4 * 1024 * 1024)  # 32 MiB, 16 for each
     assert torch.equal(pair.pass_on(DataProto.from_dict({"x": x})).batch["x"], x)
 
 
-def test_mesh_answers_come_in_the_order_of_the_rows_not_of_the_workers(pair):
+def test_mesh_outputs_are_in_the_order_of_the_rows_not_of_the_workers(pair):
     pair.announce_backwards()
     out = pair.rank_of_rows(DataProto.from_dict({"x": torch.arange(4)}))
     assert xs(out) == [0, 1, 2, 3] and out.batch["rank"].tolist() == [1, 1, 0, 0]
 
 
-def test_a_mesh_on_which_nobody_answers_for_some_rows_is_refused(pair):
-    pair.announce_nobody()
+def test_a_mesh_on_which_some_rows_are_not_collected_is_refused(pair):
+    pair.announce_rank_0_only()
     with pytest.raises(
         ValueError, match=r"mesh 'mute' of pair: exactly one worker of each data-parallel rank must be collected"
     ):
@@ -120,14 +120,14 @@ def test_a_direct_method_is_called_on_one_worker(pair):
         pair.direct(5)
 
 
-def test_the_environment_is_set_before_anything_is_imported(pair, single):
+def test_the_environment_is_set_before_any_import(pair, single):
     assert pair.variable("PLANTED") == ["here", "here"] and single.variable("PLANTED") == [None]
     assert pair.variable("WG_PREFIX") == ["calls", "calls"] and pair.variable("RAY_LOCAL_WORLD_SIZE") == ["2", "2"]
     assert pair.variable("MASTER_PORT") == [str(pair.master_port)] * 2
 
 
-def test_a_worker_knows_who_shares_its_process(single):
-    assert single.neighbours() == [["single"]]
+def test_a_worker_has_the_roles_in_its_process(single):
+    assert single.roles_in_process() == [["single"]]
 
 
 def test_processes_are_named_after_job_role_and_rank(pair):
@@ -136,8 +136,8 @@ def test_processes_are_named_after_job_role_and_rank(pair):
 
 
 def test_a_running_group_is_found_by_its_names_in_any_order(pair):
-    again = RayWorkerGroup.from_detached(worker_names=list(reversed(pair.worker_names)))
-    assert again.role == "pair" and again.process_ids == pair.process_ids and again.worker_names == pair.worker_names
-    assert again.sleep_async(0.0) == [0, 1]
+    found = RayWorkerGroup.from_detached(worker_names=list(reversed(pair.worker_names)))
+    assert found.role == "pair" and found.process_ids == pair.process_ids and found.worker_names == pair.worker_names
+    assert found.sleep_async(0.0) == [0, 1]
     handles = RayWorkerGroup.from_detached(worker_handles=pair.workers, role="pair")
     assert handles.process_ids == pair.process_ids

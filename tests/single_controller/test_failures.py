@@ -1,4 +1,4 @@
-"""What a caller is told when something goes wrong on the other side, and how soon."""
+"""Which error a caller gets when a worker, a node or the driver fails, and how soon."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def pool():
         yield pool
 
 
-def test_a_death_in_a_collective_is_told_as_a_death_and_not_as_its_echo(pool):
+def test_a_death_in_a_collective_is_reported_instead_of_the_errors_of_its_peers(pool):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="waiter") as group:
         group.sleep_async(0)
         victim = group.process_ids[1]
@@ -39,7 +39,7 @@ def test_a_death_in_a_collective_is_told_as_a_death_and_not_as_its_echo(pool):
             group.reduce_until_killed(1)
 
 
-def test_a_worker_that_gave_up_waiting_for_one_that_dies_is_its_echo_too(pool):
+def test_a_timeout_of_a_peer_is_taken_for_a_consequence_of_the_death(pool):
     with (
         RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group,
         pytest.raises(WorkerLost, match=r"worker adder-1 was lost while running give_up_on\(\)"),
@@ -47,20 +47,20 @@ def test_a_worker_that_gave_up_waiting_for_one_that_dies_is_its_echo_too(pool):
         group.give_up_on(1)
 
 
-def test_an_answer_that_died_with_its_worker_is_blamed_on_that_worker(pool):
+def test_a_result_that_is_lost_with_its_worker_is_attributed_to_that_worker(pool):
     recipe = RayClassWithInitArgs(Waiter)
     with (
         RayWorkerGroup(pool, recipe, role="maker", share=0.5) as maker,
         RayWorkerGroup(pool, recipe, role="user", share=0.5) as user,
     ):
-        asleep = maker.execute_rank_async(1, "sleep_in_thread", 30.0)
+        sleeping = maker.execute_rank_async(1, "sleep_in_thread", 30.0)
         made = maker.count_up(0)
         os.kill(maker.process_ids[1], signal.SIGKILL)
         with pytest.raises(WorkerLost, match="worker maker-1 was lost"):
-            user.pass_on(replace(made, futures=[made.futures[0], asleep]))
+            user.pass_on(replace(made, futures=[made.futures[0], sleeping]))
 
 
-def test_a_module_that_is_missing_over_there_is_an_import_error_with_an_address(pool, tmp_path, monkeypatch):
+def test_a_module_that_workers_cannot_import_is_an_import_error_with_an_address(pool, tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text(
         "from hybridrl.single_controller.worker import Worker\nclass Here(Worker): ...\n"
     )
@@ -72,14 +72,14 @@ def test_a_module_that_is_missing_over_there_is_an_import_error_with_an_address(
     assert caught.value.__notes__[0].startswith("raised in worker-")
 
 
-def test_a_group_that_could_not_start_leaves_no_process_and_its_place_free(pool):
+def test_a_group_that_could_not_start_leaves_no_process_and_frees_its_share(pool):
     with pytest.raises(ValueError, match="a mistake in the constructor"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Doubler, fail=True), role="doubler", name_prefix="again", share=1.0)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="doubler", name_prefix="again", share=1.0) as group:
         assert len(group.pid()) == 2
 
 
-def test_a_name_that_is_taken_says_what_to_do(pool):
+def test_the_error_for_a_name_in_use_says_what_to_do(pool):
     recipe = RayClassWithInitArgs(Doubler)
     with (
         RayWorkerGroup(pool, recipe, role="twin", name_prefix="same", share=0.5),
@@ -88,27 +88,27 @@ def test_a_name_that_is_taken_says_what_to_do(pool):
         RayWorkerGroup(pool, recipe, role="twin", name_prefix="same", share=0.5)
 
 
-def test_a_watched_group_tells_of_a_death_that_nobody_waited_for(pool):
-    told = []
+def test_a_liveness_check_reports_a_death_between_calls(pool):
+    reported = []
     with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="watched") as group:
-        group.start_worker_aliveness_check(0.1, on_lost=told.append)
+        group.start_worker_aliveness_check(0.1, on_lost=reported.append)
         os.kill(group.process_ids[1], signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while not told and time.monotonic() < deadline:
+        while not reported and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert [(lost.role, lost.rank) for lost in told] == [("watched", 1)]
+        assert [(lost.role, lost.rank) for lost in reported] == [("watched", 1)]
         with pytest.raises(WorkerLost, match="watched-1"):
             group.execute_rank(0, "variable", "RANK")
 
 
-def test_what_cannot_be_attached_to_is_named():
-    with pytest.raises(PlacementError, match="no worker process called 'nobody/actor-0'"):
+def test_attaching_names_a_missing_process_and_refuses_no_names():
+    with pytest.raises(PlacementError, match="no worker process named 'nobody/actor-0'"):
         RayWorkerGroup.from_detached(worker_names=["nobody/actor-0"])
-    with pytest.raises(ValueError, match="say which processes"):
+    with pytest.raises(ValueError, match="name the processes: worker_names="):
         RayWorkerGroup.from_detached()
 
 
-def test_half_a_group_is_refused(pool):
+def test_attaching_to_half_of_a_group_is_refused(pool):
     with (
         RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="half", name_prefix="half") as group,
         pytest.raises(PlacementError, match=r"are the ranks \[0\] of 2; name every process of the group once"),
@@ -124,27 +124,27 @@ def processes_of(job: str) -> list[str]:
     ]
 
 
-def test_ctrl_c_ends_a_driver_that_waits_and_leaves_no_process_and_no_reservation(tmp_path):
+def test_ctrl_c_ends_a_waiting_driver_and_leaves_no_process_and_no_reservation(tmp_path):
     address = ray.get_runtime_context().gcs_address
     driver = subprocess.Popen(
-        [sys.executable, str(DRIVER), address, str(tmp_path / "begun")], env=os.environ | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, str(DRIVER), address, str(tmp_path / "started")], env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
     deadline = time.monotonic() + 90
-    while not all((tmp_path / f"begun.{rank}").exists() for rank in range(2)):
+    while not all((tmp_path / f"started.{rank}").exists() for rank in range(2)):
         assert driver.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     assert len(processes_of("interrupted")) == 2
     start = time.monotonic()
     driver.send_signal(signal.SIGINT)
     assert driver.wait(timeout=60) == 130
-    assert time.monotonic() - start < 30  # seconds on a machine with something else to do; two on an idle one
+    assert time.monotonic() - start < 30  # 2 s on an idle machine
     assert processes_of("interrupted") == []
-    left = [
+    leftover = [
         pg
         for pg in placement_group_table().values()
         if pg["name"].startswith("interrupted") and pg["state"] != "REMOVED"
     ]
-    assert left == []
+    assert leftover == []
 
 
 def test_a_received_batch_may_be_written_to(pool):
@@ -155,10 +155,10 @@ def test_a_received_batch_may_be_written_to(pool):
         assert out.batch["x"].tolist() == [1, 2, 3, 4, 5, 6] and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.timeout(300)  # four processes start, one after the other
+@pytest.mark.timeout(300)  # four processes start one after the other
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0])
 @pytest.mark.slow
-def test_a_process_that_died_froze_or_is_well_is_replaced_on_its_slot_and_its_peer_is_not_touched(pool, number):
+def test_a_dead_frozen_or_healthy_process_is_replaced_on_its_slot_and_its_peer_is_not_affected(pool, number):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="doubler") as group:
         before, names = list(group.process_ids), list(group.worker_names)
         os.kill(before[1], number)
@@ -173,14 +173,17 @@ def test_a_process_that_died_froze_or_is_well_is_replaced_on_its_slot_and_its_pe
 @pytest.mark.timeout(300)  # four processes start
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rebuilt_group_meets_again_and_what_it_answered_before_stays(pool, number):
+def test_a_rebuilt_group_forms_a_new_process_group_and_its_earlier_outputs_stay(pool, number):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1), role="adder") as group:
-        answers = group.add_later(DataProto.from_dict({"x": torch.arange(200_000)}))
+        outputs = group.add_async(DataProto.from_dict({"x": torch.arange(200_000)}))
         assert group.sum_ranks() == [1.0, 1.0]
-        answers.get()
+        outputs.get()
         before = list(group.process_ids)
         os.kill(before[1], number)
         group.rebuild()
-        assert not set(group.process_ids) & set(before) and [pid for _, _, pid in group.place()] == group.process_ids
+        assert (
+            not set(group.process_ids) & set(before)
+            and [pid for _, _, pid in group.rank_and_pid()] == group.process_ids
+        )
         assert group.sum_ranks() == [1.0, 1.0]
-        assert answers.get().batch["x"].tolist() == list(range(1, 200_001))
+        assert outputs.get().batch["x"].tolist() == list(range(1, 200_001))

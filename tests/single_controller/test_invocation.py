@@ -1,4 +1,4 @@
-"""The record that `register` writes, and what is refused while writing it."""
+"""The record that `register` writes, and the arguments that it refuses."""
 
 import pytest
 
@@ -25,24 +25,24 @@ class Derived(Base):
         return 4
 
 
-def test_a_mark_is_the_record_of_the_call():
+def test_a_registered_method_carries_the_record_of_its_call():
     assert invocations_of(Base)["plain"] == Invocation(
         "ONE_TO_ALL", "RANK_ZERO", blocking=False, timeout_s=5, idempotent=True
     )
     assert Base().plain() == 1
 
 
-def test_a_coroutine_runs_beside_others_unless_it_says_otherwise():
+def test_a_coroutine_runs_concurrently_unless_registered_otherwise():
     assert invocations_of(Base)["coroutine"].concurrency == ASYNC_CONCURRENCY
     assert invocations_of(Derived)["coroutine"].concurrency == 2
 
 
-def test_an_override_keeps_the_mark_or_brings_its_own():
+def test_an_override_keeps_the_record_or_has_its_own():
     assert invocations_of(Derived)["plain"] == invocations_of(Base)["plain"]
     assert invocations_of(Derived)["coroutine"].dispatch == Dispatch.DP_COMPUTE
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_an_unknown_execute_mode_and_a_concurrency_of_zero_are_refused():
     with pytest.raises(ValueError, match="execute_mode='SOME' is neither Execute.ALL nor Execute.RANK_ZERO"):
         register(Dispatch.ONE_TO_ALL, "SOME")
     with pytest.raises(ValueError, match="concurrency=0 must be at least 1"):

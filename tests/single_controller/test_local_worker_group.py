@@ -1,4 +1,4 @@
-"""The in-process twin behaves as the real group does for a world of one, and loads no Ray process."""
+"""`LocalWorkerGroup` behaves as `RayWorkerGroup` with one worker, and starts no Ray process."""
 
 import os
 
@@ -27,20 +27,26 @@ def adder():
 
 
 def test_calls_run_in_this_process(adder):
-    assert adder.place() == [(0, 1, os.getpid())]
+    assert adder.rank_and_pid() == [(0, 1, os.getpid())]
     out = adder.add(DataProto.from_dict(tensors={"x": torch.arange(3)}))
     assert out.batch["x"].tolist() == [100, 101, 102]
     assert adder.own([3]) == [30] and adder.first_only(7) == (0, 7)
 
 
-def test_a_non_blocking_call_is_already_done(adder):
-    future = adder.add_later(DataProto.from_dict(tensors={"x": torch.arange(2)}))
+def test_a_non_blocking_call_has_completed_when_it_returns(adder):
+    future = adder.add_async(DataProto.from_dict(tensors={"x": torch.arange(2)}))
     assert future.get().batch["x"].tolist() == [100, 101]
-    assert adder.fetch(adder.first_only.later(7)) == [(0, 7)]
+    assert adder.fetch(adder.first_only.submit(7)) == [(0, 7)]
     assert adder.add(future).batch["x"].tolist() == [200, 201]
 
 
-def test_an_exception_is_the_workers_own(adder):
+def test_later_is_a_deprecated_alias_of_submit(adder):
+    with pytest.warns(DeprecationWarning, match=r"adder.first_only.later\(\) is deprecated; use first_only.submit\(\)"):
+        outputs = adder.first_only.later(7)
+    assert adder.fetch(outputs) == adder.fetch(adder.first_only.submit(7)) == [(0, 7)]
+
+
+def test_an_exception_keeps_its_type(adder):
     with pytest.raises(KeyError, match="planted on 0"):
         adder.fail_on(0)
 
@@ -72,16 +78,16 @@ def test_users_add_dispatch_modes():
 
 
 def test_an_unknown_mode_is_refused_when_the_group_is_made():
-    class Lost(Worker):
+    class Unknown(Worker):
         @register("NO_SUCH_MODE")
         def call(self):
             return None
 
     with pytest.raises(ValueError, match="dispatch mode 'NO_SUCH_MODE' is not registered; registered are RANK_ZERO"):
-        LocalWorkerGroup(None, ClassWithInitArgs(Lost))
+        LocalWorkerGroup(None, ClassWithInitArgs(Unknown))
 
 
-def test_an_unknown_mesh_is_named(adder):
+def test_an_unknown_mesh_is_named_in_the_error(adder):
     adder.worker._register_dispatch_collect_info("train", 0, True)
     with pytest.raises(KeyError, match="announced no mesh 'mesh'; it announced \\['train'\\]"):
         adder.add_on_mesh(DataProto.from_dict(tensors={"x": torch.arange(2)}))

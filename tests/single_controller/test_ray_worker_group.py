@@ -31,7 +31,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def adders(ray_cluster):
-    """One group for all tests that leave it as they found it: starting processes is what costs here."""
+    """One group for all tests that leave it unchanged, because starting processes is slow."""
     pool = RayResourcePool([2], use_gpu=False, name_prefix="adders")
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 100), role="adder")
     yield group
@@ -51,10 +51,10 @@ def batch(n: int) -> DataProto:
     return DataProto.from_dict(tensors={"x": torch.arange(n)})
 
 
-def test_every_worker_knows_its_place_and_runs_in_its_own_process(adders):
-    places = adders.place()
-    assert [(rank, size) for rank, size, _ in places] == [(0, 2), (1, 2)]
-    assert [pid for *_, pid in places] == adders.process_ids and len(set(adders.process_ids)) == 2
+def test_every_worker_has_its_rank_and_runs_in_its_own_process(adders):
+    workers = adders.rank_and_pid()
+    assert [(rank, size) for rank, size, _ in workers] == [(0, 2), (1, 2)]
+    assert [pid for *_, pid in workers] == adders.process_ids and len(set(adders.process_ids)) == 2
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
@@ -64,8 +64,8 @@ def test_a_batch_of_any_size_is_split_and_joined_in_order(adders, n):
     assert out.batch["rank"].tolist() == [0] * (n - n // 2) + [1] * (n // 2)
 
 
-def test_shards_go_from_call_to_call_by_reference(adders):
-    future = adders.add_later(batch(4))
+def test_shards_are_passed_from_call_to_call_by_reference(adders):
+    future = adders.add_async(batch(4))
     assert isinstance(future, DataProtoFuture) and all(isinstance(f, ray.ObjectRef) for f in future.futures)
     assert adders.add(future).batch["x"].tolist() == [200, 201, 202, 203]
 
@@ -83,13 +83,13 @@ def test_workers_can_form_a_process_group(adders):
     assert adders.sum_ranks() == [1.0, 1.0]
 
 
-def test_mesh_dispatch_gives_peers_the_same_rows_and_collects_one_answer(adders):
+def test_mesh_dispatch_gives_peers_the_same_rows_and_collects_one_output(adders):
     adders.announce(2)
     out = adders.add_on_mesh(batch(3))
     assert out.batch["x"].tolist() == [100, 101, 102] and out.batch["rank"].tolist() == [0, 0, 0]
 
 
-def test_an_unmarked_override_is_still_called_on_the_group(pool):
+def test_an_override_that_is_not_registered_again_is_still_bound_to_the_group(pool):
     group = RayWorkerGroup(pool, RayClassWithInitArgs(QuietAdder, 1), role="quiet")
     assert group.own([3, 4]) == [-3, -4]
     group.shutdown()
@@ -105,7 +105,7 @@ def test_a_users_exception_keeps_its_type_and_gets_an_address_at_once(doomed):
 
 
 def test_a_killed_worker_is_reported_while_the_others_still_run(doomed):
-    doomed.place()
+    doomed.rank_and_pid()
     start = time.monotonic()
     with pytest.raises(WorkerLost, match=r"adder-1 was lost while running die_on\(\)") as caught:
         doomed.die_on(1)
@@ -118,17 +118,17 @@ def test_a_silent_worker_is_named_after_the_deadline(adders):
         adders.sleep_on(1)
 
 
-def test_calls_have_the_deadline_that_their_group_is_given_unless_their_method_has_its_own(doomed):
-    doomed.set_deadline(0.2)
+def test_calls_have_the_timeout_of_their_group_unless_their_method_has_its_own(doomed):
+    doomed.set_call_timeout(0.2)
     with pytest.raises(CallTimeout, match=r"doze\(\) did not answer within 0.2 s; .*raise trainer.call_timeout_s"):
         doomed.doze(2.0)
-    with pytest.raises(CallTimeout, match=r"add_later\(\) did not answer within 0.2 s; .*raise trainer.call_timeout_s"):
-        doomed.add_later(batch(2)).get()  # still dozing
+    with pytest.raises(CallTimeout, match=r"add_async\(\) did not answer within 0.2 s; .*raise trainer.call_timeout_s"):
+        doomed.add_async(batch(2)).get()  # doze() still runs
     with pytest.raises(CallTimeout, match=r"sleep_on\(\) did not answer within 0.5 s"):
         doomed.sleep_on(1)
 
 
-def test_a_mistake_in_a_constructor_keeps_its_type(pool):
+def test_an_error_in_a_constructor_keeps_its_type(pool):
     with pytest.raises(ValueError, match="a mistake in the constructor") as caught:
         RayWorkerGroup(pool, RayClassWithInitArgs(Doubler, fail=True), role="doubler")
     assert caught.value.__notes__ == ["raised in doubler-0, setup()"] or caught.value.__notes__ == [
@@ -140,8 +140,8 @@ def test_colocated_roles_share_a_process_and_keep_their_own_methods(pool):
     roles = {"adder": RayClassWithInitArgs(Adder, 1), "doubler": RayClassWithInitArgs(Doubler)}
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles), role="adder+doubler", name_prefix="spawned")
     groups = group.spawn(roles)
-    assert groups["doubler"].pid() == [pid for *_, pid in groups["adder"].place()]
-    assert groups["doubler"].double(groups["adder"].add_later(batch(3))).batch["x"].tolist() == [2, 4, 6]
+    assert groups["doubler"].pid() == [pid for *_, pid in groups["adder"].rank_and_pid()]
+    assert groups["doubler"].double(groups["adder"].add_async(batch(3))).batch["x"].tolist() == [2, 4, 6]
     assert group.worker_names == ["spawned/adder+doubler-0", "spawned/adder+doubler-1"]
     group.fuse(roles)
     assert group.doubler.pid() == groups["doubler"].pid()
@@ -157,7 +157,7 @@ def test_a_plan_is_launched_with_roles_in_one_process_or_on_one_device(pool, col
         tuple(RoleSpec(role, "p", (2,)) for role in classes), (PoolSpec("p", (2,), colocate),), device_type="CPU"
     )
     groups = launch(plan_job(spec, f"job-{colocate}"), classes, {"p": pool})
-    shared = groups["doubler"].pid() == [pid for *_, pid in groups["adder"].place()]
+    shared = groups["doubler"].pid() == [pid for *_, pid in groups["adder"].rank_and_pid()]
     assert shared == (colocate == "process")
     assert groups["doubler"].double(batch(2)).batch["x"].tolist() == [0, 2]
     for group in groups.values():

@@ -1,4 +1,4 @@
-"""How the settings of micro-batches are read."""
+"""Micro-batching from the settings."""
 
 import pytest
 

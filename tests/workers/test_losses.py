@@ -1,4 +1,4 @@
-"""What an optimizer step minimises, with numbers worked out by hand."""
+"""Losses of an optimizer step, with numbers worked out by hand."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""A loss or gradient that is not finite, on any rank, changes nothing on any rank; a model that is not finite is never
-saved.
+"""A loss or gradient that is not finite on any rank changes nothing on any rank.
+
+A model that is not finite is never saved.
 """
 
 import hashlib
@@ -23,21 +24,21 @@ from hybridrl.workers.process_setup import exact_sum
 from hybridrl.workers.sft import SFTWorker
 
 
-class SpoiltWorker(SFTWorker):
-    """Its last rank has a loss or a gradient that is not finite when it is told to."""
+class NonFiniteWorker(SFTWorker):
+    """Its last rank has a loss or a gradient that is not finite on request."""
 
     @register(MINI_BATCH_COMPUTE)
     def update_with(self, data: DataProto, how: str) -> DataProto:
         def make_loss(counts):
             own = sft_loss(counts)
 
-            def spoilt(outputs, rows):
+            def nonfinite_loss_fn(outputs, rows):
                 loss, stats = own(outputs, rows)
                 if how == "loss":  # the gradient is finite
                     return loss, stats | {"loss": loss + math.inf}
                 return loss + (outputs["log_probs"].sum() * 0).sqrt(), stats  # worth 0, with a slope of infinity * 0
 
-            return spoilt if how != "none" and self.rank == self.world_size - 1 else own
+            return nonfinite_loss_fn if how != "none" and self.rank == self.world_size - 1 else own
 
         metrics = self._update(
             self.model, data, self._micro(), make_loss=make_loss, outputs=("log_probs",), epochs=1, prefix="train"
@@ -46,7 +47,7 @@ class SpoiltWorker(SFTWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def state(self) -> tuple[int, str, str]:
-        """Optimizer steps taken, digest of the whole weights, digest of this rank's optimizer state."""
+        """Return optimizer steps taken, digest of the whole weights, digest of this rank's optimizer state."""
         weights, own = hashlib.sha256(), hashlib.sha256()
         for _, tensor in self.model.weights():
             weights.update(tensor.detach().numpy().tobytes())
@@ -92,7 +93,7 @@ def started(model, size: int) -> Iterator[RayWorkerGroup | LocalWorkerGroup]:
     config = load_config(
         SFTConfig, [f"{key}={value}" for key, value in changes.items()], program="test", config_name="sft_trainer"
     )
-    recipe = RayClassWithInitArgs(SpoiltWorker, config, "sft")
+    recipe = RayClassWithInitArgs(NonFiniteWorker, config, "sft")
     with ExitStack() as stack:
         if size == 1:
             group: RayWorkerGroup | LocalWorkerGroup = LocalWorkerGroup(None, recipe)
@@ -103,13 +104,13 @@ def started(model, size: int) -> Iterator[RayWorkerGroup | LocalWorkerGroup]:
         yield group
 
 
-def told(group, how: str) -> dict[str, list[float]]:
+def update(group, how: str) -> dict[str, list[float]]:
     metrics = group.update_with(batch(), how=how).meta_info["metrics"]
     return {name: torch.tensor(values).flatten().tolist() for name, values in metrics.items()}
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all_as_if_it_had_never_been(
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_and_leaves_no_trace(
     tiny_qwen2, ray_cluster, tmp_path, size
 ):
     with started(tiny_qwen2, size) as group, started(tiny_qwen2, size) as twin:
@@ -118,17 +119,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all_as_if_it_had_n
 
 def compare_with_a_twin(group, twin, tmp_path, size: int) -> None:
     for _ in range(2):
-        assert set(told(group, "none")["train/skipped"]) == set(told(twin, "none")["train/skipped"]) == {0.0}
+        assert set(update(group, "none")["train/skipped"]) == set(update(twin, "none")["train/skipped"]) == {0.0}
     before = group.state()
     assert before == twin.state()
     for how in ("loss", "gradient"):
-        said = told(group, how)
-        assert set(said["train/skipped"]) == {1.0} and set(said["train/nonfinite_loss"]) == {float(how == "loss")}
-        assert math.isfinite(said["loss"][0]) == (how == "gradient") and math.isfinite(said["train/grad_norm"][0]) == (
-            how == "loss"
-        )
+        metrics = update(group, how)
+        assert set(metrics["train/skipped"]) == {1.0} and set(metrics["train/nonfinite_loss"]) == {float(how == "loss")}
+        assert math.isfinite(metrics["loss"][0]) == (how == "gradient")
+        assert math.isfinite(metrics["train/grad_norm"][0]) == (how == "loss")
         assert group.state() == before
-    assert told(group, "none") == told(twin, "none")  # the learning rate and the norm, too
+    assert update(group, "none") == update(twin, "none")  # the learning rate and the norm, too
     after = group.state()
     assert after == twin.state() and {state[:2] for state in after} == {(3, after[0][1])} and after != before
     assert group.save_checkpoint(str(tmp_path / "whole")) == [3] * size
@@ -141,7 +141,7 @@ def compare_with_a_twin(group, twin, tmp_path, size: int) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="rank 0 cannot write .*file"):
         group.save_checkpoint(str(tmp_path / "file"))
-    assert told(group, "none") == told(twin, "none")  # and all ranks go on
+    assert update(group, "none") == update(twin, "none")  # and all ranks continue
 
 
 def test_opposite_infinities_of_two_ranks_are_a_nan_and_no_exception():

@@ -1,1 +1,1 @@
-"""Rules that involve several settings."""
+"""Rules over several settings."""

@@ -1,8 +1,7 @@
-"""Which Megatron layouts can work: pure rules over settings, a number of processes and a model's own config. Knows no
-torch.
+"""Rules for Megatron layouts: settings, number of processes and the model's own config.
 
-The driver asks before anything starts, as far as the model's config.json is at hand; the engine asks again before it
-makes a group.
+The driver checks them before anything starts, if the model's config.json is local. The engine checks them again before
+it creates process groups. Imports no torch.
 """
 
 import json
@@ -14,21 +13,24 @@ from hybridrl.config.schema.workers import ActorConfig, ActorRolloutRefConfig, M
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core has built in; only the factor can be chosen."""
-USUAL = {
+"""Constants of megatron-core; only the factor can be set."""
+SUPPORTED_VALUES = {
     "attention_bias": False,
     "mlp_bias": False,
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
     "hidden_act": "silu",
 }
-"""What the engine has; another value in a model's config.json would be computed wrongly."""
+"""Values that the engine supports; with another value in config.json it would compute wrong results."""
 
 
 def layout_problems(megatron: MegatronConfig, *, world_size: int, key: str) -> Iterator[str]:
-    """Yield what is wrong with a layout on this many processes, whatever the model.
+    """Yield what is wrong with a layout on this many processes, for any model.
 
-    `key` is the section's name in messages.
+    Args:
+        megatron: The layout.
+        world_size: Number of processes.
+        key: Name of the section in messages.
     """
     tp, pp, cp = (
         megatron.tensor_model_parallel_size,
@@ -58,16 +60,24 @@ def layout_problems(megatron: MegatronConfig, *, world_size: int, key: str) -> I
     if (megatron.param_offload or megatron.optimizer_offload) and megatron.use_distributed_optimizer:
         name = "param_offload" if megatron.param_offload else "optimizer_offload"
         yield (
-            f"{key}.{name}=true: not with the distributed optimizer in this release; set "
+            f"{key}.{name}=true: not supported with the distributed optimizer in this release; set "
             f"{key}.use_distributed_optimizer=false"
         )
 
 
 def model_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterator[str]:
-    """Yield what a layout, or the engine, cannot do with a model, given as the content of its config.json."""
+    """Yield why a layout, or the engine, cannot train a model.
+
+    Args:
+        megatron: The layout.
+        model: Content of the model's config.json.
+        key: Name of the section in messages.
+    """
     family = model.get("model_type")
     if family not in FAMILIES:
-        yield f"{key}: strategy=megatron knows the model types {', '.join(FAMILIES)}, not {family}; use strategy=fsdp"
+        yield (
+            f"{key}: strategy=megatron supports the model types {', '.join(FAMILIES)}, not {family}; use strategy=fsdp"
+        )
         return
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     heads = model["num_attention_heads"]
@@ -91,7 +101,7 @@ def model_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterat
             f"{parts} equal parts (stages * virtual_pipeline_model_parallel_size); use a divisor of it"
         )
     yield from _expert_problems(megatron, model, key=key)
-    yield from _unusual(model)
+    yield from _unsupported_problems(model)
 
 
 def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iterator[str]:
@@ -102,7 +112,7 @@ def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iter
         return
     tp = megatron.tensor_model_parallel_size
     if tp > 1 and not megatron.sequence_parallel:
-        yield f"{key}.tensor_model_parallel_size={tp}: a model with experts needs {key}.sequence_parallel=true with it"
+        yield f"{key}.tensor_model_parallel_size={tp}: a model with experts also needs {key}.sequence_parallel=true"
     if experts % ep:
         yield (
             f"{key}.expert_model_parallel_size={ep}: does not divide the model's num_experts={experts}; use a "
@@ -110,24 +120,24 @@ def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iter
         )
 
 
-def _unusual(model: dict) -> Iterator[str]:
-    """What a model of a known family may have that the engine would compute wrongly."""
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}  # the latter until transformers 5
+def _unsupported_problems(model: dict) -> Iterator[str]:
+    """Yield features of a model of a known family that the engine would compute wrongly."""
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}  # rope_scaling before transformers 5
     kind = rope.get("rope_type") or rope.get("type") or "default"
     own_llama3 = kind == "llama3" and all(rope.get(name, value) == value for name, value in LLAMA3_ROPE.items())
     if kind != "default" and not own_llama3:
-        yield f"rope_parameters={rope}: the Megatron engine has only the default and Llama 3's own; use strategy=fsdp"
-    if _slides(model):
-        yield "attention over a sliding window is not in the Megatron engine; use strategy=fsdp"
-    for name, usual in USUAL.items():
+        yield f"rope_parameters={rope}: the Megatron engine supports only the default and Llama 3's; use strategy=fsdp"
+    if _uses_sliding_window(model):
+        yield "the Megatron engine does not support attention over a sliding window; use strategy=fsdp"
+    for name, usual in SUPPORTED_VALUES.items():
         if (value := model.get(name) or usual) != usual:
-            yield f"{name}={value} is not in the Megatron engine, which has {usual}; use strategy=fsdp"
+            yield f"{name}={value}: the Megatron engine supports only {usual}; use strategy=fsdp"
 
 
-def _slides(model: dict) -> bool:
-    """Whether a layer attends over a window.
+def _uses_sliding_window(model: dict) -> bool:
+    """Return whether a layer attends over a window.
 
-    Old files of Qwen name a window that they do not use, and no kinds of layers.
+    Older config files of Qwen set a window that is not used, and have no `layer_types`.
     """
     if kinds := model.get("layer_types"):
         return "sliding_attention" in kinds
@@ -139,7 +149,10 @@ def _slides(model: dict) -> bool:
 
 
 def data_parallel_size(actor: ActorConfig, *, world_size: int) -> int:
-    """Return how many parts a batch is cut into for engines of this many processes: one per process, or per model."""
+    """Return into how many parts the engines divide a batch.
+
+    This is one per process, or one per model-parallel group with Megatron.
+    """
     if actor.strategy != "megatron":
         return world_size
     layout = actor.megatron
@@ -148,8 +161,8 @@ def data_parallel_size(actor: ActorConfig, *, world_size: int) -> int:
     )
 
 
-def in_one_process(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
-    """Return the settings with a layout of one process, which loads what any layout saved."""
+def single_process_layout(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
+    """Return the settings with a layout for one process, which loads a checkpoint of any layout."""
     one = replace(
         policy.actor.megatron,
         tensor_model_parallel_size=1,
@@ -163,6 +176,9 @@ def in_one_process(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
 
 
 def local_model_config(path: str | None) -> dict | None:
-    """Return the content of a local model's config.json, None where there is none to read yet (a name on the hub)."""
+    """Return the content of a local model's config.json.
+
+    None is returned if there is none, as for a name on the hub.
+    """
     file = Path(path).expanduser() / "config.json" if path else None
     return json.loads(file.read_text()) if file is not None and file.is_file() else None

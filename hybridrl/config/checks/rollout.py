@@ -1,6 +1,4 @@
-"""Rules about how responses are generated, for `check.py`: engines, agent loops, the way of the weights, and what runs
-beside training.
-"""
+"""Rules on generation, for `rules.py`: engine, agent loops, weight sync, asynchrony."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,11 +9,11 @@ from hybridrl.config.schema.workers import RolloutConfig
 Problems = Iterator[str]
 
 
-def rollout(config: PPOConfig) -> Problems:
-    """The generation engine can run as asked."""
+def rollout_problems(config: PPOConfig) -> Problems:
+    """Yield settings with which the generation engine cannot run."""
     chosen = config.actor_rollout_ref.rollout
     prefix = "actor_rollout_ref.rollout"
-    yield from _rollout_ranks(config)
+    yield from _rollout_rank_problems(config)
     if chosen.name == "vllm" and find_spec("vllm") is None:
         yield f"{prefix}.name=vllm: vLLM is not installed; in the checkout: pip install -e '.[vllm]' (CUDA), or use hf"
     for key, sampling in ((prefix, chosen), (f"{prefix}.val_kwargs", chosen.val_kwargs)):
@@ -23,8 +21,8 @@ def rollout(config: PPOConfig) -> Problems:
             yield f"{key}.top_k=0: would keep no token; -1 keeps all"
     if chosen.stop and chosen.ignore_eos:
         yield (
-            f"{prefix}.ignore_eos=true: stop strings end responses ({prefix}.stop={list(chosen.stop)}); leave "
-            "one of them out"
+            f"{prefix}.ignore_eos=true: contradicts {prefix}.stop={list(chosen.stop)}, which ends responses; leave "
+            "out one of them"
         )
     if chosen.min_tokens > config.data.max_response_length:
         limit = config.data.max_response_length
@@ -41,13 +39,13 @@ def rollout(config: PPOConfig) -> Problems:
         )
     if chosen.val_kwargs.n > 1 and not chosen.val_kwargs.do_sample:
         yield (
-            f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are all alike; set "
+            f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are identical; set "
             f"{prefix}.val_kwargs.do_sample=true"
         )
 
 
-def _rollout_ranks(config: PPOConfig) -> Problems:
-    """The ranks of a generating engine are on one machine, and there are whole engines."""
+def _rollout_rank_problems(config: PPOConfig) -> Problems:
+    """Yield pools that cannot be divided into engines whose ranks are on one machine."""
     chosen, trainer = config.actor_rollout_ref.rollout, config.trainer
     size, key = chosen.tensor_model_parallel_size, "actor_rollout_ref.rollout.tensor_model_parallel_size"
     if size == 1:
@@ -56,7 +54,7 @@ def _rollout_ranks(config: PPOConfig) -> Problems:
         yield f"{key}={size}: {chosen.name} generates on one device; use actor_rollout_ref.rollout.name=vllm, or 1"
         return
     if chosen.mode == "async":
-        yield f"{key}={size}: single requests go to one process each; use actor_rollout_ref.rollout.mode=sync, or 1"
+        yield f"{key}={size}: each request is served by a single process; use actor_rollout_ref.rollout.mode=sync, or 1"
     pools = {"actor_rollout_ref.rollout.n_gpus_per_node" if chosen.n_gpus_per_node else "trainer.n_gpus_per_node"}
     pools |= {"trainer.eval_n_gpus"} if trainer.eval_n_gpus else set()
     sizes = {
@@ -72,8 +70,8 @@ def _rollout_ranks(config: PPOConfig) -> Problems:
             )
 
 
-def agents(config: PPOConfig) -> Problems:
-    """Agent loops and tools are asked for where there are any, and their files are there."""
+def agent_problems(config: PPOConfig) -> Problems:
+    """Yield agent-loop settings without effect, and transports that do not fit `mode=async`."""
     rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     defaults, lag = RolloutConfig(), config.trainer.lag
     given = {
@@ -94,10 +92,10 @@ def agents(config: PPOConfig) -> Problems:
         return
     sync, serves_while_training = rollout.weight_sync, rollout.n_gpus_per_node and (lag or rollout.endpoint_port)
     why = f"trainer.lag={lag}" if lag else f"{key}.endpoint_port={rollout.endpoint_port}"
-    lost = f"with {why} a process that was lost while the actor trains has to get"
+    lost = f"with {why}, a rollout process that restarts while the actor trains needs"
     if serves_while_training and sync.transport in ("shared_memory", "broadcast"):
         yield (
-            f"{key}.weight_sync.transport={sync.transport}: {lost} weights that the actor has no more; use "
+            f"{key}.weight_sync.transport={sync.transport}: {lost} weights that the actor no longer has; use "
             "auto, object_store or disk"
         )
     if serves_while_training and sync.lora == "adapter":
@@ -106,8 +104,8 @@ def agents(config: PPOConfig) -> Problems:
         yield f"{key}.endpoint_host={rollout.endpoint_host}: has no effect without {key}.endpoint_port"
 
 
-def weight_sync(config: PPOConfig) -> Problems:
-    """The transport fits where actor and rollout are."""
+def weight_sync_problems(config: PPOConfig) -> Problems:
+    """Yield transports that do not fit the placement of actor and rollout."""
     chosen, separated = (
         config.actor_rollout_ref.rollout.weight_sync,
         config.actor_rollout_ref.rollout.n_gpus_per_node > 0,
@@ -116,8 +114,8 @@ def weight_sync(config: PPOConfig) -> Problems:
     if not separated and chosen.transport not in ("auto", "in_process"):
         yield (
             f"{key}.transport={chosen.transport}: actor and rollout share their processes, so nothing is "
-            "transported; leave it out, or "
-            "give the rollout a pool of its own with actor_rollout_ref.rollout.n_gpus_per_node"
+            "transported; leave it out, or give the rollout its own pool with "
+            "actor_rollout_ref.rollout.n_gpus_per_node"
         )
     if separated and chosen.transport == "in_process":
         yield (
@@ -127,13 +125,13 @@ def weight_sync(config: PPOConfig) -> Problems:
     if chosen.lora == "adapter" and not config.actor_rollout_ref.model.lora_rank:
         yield f"{key}.lora=adapter: there are no adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
     if chosen.transport == "disk" and chosen.directory is None:
-        yield f"{key}.transport=disk: where to? set {key}.directory"
+        yield f"{key}.transport=disk: has no directory; set {key}.directory"
     if chosen.transport != "disk" and chosen.directory is not None:
         yield f"{key}.directory={chosen.directory}: has no effect without {key}.transport=disk"
 
 
-def asynchrony(config: PPOConfig) -> Problems:
-    """Generation that runs ahead can do so, and keeps within its bound without dropping everything."""
+def async_problems(config: PPOConfig) -> Problems:
+    """Yield settings with which generation cannot run ahead, or would drop every token."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     pool = rollout.n_gpus_per_node
     if pool and trainer.backend == "local":
@@ -153,33 +151,30 @@ def asynchrony(config: PPOConfig) -> Problems:
         )
     if not pool and trainer.lag and trainer.backend == "ray":
         yield (
-            f"trainer.lag={trainer.lag}: generation cannot run beside training in the same processes; give "
-            "it a pool of its own with "
-            "actor_rollout_ref.rollout.n_gpus_per_node, or try it out with trainer.backend=local"
+            f"trainer.lag={trainer.lag}: generation and training cannot run concurrently in the same processes; give "
+            "the rollout its own pool with actor_rollout_ref.rollout.n_gpus_per_node, or test it with "
+            "trainer.backend=local"
         )
     if trainer.partial_rollout and trainer.lag < 2:
         yield (
-            "trainer.partial_rollout=true: needs two versions of the weights or more; set trainer.lag=2 or "
+            "trainer.partial_rollout=true: needs at least two versions of the weights; set trainer.lag=2 or "
             f"more, not {trainer.lag}"
         )
     bound = trainer.staleness
     if trainer.replay.groups and (bound is None or bound <= trainer.lag):
         yield (
-            f"trainer.replay.groups={trainer.replay.groups}: say how old a sample may get that is used "
-            "again, with trainer.staleness "
-            f"above trainer.lag={trainer.lag}, not {bound}"
+            f"trainer.replay.groups={trainer.replay.groups}: limit the age of replayed samples with "
+            f"trainer.staleness above trainer.lag={trainer.lag}, not {bound}"
         )
     if bound is not None and bound > trainer.lag and not trainer.replay.groups:
-        yield f"trainer.staleness={bound}: nothing gets older than trainer.lag={trainer.lag}; leave it out"
+        yield f"trainer.staleness={bound}: no token gets older than trainer.lag={trainer.lag}; leave it out"
     if bound is not None and bound < trainer.lag and trainer.stale_tokens == "drop" and not trainer.partial_rollout:
         yield (
-            f"trainer.staleness={bound} trainer.stale_tokens=drop: whole responses are "
-            f"trainer.lag={trainer.lag} versions old, so all of "
-            "them would be dropped; use trainer.stale_tokens=wait, or trainer.partial_rollout=true"
+            f"trainer.staleness={bound} trainer.stale_tokens=drop: responses are trainer.lag={trainer.lag} versions "
+            "old, so all of them would be dropped; use trainer.stale_tokens=wait, or trainer.partial_rollout=true"
         )
     if config.algorithm.rollout_correction.rollout_is and not rollout.calculate_log_probs:
         yield (
-            f"algorithm.rollout_correction.rollout_is={config.algorithm.rollout_correction.rollout_is}: "
-            "needs the rollout's log-probs; "
-            "set actor_rollout_ref.rollout.calculate_log_probs=true"
+            f"algorithm.rollout_correction.rollout_is={config.algorithm.rollout_correction.rollout_is}: needs the "
+            "rollout's log-probs; set actor_rollout_ref.rollout.calculate_log_probs=true"
         )

@@ -1,8 +1,8 @@
-"""What settings mean together: rules that look at more than one key, or at what this machine has.
+"""Rules over several settings, or over settings and this machine.
 
-A rule is a generator of messages; each names key, value and the way out, and a rule that has nothing to say yields
-nothing. The lists PPO_RULES and SFT_RULES are the tables. Names of registered plugs come in as arguments, because this
-package knows no plug.
+Each rule is a generator of error messages, which name key, value and fix. PPO_RULES and SFT_RULES list them. The
+programs call `check_config` and `check_sft_config` in the driver. Names of registered plugins are arguments, because
+this package does not import them.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -10,15 +10,21 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl.config.build import raise_for
+from hybridrl.config.build import raise_problems
 from hybridrl.config.checks.megatron import layout_problems, local_model_config, model_problems
-from hybridrl.config.checks.rollout import Problems, agents, asynchrony, rollout, weight_sync
-from hybridrl.config.checks.token_budgets import sft_token_budget, token_budgets
+from hybridrl.config.checks.rollout import (
+    Problems,
+    agent_problems,
+    async_problems,
+    rollout_problems,
+    weight_sync_problems,
+)
+from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import ActorConfig, FSDPConfig, MegatronConfig, ModelConfig
-from hybridrl.config.unknown_keys import unknown_name
+from hybridrl.config.unknown_keys import suggest_name
 
 ENGINE_OF = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 LOGGER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
@@ -34,75 +40,82 @@ def check_config(
     own_agg_modes: Mapping[str, str],
     with_inputs: bool = True,
 ) -> None:
-    """Raise one ConfigError with everything in `config` that cannot be right; return nothing when all is well.
+    """Raise one ConfigError with all contradictions in `config`; return if there are none.
 
-    `known_estimators` and `known_losses` are the registered names; `group_estimators` compare the samples of one
-    prompt, `critic_estimators` need values, `own_agg_modes` are those of losses that have their own. with_inputs=False:
-    data and models need not be given, the job is looked at and not run.
+    Args:
+        config: The config.
+        known_estimators: Registered advantage estimators.
+        group_estimators: Those that compare the samples of one prompt.
+        critic_estimators: Those that need values.
+        known_losses: Registered policy losses.
+        own_agg_modes: Loss -> aggregation mode, for losses with a fixed one.
+        with_inputs: Whether data and models must be given; False to inspect a job without running it.
     """
-    rules = PPO_RULES if with_inputs else [rule for rule in PPO_RULES if rule not in (data_files, model_paths)]
+    rules = (
+        PPO_RULES
+        if with_inputs
+        else [rule for rule in PPO_RULES if rule not in (data_file_problems, model_path_problems)]
+    )
     problems = [message for rule in rules for message in rule(config)]
-    problems += _estimator(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
-    problems += _policy_loss(config, known=known_losses, own_agg_modes=own_agg_modes)
+    problems += _estimator_problems(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
+    problems += _policy_loss_problems(config, known=known_losses, own_agg_modes=own_agg_modes)
     with_critic = (
         config.algorithm.adv_estimator in critic_estimators if config.critic.enable is None else config.critic.enable
     )
-    problems += _critic_engine(config, used=with_critic)
-    problems += token_budgets(config, with_critic=with_critic)
-    raise_for(problems)
+    problems += _critic_engine_problems(config, used=with_critic)
+    problems += token_budget_problems(config, with_critic=with_critic)
+    raise_problems(problems)
 
 
 def check_sft_config(config: SFTConfig) -> None:
-    """Raise one ConfigError with everything in `config` that cannot be right; return nothing when all is well."""
-    raise_for([message for rule in SFT_RULES for message in rule(config)])
+    """Raise one ConfigError with all contradictions in `config`; return if there are none."""
+    raise_problems([message for rule in SFT_RULES for message in rule(config)])
 
 
-def data_files(config: PPOConfig | SFTConfig) -> Problems:
-    """Training files are given, and every local file is there."""
+def data_file_problems(config: PPOConfig | SFTConfig) -> Problems:
+    """Yield missing training files, and local files that do not exist."""
     if not config.data.train_files:
-        yield "data.train_files=[]: nothing to train on; give Parquet files (data_preprocess/ makes them)"
+        yield "data.train_files=[]: no training data; give Parquet files (data_preprocess/ creates them)"
     for key in ("train_files", "val_files"):
         yield from (
-            f"data.{key}={path}: there is no such file{_tilde(path)}"
+            f"data.{key}={path}: there is no such file{_tilde_hint(path)}"
             for path in getattr(config.data, key)
-            if _missing(path)
+            if _is_missing(path)
         )
 
 
-def model_paths(config: PPOConfig) -> Problems:
-    """The policy has a model; every path that looks local is there."""
+def model_path_problems(config: PPOConfig) -> Problems:
+    """Yield a missing policy model, and paths that look local and do not exist."""
     actor = config.actor_rollout_ref.model
     paths = {
         "actor_rollout_ref.model": actor.path,
         "critic.model": config.critic.model.path,
         "reward_model.model": config.reward_model.model.path,
     }
-    yield from _model_problems(paths, needed="actor_rollout_ref.model")
+    yield from _path_problems(paths, needed="actor_rollout_ref.model")
 
 
-def sft_model_path(config: SFTConfig) -> Problems:
-    """There is a model; a path that looks local is there."""
-    yield from _model_problems({"model": config.model.path}, needed="model")
+def sft_model_path_problems(config: SFTConfig) -> Problems:
+    """Yield a missing model, or a path that looks local and does not exist."""
+    yield from _path_problems({"model": config.model.path}, needed="model")
 
 
-def _model_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
+def _path_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
     if paths[needed] is None:
         yield f"{needed}.path=null: no model; give a directory or a Hugging Face name"
     for key, path in paths.items():
         looks_local = path and (
             path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
-        )  # names on the hub have one slash
+        )  # hub names have at most one slash
         if looks_local and not Path(path).is_dir():
-            yield f"{key}.path={path}: there is no such directory{_tilde(path)}"
+            yield f"{key}.path={path}: there is no such directory{_tilde_hint(path)}"
 
 
-def engine(config: PPOConfig) -> Problems:
-    """The Megatron engine has its library and a layout that its processes and its model allow; the other has no
-    settings of it.
-    """
+def engine_problems(config: PPOConfig) -> Problems:
+    """Yield problems of the Megatron engine, or its settings under another strategy."""
     actor = config.actor_rollout_ref.actor
     if actor.strategy == "megatron":
-        yield from _megatron(config)
+        yield from _megatron_problems(config)
         return
     defaults = MegatronConfig()
     for field in fields(MegatronConfig):
@@ -112,7 +125,7 @@ def engine(config: PPOConfig) -> Problems:
             yield f"{key}={value}: has no effect with actor_rollout_ref.actor.strategy={actor.strategy}; leave it out"
 
 
-def _megatron(config: PPOConfig) -> Problems:
+def _megatron_problems(config: PPOConfig) -> Problems:
     layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
     if find_spec("megatron") is None:
         yield (
@@ -128,7 +141,7 @@ def _megatron(config: PPOConfig) -> Problems:
     offload = config.critic.fsdp_config
     if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
         yield (
-            f"critic.fsdp_config: offload is not with {key}.use_distributed_optimizer=true in this release; "
+            f"critic.fsdp_config: offload is not supported with {key}.use_distributed_optimizer=true in this release; "
             "set that to false"
         )
     used = config.actor_rollout_ref.actor.fsdp_config
@@ -139,8 +152,8 @@ def _megatron(config: PPOConfig) -> Problems:
             yield f"{name}={value}: has no effect with actor_rollout_ref.actor.strategy=megatron; leave it out"
 
 
-def adapters(config: PPOConfig | SFTConfig) -> Problems:
-    """Settings of adapters are used, and the engine has them."""
+def adapter_problems(config: PPOConfig | SFTConfig) -> Problems:
+    """Yield LoRA settings without effect, or without support by the engine."""
     key, model = (
         ("actor_rollout_ref.model", config.actor_rollout_ref.model)
         if isinstance(config, PPOConfig)
@@ -148,19 +161,19 @@ def adapters(config: PPOConfig | SFTConfig) -> Problems:
     )
     if isinstance(config, PPOConfig) and model.lora_rank and config.actor_rollout_ref.actor.strategy == "megatron":
         yield (
-            f"{key}.lora_rank={model.lora_rank}: adapters are with actor_rollout_ref.actor.strategy=fsdp; use "
+            f"{key}.lora_rank={model.lora_rank}: adapters need actor_rollout_ref.actor.strategy=fsdp; use "
             f"that, or {key}.lora_rank=0"
         )
     if model.lora_rank and not model.target_modules:
-        yield f"{key}.target_modules=[]: no layer would learn; use all-linear, or names such as [q_proj,v_proj]"
+        yield f"{key}.target_modules=[]: no layer would be trained; use all-linear, or names such as [q_proj,v_proj]"
     for name in ("lora_alpha", "target_modules"):
         value = getattr(model, name)
         if not model.lora_rank and value != getattr(ModelConfig(), name):
             yield f"{key}.{name}={value}: has no effect without {key}.lora_rank"
 
 
-def mini_batches(config: PPOConfig) -> Problems:
-    """One optimizer step takes no more prompts than a step of training has."""
+def mini_batch_problems(config: PPOConfig) -> Problems:
+    """Yield mini-batches with more prompts than a step has."""
     prompts = config.data.train_batch_size + config.trainer.replay.groups
     sizes = {
         "actor_rollout_ref.actor": config.actor_rollout_ref.actor.ppo_mini_batch_size,
@@ -174,8 +187,8 @@ def mini_batches(config: PPOConfig) -> Problems:
             )
 
 
-def reward(config: PPOConfig) -> Problems:
-    """Reward model and length penalty have what they need."""
+def reward_problems(config: PPOConfig) -> Problems:
+    """Yield incomplete or unused settings of reward model and length penalty."""
     model, overlong = config.reward_model, config.reward_model.overlong_buffer
     if model.enable and model.model.path is None:
         yield "reward_model.enable=true: there is no reward model; set reward_model.model.path"
@@ -193,16 +206,16 @@ def reward(config: PPOConfig) -> Problems:
         yield f"reward_model.overlong_buffer.len={overlong.len}: must be between 1 and data.max_response_length={limit}"
 
 
-def dataset_class(config: PPOConfig) -> Problems:
-    """A dataset class is named by file and name together."""
+def dataset_class_problems(config: PPOConfig) -> Problems:
+    """Yield a dataset class with a path and no name, or a name and no path."""
     custom = config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         absent = "path" if custom.path is None else "name"
         yield f"data.custom_cls.{absent}=null: a dataset class needs both data.custom_cls.path and data.custom_cls.name"
 
 
-def world(config: PPOConfig | SFTConfig) -> Problems:
-    """One process is one device."""
+def world_size_problems(config: PPOConfig | SFTConfig) -> Problems:
+    """Yield more than one process with trainer.backend=local."""
     trainer = config.trainer
     size = trainer.nnodes * trainer.n_gpus_per_node
     if trainer.backend != "local":
@@ -216,46 +229,45 @@ def world(config: PPOConfig | SFTConfig) -> Problems:
         yield "trainer.colocate=device: trainer.backend=local has one process only; use trainer.backend=ray"
 
 
-def validation(config: PPOConfig | SFTConfig) -> Problems:
-    """Whoever asks for validation has validation data."""
+def validation_problems(config: PPOConfig | SFTConfig) -> Problems:
+    """Yield validation settings without validation data."""
     trainer = config.trainer
     if config.data.val_files:
         return
     if trainer.val_only:
-        yield "trainer.val_only=true: there is nothing to validate on; set data.val_files"
+        yield "trainer.val_only=true: there is no validation data; set data.val_files"
     if trainer.test_freq > 0:
         yield (
-            f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; set data.val_files, or "
+            f"trainer.test_freq={trainer.test_freq}: there is no validation data; set data.val_files, or "
             "trainer.test_freq=-1"
         )
 
 
-def records(config: PPOConfig | SFTConfig) -> Problems:
-    """Frequencies, resume path and loggers fit together."""
+def record_problems(config: PPOConfig | SFTConfig) -> Problems:
+    """Yield contradictions of frequencies, resume path and loggers."""
     trainer: TrainerConfig = config.trainer
     for key in ("test_freq", "save_freq"):
         if getattr(trainer, key) == 0:
-            yield f"trainer.{key}=0: is no frequency; -1 means never"
+            yield f"trainer.{key}=0: is not a frequency; -1 means never"
     if trainer.nonfinite == "rollback" and trainer.save_freq < 0:
-        yield "trainer.nonfinite=rollback: there would be no commit to go back to; set trainer.save_freq"
+        yield "trainer.nonfinite=rollback: there would be no checkpoint to roll back to; set trainer.save_freq"
     path, mode = trainer.resume_from_path, trainer.resume_mode
     if mode == "resume_path" and path is None:
         yield (
-            "trainer.resume_mode=resume_path: continue from where? set trainer.resume_from_path to a "
-            "global_step_N directory"
+            "trainer.resume_mode=resume_path: has no path; set trainer.resume_from_path to a global_step_N directory"
         )
     if mode != "resume_path" and path is not None:
         yield f"trainer.resume_from_path={path}: is read only with trainer.resume_mode=resume_path, not {mode}"
     if mode == "resume_path" and path is not None and not Path(path).is_dir():
-        yield f"trainer.resume_from_path={path}: there is no such directory{_tilde(path)}"
+        yield f"trainer.resume_from_path={path}: there is no such directory{_tilde_hint(path)}"
     for logger in trainer.logger:
         package = LOGGER_PACKAGES.get(logger)
         if package and find_spec(package) is None:
             yield f"trainer.logger={logger}: {package} is not installed; in the checkout: pip install -e '.[{package}]'"
 
 
-def only_in_ppo(config: SFTConfig) -> Problems:
-    """Settings of the driver that mean nothing in supervised fine-tuning stay at their defaults."""
+def ppo_only_problems(config: SFTConfig) -> Problems:
+    """Yield driver settings that have no effect in supervised fine-tuning."""
     defaults = TrainerConfig()
     names = ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate")
     for key in (
@@ -274,74 +286,76 @@ def only_in_ppo(config: SFTConfig) -> Problems:
             yield f"trainer.{key}={value}: has no effect in supervised fine-tuning; leave it out"
 
 
-def _estimator(
+def _estimator_problems(
     config: PPOConfig, *, known: Collection[str], group: Collection[str], critic: Collection[str]
 ) -> Problems:
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     if name not in known:
-        yield f"algorithm.adv_estimator={name}: there is no such estimator; {unknown_name(name, known)}"
+        yield f"algorithm.adv_estimator={name}: there is no such estimator; {suggest_name(name, known)}"
     if name in group and samples == 1:
         yield (
-            f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={name} compares the samples of one "
-            "prompt, and one sample"
-            " has nothing to be compared with; set actor_rollout_ref.rollout.n=2 or more"
+            f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={name} compares several samples of a prompt; "
+            "set actor_rollout_ref.rollout.n=2 or more"
         )
     if name in critic and config.critic.enable is False:
         yield (
-            f"critic.enable=false: algorithm.adv_estimator={name} needs values; leave critic.enable out, or "
-            "take another estimator"
+            f"critic.enable=false: algorithm.adv_estimator={name} needs values; leave out critic.enable, or "
+            "use another estimator"
         )
 
 
-def _policy_loss(config: PPOConfig, *, known: Collection[str], own_agg_modes: Mapping[str, str]) -> Problems:
+def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_modes: Mapping[str, str]) -> Problems:
     name, mode = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.actor.loss_agg_mode
     if name in own_agg_modes and mode not in (own_agg_modes[name], ActorConfig().loss_agg_mode):
-        yield f"actor_rollout_ref.actor.loss_agg_mode={mode}: {name} is always {own_agg_modes[name]}; leave it out"
+        yield f"actor_rollout_ref.actor.loss_agg_mode={mode}: {name} always uses {own_agg_modes[name]}; leave it out"
     if name not in known:
         yield (
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {unknown_name(name, known)}"
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {suggest_name(name, known)}"
         )
 
 
-def _critic_engine(config: PPOConfig, *, used: bool) -> Problems:
-    """A critic shares its processes with the actor, so both run on one engine (fsdp and fsdp2 are the same)."""
+def _critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:
+    """Yield a critic on another engine than the actor's, whose processes it shares.
+
+    fsdp and fsdp2 are the same engine.
+    """
     actor, critic = config.actor_rollout_ref.actor.strategy, config.critic.strategy
     if used and ENGINE_OF[actor] != ENGINE_OF[critic]:
         yield f"critic.strategy={critic}: must be the engine of actor_rollout_ref.actor.strategy={actor}"
 
 
-def _missing(path: str) -> bool:
-    """Tell whether a local file is not there; addresses such as s3://... are left to their reader."""
+def _is_missing(path: str) -> bool:
+    """Return whether a local file does not exist; URLs such as s3://... are not checked."""
     return "://" not in path and not Path(path).exists()
 
 
-def _tilde(path: str) -> str:
+def _tilde_hint(path: str) -> str:
     return " (the shell does not expand ~ after =; write $HOME)" if path.startswith("~") else ""
 
 
 PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
-    data_files,
-    model_paths,
-    engine,
-    adapters,
-    rollout,
-    agents,
-    weight_sync,
-    mini_batches,
-    reward,
-    dataset_class,
-    world,
-    asynchrony,
-    validation,
-    records,
+    data_file_problems,
+    model_path_problems,
+    engine_problems,
+    adapter_problems,
+    rollout_problems,
+    agent_problems,
+    weight_sync_problems,
+    mini_batch_problems,
+    reward_problems,
+    dataset_class_problems,
+    world_size_problems,
+    async_problems,
+    validation_problems,
+    record_problems,
 )
 SFT_RULES: tuple[Callable[[SFTConfig], Problems], ...] = (
-    data_files,
-    sft_model_path,
-    adapters,
-    sft_token_budget,
-    world,
-    validation,
-    records,
-    only_in_ppo,
+    data_file_problems,
+    sft_model_path_problems,
+    adapter_problems,
+    sft_token_budget_problems,
+    world_size_problems,
+    validation_problems,
+    record_problems,
+    ppo_only_problems,
 )

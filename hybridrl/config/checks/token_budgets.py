@@ -1,5 +1,6 @@
-"""Token budgets, which are hard caps, hold the longest sequence: the part of `check.py` that knows where micro-batches
-are cut.
+"""Rules on token budgets: each must be at least as large as the longest sequence.
+
+A budget is a hard limit on a micro-batch, so a longer sequence could not be processed.
 """
 
 import functools
@@ -12,14 +13,14 @@ from hybridrl.config.schema.sft import SFTConfig
 Problems = Iterator[str]
 
 
-def token_budgets(config: PPOConfig, *, with_critic: bool) -> Problems:
-    """A token budget holds the longest sequence wherever micro-batches are cut by it."""
+def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
+    """Yield budgets below the longest sequence, wherever micro-batches are cut by tokens."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
+    policy, critic, reward_model = config.actor_rollout_ref, config.critic, config.reward_model
     actor, ref, generation = policy.actor, policy.ref, policy.rollout
     with_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     log_probs = "log_prob_max_token_len_per_gpu"
-    # (key, whether there is such a role, whether it cuts by tokens, rows of its micro-batches, its budget)
+    # (key, whether the role exists, whether it cuts micro-batches by tokens, rows per micro-batch)
     roles = [
         (
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -40,19 +41,24 @@ def token_budgets(config: PPOConfig, *, with_critic: bool) -> Problems:
             ref.log_prob_micro_batch_size_per_gpu,
         ),
         ("critic.ppo_max_token_len_per_gpu", with_critic, critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu),
-        ("reward_model.forward_max_token_len_per_gpu", judge.enable, False, judge.micro_batch_size_per_gpu),
+        (
+            "reward_model.forward_max_token_len_per_gpu",
+            reward_model.enable,
+            False,
+            reward_model.micro_batch_size_per_gpu,
+        ),
     ]
-    for key, there, dynamic, rows in roles:
+    for key, exists, dynamic, rows in roles:
         budget = _value(config, key)
-        if (dynamic or (there and rows is None)) and budget < longest:
+        if (dynamic or (exists and rows is None)) and budget < longest:
             yield (
                 f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = "
                 f"{longest} tokens; raise it"
             )
 
 
-def sft_token_budget(config: SFTConfig) -> Problems:
-    """The token budget holds the longest conversation."""
+def sft_token_budget_problems(config: SFTConfig) -> Problems:
+    """Yield a token budget below the longest conversation."""
     budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
     by_tokens = config.data.use_dynamic_bsz or config.data.micro_batch_size_per_gpu is None
     if by_tokens and budget < longest:

@@ -1,1 +1,1 @@
-"""The settings, one frozen dataclass per section."""
+"""The settings: one frozen dataclass per section."""

@@ -7,7 +7,7 @@ from hybridrl.config.fields import section, setting
 
 @dataclass(frozen=True)
 class ImportPath:
-    path: str | None = setting(None, "Python file or module that holds it; null means the built-in.")
+    path: str | None = setting(None, "Python file or module that defines it; null means the built-in one.")
     name: str | None = setting(None, "Its name in that file.")
 
 
@@ -17,16 +17,16 @@ class DataConfig:
     val_files: list[str] = setting([], "Parquet files of validation prompts (one path or a list).")
     prompt_key: str = setting("prompt", "Column with the prompt: a string or a list of chat messages.")
     image_key: str = setting(
-        "images", "Column with images; a dataset that has one is refused, this release reads text."
+        "images", "Column with images; a dataset that has one is refused, because this release reads text only."
     )
     train_batch_size: int = setting(1024, "Prompts of one step.", ge=1)
     val_batch_size: int | None = setting(None, "Prompts of one validation call; null means all.", ge=1)
     val_max_samples: int = setting(-1, "Use only the first rows for validation; -1 means all.", ge=-1)
     max_prompt_length: int = setting(512, "Longest prompt in tokens.", gt=0)
     max_response_length: int = setting(512, "Longest response in tokens.", gt=0)
-    filter_overlong_prompts: bool = setting(False, "Leave out prompts longer than the limit, and say how many.")
+    filter_overlong_prompts: bool = setting(False, "Leave out prompts longer than the limit, and log how many.")
     truncation: str = setting("error", "What to do with a longer prompt.", choices=("error", "left", "right", "middle"))
-    shuffle: bool = setting(True, "Shuffle the prompts, another order each epoch.")
+    shuffle: bool = setting(True, "Shuffle the prompts, in a new order each epoch.")
     seed: int = setting(1, "Seed of the order of prompts.", ge=0)
     apply_chat_template_kwargs: dict = setting({}, "Keyword arguments for the tokenizer's chat template.", free=True)
     custom_cls: ImportPath = section(ImportPath, "A dataset class in place of RLHFDataset.")

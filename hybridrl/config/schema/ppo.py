@@ -1,4 +1,4 @@
-"""The schema of `python -m hybridrl.main_ppo`: every key, its type, range, default and sentence."""
+"""The schema of `python -m hybridrl.main_ppo`."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,19 @@ from hybridrl.config.schema.workers import ActorRolloutRefConfig, CriticConfig, 
 
 @dataclass(frozen=True)
 class KLCtrlConfig:
-    type: str = setting("fixed", "Keep the coefficient, or steer it towards target_kl.", choices=("fixed", "adaptive"))
+    type: str = setting(
+        "fixed", "Constant coefficient, or one that is controlled to reach target_kl.", choices=("fixed", "adaptive")
+    )
     kl_coef: float = setting(0.001, "KL coefficient at the start.", ge=0)
     horizon: float = setting(10000, "Samples over which the adaptive controller reacts.", gt=0)
-    target_kl: float = setting(0.1, "KL per sequence that the adaptive controller aims at.", gt=0)
+    target_kl: float = setting(0.1, "Target KL per sequence of the adaptive controller.", gt=0)
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
     rollout_is: str | None = setting(
         None,
-        "Weigh the loss by how likely the trainer finds what the rollout drew; null: not.",
+        "Importance weights of the loss: trainer's over rollout's probability, per token or sequence; null means none.",
         choices=("token", "sequence"),
     )
     rollout_is_threshold: float = setting(2.0, "Largest weight.", gt=0)
@@ -41,7 +43,7 @@ class AlgorithmConfig:
     )
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of the KL in the reward.")
     rollout_correction: RolloutCorrectionConfig = section(
-        RolloutCorrectionConfig, "Samples of other weights or another engine."
+        RolloutCorrectionConfig, "Correction for samples from other weights or another engine."
     )
 
 
@@ -61,4 +63,4 @@ class PPOConfig:
     reward_model: RewardModelConfig = section(RewardModelConfig, "Reward model and reward managers.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, "Your own compute_score function.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and KL.")
-    trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines and its records.")
+    trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")

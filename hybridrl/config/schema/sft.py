@@ -18,7 +18,7 @@ class SFTDataConfig:
     max_token_len_per_gpu: int = setting(16384, "Token budget of one micro-batch per process, a hard cap.", gt=0)
     max_length: int = setting(1024, "Longest conversation in tokens.", gt=0)
     truncation: str = setting("error", "What to do with a longer one.", choices=("error", "left", "right", "filter"))
-    shuffle: bool = setting(True, "Shuffle the conversations, another order each epoch.")
+    shuffle: bool = setting(True, "Shuffle the conversations, in a new order each epoch.")
     seed: int = setting(1, "Seed of the order.", ge=0)
 
 
@@ -29,4 +29,4 @@ class SFTConfig:
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
-    trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines and its records.")
+    trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 from hybridrl.config.fields import section, setting
 
-MICRO = "Rows of one micro-batch per process; null means as many as its token budget holds."
-DYNAMIC = "Cut micro-batches by token budget, whatever the number of rows says."
+MICRO = "Rows of one micro-batch per process; null means as many as fit its token budget."
+DYNAMIC = "Cut micro-batches by token budget and ignore the number of rows."
 BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless rows are set."
 MCORE = "Takes effect with strategy=megatron only."
-SHAPES = "Log-probs are of the model without it."
+SHAPES = "Log-probs are computed without it."
 PATH_OR_NULL = "Directory or Hugging Face name of the model"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str | None = setting(None, f"{PATH_OR_NULL}; its tokenizer lies beside it.")
+    path: str | None = setting(None, f"{PATH_OR_NULL}, with its tokenizer.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
     external_lib: list[str] = setting(
-        [], "Python files or modules imported in every process before a model is read; they register it."
+        [], "Python files or modules that register models; imported in every process before a model is loaded."
     )
     override_config: dict = setting({}, "Values that replace entries of the model's own config.", free=True)
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     use_remove_padding: bool = setting(False, "Pack sequences end to end instead of sorting and padding them.")
     lora_rank: int = setting(
-        0, "Train adapters of this rank (LoRA), and nothing else; 0: none. Rollouts get merged weights.", ge=0
+        0, "Rank of LoRA adapters, which are then all that is trained; 0: none. Rollouts get merged weights.", ge=0
     )
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
     target_modules: list[str] = setting(
@@ -88,8 +88,8 @@ class MegatronConfig:
     )
     context_parallel_size: int = setting(1, f"Ranks that share one sequence. {MCORE}", ge=1)
     expert_model_parallel_size: int = setting(1, f"Expert-parallel ranks. {MCORE}", ge=1)
-    sequence_parallel: bool = setting(False, f"Share norms' activations among tensor-parallel ranks, too. {MCORE}")
-    use_distributed_optimizer: bool = setting(True, f"Share optimizer state among data-parallel ranks. {MCORE}")
+    sequence_parallel: bool = setting(False, f"Shard the norms' activations over tensor-parallel ranks. {MCORE}")
+    use_distributed_optimizer: bool = setting(True, f"Shard optimizer state over data-parallel ranks. {MCORE}")
     dtype: str = setting(
         "auto",
         f"Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. {MCORE}",
@@ -101,7 +101,7 @@ class MegatronConfig:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    loss_mode: str = setting("vanilla", "Policy loss by its registered name; algorithm.path brings your own.")
+    loss_mode: str = setting("vanilla", "Policy loss by its registered name; algorithm.path registers your own.")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ class RefConfig:
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)
     log_prob_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
-    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, "Offload of the reference policy; the rest is as the actor's.")
+    fsdp_config: RefFSDPConfig = section(
+        RefFSDPConfig, "Offload of the reference policy; all other settings are the actor's."
+    )
 
 
 @dataclass(frozen=True)
@@ -156,30 +158,29 @@ class ValKwargs:
 class WeightSyncConfig:
     transport: str = setting(
         "auto",
-        "How new weights get to rollout processes; auto: inside one process if it has both, through the "
-        "object store if generation runs "
-        "ahead (training goes on), else shared memory on one machine and a broadcast between several.",
+        "How new weights are sent to rollout processes; auto: in_process if actor and rollout share them, "
+        "object_store if generation runs ahead of training, else shared_memory on one machine and broadcast between "
+        "several.",
         choices=("auto", "in_process", "object_store", "shared_memory", "broadcast", "disk"),
     )
     lora: str = setting(
         "merged",
-        "What a push brings of LoRA adapters: weights with them merged in, or, after a first push of "
-        "everything, the adapters alone; the "
-        "rollout then keeps the weights below them in host memory and merges them itself.",
+        "With LoRA, a push contains merged weights, or, after a first full push, the adapters alone; the rollout "
+        "then keeps the base weights in host memory and merges the adapters itself.",
         choices=("merged", "adapter"),
     )
     bucket_mb: int = setting(
-        64, "Weights travel in pieces of this size in MB; a sender holds one or two of them.", ge=1
+        64, "Size in MB of the buckets in which weights are sent; a sender allocates one or two of them.", ge=1
     )
     directory: str | None = setting(
-        None, "Where transport=disk writes weights: a directory or address that all machines see."
+        None, "Where transport=disk writes weights: a directory or URL that all machines can access."
     )
 
 
 @dataclass(frozen=True)
 class AgentConfig:
     default_agent_loop: str = setting(
-        "single_turn_agent", "How a response comes about (mode=async) unless a row's agent_name says."
+        "single_turn_agent", "Agent loop that generates responses (mode=async), unless a row has an agent_name."
     )
     path: str | None = setting(None, "Python file or module that registers agent loops of your own (mode=async).")
 
@@ -220,12 +221,12 @@ class RolloutConfig:
     frequency_penalty: float = setting(
         0.0, f"Subtracted from logits for each occurrence in the response. {SHAPES}", ge=-2, le=2
     )
-    min_tokens: int = setting(0, "Tokens that a response has before anything can end it.", ge=0)
-    stop: list[str] = setting([], "Texts that end a response, which keeps them (one or a list).")
+    min_tokens: int = setting(0, "Minimum number of tokens of a response.", ge=0)
+    stop: list[str] = setting([], "Strings that end a response, which includes them (one or a list).")
     stop_token_ids: list[int] = setting(
-        [], "Tokens that end a response besides the model's own ends, and also with ignore_eos.", ge=0
+        [], "Tokens that end a response in addition to the model's own, also with ignore_eos.", ge=0
     )
-    ignore_eos: bool = setting(False, "Go on generating after the end-of-sequence token.")
+    ignore_eos: bool = setting(False, "Continue to generate after the end-of-sequence token.")
     dtype: str = setting(
         "auto",
         "Dtype of generation; auto is bfloat16 on CUDA, float32 on CPU.",
@@ -250,22 +251,23 @@ class RolloutConfig:
     log_prob_use_dynamic_bsz: bool = setting(False, DYNAMIC)
     log_prob_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
     progress_timeout_s: float = setting(
-        300.0, "Without an answer for so long a process counts as stuck (mode=async), in seconds.", gt=0
+        300.0, "Seconds without an answer after which a process counts as stuck (mode=async).", gt=0
     )
     endpoint_port: int = setting(
         0,
-        "Answer OpenAI's clients with the current policy at this port of the driver's machine "
-        "(mode=async); 0 means no.",
+        "Port on the driver's machine of an OpenAI-compatible endpoint to the current policy (mode=async); 0 means "
+        "none.",
         ge=0,
         le=65535,
     )
     endpoint_host: str = setting(
-        "127.0.0.1", "Address on which the endpoint listens; 0.0.0.0 is all of the machine's. It asks for no key."
+        "127.0.0.1",
+        "Address on which the endpoint listens; 0.0.0.0 means all of the machine's. There is no authentication.",
     )
     agent: AgentConfig = section(AgentConfig, "Agent loops.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Responses of several turns.")
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling in validation.")
-    weight_sync: WeightSyncConfig = section(WeightSyncConfig, "How the trainer's weights get to the rollout.")
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig, "Transport of the actor's weights to the rollout.")
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,9 @@ class CriticConfig:
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
-    fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig, "Offload of the critic; the rest is as the actor's.")
+    fsdp_config: CriticFSDPConfig = section(
+        CriticFSDPConfig, "Offload of the critic; all other settings are the actor's."
+    )
 
 
 @dataclass(frozen=True)
@@ -302,13 +306,13 @@ class OverlongBufferConfig:
 class RewardModelConfig:
     enable: bool = setting(
         False,
-        "Score with a reward model (a sequence classifier with one output). A custom_reward_function "
-        "finds its score in "
-        "extra_info['rm_score'] and decides; validation is by rule, except for rows whose reward_model.style is model.",
+        "Score with a reward model (a sequence classifier with one output). A custom_reward_function gets its score "
+        "in extra_info['rm_score'] and returns the final one. Validation uses rules, except for rows with "
+        "reward_model.style=model.",
     )
     reward_manager: str = setting("naive", "How rule scores are computed.", choices=("naive", "batch", "dapo"))
     num_processes: int | None = setting(
-        None, "Killable processes that run reward functions; null means cores, at most 4.", ge=1
+        None, "Processes that run reward functions and can be killed; null means one per core, at most 4.", ge=1
     )
     timeout_s: float = setting(10.0, "Wall-clock limit of one reward call, in seconds.", gt=0)
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)

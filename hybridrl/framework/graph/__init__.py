@@ -1,1 +1,1 @@
-"""The stage graph: what it is, how it is drawn, when each stage ran."""
+"""The stage graph of a step (`stage_graph`, `drawing`) and the timeline of a run (`timeline`)."""

@@ -1,10 +1,9 @@
-"""A picture of a `StageGraph`, drawn as a score: stages side by side, what goes between them as lines from left to
-right below them.
+"""Draw a `StageGraph` as a picture: stages in a row, edges as horizontal lines below them.
 
-A stage stands to the right of all it waits for; stages in one band could run at the same time. Each line below has a
-dot at the stage that writes its columns and an arrow at every stage that reads them, so that no two lines cross on
-their way and every name is written once. Behind the columns come state and order, those for the next step last and
-pointing back. No Graphviz is needed.
+`hybridrl job graph --output` calls `draw_graph`. A stage stands to the right of all stages that it waits for; stages on
+the same ground could run concurrently. Each line has a dot at the stage that writes its columns and an arrow at every
+stage that reads them. Every name is written once, and no two lines cross. Lines of columns come first, then state and
+order; those to the next step come last and point back. Needs matplotlib, not Graphviz.
 """
 
 import os
@@ -16,9 +15,9 @@ from typing import Any
 from hybridrl.framework.graph.stage_graph import DRIVER, Edge, StageGraph
 from hybridrl.framework.stage import StageSpec
 
-# In inches.
-SLOT, GAP, BOX_HEIGHT = 1.42, 0.14, 0.72  # a slot is wider where a name asks for it, see CHARACTER
-CHARACTER, SMALL_CHARACTER = 0.086, 0.066  # of a stage's name in bold, of a role's or a pool's
+# All lengths are in inches.
+SLOT, GAP, BOX_HEIGHT = 1.42, 0.14, 0.72  # SLOT is a minimum: long names widen all slots
+CHARACTER, SMALL_CHARACTER = 0.086, 0.066  # width per character: stage name in bold; role or pool
 ROW, TEXT_LINE, LABEL_WIDTH = 0.30, 0.13, 58
 MARGIN, LEGEND_HEIGHT = 0.25, 0.75
 BAND, LINE, PALE = "#f5f5f5", "#34495e", "#9aa4ad"
@@ -26,8 +25,12 @@ STATE, ORDER = "#b03a2e", "#7f8c8d"
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of the picture: from one stage to others. kind: "columns", "state" or "order"."""
+class DrawingRow:
+    """A line of the picture, from one stage to others.
+
+    Attributes:
+        kind: "columns", "state" or "order".
+    """
 
     source: str
     targets: tuple[str, ...]
@@ -41,12 +44,19 @@ class Row:
 
 
 def draw_graph(graph: StageGraph, path: str | Path, *, title: str = "", picture: str = "png") -> None:
-    """Write the picture to `path`, as "png" or "svg", in which text is text. The file appears whole or not at all."""
+    """Write the picture to `path`, atomically.
+
+    Args:
+        graph: The graph.
+        path: Output file.
+        title: Heading of the picture.
+        picture: "png", or "svg" with searchable text.
+    """
     import matplotlib
-    from matplotlib.figure import Figure  # without pyplot: no window system is looked for
+    from matplotlib.figure import Figure  # not pyplot, which looks for a window system
 
     path = Path(path)
-    rows = picture_rows(graph)
+    rows = drawing_rows(graph)
     slots = {spec.name: i for i, spec in enumerate(sorted(graph.stages, key=lambda spec: graph.depth[spec.name]))}
     heights = [ROW + TEXT_LINE * (len(row.lines) - 1) for row in rows]
     slot = slot_width(graph)
@@ -56,85 +66,87 @@ def draw_graph(graph: StageGraph, path: str | Path, *, title: str = "", picture:
     )
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(height, 0))  # inches, from the upper left corner
+    axes.set(xlim=(0, width), ylim=(height, 0))  # origin in the upper left corner
     axes.axis("off")
     top = MARGIN
     if title:
         axes.text(MARGIN, top, title, va="top", fontsize=11, fontweight="bold")
         top += 0.3
-    score = Score(graph, slots, axes, slot=slot, top=top, bottom=height - MARGIN - LEGEND_HEIGHT)
-    score.draw(rows, heights)
-    aside = path.with_name(f".{path.name}.tmp")
+    drawing = GraphDrawing(graph, slots, axes, slot=slot, top=top, bottom=height - MARGIN - LEGEND_HEIGHT)
+    drawing.draw(rows, heights)
+    temporary = path.with_name(f".{path.name}.tmp")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hybridrl"}):
-        figure.savefig(aside, format=picture, dpi=130, metadata={"Date": None} if picture == "svg" else None)
-    os.replace(aside, path)
+        figure.savefig(temporary, format=picture, dpi=130, metadata={"Date": None} if picture == "svg" else None)
+    os.replace(temporary, path)
 
 
 def slot_width(graph: StageGraph) -> float:
-    """How wide a stage's place has to be for every name that stands in a box."""
-    places = [f"{place.pool} x{place.num_processes}" for place in graph.places.values()]
+    """Return the width of a stage's slot, in inches, that fits every name in a box."""
+    pools = [f"{placement.pool} x{placement.num_processes}" for placement in graph.placements.values()]
     names = [CHARACTER * len(spec.name) for spec in graph.stages]
     return max(
         [
             SLOT,
             *(
                 0.1 + GAP + width
-                for width in [*names, *(SMALL_CHARACTER * len(text) for text in (*places, *graph.places))]
+                for width in [*names, *(SMALL_CHARACTER * len(text) for text in (*pools, *graph.placements))]
             ),
         ]
     )
 
 
-def picture_rows(graph: StageGraph) -> list[Row]:
-    """Return the lines of the picture, from top to bottom: columns by who wrote them, then state, then order."""
+def drawing_rows(graph: StageGraph) -> list[DrawingRow]:
+    """Return the lines from top to bottom: columns by writer, then state, then order."""
     return [*_column_rows(graph), *_other_rows(graph, state=True), *_other_rows(graph, state=False)]
 
 
-def _column_rows(graph: StageGraph) -> list[Row]:
-    """Columns that the same stage writes for the same readers share a line; those that nobody reads have one without
-    arrows.
-    """
+def _column_rows(graph: StageGraph) -> list[DrawingRow]:
+    """Return one row per stage and set of readers; unread columns get a row without arrows."""
     rows = []
     for spec in graph.stages:
-        together: dict[tuple[str, ...], list[str]] = {}
+        grouped: dict[tuple[str, ...], list[str]] = {}
         for column in spec.writes:
             readers = tuple(edge.target for edge in graph.edges if edge.source == spec.name and column in edge.columns)
-            together.setdefault(readers, []).append(column)
+            grouped.setdefault(readers, []).append(column)
         rows += [
-            Row(spec.name, readers, ", ".join(columns))
-            for readers, columns in sorted(together.items(), key=lambda x: -len(x[0]))
+            DrawingRow(spec.name, readers, ", ".join(columns))
+            for readers, columns in sorted(grouped.items(), key=lambda x: -len(x[0]))
         ]
     return rows
 
 
-def _other_rows(graph: StageGraph, *, state: bool) -> list[Row]:
-    together: dict[tuple[bool, str], list[str]] = {}
+def _other_rows(graph: StageGraph, *, state: bool) -> list[DrawingRow]:
+    grouped: dict[tuple[bool, str], list[str]] = {}
     for edge in graph.edges:
         if not edge.columns and edge.state == state:
-            together.setdefault((edge.next_step, edge.source), []).append(edge.target)
+            grouped.setdefault((edge.next_step, edge.source), []).append(edge.target)
     return [
-        Row(
+        DrawingRow(
             source,
             tuple(targets),
-            _words(graph, Edge(source, targets[0], state=state, next_step=later)),
+            _edge_label(graph, Edge(source, targets[0], state=state, next_step=next_step)),
             "state" if state else "order",
-            later,
+            next_step,
         )
-        for (later, source), targets in sorted(together.items(), key=lambda x: x[0][0])
+        for (next_step, source), targets in sorted(grouped.items(), key=lambda x: x[0][0])
     ]
 
 
-def _words(graph: StageGraph, edge: Edge) -> str:
+def _edge_label(graph: StageGraph, edge: Edge) -> str:
     role = next(spec.role for spec in graph.stages if spec.name == edge.source)
-    what = f"what {role} holds" if edge.state else "after"
+    what = f"state of {role}" if edge.state else "after"
     return f"{what} (next step)" if edge.next_step else what
 
 
 @dataclass
-class Score:
-    """The picture under construction.
+class GraphDrawing:
+    """A drawing in progress on matplotlib axes.
 
-    slots: stage -> number of its place from the left. In inches: width of a place, top and bottom.
+    Attributes:
+        slots: Stage -> its position from the left.
+        slot: Width of a slot, in inches.
+        top: Upper edge of the boxes, in inches from the top.
+        bottom: Lower edge of the lines, in inches from the top.
     """
 
     graph: StageGraph
@@ -147,7 +159,7 @@ class Score:
     def x(self, stage: str) -> float:
         return MARGIN + self.slot * (self.slots[stage] + 0.5)
 
-    def draw(self, rows: list[Row], heights: list[float]) -> None:
+    def draw(self, rows: list[DrawingRow], heights: list[float]) -> None:
         self._bands()
         for spec in self.graph.stages:
             self.axes.plot(
@@ -161,7 +173,6 @@ class Score:
         self._legend()
 
     def _bands(self) -> None:
-        """Every other depth gets a ground of its own."""
         for spec in self.graph.stages:
             if self.graph.depth[spec.name] % 2:
                 left = MARGIN + self.slot * self.slots[spec.name]
@@ -170,13 +181,17 @@ class Score:
                 )
 
     def _box(self, spec: StageSpec) -> None:
-        place = self.graph.place_of(spec)
+        placement = self.graph.placement_of(spec)
         width = self.slot - GAP
         self._frame(
-            self.x(spec.name) - width / 2, self.top, (width, BOX_HEIGHT), pool=place and place.pool, pure=spec.pure
+            self.x(spec.name) - width / 2,
+            self.top,
+            (width, BOX_HEIGHT),
+            pool=placement and placement.pool,
+            pure=spec.pure,
         )
         where = [(0.46, spec.role or DRIVER)] + (
-            [] if place is None else [(0.62, f"{place.pool} x{place.num_processes}")]
+            [] if placement is None else [(0.62, f"{placement.pool} x{placement.num_processes}")]
         )
         self.axes.text(
             self.x(spec.name),
@@ -192,8 +207,9 @@ class Score:
             self.axes.text(self.x(spec.name), self.top + down, text, ha="center", va="center", fontsize=7, zorder=4)
 
     def _frame(self, left: float, top: float, size: tuple[float, float], *, pool: str | None, pure: bool) -> None:
-        """A box in the colour of its pool: round and thin for a pure stage, with corners and a heavy line for one that
-        runs once.
+        """Draw a box in the pool's colour.
+
+        A pure stage has a rounded, thin frame; one that runs once has a square, heavy one.
         """
         from matplotlib.patches import FancyBboxPatch
 
@@ -211,14 +227,14 @@ class Score:
             )
         )
 
-    def _row(self, row: Row, y: float) -> None:
+    def _row(self, row: DrawingRow, y: float) -> None:
         colour, dashes = {"columns": (LINE, "-"), "state": (STATE, (0, (5, 2))), "order": (ORDER, (0, (1, 1.5)))}[
             row.kind
         ]
         start, ends = self.x(row.source), [self.x(target) for target in row.targets]
         if ends:
-            far = [min([start, *ends]), max([start, *ends])]
-            self.axes.plot(far, [y, y], color=colour, linestyle=dashes, linewidth=1.1, zorder=2)
+            extent = [min([start, *ends]), max([start, *ends])]
+            self.axes.plot(extent, [y, y], color=colour, linestyle=dashes, linewidth=1.1, zorder=2)
         self.axes.plot([start], [y], "o", color=colour if ends else PALE, markersize=4.5, zorder=3)
         for end in ends:
             self.axes.plot(
@@ -231,9 +247,10 @@ class Score:
             )
         self._label(row, y, colour=colour if ends else PALE)
 
-    def _label(self, row: Row, y: float, *, colour: str) -> None:
-        """The words stand above the beginning of their line, to the left of it where the line goes back or the picture
-        ends.
+    def _label(self, row: DrawingRow, y: float, *, colour: str) -> None:
+        """Write the label above the start of its line.
+
+        It stands left of the start where the line goes back or where the picture would end.
         """
         back = row.next_step or self.slots[row.source] >= len(self.slots) - 3
         x = self.x(row.source) + (-0.08 if back else 0.08)
@@ -263,7 +280,7 @@ class Score:
             self._frame(x, y, (0.22, 0.16), pool=None, pure=pure)
             self.axes.text(x + 0.3, y + 0.085, text, va="center", fontsize=7.5)
             x += 0.55 + SMALL_CHARACTER * len(text)
-        words = "dot: writes;  arrow: reads;  dashed: what a role holds;  dotted: order alone"
+        words = "dot: writes;  arrow: reads;  dashed: state of a role;  dotted: order alone"
         self.axes.text(x, y + 0.085, words, va="center", fontsize=7.5)
 
 

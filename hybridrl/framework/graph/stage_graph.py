@@ -1,11 +1,12 @@
-"""The step as a graph: which stage hands which columns to whom, what has to wait for what, and where each role works.
+"""The graph of a step: data flow, dependencies and placement of its stages.
 
-    graph = stage_graph([spec_of(fn) for fn in trainer.stages()], {"actor": Place("global_pool", 8, "actor+critic"),
-    ...}) to_text(graph)          to_dot(graph)          draw_graph(graph, "graph.png")       # the last one:
-    graph_drawing.py
+    placements = {"actor": RolePlacement("global_pool", 8, "actor+critic"), ...}
+    graph = stage_graph([spec_of(fn) for fn in trainer.stages()], placements)
+    to_text(graph), to_dot(graph)
+    draw_graph(graph, "graph.png")  # of drawing.py
 
-Nothing is known here beyond what stages say about themselves (`StageSpec`), so a stage of the user's own has its place
-in the graph too.
+`hybridrl job graph` builds it without starting anything. All facts come from the stages' specs (`StageSpec`), so the
+graph includes stages that the user adds.
 """
 
 import textwrap
@@ -16,7 +17,7 @@ from itertools import pairwise
 from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import StageSpec
 
-DRIVER = "driver"  # the name in the graph of what the driver does itself
+DRIVER = "driver"  # shown as the role of stages that run in the driver
 PALETTE = (
     "#9ecae9",
     "#f6c177",
@@ -25,15 +26,18 @@ PALETTE = (
     "#f2a6a0",
     "#a8dcd9",
     "#e6d98a",
-)  # of pools, in the order of the places
+)  # colours of pools, in the order of the placements
 DRIVER_COLOUR = "#e4e4e4"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a role works.
+class RolePlacement:
+    """Where a role runs.
 
-    process: the roles that share each of these processes, joined by "+", as in the processes' names.
+    Attributes:
+        pool: Name of its resource pool.
+        num_processes: Number of its processes.
+        process: Roles that share each of these processes, joined by "+", as in the processes' names.
     """
 
     pool: str
@@ -43,10 +47,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Edge:
-    """target needs source to be over. Three kinds:
+    """`target` waits for `source`, for one of three reasons.
 
-    columns: source wrote what target reads. state: source changed what target's role holds (weights, a cache) and
-    target works with. Neither: their order alone. next_step: it is the next step's `target` that waits.
+    Attributes:
+        columns: Non-empty if `source` wrote columns that `target` reads.
+        state: `source` changed state of the role (weights, a cache) that `target` uses.
+        next_step: The waiting `target` is that of the next step.
+
+    Without `columns` and `state` it is an edge of order alone.
     """
 
     source: str
@@ -58,70 +66,74 @@ class Edge:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """stages: in the order of the step.
+    """The stages of a step, in order, and the edges between them.
 
-    places: of every role that works in it. unwritten: (stage, column) that no earlier stage writes.
+    Attributes:
+        placements: Role -> placement, for the roles that occur in the step.
+        unwritten: (stage, column) pairs for columns that no earlier stage writes.
     """
 
     stages: tuple[StageSpec, ...]
-    places: Mapping[str, Place]
+    placements: Mapping[str, RolePlacement]
     edges: tuple[Edge, ...]
     unwritten: tuple[tuple[str, str], ...] = ()
-    depth: Mapping[str, int] = field(default_factory=dict)  # stage -> stages that have to follow each other before it
+    depth: Mapping[str, int] = field(default_factory=dict)  # stage -> length of the longest chain before it
 
-    def into(self, name: str) -> list[Edge]:
-        """Return what the stage waits for."""
+    def edges_into(self, name: str) -> list[Edge]:
+        """Return the edges to the stage: what it waits for."""
         return [edge for edge in self.edges if edge.target == name]
 
-    def place_of(self, spec: StageSpec) -> Place | None:
-        """Return where the stage's role works; None for the driver."""
-        return None if spec.role is None else self.places[spec.role]
+    def placement_of(self, spec: StageSpec) -> RolePlacement | None:
+        """Return the placement of the stage's role; None for the driver."""
+        return None if spec.role is None else self.placements[spec.role]
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return, per pool, its processes: the roles in one of them -> how many there are."""
+        """Return, per pool, its processes: the roles that share one -> number of such processes."""
         found: dict[str, dict[str, int]] = {}
-        for place in self.places.values():
-            found.setdefault(place.pool, {})[place.process] = place.num_processes
+        for placement in self.placements.values():
+            found.setdefault(placement.pool, {})[placement.process] = placement.num_processes
         return found
 
     def colour_of(self, pool: str | None) -> str:
         return DRIVER_COLOUR if pool is None else PALETTE[list(self.pools()).index(pool) % len(PALETTE)]
 
 
-def stage_graph(stages: Iterable[StageSpec], places: Mapping[str, Place]) -> StageGraph:
+def stage_graph(stages: Iterable[StageSpec], placements: Mapping[str, RolePlacement]) -> StageGraph:
     """Return the graph of these stages.
 
-    A column comes from the stage that wrote it last, and what a role holds from its last stage that was not pure, if
-    need be of the step before. What a pure stage works with is not changed until it is over, and stages that are not
-    pure run in their order. Of state and order only that is said which does not follow from the rest. Raises
-    ConfigError for two stages of one name and for a role without a place.
+    A column comes from the stage that wrote it last. The state of a role comes from its last stage that is not pure, if
+    necessary in the previous step. State that a pure stage uses is not changed before that stage has ended. Stages that
+    are not pure run in their order. Edges of state and order that follow from other edges are left out.
+
+    Raises:
+        ConfigError: Two stages have the same name, or a role has no placement.
     """
     stages = tuple(stages)
-    _check(stages, places)
+    _check_stages(stages, placements)
     data, unwritten = _data_edges(stages)
     state = _state_edges(stages, data)
     edges = (*data, *state, *_order_edges(stages, (*data, *state)))
     used = {spec.role for spec in stages}
     return StageGraph(
         stages,
-        {role: place for role, place in places.items() if role in used},
+        {role: placement for role, placement in placements.items() if role in used},
         edges,
         tuple(unwritten),
         _depths(stages, edges),
     )
 
 
-def _check(stages: Sequence[StageSpec], places: Mapping[str, Place]) -> None:
+def _check_stages(stages: Sequence[StageSpec], placements: Mapping[str, RolePlacement]) -> None:
     names = [spec.name for spec in stages]
     for spec in stages:
         if names.count(spec.name) > 1:
             raise ConfigError(
                 f"{names.count(spec.name)} stages are called {spec.name!r}; give them different names with @stage(name)"
             )
-        if spec.role is not None and spec.role not in places:
+        if spec.role is not None and spec.role not in placements:
             raise ConfigError(
-                f"stage {spec.name!r} is the work of {spec.role!r}, which has no place; placed are "
-                f"{', '.join(places) or 'none'}"
+                f"stage {spec.name!r} runs in role {spec.role!r}, which has no placement; roles that have: "
+                f"{', '.join(placements) or 'none'}"
             )
 
 
@@ -129,20 +141,20 @@ def _data_edges(stages: Sequence[StageSpec]) -> tuple[list[Edge], list[tuple[str
     writer: dict[str, str] = {}
     edges, unwritten = [], []
     for spec in stages:
-        taken: dict[str, list[str]] = {}
+        by_writer: dict[str, list[str]] = {}
         for column in spec.reads:
             if column in writer:
-                taken.setdefault(writer[column], []).append(column)
+                by_writer.setdefault(writer[column], []).append(column)
             else:
                 unwritten.append((spec.name, column))
-        edges += [Edge(source, spec.name, tuple(columns)) for source, columns in taken.items()]
+        edges += [Edge(source, spec.name, tuple(columns)) for source, columns in by_writer.items()]
         writer |= dict.fromkeys(spec.writes, spec.name)
     return edges, unwritten
 
 
 def _state_edges(stages: Sequence[StageSpec], data: Sequence[Edge]) -> list[Edge]:
     wanted = []
-    for own in _by_role(stages):
+    for own in _stages_by_role(stages):
         for index, spec in enumerate(own):
             change = _last_change(own, index)
             if change is not None and change is not spec:
@@ -150,52 +162,53 @@ def _state_edges(stages: Sequence[StageSpec], data: Sequence[Edge]) -> list[Edge
     return _not_implied(wanted, data)
 
 
-def _order_edges(stages: Sequence[StageSpec], known: Sequence[Edge]) -> list[Edge]:
+def _order_edges(stages: Sequence[StageSpec], existing: Sequence[Edge]) -> list[Edge]:
     once = [spec.name for spec in stages if not spec.pure]
     wanted = [Edge(before, after) for before, after in pairwise(once)]
     wanted += [Edge(once[-1], once[0], next_step=True)] if len(once) > 1 else []
-    for own in _by_role(stages):
+    for own in _stages_by_role(stages):
         for index, spec in enumerate(own):
-            later = [(i <= index, i) for i, other in enumerate(own) if not other.pure]
-            if spec.pure and later:
-                wraps, change = min(later)
+            changes = [(i <= index, i) for i, other in enumerate(own) if not other.pure]
+            if spec.pure and changes:
+                wraps, change = min(changes)
                 wanted.append(Edge(spec.name, own[change].name, next_step=wraps))
-    return _not_implied(wanted, known)
+    return _not_implied(wanted, existing)
 
 
-def _by_role(stages: Sequence[StageSpec]) -> list[list[StageSpec]]:
-    """The stages of each role; the driver's are no role's, what it holds is everywhere."""
+def _stages_by_role(stages: Sequence[StageSpec]) -> list[list[StageSpec]]:
+    """Return the stages of each role; stages of the driver belong to no role."""
     roles = dict.fromkeys(spec.role for spec in stages if spec.role is not None)
     return [[spec for spec in stages if spec.role == role] for role in roles]
 
 
 def _last_change(stages: Sequence[StageSpec], index: int) -> StageSpec | None:
-    """The stage that changed last what the one at `index` works with: an earlier one, or else the last of the step
-    before.
+    """Return the stage that last changed the state used by stage `index`.
+
+    It is an earlier stage of the step, or else the last one of the previous step.
     """
     changes = [spec for spec in (*stages[index:], *stages[:index]) if not spec.pure]
     return changes[-1] if changes else None
 
 
-def _not_implied(wanted: Iterable[Edge], known: Sequence[Edge]) -> list[Edge]:
-    """The wanted edges, without those that others of them, or known ones, imply."""
+def _not_implied(wanted: Iterable[Edge], existing: Sequence[Edge]) -> list[Edge]:
+    """Return the wanted edges that follow neither from each other nor from the existing ones."""
     kept = list(dict.fromkeys(wanted))
     for edge in tuple(kept):
-        others = [other for other in (*known, *kept) if other != edge]
-        if (edge.target, edge.next_step) in _after(edge.source, others):
+        others = [other for other in (*existing, *kept) if other != edge]
+        if (edge.target, edge.next_step) in _reachable(edge.source, others):
             kept.remove(edge)
     return kept
 
 
-def _after(source: str, edges: Sequence[Edge]) -> set[tuple[str, bool]]:
-    """Return what has to wait for `source`: (stage, whether it is the next step's)."""
+def _reachable(source: str, edges: Sequence[Edge]) -> set[tuple[str, bool]]:
+    """Return what waits for `source`, as (stage, whether it is the next step's)."""
     found: set[tuple[str, bool]] = set()
     open_ends = [(source, False)]
     while open_ends:
-        name, later = open_ends.pop()
+        name, next_step = open_ends.pop()
         for edge in edges:
-            reached = (edge.target, later or edge.next_step)
-            if edge.source == name and not (later and edge.next_step) and reached not in found:
+            reached = (edge.target, next_step or edge.next_step)
+            if edge.source == name and not (next_step and edge.next_step) and reached not in found:
                 found.add(reached)
                 open_ends.append(reached)
     return found
@@ -203,7 +216,7 @@ def _after(source: str, edges: Sequence[Edge]) -> set[tuple[str, bool]]:
 
 def _depths(stages: Sequence[StageSpec], edges: Sequence[Edge]) -> dict[str, int]:
     depth: dict[str, int] = {}
-    for spec in stages:  # their order is one in which every edge within the step points forward
+    for spec in stages:  # in this order every edge within the step points forward
         before = [depth[edge.source] for edge in edges if edge.target == spec.name and not edge.next_step]
         depth[spec.name] = 1 + max(before, default=-1)
     return depth
@@ -211,14 +224,12 @@ def _depths(stages: Sequence[StageSpec], edges: Sequence[Edge]) -> dict[str, int
 
 # -- as text
 
-HEADER = ("stage", "role", "pool", "runs", "reads, and from whom", "writes")
+HEADER = ("stage", "role", "pool", "runs", "reads, from which stage", "writes")
 READS_WIDTH, WRITES_WIDTH = 52, 34
 
 
 def to_text(graph: StageGraph) -> str:
-    """Return the graph as a table for a terminal: one line or more per stage in the order of the step,
-    then the pools.
-    """
+    """Return the graph as a table for a terminal: the stages in order, then the pools."""
     rows = [_cells(graph, spec) for spec in graph.stages]
     widths = [
         max(len(line) for cells in ([[title]], *[[row[i]] for row in rows]) for cell in cells for line in cell)
@@ -228,7 +239,7 @@ def to_text(graph: StageGraph) -> str:
     for cells in rows:
         height = max(map(len, cells))
         lines += [_line([cell[i] if i < len(cell) else "" for cell in cells], widths) for i in range(height)]
-    return "\n".join([*lines, "", *_pool_lines(graph), *_loose_ends(graph)]) + "\n"
+    return "\n".join([*lines, "", *_pool_lines(graph), *_unwritten_columns(graph)]) + "\n"
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -236,9 +247,9 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cells(graph: StageGraph, spec: StageSpec) -> list[list[str]]:
-    place = graph.place_of(spec)
-    where = "-" if place is None else f"{place.pool} x{place.num_processes}"
-    reads = [line for edge in graph.into(spec.name) for line in _wrapped(_incoming(edge), READS_WIDTH)]
+    placement = graph.placement_of(spec)
+    where = "-" if placement is None else f"{placement.pool} x{placement.num_processes}"
+    reads = [line for edge in graph.edges_into(spec.name) for line in _wrapped(_edge_text(edge), READS_WIDTH)]
     return [
         [spec.name],
         [spec.role or DRIVER],
@@ -249,11 +260,11 @@ def _cells(graph: StageGraph, spec: StageSpec) -> list[list[str]]:
     ]
 
 
-def _incoming(edge: Edge) -> str:
+def _edge_text(edge: Edge) -> str:
     if edge.columns:
         return f"{edge.source}: {', '.join(edge.columns)}"
     source = f"the last step's {edge.source}" if edge.next_step else edge.source
-    return f"(what {source} changed)" if edge.state else f"(after {source})"
+    return f"(state changed by {source})" if edge.state else f"(after {source})"
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -268,7 +279,7 @@ def _pool_lines(graph: StageGraph) -> list[str]:
     return lines
 
 
-def _loose_ends(graph: StageGraph) -> list[str]:
+def _unwritten_columns(graph: StageGraph) -> list[str]:
     return [f"{stage} reads {column}, which no stage before it writes" for stage, column in graph.unwritten]
 
 
@@ -276,9 +287,9 @@ def _loose_ends(graph: StageGraph) -> list[str]:
 
 
 def to_dot(graph: StageGraph) -> str:
-    """Return the graph in the language of Graphviz.
+    """Return the graph in Graphviz's DOT language.
 
-    Stages that run once have a double border; state is dashed, order dotted.
+    Stages that run once have a double border; state edges are dashed, order edges dotted.
     """
     lines = ["digraph step {", "  rankdir=LR; nodesep=0.4; ranksep=0.8;", '  node [shape=box, fontname="Helvetica"];']
     lines += ['  edge [fontname="Helvetica", fontsize=9];']
@@ -288,11 +299,11 @@ def to_dot(graph: StageGraph) -> str:
 
 
 def _node_style(graph: StageGraph, spec: StageSpec) -> str:
-    place = graph.place_of(spec)
-    where = () if place is None else (f"{place.pool} x{place.num_processes}",)
+    placement = graph.placement_of(spec)
+    where = () if placement is None else (f"{placement.pool} x{placement.num_processes}",)
     label = _quoted("\n".join([spec.name, spec.role or DRIVER, *where]))
     shape = 'style="filled,rounded"' if spec.pure else 'style="filled", peripheries=2'
-    return f"label={label}, {shape}, fillcolor={_quoted(graph.colour_of(place and place.pool))}"
+    return f"label={label}, {shape}, fillcolor={_quoted(graph.colour_of(placement and placement.pool))}"
 
 
 def _edge_style(edge: Edge) -> str:

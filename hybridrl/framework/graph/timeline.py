@@ -1,13 +1,12 @@
-"""A run's timeline: stages are recorded here, and what all processes recorded becomes trace events for Perfetto and
-chrome://tracing.
+"""Record when stages run, and make a timeline of a run for Perfetto and chrome://tracing.
 
-    task.use_wrapper(StageTracer(first_step=1))         # while the run goes, beside the calls and waits of
-    single_controller/monitoring/tracing.py spans = read_spans("run/trace/job")                 # afterwards
+    task.use_wrapper(StageTracer(first_step=1))     # in the driver, during the run
+    spans = read_spans("run/trace/job")             # afterwards
     json.dump(trace_events(spans), file)
 
-Of the trace event format the three simplest things are used: complete events (ph X: ts and dur in microseconds), which
-have to lie inside each other or apart on one row, and metadata events (ph M), which give rows and groups of rows their
-names and order.
+Worker calls and waits are recorded by `single_controller/monitoring/tracing.py`. `hybridrl trace` reads and prints the
+timeline. Two kinds of trace events are used. Complete events (ph X, ts and dur in microseconds) must be nested or
+disjoint within a row. Metadata events (ph M) give rows and groups of rows their names and order.
 """
 
 import contextlib
@@ -25,25 +24,26 @@ from hybridrl.errors import DataError
 from hybridrl.framework.stage import StageFn, StageSpec, spec_of
 from hybridrl.single_controller.monitoring.tracing import SUFFIX, span
 
-TRACE = "trace"  # the directory of a run that holds the spans: one directory per job, in it one file per process
-DRIVER = "driver"  # the driver's file, and its group of rows
+TRACE = "trace"  # directory of the spans in a run's directory: TRACE/{job}/{process}.jsonl
+DRIVER = "driver"  # name of the driver's file and of its group of rows
 STEPS, MAIN = "steps", "MainThread"
-Row = tuple[str, str]  # group, and name within it
-MIN_IDLE_NS = 50_000  # a rank that is idle for less is between two calls
-APART_NS = 1000  # between a call and the wait beside it: viewers round, and what overlaps on a row they do not show
+Row = tuple[str, str]  # (group, name within the group)
+MIN_IDLE_NS = 50_000  # shorter gaps are the overhead between two calls
+ROW_GAP_NS = 1000  # gap between a call and a wait: viewers round times and hide events that overlap on a row
 
 
 class StageTracer:
-    """Records both halves of every stage, under the number of its step.
+    """Wrapper that records both halves of every stage with the number of the step.
 
-    first_step: the one that the context counts as 0.
+    Args:
+        first_step: Number of the step that the context counts as 0.
     """
 
     def __init__(self, *, first_step: int = 1) -> None:
         self.first_step = first_step
 
     def __call__(self, fn: StageFn) -> StageFn:
-        """Return `fn`, recorded."""
+        """Return `fn` with recording."""
         spec = spec_of(fn)
 
         @functools.wraps(fn)
@@ -52,7 +52,7 @@ class StageTracer:
                 result = fn(ctx)
                 if (
                     isinstance(result, GeneratorType) and next(result, self) is self
-                ):  # it ended, or waits for its second half
+                ):  # exhausted, or suspended before its second half
                     result = None
             return self._second_half(spec, ctx, result) if isinstance(result, GeneratorType) else result
 
@@ -72,9 +72,14 @@ class StageTracer:
 
 @dataclass(frozen=True)
 class Span:
-    """What was recorded.
+    """A recorded interval.
 
-    begin, end: nanoseconds. process: whose file it stands in. role, rank: of the call it is or is part of.
+    Attributes:
+        begin: Start, in nanoseconds.
+        end: End, in nanoseconds.
+        process: Name of the process that recorded it.
+        role: Role of the call that the span is, or in which it lies.
+        rank: Rank of that call.
     """
 
     kind: str  # "stage", "call" or "wait"
@@ -86,34 +91,38 @@ class Span:
     role: str | None = None
     rank: int = 0
     step: int | None = None  # of a stage
-    of: str | None = None  # of a stage: whose work it is
+    of: str | None = None  # of a stage: its role
 
     @property
     def duration(self) -> int:
         return self.end - self.begin
 
-    def holds(self, other: "Span") -> bool:
+    def contains(self, other: "Span") -> bool:
         return self.begin <= other.begin and other.end <= self.end
 
 
 def newest_trace(directory: str | Path) -> Path:
-    """Return where the spans of a run's newest job are; `directory` may be that place itself.
+    """Return the directory with the spans of a run's newest job.
 
-    Raises DataError where there are none.
+    Args:
+        directory: The run's directory, or the job's directory itself.
+
+    Raises:
+        DataError: There are no spans.
     """
     directory = Path(directory)
     if (directory / f"{DRIVER}{SUFFIX}").exists():
         return directory
     jobs = sorted((directory / TRACE).glob(f"*/{DRIVER}{SUFFIX}"), key=lambda path: path.stat().st_mtime)
     if not jobs:
-        raise DataError(f"{directory} holds no trace; run with trainer.trace=true and give the run's directory")
+        raise DataError(f"{directory} has no trace; run with trainer.trace=true and give the run's directory")
     return jobs[-1].parent
 
 
 def read_spans(directory: str | Path) -> list[Span]:
-    """Return what all processes of a job recorded, by its begin.
+    """Return the spans of all processes of a job, by start.
 
-    A line that a killed process left half-written is skipped.
+    A partial line of a killed process is skipped.
     """
     spans = []
     for path in sorted(Path(directory).glob(f"*{SUFFIX}")):
@@ -123,8 +132,8 @@ def read_spans(directory: str | Path) -> list[Span]:
     return sorted(spans, key=lambda span: (span.begin, -span.end))
 
 
-def steps_of(spans: Iterable[Span]) -> list[Span]:
-    """Return one span for each step: from the begin of its first stage to the end of its last one."""
+def group_by_step(spans: Iterable[Span]) -> list[Span]:
+    """Return one span per step, from its first stage's start to its last end."""
     found: dict[int, list[Span]] = {}
     for stage in spans:
         if stage.kind == "stage" and stage.step is not None:
@@ -133,8 +142,8 @@ def steps_of(spans: Iterable[Span]) -> list[Span]:
     return [Span("step", f"step {step}", *ends[step], STEPS, DRIVER, step=step) for step in sorted(ends)]
 
 
-def idle_of(spans: Iterable[Span], *, between: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return when none of these spans was in progress, as (begin, end) in order, within `between`."""
+def idle_intervals(spans: Iterable[Span], *, between: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the intervals within `between` in which none of the spans was in progress."""
     begin, end = between
     idle = []
     for busy in sorted(spans, key=lambda span: span.begin):
@@ -150,14 +159,14 @@ def idle_of(spans: Iterable[Span], *, between: tuple[int, int]) -> list[tuple[in
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the timeline as a JSON-able object.
+    """Return the timeline as a JSON-serializable object.
 
-    The driver is the first group of rows: its steps, its stages with what it waited for inside them, its other threads.
-    Then every role is a group and every rank a row, or several where a rank does several things at once; where a rank's
-    process did nothing during the steps, the row says that it waits for its next call, or for that call's arguments.
-    Times count from the first span.
+    The first group of rows is the driver: its steps, its stages with their waits, its other threads. Each role is a
+    group, and each rank of it a row, or several rows where a rank does several things at once. Where a rank's process
+    was idle during the steps, its row shows a wait for the next call or for that call's arguments. Times count from the
+    first span.
     """
-    origin, steps = min((span.begin for span in spans), default=0), steps_of(spans)
+    origin, steps = min((span.begin for span in spans), default=0), group_by_step(spans)
     rows = {(DRIVER, STEPS): steps, (DRIVER, MAIN): [], **_rows(spans)}
     if steps:
         for row, idle in _idle_rows(spans, between=(steps[0].begin, steps[-1].end)).items():
@@ -169,7 +178,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
     ]
     for number, ((group, row), entries) in enumerate(rows.items(), start=1):
         pid = groups.index(group) + 1
-        tid = 1000 * pid + number  # no two rows of the file share one: viewers tell threads apart by it
+        tid = 1000 * pid + number  # unique in the file: viewers tell rows apart by tid alone
         events += [
             _metadata("thread_name", pid, tid, name=row),
             _metadata("thread_sort_index", pid, tid, sort_index=number),
@@ -182,8 +191,9 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _rows(spans: Iterable[Span]) -> dict[Row, list[Span]]:
-    """Spans by row: of the driver one for each thread, of a role one for each rank, and more rows for what was done at
-    the same time.
+    """Return the spans by row: one per thread of the driver, one per rank.
+
+    Concurrent spans of a row get further rows.
     """
     threads: dict[Row, dict[str, list[Span]]] = {}
     for entry in sorted(
@@ -193,14 +203,14 @@ def _rows(spans: Iterable[Span]) -> dict[Row, list[Span]]:
         threads.setdefault(row, {}).setdefault(entry.thread, []).append(entry)
     rows: dict[Row, list[Span]] = {}
     for (group, name), by_thread in threads.items():
-        lanes = [lane for entries in by_thread.values() for lane in lanes_of(entries)]
+        lanes = [lane for entries in by_thread.values() for lane in assign_lanes(entries)]
         rows |= {(group, f"{name} +{number}" if number else name): lane for number, lane in enumerate(lanes)}
     return rows
 
 
-def lanes_of(spans: Iterable[Span]) -> list[list[Span]]:
-    """Return the spans in as many lists as it takes that in each of them any two lie apart or one inside the other."""
-    lanes: list[tuple[list[Span], list[Span]]] = []  # the spans, and those of them that are still open
+def assign_lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Distribute the spans over lists in which any two are disjoint or nested."""
+    lanes: list[tuple[list[Span], list[Span]]] = []  # (all spans, those still open)
     for entry in sorted(spans, key=lambda entry: (entry.begin, -entry.end)):
         fitting = next((pair for pair in lanes if _fits(entry, pair[1])), None)
         if fitting is None:
@@ -212,12 +222,10 @@ def lanes_of(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _fits(entry: Span, still_open: list[Span]) -> bool:
-    """Whether a span lies inside the innermost one that is open when it begins; those that are over by
-    then are closed.
-    """
+    """Return whether a span lies inside the innermost open one, after removing ended ones."""
     while still_open and still_open[-1].end <= entry.begin:
         still_open.pop()
-    return not still_open or still_open[-1].holds(entry)
+    return not still_open or still_open[-1].contains(entry)
 
 
 def _rank_row(rank: int) -> str:
@@ -225,20 +233,23 @@ def _rank_row(rank: int) -> str:
 
 
 def _idle_rows(spans: Iterable[Span], *, between: tuple[int, int]) -> dict[Row, list[tuple[int, int]]]:
-    """When no role in a process did anything, for the first row of every role and rank in it."""
+    """Return the idle intervals of each process, by row.
+
+    They appear in the first row of every role and rank in the process.
+    """
     calls: dict[tuple[str, int], list[Span]] = {}
     for entry in spans:
         if entry.kind == "call":
             calls.setdefault((entry.process, entry.rank), []).append(entry)
     found: dict[Row, list[tuple[int, int]]] = {}
     for (_, rank), own in calls.items():
-        idle = [(begin, end) for begin, end in idle_of(own, between=between) if end - begin >= MIN_IDLE_NS]
+        idle = [(begin, end) for begin, end in idle_intervals(own, between=between) if end - begin >= MIN_IDLE_NS]
         found |= {(role, _rank_row(rank)): idle for role in {entry.role for entry in own if entry.role is not None}}
     return found
 
 
 def _wait(row: Row, begin: int, end: int) -> Span:
-    return Span("wait", "next call", begin + APART_NS, end - APART_NS, MAIN, row[0], row[0])
+    return Span("wait", "next call", begin + ROW_GAP_NS, end - ROW_GAP_NS, MAIN, row[0], row[0])
 
 
 def _metadata(name: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
@@ -260,12 +271,12 @@ def _complete(entry: Span, pid: int, tid: int, *, origin: int) -> dict[str, Any]
     }
 
 
-# -- the numbers of it
+# -- summary
 
 
 def summarize(spans: Sequence[Span]) -> str:
-    """Return where the time of the steps went: per stage of the driver, and per rank of every role."""
-    steps = steps_of(spans)
+    """Return a text table of where the time went, per stage and per rank."""
+    steps = group_by_step(spans)
     if not steps:
         return "no stage was recorded\n"
     between = (steps[0].begin, steps[-1].end)
@@ -279,7 +290,7 @@ def summarize(spans: Sequence[Span]) -> str:
 
 
 def _stage_lines(spans: Sequence[Span], total: float) -> list[str]:
-    waits: dict[str, list[Span]] = {}  # of the driver, by thread; of one thread none overlap
+    waits: dict[str, list[Span]] = {}  # of the driver, by thread; within a thread they are disjoint
     for entry in spans:
         if entry.kind == "wait" and entry.role is None:
             waits.setdefault(entry.thread, []).append(entry)
@@ -302,16 +313,18 @@ def _rank_lines(spans: Sequence[Span], between: tuple[int, int]) -> list[str]:
     calls: dict[tuple[str, int], list[Span]] = {}
     waited: dict[tuple[str, int], int] = {}
     for entry in spans:
-        who = (entry.role or "", entry.rank)
+        rank_key = (entry.role or "", entry.rank)
         if entry.kind == "call":
-            calls.setdefault(who, []).append(entry)
+            calls.setdefault(rank_key, []).append(entry)
         elif entry.kind == "wait":
-            waited[who] = waited.get(who, 0) + max(0, min(entry.end, between[1]) - max(entry.begin, between[0]))
+            waited[rank_key] = waited.get(rank_key, 0) + max(
+                0, min(entry.end, between[1]) - max(entry.begin, between[0])
+            )
     idle = {row: _length(gaps) for row, gaps in _idle_rows(spans, between=between).items()}
     rows = []
     for (role, rank), own in sorted(calls.items()):
         waiting = waited.get((role, rank), 0)
-        working = total - _length(idle_of(own, between=between)) - waiting
+        working = total - _length(idle_intervals(own, between=between)) - waiting
         share = idle[role, _rank_row(rank)] / total
         rows.append((role, str(rank), f"{working / 1e9:.3f}", f"{waiting / 1e9:.3f}", f"{share:.1%}"))
     return _table(("role", "rank", "s at work", "s waiting for data", "process waits for its next call"), rows)

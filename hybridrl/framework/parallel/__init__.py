@@ -1,1 +1,1 @@
-"""DI-engine's Parallel on Ray actors."""
+"""DI-engine's `Parallel` on Ray actors: groups of processes that exchange events."""

@@ -1,4 +1,4 @@
-"""Named events and who listens to them.
+"""Named events and their listeners within one process.
 
 Listeners run in the emitter's thread, in order of registration, before `emit` returns.
 """
@@ -13,37 +13,40 @@ from typing import Any
 logger = logging.getLogger(__name__)
 ListenerFn = Callable[..., Any]
 
-# What is kept for listeners that are late: bounds for the case that there never is one.
-MAX_KEPT_EVENTS = 1000
-MAX_KEPT_BYTES = 256 * 1024**2
+# Limits of the buffer for late listeners, in case that no listener is ever registered.
+MAX_BUFFERED_EVENTS = 1000
+MAX_BUFFERED_BYTES = 256 * 1024**2
 
 
 class Listener:
-    """A function as it was registered.
+    """A registered function.
 
-    The same listener may stand in several loops: `once` counts for all of them together.
+    A listener may be registered in several loops; `once` then counts for all of them together.
     """
 
     def __init__(self, fn: ListenerFn, *, once: bool = False) -> None:
         self.fn, self.once = fn, once
-        self.gone = False  # taken off, or heard its only event
-        self._deciding = threading.Lock()
+        self.removed = False  # by `off`, or after the only event of a `once` listener
+        self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Call the function, unless the listener is gone. Two threads that emit at once call a `once` listener once."""
+        """Call the function, unless the listener was removed.
+
+        Two threads that emit at the same time call a `once` listener once.
+        """
         if self.once:
-            with self._deciding:
-                if self.gone:
+            with self._lock:
+                if self.removed:
                     return
-                self.gone = True
-        if self.once or not self.gone:
+                self.removed = True
+        if self.once or not self.removed:
             self.fn(*args, **kwargs)
 
 
 class EventLoop:
-    """Who listens to what, in one process. A listener's exception ends the `emit` and reaches its caller.
+    """The listeners of one process, by event.
 
-    `EventLoop.get_event_loop(name)` is one loop per name and process. Safe to use from several threads.
+    An exception of a listener ends the `emit` and is raised to its caller. All methods are thread-safe.
     """
 
     _loops: dict[str, "EventLoop"] = {}
@@ -55,7 +58,7 @@ class EventLoop:
 
     @classmethod
     def get_event_loop(cls, name: str = "default") -> "EventLoop":
-        """Return the loop of this name, which is made when it is first asked for."""
+        """Return the loop of this name in this process; the first call creates it."""
         return cls._loops.setdefault(name, cls(name))
 
     def on(self, event: str, fn: ListenerFn) -> None:
@@ -67,26 +70,26 @@ class EventLoop:
         self.add(event, Listener(fn, once=True))
 
     def add(self, event: str, listener: Listener) -> None:
-        """Register a listener that was made already."""
+        """Register an existing listener."""
         with self._lock:
-            # A new list, so that an emit in progress goes on with the listeners it began with.
+            # A new list, so that an emit in progress keeps the listeners with which it started.
             self._listeners[event] = [*self._listeners.get(event, ()), listener]
 
     def off(self, event: str, fn: ListenerFn | None = None) -> None:
-        """Forget `fn`, however it was registered, or every listener, of the events that match the glob `event`."""
+        """Remove `fn`, or every listener, from the events that match the glob `event`."""
         with self._lock:
             for name in fnmatch.filter(self._listeners, event):
-                leaving = [entry for entry in self._listeners[name] if fn is None or entry.fn == fn]
-                for entry in leaving:
-                    entry.gone = True
-                self._listeners[name] = [entry for entry in self._listeners[name] if entry not in leaving]
+                removed = [entry for entry in self._listeners[name] if fn is None or entry.fn == fn]
+                for entry in removed:
+                    entry.removed = True
+                self._listeners[name] = [entry for entry in self._listeners[name] if entry not in removed]
 
-    def listened(self, event: str) -> bool:
-        """Return whether anybody listens to `event`."""
-        return any(not entry.gone for entry in self._listeners.get(event, ()))
+    def has_listener(self, event: str) -> bool:
+        """Return whether `event` has a listener."""
+        return any(not entry.removed for entry in self._listeners.get(event, ()))
 
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the listeners that `event` has now; those they add hear only the next one."""
+        """Call the present listeners of `event`; listeners that they add wait for the next emit."""
         listeners = self._listeners.get(event, ())
         if any(entry.once for entry in listeners):
             with self._lock:
@@ -95,15 +98,15 @@ class EventLoop:
             entry(*args, **kwargs)
 
     def stop(self) -> None:
-        """Forget every listener, and the loop's name."""
+        """Remove every listener and the loop's name."""
         self.off("*")
         if EventLoop._loops.get(self.name) is self:
             del EventLoop._loops[self.name]
 
 
 @dataclass
-class Kept:
-    """An event that a late listener may still want."""
+class BufferedEvent:
+    """An event that is kept for listeners registered after it."""
 
     event: str
     args: tuple
@@ -112,56 +115,66 @@ class Kept:
 
 
 class ReplayingLoop(EventLoop):
-    """The loop for events from other processes. Who begins to listen late hears what came before, in order and once.
+    """Loop for events from other processes, with a buffer for late listeners.
 
-    All events are emitted by one thread, and `post` runs a function in that thread: registering is done there too, so
-    that a new listener hears every event exactly once. `settle` ends the time in which a listener may be late.
+    A listener that is registered late receives the buffered events first, in order and once. One thread emits all
+    events. `post` runs a function in that thread, and registration happens there too, so that a new listener receives
+    every event exactly once. `stop_buffering` drops the buffer.
     """
 
     def __init__(self, name: str, post: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(name)
         self._post = post
-        self._kept: list[Kept] | None = []
+        self._buffer: list[BufferedEvent] | None = []
 
     def add(self, event: str, listener: Listener) -> None:
-        """Register a listener; it hears the kept events a moment later, in the emitting thread."""
-        self._post(lambda: self._catch_up(event, listener))
+        """Register a listener; the emitting thread replays the buffered events to it."""
+        self._post(lambda: self._replay_to(event, listener))
 
-    def _catch_up(self, event: str, listener: Listener) -> None:
-        if listener.gone:
+    def _replay_to(self, event: str, listener: Listener) -> None:
+        if listener.removed:
             return
         super().add(event, listener)
-        for entry in tuple(self._kept or ()):
+        for entry in tuple(self._buffer or ()):
             if entry.event == event:
                 listener(*entry.args, **entry.kwargs)
 
     def off(self, event: str, fn: ListenerFn | None = None) -> None:
         super().off(event, fn)
-        self._post(lambda: EventLoop.off(self, event, fn))  # those whose registration is still under way
+        self._post(lambda: EventLoop.off(self, event, fn))  # listeners whose registration is still queued
 
-    def replay(self, event: str, args: tuple, kwargs: dict, *, num_bytes: int = 0, newest_only: bool = False) -> None:
-        """Emit, and keep the event for listeners that are late; with `newest_only` instead of the earlier ones of its
-        name.
+    def emit_and_buffer(
+        self, event: str, args: tuple, kwargs: dict, *, num_bytes: int = 0, newest_only: bool = False
+    ) -> None:
+        """Emit, and buffer the event for late listeners.
+
+        Args:
+            event: Name of the event.
+            args: Positional arguments of the listeners.
+            kwargs: Keyword arguments of the listeners.
+            num_bytes: Size of the event, for the limit of the buffer.
+            newest_only: Replace buffered events of the same name.
         """
-        if self._kept is not None:
-            self._keep(Kept(event, args, kwargs, num_bytes), newest_only=newest_only)
+        if self._buffer is not None:
+            self._add_to_buffer(BufferedEvent(event, args, kwargs, num_bytes), newest_only=newest_only)
         self.emit(event, *args, **kwargs)
 
-    def _keep(self, new: Kept, *, newest_only: bool) -> None:
-        kept = [entry for entry in self._kept or () if not (newest_only and entry.event == new.event)]
-        room = MAX_KEPT_BYTES - sum(entry.num_bytes for entry in kept) - new.num_bytes
-        while kept and (room < 0 or len(kept) >= MAX_KEPT_EVENTS):
-            dropped = kept.pop(0)
-            room += dropped.num_bytes
-            if not self.listened(dropped.event):
+    def _add_to_buffer(self, new: BufferedEvent, *, newest_only: bool) -> None:
+        buffered = [entry for entry in self._buffer or () if not (newest_only and entry.event == new.event)]
+        free_bytes = MAX_BUFFERED_BYTES - sum(entry.num_bytes for entry in buffered) - new.num_bytes
+        while buffered and (free_bytes < 0 or len(buffered) >= MAX_BUFFERED_EVENTS):
+            dropped = buffered.pop(0)
+            free_bytes += dropped.num_bytes
+            if not self.has_listener(dropped.event):
                 logger.warning(
-                    "an event %r that nobody listens to yet was dropped, so many came after it", dropped.event
+                    "dropped an event %r: it has no listener yet, and the buffer for late listeners is full",
+                    dropped.event,
                 )
-        self._kept = [*kept, new]
+        self._buffer = [*buffered, new]
 
-    def settle(self) -> None:
-        """From here on nothing is kept."""
-        self._post(self._forget)
+    def stop_buffering(self) -> None:
+        """Drop the buffer; later events are not buffered."""
+        self._post(self._drop_buffer)
 
-    def _forget(self) -> None:
-        self._kept = None
+    def _drop_buffer(self) -> None:
+        self._buffer = None

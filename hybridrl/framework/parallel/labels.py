@@ -1,4 +1,4 @@
-"""Which stages of a program are this process's: by labels, matched as globs, or by roles."""
+"""Labels and roles of a process, which decide which stages of a program it runs."""
 
 import enum
 import fnmatch
@@ -6,15 +6,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from hybridrl.framework.parallel.router import Router
+from hybridrl.framework.parallel.router import PeerRouter
 
-LABELS_VARIABLE = (
-    "HYBRIDRL_TASK_LABELS"  # environment: further labels of every task in the process, separated by commas
-)
+LABELS_VARIABLE = "HYBRIDRL_TASK_LABELS"  # environment variable: labels of every task in the process, comma-separated
 
 
 class Role(enum.StrEnum):
-    """What a process does in a group of learners, collectors and evaluators."""
+    """Role of a process in a group of learners, collectors and evaluators."""
 
     LEARNER = "learner"
     COLLECTOR = "collector"
@@ -23,29 +21,33 @@ class Role(enum.StrEnum):
 
 
 class VoidMiddleware:
-    """What a middleware returns where it has nothing to do: `use` leaves it out, and called it does nothing."""
+    """A stage without work: `Task.use` leaves it out, and a call does nothing."""
 
     def __call__(self, ctx: Any) -> None:
         pass
 
 
 def environment_labels() -> set[str]:
-    """Return the labels that the environment gives."""
+    """Return the labels from the environment variable."""
     return {label for label in (part.strip() for part in os.environ.get(LABELS_VARIABLE, "").split(",")) if label}
 
 
-def labels_of(router: Router, *, async_mode: bool, own: Iterable[str] = ()) -> set[str]:
-    """Return a task's labels: `standalone`, or `distributed`, `node.N` and the group's; `async`; its own and the
-    environment's.
+def labels_of(router: PeerRouter, *, async_mode: bool, own: Iterable[str] = ()) -> set[str]:
+    """Return the labels of a task.
+
+    These are `standalone`, or `distributed`, `node.N` and those of the group; `async`; the task's own; and those of the
+    environment.
     """
-    place = {"distributed", f"node.{router.node_id}", *router.labels} if router.is_active else {"standalone"}
-    return place | ({"async"} if async_mode else set()) | set(own) | environment_labels()
+    group = {"distributed", f"node.{router.node_id}", *router.labels} if router.is_active else {"standalone"}
+    return group | ({"async"} if async_mode else set()) | set(own) | environment_labels()
 
 
-class Membership:
-    """The part of a task that knows what kind of process it runs in.
+class StageLabels:
+    """Base class of `Task` for the labels and roles of its process.
 
-    labels: see `labels_of`. roles: empty means all of them.
+    Attributes:
+        labels: See `labels_of`.
+        roles: Roles of the process; empty means all.
     """
 
     labels: set[str]
@@ -57,16 +59,16 @@ class Membership:
         return any(fnmatch.filter(self.labels, pattern) for pattern in patterns)
 
     def add_role(self, role: Role | str) -> None:
-        """Give this process one more role. A process without any has all of them."""
+        """Add a role to this process, which without any has all of them."""
         try:
             self.roles.add(Role(role))
         except ValueError:
-            raise ValueError(f"{role!r} is no role; there are {', '.join(Role)}") from None
+            raise ValueError(f"role {role!r} is unknown; use one of {', '.join(Role)}") from None
 
     def has_role(self, role: Role | str) -> bool:
-        """Return whether this process plays the role."""
+        """Return whether this process has the role."""
         return not self.roles or role in self.roles
 
     def void(self) -> VoidMiddleware:
-        """Return the stage that is left out."""
+        """Return a stage that is left out."""
         return VoidMiddleware()

@@ -1,9 +1,8 @@
-"""A message's contents between processes: made into bytes once, whoever many receive it, and private to each receiver
-when opened.
+"""Serialize a message's contents once for any number of receivers; each receiver loads a private copy.
 
-Small contents travel with the message. Large ones are put into the object store once and every receiver maps them from
-there. Arrays and tensors travel as their own bytes beside the pickle; a tensor arrives on the CPU. Torch is used where
-it is loaded already, and is not imported.
+Small contents travel with the message. Large ones are put into Ray's object store once, and every receiver maps them
+from there. Arrays and tensors travel as raw bytes next to the pickle; a tensor arrives on the CPU. Torch is used only
+if it is already loaded; it is not imported here.
 """
 
 import io
@@ -15,53 +14,59 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-# Ray itself stores larger arguments apart, once for each receiver; from here on that is done once for all.
+# Ray stores larger arguments in the object store, once per receiver; above this size `serialize` does it once for all.
 INLINE_BYTES = 100_000
-# The object is in the store of the sender's node; minutes mean that this node is gone.
+# The object is in the store of the sender's node; a wait of minutes means that this node is lost.
 FETCH_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """Contents as bytes. stored: [reference] to [pickle, buffers...] in the object store, in place of both."""
+class SerializedMessage:
+    """Contents as bytes.
+
+    Attributes:
+        num_bytes: Total size.
+        stored: [reference] to [pickle, buffers...] in the object store, instead of `pickled` and `buffers`.
+    """
 
     num_bytes: int
     pickled: bytes = b""
     buffers: tuple[bytes, ...] = ()
     stored: tuple = ()
 
-    def open(self) -> Any:
-        """Return the contents, in memory that belongs to this process alone.
+    def load(self) -> Any:
+        """Return a private copy of the contents.
 
-        Raises CallTimeout or the store's error if they are gone.
+        Raises:
+            CallTimeout: The object store did not answer; other errors of Ray mean that the object is lost.
         """
         pickled, buffers = self.pickled, self.buffers
         if self.stored:
             import ray
 
             pickled, *buffers = ray.get(self.stored[0], timeout=FETCH_TIMEOUT_S)
-        # numpy's copy takes half as long as a bytearray's.
+        # numpy's copy takes half the time of a bytearray's.
         return pickle.loads(pickled, buffers=[np.array(np.frombuffer(buffer, np.uint8)) for buffer in buffers])
 
 
-def pack(contents: Any) -> Parcel:
-    """Return contents as they are now as a parcel for any number of receivers.
+def serialize(contents: Any) -> SerializedMessage:
+    """Return the contents in their present state as bytes for any number of receivers.
 
-    What cannot be pickled raises pickle's own error.
+    Contents that cannot be pickled raise pickle's own error.
     """
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(contents)
     num_bytes = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
     if num_bytes <= INLINE_BYTES:
-        return Parcel(num_bytes, file.getvalue(), tuple(bytes(buffer.raw()) for buffer in buffers))
+        return SerializedMessage(num_bytes, file.getvalue(), tuple(bytes(buffer.raw()) for buffer in buffers))
     import ray
 
-    return Parcel(num_bytes, stored=(ray.put([file.getvalue(), *buffers]),))
+    return SerializedMessage(num_bytes, stored=(ray.put([file.getvalue(), *buffers]),))
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Tensors leave their bytes beside the pickle; torch's own way copies them into it."""
+    """Passes tensors as out-of-band buffers; torch's own reducer would copy them into the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -77,7 +82,10 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Whether shape, dtype and bytes are all there is to know. An empty one has no bytes to make a tensor from."""
+    """Return whether shape, dtype and bytes describe the tensor completely.
+
+    An empty tensor does not count: there are no bytes from which to rebuild it.
+    """
     return (
         tensor.layout is torch.strided
         and tensor.device.type in ("cpu", "cuda")

@@ -1,8 +1,7 @@
-"""This process among its peers: who it is, what it sends them, and what it hears from them.
+"""Messages between this process and its peers.
 
-There is one router per process, `current_router()`; `Parallel()` and `task.router` are the same one. It is active in a
-process that `Parallel.runner` started, and elsewhere it sends nothing and hears nothing. Which peers it has is decided
-in `node_group.py`.
+There is one router per process, `current_router()`; `Parallel()` and `task.router` return it. It is active in processes
+that `Parallel.runner` started; elsewhere it sends and receives nothing. `process_group.py` decides who the peers are.
 """
 
 import logging
@@ -13,22 +12,28 @@ from typing import Any
 
 from hybridrl.framework.parallel.event_loop import ListenerFn, ReplayingLoop
 from hybridrl.framework.parallel.inbox import Inbox, Link, Message
-from hybridrl.framework.parallel.message import pack
+from hybridrl.framework.parallel.message import serialize
 
 logger = logging.getLogger(__name__)
 
-# Listeners are quick; one that takes longer than this waits for something that waits for it.
-HEARING_TIMEOUT_S = 60.0
+# Listeners are quick; one that takes longer is in a deadlock.
+LISTENER_TIMEOUT_S = 60.0
 
 
-class Router:
-    """is_active: whether this process has peers, or might. node_id: which process of its group it is. labels: given to
-    `runner`.
+class PeerRouter:
+    """Sends events to peers and passes received ones to listeners.
 
-    attached_to: names of the processes of other groups that it was attached to. retries: how often `main` was begun
-    again here. Messages of one sender are heard in the order in which they were sent, in a thread of the router's own.
-    What comes before anybody listens is kept for the first who does. A listener's exception is raised by the next call
-    that can raise it: `emit`, the next stage of a task, or else when `main` returns.
+    Messages of one sender are handled in the order in which they were sent, in the router's own thread. Messages that
+    arrive before their first listener are buffered. An exception of a listener is raised by the next call that can
+    raise it: `emit`, the next stage of a task, or the end of `main`.
+
+    Attributes:
+        is_active: Whether this process belongs to a group.
+        node_id: Number of the process in its group.
+        labels: Labels given to the runner.
+        attached_to: Names of the processes of other groups to which it is attached.
+        retries: How often `main` was restarted here.
+        message_bytes: Size of the message being handled, for listeners.
     """
 
     def __init__(self) -> None:
@@ -38,46 +43,49 @@ class Router:
         self.labels: frozenset[str] = frozenset()
         self.attached_to: tuple[str, ...] = ()
         self.retries = 0
-        self.message_bytes = 0  # size of the message that is being heard; for listeners, in the thread that hears
+        self.message_bytes = 0  # of the message being handled
         self.failure: BaseException | None = None
         self.on_failure: list[Callable[[], None]] = []
         self._links: dict[str, Link] = {}
-        self._lasting: dict[str, Message] = {}  # topic -> what a peer that comes later has to know
-        self._sending = threading.Lock()
+        self._retained: dict[str, Message] = {}  # topic -> message for peers that connect later
+        self._send_lock = threading.Lock()
         self._inbox: Inbox | None = None
         self._topics = ReplayingLoop("router", self.post)
 
     def __reduce__(self) -> tuple:
-        return current_router, ()  # wherever it is sent, it is the router of that process
+        return current_router, ()  # unpickles as the receiving process's own
 
-    # -- membership: called by the process's host
+    # -- lifecycle, called by `GroupMember`
 
     def activate(self, node_id: int, *, name: str, labels: Iterable[str], attached_to: Iterable[str]) -> None:
-        """Become a member of a group. From here on messages are taken."""
+        """Join a group; messages are accepted from here on."""
         self.is_active, self.node_id, self.name = True, node_id, name
         self.labels, self.attached_to = frozenset(labels), tuple(attached_to)
-        self._inbox = Inbox(self._hear, self.fail)
+        self._inbox = Inbox(self._on_message, self.record_failure)
 
     def connect(self, peer: str, deliver: Callable[[str, int, Message], Any]) -> None:
-        """Send to this peer too, in place of an earlier process of its name, and tell it what lasts."""
+        """Add a peer and send it the retained messages.
+
+        An earlier process of the same name is replaced.
+        """
         link = Link(peer, stream=f"{self.name}#{uuid.uuid4().hex}", deliver=deliver)
-        with self._sending:
+        with self._send_lock:
             self._links[peer] = link
-            for message in self._lasting.values():
+            for message in self._retained.values():
                 link.send(message)
 
     def deliver(self, stream: str, number: int, message: Message) -> None:
-        """Take a message from a peer."""
+        """Accept a message from a peer."""
         if self._inbox is not None:
             self._inbox.deliver(stream, number, message)
 
-    def begin(self, retries: int) -> None:
-        """`main` is about to be called."""
+    def start_run(self, retries: int) -> None:
+        """Prepare for a call of `main`."""
         self.retries = retries
-        self._lasting.clear()
+        self._retained.clear()
 
-    def end(self) -> None:
-        """`main` is over: forget who listens, and raise what no listener's emitter could be told."""
+    def finish_run(self) -> None:
+        """Remove all listeners after `main`, and raise a failure that was not raised yet."""
         failure, self.failure = self.failure, None
         self.on_failure.clear()
         self._topics = ReplayingLoop("router", self.post)
@@ -95,38 +103,41 @@ class Router:
         self._topics.once(topic, fn)
 
     def off(self, topic: str, fn: ListenerFn | None = None) -> None:
-        """Forget `fn`, or every listener, of the topics that match the glob `topic`."""
+        """Remove `fn`, or every listener, from the topics that match the glob `topic`."""
         self._topics.off(topic, fn)
 
     def emit(self, topic: str, *args: Any, **kwargs: Any) -> None:
-        """Send to all peers, as the arguments are now.
-
-        Not to this process itself. Nothing happens where there are no peers.
-        """
+        """Send the arguments, in their present state, to all peers but not to this process."""
         self.send(topic, args, kwargs)
 
-    def send(self, topic: str, args: tuple, kwargs: dict, *, newest_only: bool = False, lasting: bool = False) -> None:
-        """`emit`.
+    def send(self, topic: str, args: tuple, kwargs: dict, *, newest_only: bool = False, retained: bool = False) -> None:
+        """Send a message to all peers.
 
-        newest_only: an older message that was not heard yet need not be. lasting: peers that come later hear it first.
+        Args:
+            topic: Topic of the message.
+            args: Positional arguments of the listeners.
+            kwargs: Keyword arguments of the listeners.
+            newest_only: An older message that was not handled yet may be dropped.
+            retained: Peers that connect later receive it first.
         """
         self.raise_failure()
-        if not self._links and not (lasting and self.is_active):
+        if not self._links and not (retained and self.is_active):
             return
         try:
-            message = Message(topic, pack((args, kwargs)), newest_only)
+            message = Message(topic, serialize((args, kwargs)), newest_only)
         except Exception as error:
-            error.add_note(f"while {self.name} packed what it emits as {topic!r}: everything in it has to be picklable")
+            error.add_note(f"{self.name} cannot send its event {topic!r}: all arguments must be picklable")
             raise
-        with self._sending:
-            if lasting:
-                self._lasting[topic] = message
+        with self._send_lock:
+            if retained:
+                self._retained[topic] = message
             for link in self._links.values():
                 link.send(message)
 
     def post(self, function: Callable[[], None]) -> None:
-        """Call `function` in the thread in which messages are heard, behind those that wait; at once where there is no
-        such thread.
+        """Call `function` in the thread that handles messages, after the waiting ones.
+
+        Without such a thread it is called at once.
         """
         if self._inbox is None:
             function()
@@ -134,38 +145,38 @@ class Router:
             self._inbox.post(function)
 
     def flush(self) -> None:
-        """Return when what has arrived by now has been heard."""
+        """Return when all messages that have arrived are handled."""
         if self._inbox is not None:
-            self._inbox.flush(HEARING_TIMEOUT_S)
+            self._inbox.flush(LISTENER_TIMEOUT_S)
 
-    def settle(self) -> None:
-        """Everybody who wants to listen does: nothing more is kept for those who come later."""
-        self._topics.settle()
+    def stop_buffering(self) -> None:
+        """Stop buffering messages for late listeners."""
+        self._topics.stop_buffering()
 
-    def _hear(self, message: Message, args: tuple, kwargs: dict) -> None:
-        self.message_bytes = message.parcel.num_bytes
-        self._topics.replay(
-            message.topic, args, kwargs, num_bytes=message.parcel.num_bytes, newest_only=message.newest_only
+    def _on_message(self, message: Message, args: tuple, kwargs: dict) -> None:
+        self.message_bytes = message.contents.num_bytes
+        self._topics.emit_and_buffer(
+            message.topic, args, kwargs, num_bytes=message.contents.num_bytes, newest_only=message.newest_only
         )
 
-    def fail(self, error: BaseException) -> None:
-        """Remember what a listener raised for the next who can raise it."""
-        logger.error("%s: hearing a message failed: %r", self.name, error, exc_info=error)
+    def record_failure(self, error: BaseException) -> None:
+        """Store a listener's exception until a call can raise it."""
+        logger.error("%s: a listener failed: %r; the next emit or stage raises it", self.name, error, exc_info=error)
         if self.failure is None:
             self.failure = error
         for hook in tuple(self.on_failure):
             hook()
 
     def raise_failure(self) -> None:
-        """Raise what a listener raised, once."""
+        """Raise a stored exception of a listener, once."""
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
 
 
-_ROUTER = Router()
+_ROUTER = PeerRouter()
 
 
-def current_router() -> Router:
-    """Return this process's router."""
+def current_router() -> PeerRouter:
+    """Return the router of this process."""
     return _ROUTER

@@ -1,5 +1,4 @@
-"""`Parallel.runner`: the same `main` in several processes, which hear each other through `task.emit`, `task.on` and
-`task.parallel_ctx`.
+"""`Parallel.runner`: run the same `main` in several processes that exchange events and contexts.
 
     def main():
         with Task() as task:
@@ -9,8 +8,8 @@
 
     Parallel.runner(n_parallel_workers=2, topology="star")(main)
 
-The processes are Ray actors: on this machine, or anywhere on the cluster that `RAY_ADDRESS` or an earlier `ray.init`
-names.
+The processes are Ray actors, on this machine or on the cluster of `RAY_ADDRESS` or of an earlier `ray.init`. They
+communicate through `task.emit`, `task.on` and `task.parallel_ctx`.
 """
 
 import contextlib
@@ -23,21 +22,19 @@ from typing import Any
 import cloudpickle
 
 from hybridrl.framework.parallel.labels import environment_labels
-from hybridrl.framework.parallel.process_group import GroupPlan, NodeGroup
-from hybridrl.framework.parallel.router import Router, current_router
+from hybridrl.framework.parallel.process_group import GroupPlan, MemberGroup
+from hybridrl.framework.parallel.router import PeerRouter, current_router
 
 logger = logging.getLogger(__name__)
 TOPOLOGIES = ("mesh", "star", "alone")
-# Arguments that say how sockets are found: on Ray processes are found by name, and nothing is lost by leaving them out.
+# DI-engine's arguments for finding sockets. On Ray, processes are found by name, so that they have no effect.
 SOCKET_ARGUMENTS = ("protocol", "address", "ports", "startup_interval")
 
 
 class Parallel:
-    """`Parallel()` is this process's router, the same as `task.router`; `Parallel.runner` starts
-    groups of processes.
-    """
+    """`Parallel()` returns this process's router; `Parallel.runner` starts groups of processes."""
 
-    def __new__(cls) -> Router:  # type: ignore[misc]
+    def __new__(cls) -> PeerRouter:  # type: ignore[misc]
         return current_router()
 
     @staticmethod
@@ -57,29 +54,40 @@ class Parallel:
         options: Mapping[str, Any] | None = None,
         **socket_arguments: Any,
     ) -> Callable[..., list]:
-        """Return a function of (main, *args, **kwargs) that runs `main(*args, **kwargs)` in every process and returns
-        their results.
+        """Return a function of (main, *args, **kwargs) that runs `main` in every process.
 
-        topology: mesh, everybody hears everybody; star, the first process and each other one hear each other; alone,
-        nobody does. labels: of every task in the processes, beside `distributed` and `node.N`. node_ids: the numbers N,
-        or the first of them; default 0, 1, 2, ... attach_to: names of running groups, or of single processes of them
-        (`learner/node-0`), that are linked with every process of this one. auto_recover: a process that raises or dies
-        is begun again, at most `max_retries` times each. name: of the group, by which others attach to it. num_cpus,
-        num_gpus: reserved per process. options: further options of the Ray actors.
+        It returns the results of `main(*args, **kwargs)`. A single process without a name and without `attach_to` is
+        the calling one: `main` runs here, standalone, without Ray. The first failure of a process is raised. No process
+        is left running, neither after a failure nor at the end.
 
-        One process that has no name and is attached to nothing is this one: `main` is called here, standalone, without
-        Ray. Raises the first failure of a process, WorkerLost for one that died; no process is left then, and none in
-        the end.
+        Args:
+            n_parallel_workers: Number of processes.
+            mq_type: Only DI-engine's default, "nng", is accepted.
+            topology: "mesh" links every pair, "star" the first process with each other one, "alone" none.
+            labels: Labels of every task in the processes, in addition to `distributed` and `node.N`.
+            node_ids: The numbers N, or the first of them; default 0, 1, 2, ...
+            attach_to: Names of running groups, or of single processes of them (`learner/node-0`), which are linked with
+                every process of this group.
+            auto_recover: Restart a process that raises or dies.
+            max_retries: Maximum number of restarts per process.
+            name: Name of the group, for `attach_to` of others.
+            num_cpus: CPUs reserved per process.
+            num_gpus: GPUs reserved per process.
+            options: Further options of the Ray actors.
+            **socket_arguments: Socket arguments of DI-engine; ignored, with a log line.
+
+        Raises:
+            WorkerLost: A process died.
         """
         _check_sockets(mq_type, socket_arguments)
         ids = _node_ids(n_parallel_workers, node_ids)
-        links = linked(ids, topology)
+        links = topology_links(ids, topology)
         _check_attach_to(attach_to)
         retries = max_retries if auto_recover else 0
 
         def run(main: Callable, *args: Any, **kwargs: Any) -> list:
             if n_parallel_workers == 1 and name is None and not attach_to:
-                return [_run_here(main, args, kwargs, max_retries=retries)]
+                return [_run_in_process(main, args, kwargs, max_retries=retries)]
             plan = GroupPlan(
                 name or f"parallel-{uuid.uuid4().hex[:6]}",
                 cloudpickle.dumps((main, args, kwargs)),
@@ -89,16 +97,16 @@ class Parallel:
                 retries,
                 {"num_cpus": num_cpus, "num_gpus": num_gpus, **(options or {})},
             )
-            with _ray_session(), NodeGroup(plan) as group:
+            with _ray_session(), MemberGroup(plan) as group:
                 return group.run()
 
         return run
 
 
-def linked(node_ids: Sequence[int], topology: str) -> dict[int, list[int]]:
-    """Return, for every node id, whom it is linked with. In a star the first is the centre."""
+def topology_links(node_ids: Sequence[int], topology: str) -> dict[int, list[int]]:
+    """Return, per node id, its linked ids; in a star the first is the centre."""
     if topology not in TOPOLOGIES:
-        raise ValueError(f"topology={topology!r} is unknown; there are {', '.join(TOPOLOGIES)}")
+        raise ValueError(f"topology={topology!r} is unknown; use one of {', '.join(TOPOLOGIES)}")
     centre = node_ids[0]
     pairs = {
         "mesh": lambda a, b: True,
@@ -110,32 +118,30 @@ def linked(node_ids: Sequence[int], topology: str) -> dict[int, list[int]]:
 
 def _node_ids(count: int, node_ids: int | Sequence[int] | None) -> list[int]:
     if count < 1:
-        raise ValueError(f"n_parallel_workers={count}; there has to be at least one")
+        raise ValueError(f"n_parallel_workers={count}: must be at least 1")
     if node_ids is None or isinstance(node_ids, int):
         return list(range(node_ids or 0, (node_ids or 0) + count))
     if len(node_ids) != count or len(set(node_ids)) != count:
-        raise ValueError(
-            f"node_ids={list(node_ids)} are not {count} different numbers, one for each of n_parallel_workers={count}"
-        )
+        raise ValueError(f"node_ids={list(node_ids)}: must be {count} different numbers (n_parallel_workers={count})")
     return list(node_ids)
 
 
 def _check_sockets(mq_type: str, given: Mapping[str, Any]) -> None:
-    """Arguments of DI-engine that mean nothing on Ray: harmless ones are let pass, with a line in the log."""
+    """Refuse DI-engine's message brokers; log and ignore its socket arguments."""
     if mq_type != "nng" or "redis_host" in given or "redis_port" in given:
         raise ValueError(
-            f"mq_type={mq_type!r}: messages travel through Ray and not through a broker; leave mq_type and redis_* out"
+            f"mq_type={mq_type!r}: messages travel through Ray and not through a broker; leave out mq_type and redis_*"
         )
     unknown = [argument for argument in given if argument not in SOCKET_ARGUMENTS]
     if unknown:
         raise TypeError(f"Parallel.runner() has no argument {unknown[0]!r}")
     if given:
-        logger.info("Parallel.runner ignores %s: on Ray processes find each other by name", ", ".join(given))
+        logger.info("Parallel.runner ignores %s: on Ray, processes find each other by name", ", ".join(given))
 
 
 def _check_attach_to(attach_to: Sequence[str]) -> None:
     if isinstance(attach_to, str):
-        raise TypeError(f"attach_to={attach_to!r} is one text; write a list, attach_to=[{attach_to!r}]")
+        raise TypeError(f"attach_to={attach_to!r} is a string; write a list, attach_to=[{attach_to!r}]")
     for target in attach_to:
         if "://" in target:
             raise ValueError(
@@ -144,7 +150,7 @@ def _check_attach_to(attach_to: Sequence[str]) -> None:
             )
 
 
-def _run_here(main: Callable, args: tuple, kwargs: Mapping[str, Any], *, max_retries: float) -> Any:
+def _run_in_process(main: Callable, args: tuple, kwargs: Mapping[str, Any], *, max_retries: float) -> Any:
     router = current_router()
     router.retries = 0
     while True:
@@ -154,12 +160,12 @@ def _run_here(main: Callable, args: tuple, kwargs: Mapping[str, Any], *, max_ret
             if router.retries >= max_retries:
                 raise
             router.retries += 1
-            logger.warning("main failed with %r and is begun again, retry %d", error, router.retries, exc_info=error)
+            logger.warning("main failed with %r; restarting it, retry %d", error, router.retries, exc_info=error)
 
 
 @contextlib.contextmanager
 def _ray_session() -> Iterator[None]:
-    """Use the Ray that is there; where there is none, start one and end it again."""
+    """Use the running Ray, or start one and stop it afterwards."""
     import ray
 
     if ray.is_initialized():

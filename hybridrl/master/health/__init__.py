@@ -1,1 +1,1 @@
-"""Detection: heartbeats, hangs, stragglers, low resources."""
+"""Detection of lost processes, hangs, stragglers and low resources."""

@@ -1,9 +1,8 @@
-"""`HangWatch`: finds out who holds up a job, from what processes say they do and, where that is not enough, from their
-stacks.
+"""`HangDetector`: finds the process that blocks a job, from activities and, where these do not suffice, from stacks.
 
-It looks by itself at methods that take too long, and at once at the processes of a call that ran past its deadline.
-Stacks are asked for over the heartbeats' connections, so that nobody waits for a process that hangs; who does not
-answer in time is concluded without.
+The master calls `check` periodically. The detector inspects methods that take too long, and at once the processes of a
+call that missed its deadline. It requests stacks over the heartbeat connections and never waits for a process that
+hangs: it concludes without the stacks that arrive too late.
 """
 
 import os
@@ -11,102 +10,116 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hybridrl.master.health.hang_diagnosis import Diagnosis, all_in_one_method, compare_stacks, find_culprit, place
+from hybridrl.master.health.hang_diagnosis import Diagnosis, all_in_one_method, compare_stacks, find_culprit, frame_of
 from hybridrl.master.health.monitor import Monitor
-from hybridrl.master.state.events import Noticed
+from hybridrl.master.state.events import WarningRaised
 
-STACKS_WITHIN_S = 2.0
+STACKS_TIMEOUT_S = 2.0
 
 
 @dataclass
-class Inquiry:
-    """What is being found out.
+class StackInquiry:
+    """A pending request for stacks.
 
-    found: who it is, if that is known already. late: the slots that ran past a deadline, if one did.
+    Attributes:
+        asked: Slots whose stacks were requested.
+        found: The diagnosis, if activities were sufficient for one.
+        overdue: Slots that missed a call deadline, if that was the cause.
+        stacks: Slot -> stack dump, as they arrive.
     """
 
     since: float
     asked: tuple[str, ...]
     method: str
     found: Diagnosis | None = None
-    late: tuple[str, ...] = ()
+    overdue: tuple[str, ...] = ()
     stacks: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
-        return set(self.asked) <= self.stacks.keys() or time.monotonic() - self.since >= STACKS_WITHIN_S
+        return set(self.asked) <= self.stacks.keys() or time.monotonic() - self.since >= STACKS_TIMEOUT_S
 
 
-class HangWatch:
-    """ask: asks a slot's process for its stacks, if it is there. journal: where stacks are kept, if it is a local
-    directory.
+class HangDetector:
+    """Detects hangs; one inquiry at a time.
 
-    hang_s: a method that takes longer, and three times as long as it ever took, is looked into when others wait.
+    Args:
+        monitor: Source of the activities.
+        request_stacks: Requests the stacks of a slot's process, if it is connected.
+        journal: Directory for stack dumps. Used only if it is a local directory.
+        hang_s: A method that takes longer than this, and than three times its longest time so far, is inspected.
     """
 
-    def __init__(self, monitor: Monitor, ask: Callable[[str], None], *, journal: str, hang_s: float) -> None:
-        self._monitor, self._ask, self._journal, self._hang_s = monitor, ask, journal, hang_s
-        self._inquiry: Inquiry | None = None
-        self._noticed: set[tuple[str, str | None]] = set()
+    def __init__(self, monitor: Monitor, request_stacks: Callable[[str], None], *, journal: str, hang_s: float) -> None:
+        self._monitor, self._request_stacks, self._journal, self._hang_s = monitor, request_stacks, journal, hang_s
+        self._inquiry: StackInquiry | None = None
+        self._reported: set[tuple[str, str | None]] = set()
         self._num_files = 0
 
-    def take(self, slot: str, stacks: str) -> None:
-        """Take in the stacks of a process."""
+    def add_stacks(self, slot: str, stacks: str) -> None:
+        """Store the stacks that a process sent."""
         if self._inquiry is not None:
             self._inquiry.stacks[slot] = stacks
 
-    def suspect(self, late: tuple[str, ...], method: str) -> None:
-        """Look into a call that these processes did not answer in time, before anything else."""
-        silent = [doing for doing in self._monitor.doings() if doing.slot in late]  # who has answered holds up nobody
-        self._begin(Inquiry(time.monotonic(), late, method, find_culprit(silent, patience_s=0.0), late))
+    def inspect_now(self, overdue: tuple[str, ...], method: str) -> None:
+        """Start an inquiry about a call that these processes did not answer in time. It replaces any other one."""
+        # Processes that have answered cannot be the culprit.
+        late = [activity for activity in self._monitor.activities() if activity.slot in overdue]
+        found = find_culprit(late, threshold_s=0.0)
+        self._start_inquiry(StackInquiry(time.monotonic(), overdue, method, found, overdue))
 
-    def look(self) -> Noticed | None:
-        """Return what was found out by now."""
+    def check(self) -> WarningRaised | None:
+        """Return a finding if an inquiry has finished. Starts an inquiry if a method takes too long."""
         if self._inquiry is None:
-            self._look_for_late()
+            self._inspect_overdue()
         elif self._inquiry.is_ready:
             inquiry, self._inquiry = self._inquiry, None
             return self._conclude(inquiry)
         return None
 
-    def _look_for_late(self) -> None:
-        doings = self._monitor.doings()
-        in_progress = [doing.method for doing in doings if doing.method]
-        patience_s = max([self._hang_s, *(3 * self._monitor.longest_s.get(method, 0.0) for method in in_progress)])
-        found, alike = find_culprit(doings, patience_s=patience_s), all_in_one_method(doings, patience_s=patience_s)
+    def _inspect_overdue(self) -> None:
+        activities = self._monitor.activities()
+        in_progress = [activity.method for activity in activities if activity.method]
+        longest_s = self._monitor.longest_call_s
+        threshold_s = max([self._hang_s, *(3 * longest_s.get(method, 0.0) for method in in_progress)])
+        found = find_culprit(activities, threshold_s=threshold_s)
+        alike = all_in_one_method(activities, threshold_s=threshold_s)
         if found is not None:
             asked, key, method = (found.culprit, *found.waiting[:1]), (found.culprit, found.waiting[0]), found.method
         elif len(alike) > 1:
             method = alike[0].method or ""
-            asked, key = tuple(doing.slot for doing in alike), (method, None)
+            asked, key = tuple(activity.slot for activity in alike), (method, None)
         else:
-            self._noticed.clear()
+            self._reported.clear()
             return
-        if key not in self._noticed:
-            self._noticed.add(key)
-            self._begin(Inquiry(time.monotonic(), asked, method, found))
+        if key not in self._reported:
+            self._reported.add(key)
+            self._start_inquiry(StackInquiry(time.monotonic(), asked, method, found))
 
-    def _begin(self, inquiry: Inquiry) -> None:
+    def _start_inquiry(self, inquiry: StackInquiry) -> None:
         self._inquiry = inquiry
         for slot in inquiry.asked:
-            self._ask(slot)
+            self._request_stacks(slot)
 
-    def _conclude(self, inquiry: Inquiry) -> Noticed | None:
-        """Name the culprit, by the stacks that came in time."""
+    def _conclude(self, inquiry: StackInquiry) -> WarningRaised | None:
         found = inquiry.found
         if found is None and len(inquiry.stacks) > 1:
             found = compare_stacks(inquiry.stacks, method=inquiry.method)
         if found is not None:
-            return Noticed(found.culprit, f"it holds up the job: {found.evidence}{self._write(found.culprit, inquiry)}")
-        if not inquiry.late:
+            location = self._save_stacks(found.culprit, inquiry)
+            return WarningRaised(found.culprit, f"it blocks the job: {found.evidence}{location}")
+        if not inquiry.overdue:
             return None
-        slot, where = inquiry.late[0], "it does not tell where it stands"
+        slot, where = inquiry.overdue[0], "it sent no stack"
         if slot in inquiry.stacks:
-            where = f"it stands at {place(inquiry.stacks[slot], inquiry.method)}"
-        return Noticed(slot, f"{inquiry.method} is past its deadline: {where}{self._write(slot, inquiry)}")
+            where = f"it is at {frame_of(inquiry.stacks[slot], inquiry.method)}"
+        return WarningRaised(slot, f"{inquiry.method} is past its deadline: {where}{self._save_stacks(slot, inquiry)}")
 
-    def _write(self, slot: str, inquiry: Inquiry) -> str:
-        """Keep the stacks beside a journal on a local disk; return where, in words."""
+    def _save_stacks(self, slot: str, inquiry: StackInquiry) -> str:
+        """Write the stacks beside a journal on a local disk, and return the suffix of the warning that names the file.
+
+        If the file cannot be written, the suffix has the innermost frames instead.
+        """
         if not inquiry.stacks:
             return ""
         self._num_files += 1
@@ -114,8 +127,7 @@ class HangWatch:
         try:
             with open(path, "w", encoding="utf-8") as f:
                 f.writelines(f"== {name}\n{text}\n" for name, text in inquiry.stacks.items())
-        except OSError:  # the journal is elsewhere, or its disk is full
-            return "; " + "; ".join(
-                f"{name} stands at {place(text, inquiry.method)}" for name, text in inquiry.stacks.items()
-            )
+        except OSError:  # the journal is on remote storage, or its disk is full
+            frames = (f"{name} is at {frame_of(text, inquiry.method)}" for name, text in inquiry.stacks.items())
+            return "; " + "; ".join(frames)
         return f"; stacks: {path}"

@@ -1,40 +1,50 @@
-"""Who holds up a job that hangs: from what heartbeats say, without asking anybody who may hang himself.
+"""Find the process that blocks a hung job, from heartbeats and stack dumps. Pure functions; they call no process.
 
-Processes of one role work in step. Where some are in a method for too long while another of the same role is idle, or
-in another method, that other one is the culprit: the others wait for it; unless it has just ended that method, and then
-it is the one that has not. Where all are in the same method, their stacks tell: the one that stands elsewhere than the
-others, or outside of a collective. Where all workers are idle, it is the trainer.
+The rules, in this order:
+
+  - Some processes of a role are in one method for too long, and a peer is idle or in another method: that peer is the
+    culprit. If the peer has just finished the same call, the process still in the call is the culprit.
+  - All processes of a role are in the same method: their stacks decide. The culprit is at another line than its peers,
+    or outside of a collective.
+  - All workers are idle: the trainer is the culprit.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridrl.master.state.events import TRAINER, label_of
+from hybridrl.master.state.events import TRAINER, role_of_slot
 
 COLLECTIVE = ("distributed_c10d.py", "torch/distributed", "process_group")
 
 
 @dataclass(frozen=True)
-class Doing:
-    """What one process does. method: None while it is idle. for_s: seconds in it, or idle. did: the method that it
-    ended last.
+class Activity:
+    """What one process does at the moment.
 
-    turn: which call it is of that method, the one in progress or the one that ended last; peers get the same calls.
+    Attributes:
+        method: The method it executes. None: it is idle.
+        elapsed_s: Seconds in that method, or idle.
+        last_method: The method that it finished last.
+        call_number: Number of the call of that method, in progress or finished last. Peers get the same calls.
     """
 
     slot: str
     method: str | None
-    for_s: float
-    did: str | None = None
-    turn: int = 0
+    elapsed_s: float
+    last_method: str | None = None
+    call_number: int = 0
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """culprit: a slot.
+    """Which process blocks others.
 
-    waiting: those who wait for it. evidence: why it is believed, in a sentence. method: in which somebody hangs.
+    Attributes:
+        culprit: Its slot.
+        waiting: Slots of the processes that wait for it.
+        evidence: The reason, as a sentence.
+        method: The method that hangs.
     """
 
     culprit: str
@@ -43,95 +53,104 @@ class Diagnosis:
     method: str = ""
 
 
-def find_culprit(doings: Sequence[Doing], *, patience_s: float) -> Diagnosis | None:
-    """Return who holds up the others, or None where nobody does, or where only stacks can tell.
+def find_culprit(activities: Sequence[Activity], *, threshold_s: float) -> Diagnosis | None:
+    """Return the process that blocks others; None if there is none, or if only stacks can show it.
 
-    patience_s: a method that takes no longer holds up nobody.
+    Args:
+        activities: Of all processes of the job.
+        threshold_s: A method that takes less time is not regarded as hung.
     """
-    workers = [doing for doing in doings if doing.slot != TRAINER]
-    for label in dict.fromkeys(label_of(doing.slot) for doing in workers):
-        found = _odd_one([doing for doing in workers if label_of(doing.slot) == label], patience_s)
+    workers = [activity for activity in activities if activity.slot != TRAINER]
+    for label in dict.fromkeys(role_of_slot(activity.slot) for activity in workers):
+        found = _outlier([activity for activity in workers if role_of_slot(activity.slot) == label], threshold_s)
         if found is not None:
             return found
-    trainer = next((doing for doing in doings if doing.slot == TRAINER), None)
-    if trainer is None or not workers or any(doing.method or doing.for_s < patience_s for doing in workers):
+    trainer = next((activity for activity in activities if activity.slot == TRAINER), None)
+    if trainer is None or not workers:
         return None
-    if trainer.method is None or trainer.for_s < patience_s:
+    if any(activity.method or activity.elapsed_s < threshold_s for activity in workers):
         return None
-    idle = tuple(doing.slot for doing in workers)
-    return Diagnosis(
-        TRAINER, idle, f"it is in {trainer.method} for {trainer.for_s:.0f} s, and all workers are idle", trainer.method
-    )
+    if trainer.method is None or trainer.elapsed_s < threshold_s:
+        return None
+    idle = tuple(activity.slot for activity in workers)
+    evidence = f"it is in {trainer.method} for {trainer.elapsed_s:.0f} s, and all workers are idle"
+    return Diagnosis(TRAINER, idle, evidence, trainer.method)
 
 
-def _odd_one(group: Sequence[Doing], patience_s: float) -> Diagnosis | None:
-    late = [doing for doing in group if doing.method and doing.for_s >= patience_s]
-    if not late:
+def _outlier(group: Sequence[Activity], threshold_s: float) -> Diagnosis | None:
+    overdue = [activity for activity in group if activity.method and activity.elapsed_s >= threshold_s]
+    if not overdue:
         return None
-    method = Counter(doing.method for doing in late).most_common(1)[0][0]
-    waiting = tuple(doing.slot for doing in late if doing.method == method)
-    turn = max(doing.turn for doing in late if doing.method == method)
-    done = [doing for doing in group if doing.method is None and doing.did == method and doing.turn >= turn]
-    others = [doing for doing in group if doing.method != method and doing not in done]
+    method = Counter(activity.method for activity in overdue).most_common(1)[0][0]
+    waiting = tuple(activity.slot for activity in overdue if activity.method == method)
+    number = max(activity.call_number for activity in overdue if activity.method == method)
+    done = [
+        activity
+        for activity in group
+        if activity.method is None and activity.last_method == method and activity.call_number >= number
+    ]
+    others = [activity for activity in group if activity.method != method and activity not in done]
     if not others:
-        return _left_alone(late, done)
-    odd = max(
-        others, key=lambda doing: (doing.method is None, doing.for_s)
-    )  # who is idle, before who does something else
-    does = f"in {odd.method}" if odd.method else "idle"
-    return Diagnosis(
-        odd.slot,
-        waiting,
-        f"it is {does} for {odd.for_s:.0f} s, while {', '.join(waiting)} wait in {method}",
-        method or "",
-    )
+        return _others_finished(overdue, done)
+    # An idle process is a better candidate than one in another method.
+    culprit = max(others, key=lambda activity: (activity.method is None, activity.elapsed_s))
+    does = f"in {culprit.method}" if culprit.method else "idle"
+    evidence = f"it is {does} for {culprit.elapsed_s:.0f} s, while {', '.join(waiting)} wait in {method}"
+    return Diagnosis(culprit.slot, waiting, evidence, method or "")
 
 
-def _left_alone(late: list[Doing], done: list[Doing]) -> Diagnosis | None:
-    """The one that is still in a method that its peers have ended."""
-    if len(late) != 1 or not done:
+def _others_finished(overdue: list[Activity], done: list[Activity]) -> Diagnosis | None:
+    """Return the only process that is still in a call that its peers have finished."""
+    if len(overdue) != 1 or not done:
         return None
-    [odd], peers = late, tuple(doing.slot for doing in done)
-    since = min(doing.for_s for doing in done)
+    [culprit], peers = overdue, tuple(activity.slot for activity in done)
+    since = min(activity.elapsed_s for activity in done)
     evidence = (
-        f"it is in {odd.method} for {odd.for_s:.0f} s, which {', '.join(peers)} ended {since:.0f} s ago or earlier"
+        f"it is in {culprit.method} for {culprit.elapsed_s:.0f} s, "
+        f"which {', '.join(peers)} finished {since:.0f} s ago or earlier"
     )
-    return Diagnosis(odd.slot, peers, evidence, odd.method or "")
+    return Diagnosis(culprit.slot, peers, evidence, culprit.method or "")
 
 
-def all_in_one_method(doings: Sequence[Doing], *, patience_s: float) -> tuple[Doing, ...]:
-    """Return the processes of a role that are all in the same method for too long: those whose stacks are to be
-    compared.
+def all_in_one_method(activities: Sequence[Activity], *, threshold_s: float) -> tuple[Activity, ...]:
+    """Return the processes of a role that are all in one method for too long.
+
+    The caller then compares their stacks.
     """
-    for label in dict.fromkeys(label_of(doing.slot) for doing in doings if doing.slot != TRAINER):
-        group = tuple(doing for doing in doings if label_of(doing.slot) == label)
-        if group[0].method and all(doing.method == group[0].method and doing.for_s >= patience_s for doing in group):
+    for label in dict.fromkeys(role_of_slot(activity.slot) for activity in activities if activity.slot != TRAINER):
+        group = tuple(activity for activity in activities if role_of_slot(activity.slot) == label)
+        method = group[0].method
+        if method and all(activity.method == method and activity.elapsed_s >= threshold_s for activity in group):
             return group
     return ()
 
 
 def compare_stacks(stacks: Mapping[str, str], *, method: str) -> Diagnosis | None:
-    """Return who stands elsewhere than the others, by dumps of `faulthandler`; None where all stand in the same place.
+    """Return the process whose stack differs from the others', or None.
 
-    With two, or where all stand in places of their own, it is the one that is not in a collective.
+    With two processes, or if all stacks differ, it is the only one that is not in a collective.
+
+    Args:
+        stacks: Slot -> dump of `faulthandler`.
+        method: `role.method` that the processes execute.
     """
-    places = {slot: place(text, method) for slot, text in stacks.items()}
-    counts = Counter(places.values())
+    frames = {slot: frame_of(text, method) for slot, text in stacks.items()}
+    counts = Counter(frames.values())
     if len(counts) < 2:
         return None
-    outside = [slot for slot, where in places.items() if not any(word in where for word in COLLECTIVE)]
-    alone = [slot for slot, where in places.items() if counts[where] == 1]
-    candidates = outside if len(outside) == 1 else alone
+    outside = [slot for slot, frame in frames.items() if not any(word in frame for word in COLLECTIVE)]
+    unique = [slot for slot, frame in frames.items() if counts[frame] == 1]
+    candidates = outside if len(outside) == 1 else unique
     if len(candidates) != 1:
         return None
     culprit = candidates[0]
-    waiting = tuple(slot for slot in places if slot != culprit)
-    common = Counter(places[slot] for slot in waiting).most_common(1)[0][0]
-    return Diagnosis(culprit, waiting, f"it stands at {places[culprit]}, while {', '.join(waiting)} stand at {common}")
+    waiting = tuple(slot for slot in frames if slot != culprit)
+    common = Counter(frames[slot] for slot in waiting).most_common(1)[0][0]
+    return Diagnosis(culprit, waiting, f"it is at {frames[culprit]}, while {', '.join(waiting)} are at {common}")
 
 
-def place(dump: str, method: str) -> str:
-    """Return the innermost line of the thread that runs `role.method`: `file:line in function`."""
+def frame_of(dump: str, method: str) -> str:
+    """Return the innermost frame of the thread that runs `role.method`, as `file:line in function`."""
     threads = [block.splitlines() for block in dump.split("\n\n")]
     running = [lines for lines in threads if any(f" in {method.rpartition('.')[2]}" in line for line in lines)]
     lines = [line.strip() for line in (running or threads)[0] if line.strip().startswith("File ")]

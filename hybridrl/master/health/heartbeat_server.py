@@ -1,4 +1,8 @@
-"""The master's end of the heartbeats: lines of JSON from every process of the job, in one thread."""
+"""Heartbeat server: the master's end of the connections from all processes of a job.
+
+Messages are lines of JSON, received in the master's one thread. The other end is
+`single_controller/monitoring/heartbeat_client.py`.
+"""
 
 import json
 import selectors
@@ -7,20 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LONGEST_LINE = 4 * 1024**2
+MAX_LINE_BYTES = 4 * 1024**2
 SEND_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False)
 class Connection:
-    """One process's. introduction: its first word; empty until it has spoken."""
+    """Connection of one process. hello: its first message; empty until it arrived."""
 
     socket: socket.socket
-    introduction: dict[str, Any] = field(default_factory=dict)
+    hello: dict[str, Any] = field(default_factory=dict)
     received: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a word; one that cannot be sent is lost, as the connection is, which the next look will show."""
+        """Send a message, or drop it.
+
+        If sending fails, the connection is broken too; the next `poll` reports its end.
+        """
         try:
             self.socket.settimeout(SEND_TIMEOUT_S)
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -30,11 +37,8 @@ class Connection:
             self.socket.setblocking(False)
 
 
-class Connections:
-    """Listens at `host` on a port of its own.
-
-    A process that does not show the token with its first word is not heard.
-    """
+class HeartbeatServer:
+    """Listens at `host` on a free port. Rejects processes whose first message lacks the token."""
 
     def __init__(self, host: str, *, token: str) -> None:
         self._token = token
@@ -48,20 +52,24 @@ class Connections:
         return len(self._selector.get_map()) - 1
 
     def poll(self, timeout_s: float) -> list[tuple[Connection, dict[str, Any] | None]]:
-        """Wait for words, at most so long; return them, with None where a connection has ended."""
-        words: list[tuple[Connection, dict[str, Any] | None]] = []
+        """Wait at most `timeout_s` and return the received messages.
+
+        Returns:
+            Pairs of connection and message. The message is None where a connection has ended.
+        """
+        messages: list[tuple[Connection, dict[str, Any] | None]] = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 self._accept()
             else:
-                words += [(key.data, word) for word in self._read(key.data)]
-        return words
+                messages += [(key.data, message) for message in self._read(key.data)]
+        return messages
 
     def _accept(self) -> None:
         while True:
             try:
                 accepted, _ = self._listener.accept()
-            except OSError:  # nobody else knocks
+            except OSError:  # no further connection waits
                 return
             accepted.setblocking(False)
             self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
@@ -74,33 +82,33 @@ class Connections:
         except OSError:
             data = b""
         *lines, connection.received = (connection.received + data).split(b"\n")
-        words: list[dict[str, Any] | None] = []
+        messages: list[dict[str, Any] | None] = []
         try:
             for line in lines:
-                word = json.loads(line)
-                if not connection.introduction:
-                    connection.introduction = self._admit(word)
-                words.append(word)
+                message = json.loads(line)
+                if not connection.hello:
+                    connection.hello = self._authenticate(message)
+                messages.append(message)
         except (ValueError, KeyError, TypeError):
-            data = b""  # not one of ours
-        if not data or len(connection.received) > LONGEST_LINE:
+            data = b""  # not a process of this job
+        if not data or len(connection.received) > MAX_LINE_BYTES:
             self._close(connection)
-            if connection.introduction:
-                words.append(None)
-        return words
+            if connection.hello:
+                messages.append(None)
+        return messages
 
-    def _admit(self, word: dict[str, Any]) -> dict[str, Any]:
-        introduction = dict(word["hello"])
-        if introduction.pop("token") != self._token:
+    def _authenticate(self, message: dict[str, Any]) -> dict[str, Any]:
+        hello = dict(message["hello"])
+        if hello.pop("token") != self._token:
             raise ValueError("the token is of another master")
-        return introduction
+        return hello
 
     def _close(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all connections and the listener."""
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()

@@ -1,4 +1,7 @@
-"""What the kernel says about processes of this machine: how one ended, whether it is stopped, whether it works."""
+"""Kernel state of the processes of this machine: how one ended, whether it is stopped, how much CPU it used.
+
+The master calls this in its own process, or as a Ray task on the node of a process of another machine.
+"""
 
 import fcntl
 import os
@@ -8,32 +11,37 @@ from typing import NamedTuple
 
 from hybridrl.single_controller.monitoring.heartbeat_client import oom_kills
 
-# `ioctl(pidfd, PIDFD_GET_INFO)` tells how a process ended to whoever held its pidfd (Linux 6.15); struct pidfd_info has
-# 64 bytes or more.
-PIDFD_GET_INFO, PIDFD_INFO_EXIT, INFO_BYTES, EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
+# `ioctl(pidfd, PIDFD_GET_INFO)` returns the exit status to a process that holds the pidfd (Linux 6.15 and later).
+# struct pidfd_info has 64 bytes or more.
+PIDFD_GET_INFO, PIDFD_INFO_EXIT, INFO_BYTES, EXIT_CODE_OFFSET = 0xC040FF0B, 1 << 3, 64, 60
 STOPPED = "T"  # by SIGSTOP or SIGTSTP; a process under a debugger is in state t
 
 
-class Condition(NamedTuple):
-    """state: the letter of /proc, "" for a process that is gone. cpu_s: seconds of CPU it has used."""
+class ProcessStat(NamedTuple):
+    """Kernel state of a process.
+
+    Attributes:
+        state: The state letter of /proc. "" if the process is gone.
+        cpu_s: Seconds of CPU that it has used.
+    """
 
     state: str
     cpu_s: float
 
 
-def condition(process_id: int) -> Condition:
-    """Return what a process does, as the kernel sees it."""
+def read_process_stat(process_id: int) -> ProcessStat:
+    """Return the kernel state of a process of this machine."""
     try:
         with open(f"/proc/{process_id}/stat", encoding="utf-8", errors="replace") as f:
             fields = f.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return Condition("", 0.0)
+        return ProcessStat("", 0.0)
     ticks = int(fields[11]) + int(fields[12])
-    return Condition("" if fields[0] in "ZX" else fields[0], ticks / os.sysconf("SC_CLK_TCK"))
+    return ProcessStat("" if fields[0] in "ZX" else fields[0], ticks / os.sysconf("SC_CLK_TCK"))
 
 
-class ProcessWatch:
-    """A process that is looked at until it is dead, and then once more for how it ended."""
+class PidfdWatch:
+    """Holds the pidfd of a process, to read its exit status after its death."""
 
     def __init__(self, process_id: int) -> None:
         self.process_id, self._oom_kills = process_id, oom_kills()
@@ -44,10 +52,10 @@ class ProcessWatch:
 
     @property
     def is_dead(self) -> bool:
-        return condition(self.process_id).state == ""
+        return read_process_stat(self.process_id).state == ""
 
-    def account(self) -> str | None:
-        """Return how it ended, in words; None where the kernel does not tell, or not yet."""
+    def exit_reason(self) -> str | None:
+        """Return how the process ended, or None if the kernel does not report it (yet)."""
         if self._pidfd is None:
             return None
         info = bytearray(INFO_BYTES)
@@ -58,7 +66,8 @@ class ProcessWatch:
             return None
         if not struct.unpack_from("Q", info, 0)[0] & PIDFD_INFO_EXIT:
             return None
-        return in_words(struct.unpack_from("i", info, EXIT_CODE_AT)[0], out_of_memory=oom_kills() > self._oom_kills)
+        status = struct.unpack_from("i", info, EXIT_CODE_OFFSET)[0]
+        return describe_exit_status(status, out_of_memory=oom_kills() > self._oom_kills)
 
     def close(self) -> None:
         if self._pidfd is not None:
@@ -66,10 +75,12 @@ class ProcessWatch:
             self._pidfd = None
 
 
-def in_words(status: int, *, out_of_memory: bool = False) -> str:
-    """Return what a wait status says.
+def describe_exit_status(status: int, *, out_of_memory: bool = False) -> str:
+    """Return a wait status as text.
 
-    out_of_memory: the kernel ended some process of the machine for want of memory meanwhile.
+    Args:
+        status: As `os.waitpid` returns it.
+        out_of_memory: Whether the kernel killed a process of this machine for lack of memory meanwhile.
     """
     if not os.WIFSIGNALED(status):
         return f"it ended by itself with exit code {os.WEXITSTATUS(status)}"

@@ -1,239 +1,263 @@
-"""`Monitor`: from what connections say and do not say to events. One thread uses it; nothing here decides.
+"""`Monitor`: turns heartbeats, ended connections and silence into events. Makes no decisions.
 
-A connection that ends is a death, once the kernel says that the process is gone: it also says how. A process that is
-silent is looked at from outside: one that is stopped is frozen, one that works is only told about, for a long call may
-hold Python's lock.
+The master's thread is its only writer. A connection that ends means a death as soon as the kernel confirms that the
+process is gone. For a silent process the monitor reads its kernel state: a stopped process is reported as frozen. A
+silent process that still uses CPU is only reported as silent, because a long call may hold the GIL.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridrl.master.health.hang_diagnosis import Doing
+from hybridrl.master.health.hang_diagnosis import Activity
 from hybridrl.master.health.heartbeat_server import Connection
-from hybridrl.master.health.kernel_process import STOPPED, Condition, ProcessWatch, condition
-from hybridrl.master.health.low_resources import Shortages, memory_in_words
-from hybridrl.master.health.process_record import Presence
-from hybridrl.master.health.stragglers import Slowness
-from hybridrl.master.state.events import TRAINER, Event, Failed, Joined, Kind, Left, Silenced, Spoke
+from hybridrl.master.health.kernel_process import STOPPED, PidfdWatch, ProcessStat, read_process_stat
+from hybridrl.master.health.low_resources import LowResourceDetector, low_memory_note
+from hybridrl.master.health.process_record import ProcessRecord
+from hybridrl.master.health.stragglers import StragglerDetector
+from hybridrl.master.state.events import (
+    TRAINER,
+    Event,
+    Kind,
+    WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerRecovered,
+    WorkerSilent,
+)
 from hybridrl.master.state.reducer import JobState
-from hybridrl.master.state.tables import Worker
+from hybridrl.master.state.tables import WorkerPhase
 
-SILENT_S = 4.5  # with a look every quarter of a second, a freeze is told within 5 s
-ACCOUNT_S = 0.3  # how a process ended is known once its parent has collected it
-AWAY_S = 2.0  # a master that was not looking for so long was stopped itself, and blames nobody for it
-RETURN_S = 15.0  # for a process of another machine whose connection ended, if nobody can say more
-ROOM_EVERY_S, PACE_EVERY_S = 1.0, 5.0  # between looks at what is about to run out, and at who is slow
+SILENCE_TIMEOUT_S = 4.5  # with a check every 0.25 s, a freeze is reported within 5 s
+EXIT_STATUS_TIMEOUT_S = 0.3  # the exit status becomes readable when the parent has reaped the process
+SELF_STALL_S = 2.0  # a longer gap between two checks means that the master itself was stopped
+RECONNECT_TIMEOUT_S = 15.0  # for a process of another machine whose connection ended and whose state is unknown
+PROBE_PERIOD_S = 1.0  # between two reads of a silent process's kernel state
+CAPACITY_PERIOD_S, STRAGGLER_PERIOD_S = 1.0, 5.0
 
 
-# Asks about a process of another machine and calls back with a `Condition`, or with None where nobody can say.
-AskElsewhere = Callable[[Presence, Callable[[Condition | None], None]], None]
+# Reads the kernel state of a process of another machine and passes it to the callback; None if it cannot be read.
+RemoteProbe = Callable[[ProcessRecord, Callable[[ProcessStat | None], None]], None]
 
 
 class Monitor:
-    """here: the master's own machine. ask_elsewhere: looks at a process of another one. look_at_node: returns how a
-    node is gone, in words, and "" if it is there. run_directory: whose disk is watched.
+    """Tracks all processes of a job.
+
+    Args:
+        machine_id: The master's own machine.
+        probe_remote: Reads the kernel state of a process of another machine.
+        node_loss_reason: Returns why a node is lost, as text; "" if it is alive.
+        silence_timeout_s: Seconds without a message after which a process is silent.
+        run_directory: The directory whose disk is monitored.
     """
 
     def __init__(
         self,
-        here: str,
-        ask_elsewhere: AskElsewhere,
-        look_at_node: Callable[[str], str],
+        machine_id: str,
+        probe_remote: RemoteProbe,
+        node_loss_reason: Callable[[str], str],
         *,
-        silent_s: float = SILENT_S,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
         run_directory: str = "",
     ) -> None:
-        self.presences: dict[str, Presence] = {}
-        self.longest_s: dict[str, float] = {}  # of each method, as far as heartbeats have seen it
-        self._here, self._ask_elsewhere, self._silent_s = here, ask_elsewhere, silent_s
-        self._look_at_node = look_at_node
-        self._looked = time.monotonic()
+        self.processes: dict[str, ProcessRecord] = {}
+        self.longest_call_s: dict[str, float] = {}  # per method, as far as heartbeats showed it
+        self._machine_id, self._probe_remote, self._silence_timeout_s = machine_id, probe_remote, silence_timeout_s
+        self._node_loss_reason = node_loss_reason
+        self._last_check = time.monotonic()
         self._events: list[Event] = []
-        self._shortages, self._slowness = Shortages(run_directory), Slowness()
-        self._next_look = {self._shortages: 0.0, self._slowness: 0.0}
+        self._low_resources, self._stragglers = LowResourceDetector(run_directory), StragglerDetector()
+        self._next_check = {self._low_resources: 0.0, self._stragglers: 0.0}
 
-    def expect(self, state: JobState) -> None:
-        """Wait for the processes that a master before this one knew."""
+    def expect_workers(self, state: JobState) -> None:
+        """Add the processes that a previous master knew. They count as disconnected until they reconnect."""
         for slot, worker in state.workers.items():
-            if worker.state in (Worker.ALIVE, Worker.SILENT):
-                presence = Presence(slot, worker.name, worker.pid, worker.node, worker.machine, time.monotonic())
-                self._watch(presence)
-                presence.closed = presence.heard
-                self.presences[slot] = presence
+            if worker.state in (WorkerPhase.ALIVE, WorkerPhase.SILENT):
+                process = ProcessRecord(slot, worker.name, worker.pid, worker.node, worker.machine, time.monotonic())
+                self._open_pidfd(process)
+                process.disconnected_at = process.last_message_at
+                self.processes[slot] = process
 
-    def _watch(self, presence: Presence) -> None:
-        if presence.machine == self._here:
-            presence.watch = ProcessWatch(presence.pid)
+    def _open_pidfd(self, process: ProcessRecord) -> None:
+        if process.machine == self._machine_id:
+            process.pidfd_watch = PidfdWatch(process.pid)
 
-    # -- what is said
+    # -- messages
 
-    def hear(self, connection: Connection, word: Mapping[str, Any] | None) -> list[Event]:
-        """Take in a word, or the end of a connection (None), and return what it means."""
-        slot = connection.introduction["slot"]
-        presence = self.presences.get(slot)
-        if word is not None and "hello" in word:
-            return [self._welcome(connection)]
-        if presence is None or presence.connection is not connection:
+    def handle_message(self, connection: Connection, message: Mapping[str, Any] | None) -> list[Event]:
+        """Process a message, or the end of a connection (None), and return the resulting events."""
+        slot = connection.hello["slot"]
+        process = self.processes.get(slot)
+        if message is not None and "hello" in message:
+            return [self._register(connection)]
+        if process is None or process.connection is not connection:
             return []
-        if word is None:
-            presence.connection, presence.closed = None, time.monotonic()
+        if message is None:
+            process.connection, process.disconnected_at = None, time.monotonic()
             return []
-        presence.heard = time.monotonic()
-        if "beat" in word:
-            self._take_beat(presence, word["beat"])
-        if "bye" in word:
-            self.forget(slot)
-            return [Left(slot, presence.pid)]
-        if presence.is_silent:
-            presence.is_silent = False
-            return [Spoke(slot, presence.pid)]
+        process.last_message_at = time.monotonic()
+        if "beat" in message:
+            self._update(process, message["beat"])
+        if "bye" in message:
+            self.remove(slot)
+            return [WorkerLeft(slot, process.pid)]
+        if process.is_silent:
+            process.is_silent = False
+            return [WorkerRecovered(slot, process.pid)]
         return []
 
-    def _welcome(self, connection: Connection) -> Event:
-        hello = connection.introduction
-        self.forget(hello["slot"])
-        presence = Presence(
+    def _register(self, connection: Connection) -> Event:
+        hello = connection.hello
+        self.remove(hello["slot"])
+        process = ProcessRecord(
             hello["slot"], hello["name"], hello["pid"], hello["node"], hello["machine"], time.monotonic(), connection
         )
-        presence.idle_since, presence.host = presence.heard, hello.get("host", presence.node)
-        self._watch(presence)
-        self.presences[presence.slot] = presence
+        process.idle_since, process.host = process.last_message_at, hello.get("host", process.node)
+        self._open_pidfd(process)
+        self.processes[process.slot] = process
         size, rank = hello.get("group_size", 1), hello.get("rank", 0)
-        return Joined(presence.slot, presence.name, presence.pid, presence.node, presence.machine, size, rank)
+        return WorkerJoined(process.slot, process.name, process.pid, process.node, process.machine, size, rank)
 
-    def _take_beat(self, presence: Presence, beat: dict[str, Any]) -> None:
-        before, doing = presence.beat, beat.get("doing")
-        if doing is not None:
-            self.longest_s.setdefault(doing, 0.0)
-        if before.get("doing") is not None and (doing, beat.get("calls")) != (before["doing"], before.get("calls")):
-            self.longest_s[before["doing"]] = max(self.longest_s[before["doing"]], before.get("for_s", 0.0))
-        if doing is not None or beat.get("calls") != before.get("calls"):
-            presence.idle_since = presence.heard
-        presence.take_beat(beat)
+    def _update(self, process: ProcessRecord, beat: dict[str, Any]) -> None:
+        before, method = process.beat, beat.get("doing")
+        if method is not None:
+            self.longest_call_s.setdefault(method, 0.0)
+        if before.get("doing") is not None and (method, beat.get("calls")) != (before["doing"], before.get("calls")):
+            longest_s = self.longest_call_s[before["doing"]]
+            self.longest_call_s[before["doing"]] = max(longest_s, before.get("elapsed_s", 0.0))
+        if method is not None or beat.get("calls") != before.get("calls"):
+            process.idle_since = process.last_message_at
+        process.update(beat)
 
-    def forget(self, slot: str) -> None:
-        """Look at this process no more."""
-        presence = self.presences.pop(slot, None)
-        if presence is not None and presence.watch is not None:
-            presence.watch.close()
+    def remove(self, slot: str) -> None:
+        """Stop monitoring the process of this slot."""
+        process = self.processes.pop(slot, None)
+        if process is not None and process.pidfd_watch is not None:
+            process.pidfd_watch.close()
 
-    # -- what is seen
+    # -- checks
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether a death is being looked into, so that the next look should be soon."""
-        since = time.monotonic() - 2 * ACCOUNT_S
-        return any(presence.closed > since and presence.watch is not None for presence in self.presences.values())
+    def awaits_exit_status(self) -> bool:
+        """Whether an exit status is expected soon, so that the next check should not wait."""
+        since = time.monotonic() - 2 * EXIT_STATUS_TIMEOUT_S
+        return any(
+            process.disconnected_at > since and process.pidfd_watch is not None for process in self.processes.values()
+        )
 
-    def look(self) -> list[Event]:
-        """Look at every process that ended its connection or is silent; return what is new."""
+    def check(self) -> list[Event]:
+        """Check all disconnected and silent processes and return the new events."""
         now = time.monotonic()
-        if now - self._looked > AWAY_S:
-            for presence in self.presences.values():
-                presence.heard += now - self._looked
-        self._looked = now
-        for presence in list(self.presences.values()):
-            if self.presences.get(presence.slot) is not presence:  # lost with its node a moment ago
+        if now - self._last_check > SELF_STALL_S:
+            for process in self.processes.values():
+                process.last_message_at += now - self._last_check
+        self._last_check = now
+        for process in list(self.processes.values()):
+            if self.processes.get(process.slot) is not process:  # removed in this loop, with its node
                 continue
-            is_late = now - presence.heard > self._silent_s and now - presence.looked > 1.0
-            if presence.watch is not None and (presence.closed or is_late):
-                self._look_here(presence, is_late=is_late)
-            elif is_late or (presence.closed and not presence.looked):
-                presence.looked = now
-                if not self._is_lost_with_its_node(presence):
-                    self._ask_elsewhere(presence, lambda seen, presence=presence: self._judge(presence, seen))
+            is_silent = now - process.last_message_at > self._silence_timeout_s
+            is_due = is_silent and now - process.probed_at > PROBE_PERIOD_S
+            if process.pidfd_watch is not None and (process.disconnected_at or is_due):
+                self._check_local(process, is_due=is_due)
+            elif is_due or (process.disconnected_at and not process.probed_at):
+                process.probed_at = now
+                if not self._is_lost_with_its_node(process):
+                    self._probe_remote(process, lambda stat, process=process: self._classify(process, stat))
         events, self._events = self._events, []
-        return [*events, *self._look_ahead(now)]
+        return [*events, *self._run_detectors(now)]
 
-    def _look_ahead(self, now: float) -> list[Event]:
-        """Return what is no failure yet."""
-        found: list[Event] = []
-        for watch, every_s in ((self._shortages, ROOM_EVERY_S), (self._slowness, PACE_EVERY_S)):
-            if now >= self._next_look[watch]:
-                self._next_look[watch] = now + every_s
-                found += watch.look(self.presences.values())
-        return found
+    def _run_detectors(self, now: float) -> list[Event]:
+        warnings: list[Event] = []
+        for detector, period_s in ((self._low_resources, CAPACITY_PERIOD_S), (self._stragglers, STRAGGLER_PERIOD_S)):
+            if now >= self._next_check[detector]:
+                self._next_check[detector] = now + period_s
+                warnings += detector.check(self.processes.values())
+        return warnings
 
-    def lose_node(self, node: str, evidence: str) -> None:
-        """Count every process of a node as lost."""
-        for presence in list(self.presences.values()):
-            if presence.node == node:
-                self._lose(presence, Kind.NODE, evidence)
+    def mark_node_lost(self, node: str, evidence: str) -> None:
+        """Mark every process of a node as lost."""
+        for process in list(self.processes.values()):
+            if process.node == node:
+                self._mark_lost(process, Kind.NODE, evidence)
 
-    def _is_lost_with_its_node(self, presence: Presence) -> bool:
-        """Whether it is gone because its node is; then all of that node's processes are counted as lost."""
-        evidence = self._look_at_node(presence.node)
+    def _is_lost_with_its_node(self, process: ProcessRecord) -> bool:
+        """Return whether the node of a process is lost. If so, mark all processes of that node as lost."""
+        evidence = self._node_loss_reason(process.node)
         if evidence:
-            self.lose_node(presence.node, evidence)
+            self.mark_node_lost(process.node, evidence)
         return bool(evidence)
 
-    def _look_here(self, presence: Presence, *, is_late: bool) -> None:
-        assert presence.watch is not None
-        if presence.watch.is_dead:
-            if self._is_lost_with_its_node(presence):
+    def _check_local(self, process: ProcessRecord, *, is_due: bool) -> None:
+        assert process.pidfd_watch is not None
+        if process.pidfd_watch.is_dead:
+            if self._is_lost_with_its_node(process):
                 return
-            account = presence.watch.account()
-            if account is not None or time.monotonic() - (presence.closed or presence.heard) > ACCOUNT_S:
-                self._lose(presence, Kind.DIED, account or "its process is gone")
-        elif is_late:
-            presence.looked = time.monotonic()
-            self._judge(presence, condition(presence.pid))
+            exit_reason = process.pidfd_watch.exit_reason()
+            waited_s = time.monotonic() - (process.disconnected_at or process.last_message_at)
+            if exit_reason is not None or waited_s > EXIT_STATUS_TIMEOUT_S:
+                self._mark_lost(process, Kind.DIED, exit_reason or "its process is gone")
+        elif is_due:
+            process.probed_at = time.monotonic()
+            self._classify(process, read_process_stat(process.pid))
 
-    def _judge(self, presence: Presence, seen: Condition | None) -> None:
-        """Say what a silent process is. seen: None where nobody could look at it."""
-        if self.presences.get(presence.slot) is not presence:
+    def _classify(self, process: ProcessRecord, stat: ProcessStat | None) -> None:
+        """Append the event that a silent or disconnected process's kernel state means. stat: None if unknown."""
+        if self.processes.get(process.slot) is not process:
             return
-        silence = time.monotonic() - presence.heard
-        if seen is None and presence.closed and time.monotonic() - presence.closed > RETURN_S:
-            self._lose(presence, Kind.DIED, f"its connection ended, and it did not come back within {RETURN_S:g} s")
-        elif seen is not None and seen.state == "":
-            self._lose(presence, Kind.DIED, "its process is gone")
-        elif silence < self._silent_s:
+        now = time.monotonic()
+        silence_s = now - process.last_message_at
+        if stat is None and process.disconnected_at and now - process.disconnected_at > RECONNECT_TIMEOUT_S:
+            evidence = f"its connection ended, and it did not reconnect within {RECONNECT_TIMEOUT_S:g} s"
+            self._mark_lost(process, Kind.DIED, evidence)
+        elif stat is not None and stat.state == "":
+            self._mark_lost(process, Kind.DIED, "its process is gone")
+        elif silence_s < self._silence_timeout_s:
             return
-        elif seen is not None and seen.state == STOPPED and presence.slot != TRAINER and not self._trainer_is_stopped():
-            text = f"frozen: its process is stopped (SIGSTOP), and silent for {silence:.1f} s{_last_words(presence)}"
-            self._events.append(Failed(Kind.FROZEN, presence.slot, presence.pid, text))
-        elif not presence.is_silent:
-            presence.is_silent = True
-            self._events.append(
-                Silenced(presence.slot, presence.pid, f"silent for {silence:.1f} s, {_seen_in_words(seen, presence)}")
-            )
+        elif stat is not None and stat.state == STOPPED and process.slot != TRAINER and not self._trainer_is_stopped():
+            text = f"frozen: its process is stopped (SIGSTOP), and silent for {silence_s:.1f} s{_last_report(process)}"
+            self._events.append(WorkerFailed(Kind.FROZEN, process.slot, process.pid, text))
+        elif not process.is_silent:
+            process.is_silent = True
+            text = f"silent for {silence_s:.1f} s, {_stat_text(stat, process)}"
+            self._events.append(WorkerSilent(process.slot, process.pid, text))
 
     def _trainer_is_stopped(self) -> bool:
-        """Ctrl-Z stops a terminal's job; its workers are then stopped by the same hand."""
-        trainer = self.presences.get(TRAINER)
-        return trainer is not None and trainer.watch is not None and condition(trainer.pid).state == STOPPED
+        # Ctrl-Z in a terminal stops the trainer together with its workers. That is no failure.
+        trainer = self.processes.get(TRAINER)
+        return (
+            trainer is not None and trainer.pidfd_watch is not None and read_process_stat(trainer.pid).state == STOPPED
+        )
 
-    def _lose(self, presence: Presence, kind: Kind, evidence: str) -> None:
-        self.forget(presence.slot)
-        self._events.append(Failed(kind, presence.slot, presence.pid, evidence + _last_words(presence)))
+    def _mark_lost(self, process: ProcessRecord, kind: Kind, evidence: str) -> None:
+        self.remove(process.slot)
+        self._events.append(WorkerFailed(kind, process.slot, process.pid, evidence + _last_report(process)))
 
-    # -- what each does
+    # -- activities
 
-    def doings(self) -> list[Doing]:
-        """Return what every process does now, as far as its last word tells."""
+    def activities(self) -> list[Activity]:
+        """Return what every process does, extrapolated from its last heartbeat. Thread-safe."""
         now = time.monotonic()
         found = []
-        for presence in list(self.presences.values()):  # asked from other threads, too
-            method = presence.beat.get("doing")
-            seconds = presence.beat.get("for_s", 0.0) + now - presence.heard if method else now - presence.idle_since
-            found.append(Doing(presence.slot, method, seconds, presence.beat.get("did"), presence.beat.get("turn", 0)))
+        for process in list(self.processes.values()):  # a copy: other threads call this, too
+            beat, method = process.beat, process.beat.get("doing")
+            busy_s = beat.get("elapsed_s", 0.0) + now - process.last_message_at
+            elapsed_s = busy_s if method else now - process.idle_since
+            found.append(Activity(process.slot, method, elapsed_s, beat.get("last_method"), beat.get("call_number", 0)))
         return found
 
 
-def _last_words(presence: Presence) -> str:
-    """What a process was last heard of, for an account of its end."""
-    method, memory = presence.beat.get("doing"), presence.beat.get("memory")
-    does = f"; in {method} for {presence.beat.get('for_s', 0.0):.1f} s when last heard" if method else ""
-    holds = f"; resident memory {memory / 2**30:.2f} GiB" if memory else ""
-    return does + holds + memory_in_words(presence)
+def _last_report(process: ProcessRecord) -> str:
+    """Return the suffix of an exit reason: activity and memory of a process by its last heartbeat."""
+    method, memory = process.beat.get("doing"), process.beat.get("memory")
+    activity = f"; in {method} for {process.beat.get('elapsed_s', 0.0):.1f} s at its last heartbeat" if method else ""
+    resident = f"; resident memory {memory / 2**30:.2f} GiB" if memory else ""
+    return activity + resident + low_memory_note(process)
 
 
-def _seen_in_words(seen: Condition | None, presence: Presence) -> str:
-    if seen is None:
-        return "and nobody could look at its process"
-    worked = seen.cpu_s - presence.beat.get("cpu_s", seen.cpu_s)
-    if worked > 0.5:
-        return f"but its process has worked {worked:.1f} s of CPU since: a long call may hold Python's lock"
-    return f"its process is in state {seen.state} and has used no CPU since"
+def _stat_text(stat: ProcessStat | None, process: ProcessRecord) -> str:
+    if stat is None:
+        return "and the state of its process is unknown"
+    used_s = stat.cpu_s - process.beat.get("cpu_s", stat.cpu_s)
+    if used_s > 0.5:
+        return f"but its process has used {used_s:.1f} s of CPU since: a long call may hold the GIL"
+    return f"its process is in state {stat.state} and has used no CPU since"

@@ -1,21 +1,27 @@
-"""`Presence`: one process of a job, as the master sees it through heartbeats."""
+"""`ProcessRecord`: what the master knows about one process of a job. Used by the monitor and its detectors."""
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.master.health.heartbeat_server import Connection
-from hybridrl.master.health.kernel_process import ProcessWatch
+from hybridrl.master.health.kernel_process import PidfdWatch
 
-CALLS = 10  # the last ones of each method that are kept, and compared with those of peers
-SIZES, SIZES_EVERY_S = 7, 10.0  # growth is told over the last minute
+NUM_CALLS = 10  # latest durations kept per method; stragglers are found by comparing them with those of peers
+MAX_SIZES, SIZE_PERIOD_S = 7, 10.0  # memory samples: growth is reported over the last minute
 
 
 @dataclass(eq=False)
-class Presence:
-    """One process, as the master sees it.
+class ProcessRecord:
+    """One process, as its heartbeats and its connection show it. Times are seconds of `time.monotonic()`.
 
-    heard: when it last spoke; closed: when its connection ended (0: it is there).
+    Attributes:
+        last_message_at: When it sent its last message.
+        disconnected_at: When its connection ended. 0: it is connected.
+        probed_at: When the monitor last asked for its kernel state.
+        beat: The content of its last heartbeat.
+        call_seconds: Method -> durations of its last calls.
+        sizes: (time, bytes of memory that only this process holds), oldest first.
     """
 
     slot: str
@@ -23,38 +29,36 @@ class Presence:
     pid: int
     node: str
     machine: str
-    heard: float
+    last_message_at: float
     connection: Connection | None = None
-    closed: float = 0.0
-    watch: ProcessWatch | None = None
+    disconnected_at: float = 0.0
+    pidfd_watch: PidfdWatch | None = None
     beat: dict[str, Any] = field(default_factory=dict)
     idle_since: float = 0.0
     is_silent: bool = False
-    looked: float = 0.0  # when it was last looked at from outside
+    probed_at: float = 0.0
     host: str = ""
-    ended: dict[str, deque[float]] = field(default_factory=dict)  # method -> seconds of its last calls
-    sizes: deque[tuple[float, int]] = field(
-        default_factory=lambda: deque(maxlen=SIZES)
-    )  # when it had so many bytes of its own
+    call_seconds: dict[str, deque[float]] = field(default_factory=dict)
+    sizes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SIZES))
 
     @property
     def private(self) -> int:
-        """Bytes of memory that only this process holds, as far as it has told."""
+        """Bytes of memory that only this process holds, by its last heartbeat."""
         return self.beat.get("private", 0)
 
     @property
     def growth(self) -> int:
-        """Bytes that it has more than `grown_in_s` ago."""
+        """Bytes that `private` grew by within `growth_window_s`."""
         return self.private - self.sizes[0][1] if self.sizes else 0
 
     @property
-    def grown_in_s(self) -> float:
-        return self.heard - self.sizes[0][0] if self.sizes else 0.0
+    def growth_window_s(self) -> float:
+        return self.last_message_at - self.sizes[0][0] if self.sizes else 0.0
 
-    def take_beat(self, beat: dict[str, Any]) -> None:
-        """Keep what a heartbeat says."""
+    def update(self, beat: dict[str, Any]) -> None:
+        """Store the content of a heartbeat."""
         self.beat = beat
         for method, seconds in beat.get("ended", {}).items():
-            self.ended.setdefault(method, deque(maxlen=CALLS)).extend(seconds)
-        if not self.sizes or self.heard - self.sizes[-1][0] > SIZES_EVERY_S:
-            self.sizes.append((self.heard, self.private))
+            self.call_seconds.setdefault(method, deque(maxlen=NUM_CALLS)).extend(seconds)
+        if not self.sizes or self.last_message_at - self.sizes[-1][0] > SIZE_PERIOD_S:
+            self.sizes.append((self.last_message_at, self.private))

@@ -1,5 +1,4 @@
-"""Describing a job: `RLJobBuilder` and `DLJobBuilder`, with the methods of both of DLRover's generations, and the `Job`
-they build.
+"""Builders that describe a job: `RLJobBuilder` and `DLJobBuilder`, with the methods of both generations of DLRover.
 
     job = (
         RLJobBuilder()
@@ -13,20 +12,18 @@ they build.
     job.submit("grpo", dry_run=True)        # the plan as a table
     job.submit("grpo")
 
-Methods of a role follow the one that names it; `end()` may be left out. Names of roles are the same in capitals.
-
-`RoleBuilder`: what a job's builder says of one role. How many processes, what each takes, where they lie, what if one
-is lost.
+The methods of a role follow the method that names it; `end()` is optional. Role names are case-insensitive.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.jobs.entrypoint import entry_of, parse
-from hybridrl.master.jobs.planner import check_declared, plan_job
-from hybridrl.master.jobs.role_pools import RoleDraft, pools_of_roles
+from hybridrl.master.jobs.entrypoint import parse_entry, parse_torchrun
+from hybridrl.master.jobs.planner import check_declared_size, plan_job
+from hybridrl.master.jobs.role_pools import RoleRequest, assign_pools
 from hybridrl.master.jobs.spec import (
     MAX_RESTART,
     RESTART_TIMEOUT_S,
@@ -40,10 +37,13 @@ from hybridrl.master.jobs.spec import (
 from hybridrl.master.jobs.submit import RunningJob, submit
 from hybridrl.single_controller.placement.plan import Plan
 
+# Names that DLRover's resource() also accepts.
+RESOURCE_ALIASES = {"mem": "memory", "gpu": "accelerator", "acc": "accelerator"}
+
 
 @dataclass(frozen=True)
 class Job:
-    """A job that can be started. spec: all that is said about it."""
+    """A job that can be submitted."""
 
     spec: JobSpec
 
@@ -68,141 +68,329 @@ class Job:
 
 
 class RLJob(Job):
-    """A job whose roles are those of reinforcement learning."""
+    """A job with the roles of reinforcement learning."""
 
 
 class DLJob(Job):
     """A job with any roles."""
 
 
-class DLJobBuilder:
-    """Describes a job with any roles. Every method returns what the next one is called on."""
+class RoleBuilder:
+    """DLRover's methods that describe a role.
+
+    Every builder has them, so that calls chain. On a builder that a role's method returned they describe that role; on
+    the job's builder, the role that was named last.
+    """
+
+    def _bound(self, method: str) -> Self:
+        """Return the builder that describes a role. method: for the error message."""
+        raise NotImplementedError
+
+    def _request(self, method: str) -> RoleRequest:
+        raise NotImplementedError
+
+    def run(self, entry: Any, class_name: str | None = None) -> Self:
+        """Set what the role's processes run.
+
+        Args:
+            entry: A class, 'module:Class', 'module.Class', 'file.py:Class', or a module with `class_name`: workers,
+                whose methods the trainer calls. A function, by the same names, or a program with its arguments,
+                'train.py --lr 0.1': executed once in each process, as by torchrun.
+            class_name: Name of the class in the module `entry`.
+        """
+        request = self._request("run")
+        request.entry = parse_entry(request.name, entry, class_name)
+        return self._bound("run")
+
+    def train(self, entry: Any, class_name: str | None = None) -> Self:
+        """Do the same as `run`."""
+        return self.run(entry, class_name)
+
+    # -- how many processes
+
+    def total(self, num: int = 1) -> Self:
+        """Set the number of processes."""
+        return self._set_count("total", num, method="total")
+
+    def per_node(self, num: int = 1) -> Self:
+        """Set the number of processes per node, which are on one machine. The last node has the remainder."""
+        return self._set_count("per_node", num, method="per_node")
+
+    def per_group(self, num: int = 1) -> Self:
+        """Do the same as `per_node`."""
+        return self._set_count("per_node", num, method="per_group")
+
+    def nproc_per_node(self, num: int) -> Self:
+        """Do the same as `per_node`. With `nnodes`, the total is their product."""
+        return self._set_count("per_node", num, method="nproc_per_node")
+
+    def nnodes(self, num: int) -> Self:
+        """Set the number of nodes."""
+        return self._set_count("num_nodes", num, method="nnodes")
+
+    def _set_count(self, field_name: str, num: int, *, method: str) -> Self:
+        request = self._request(method)
+        if not isinstance(num, int) or num < 1:
+            raise ConfigError(f"role {request.name!r}: {field_name}={num!r} must be a whole number, 1 or more")
+        if request.name == TRAINER and num != 1:
+            raise ConfigError(f"role {TRAINER!r}: {field_name}={num}, but the trainer is one process; leave it out")
+        setattr(request, field_name, num)
+        return self._bound(method)
+
+    # -- what each process gets
+
+    def resource(
+        self, cpu: float | None = None, memory: int | None = None, accelerator: float | None = None, **more: float
+    ) -> Self:
+        """Set the resources of each process.
+
+        Without this call, a process gets one device and one core. With it, no device, unless it is requested or the
+        role shares devices.
+
+        Args:
+            cpu: Cores.
+            memory: MB of 2**20 bytes.
+            accelerator: Devices, or a fraction of one.
+            more: Ray's custom resources by name.
+        """
+        for alias, name in RESOURCE_ALIASES.items():
+            if alias in more and name == "memory":
+                memory = int(more.pop(alias))
+            elif alias in more:
+                accelerator = more.pop(alias)
+        self._request("resource").resource = Resource(cpu, memory, accelerator, more)
+        return self._bound("resource")
+
+    def env(self, env: Mapping[str, str]) -> Self:
+        """Add environment variables of the role's processes. They override `global_env`."""
+        self._request("env").env.update(env)
+        return self._bound("env")
+
+    # -- what happens when a process is lost
+
+    def max_restart(self, num: int = MAX_RESTART) -> Self:
+        """Set how many losses the role survives. Ten reported steps without a loss reset the count."""
+        request = self._request("max_restart")
+        if not isinstance(num, int) or num < 0:
+            raise ConfigError(
+                f"role {request.name!r}: max_restart={num!r} must be a whole number; 0 ends the job at the first loss"
+            )
+        request.max_restart = num
+        return self._bound("max_restart")
+
+    def restart(self, together: str = "role") -> Self:
+        """Set which processes are restarted with a lost one.
+
+        Args:
+            together: "role": all of the role, because its processes communicate; "node": those on its node; "process":
+                none.
+        """
+        request = self._request("restart")
+        if together not in RESTARTS:
+            raise ConfigError(
+                f"role {request.name!r}: restart({together!r}) is unknown; known are {', '.join(RESTARTS)}"
+            )
+        request.restart = together
+        return self._bound("restart")
+
+    def enable_node_group_failover(self, label_key: str = "", timeout: float = RESTART_TIMEOUT_S) -> Self:
+        """Restart all processes of a node together.
+
+        Args:
+            label_key: Machines with the same value of this Ray label count as one node.
+            timeout: Seconds for the restarted processes to be ready.
+        """
+        request = self._request("enable_node_group_failover")
+        if not timeout > 0:
+            raise ConfigError(
+                f"role {request.name!r}: enable_node_group_failover(timeout={timeout!r}) must be more than 0 seconds"
+            )
+        request.restart_label, request.restart_timeout_s = label_key, float(timeout)
+        return self.restart("node")
+
+    # -- where it is placed
+
+    def pack(self, strict: bool = False) -> Self:
+        """Allow nodes of the role on one machine. strict: place all processes on one machine."""
+        return self._set_strategy("strict_pack" if strict else "pack", method="pack")
+
+    def spread(self, strict: bool = False) -> Self:
+        """Place nodes of the role on different machines if there are enough. strict: refuse to start otherwise."""
+        return self._set_strategy("strict_spread" if strict else "spread", method="spread")
+
+    def _set_strategy(self, strategy: str, *, method: str) -> Self:
+        self._request(method).strategy = strategy
+        return self._bound(method)
+
+    def node_labels(self, labels: Mapping[str, str]) -> Self:
+        """Require machines with these Ray labels: `{"zone": "a"}`, `"!a"`, `"in(a,b)"`, `"!in(a,b)"`."""
+        self._request("node_labels").labels.update(labels)
+        return self._bound("node_labels")
+
+    def anti_affinity(self, *roles: str) -> Self:
+        """Forbid machines on which one of these roles runs."""
+        self._request("anti_affinity").apart_from += tuple(role.lower() for role in roles)
+        return self._bound("anti_affinity")
+
+
+@dataclass
+class _Description:
+    """What the builders of one job have been told. Shared by all of them."""
+
+    roles: dict[str, RoleRequest] = field(default_factory=dict)
+    trainer: RoleRequest | None = None
+    last: RoleRequest | None = None  # the role that was named last
+    collocations: list[tuple[str, ...]] = field(default_factory=list)
+    collocate_all_except: tuple[str, ...] | None = None
+    edges: list[EdgeSpec] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class DLJobBuilder(RoleBuilder):
+    """Describes a job with any roles. Methods that name a role return a builder bound to that role."""
 
     job_class: type[Job] = DLJob
 
     def __init__(self) -> None:
-        self._drafts: dict[str, RoleDraft] = {}
-        self._trainer: RoleDraft | None = None
-        self._together: list[tuple[str, ...]] = []
-        self._all_but: tuple[str, ...] | None = None
-        self._edges: list[EdgeSpec] = []
-        self._settings: dict[str, Any] = {}
-        self._last: RoleBuilder | None = None
+        self._description = _Description()
+        self._role: RoleRequest | None = None  # the role that this builder is bound to
+        self._unbound: Self | None = None  # the job's builder; None: this one
+
+    @property
+    def _job_builder(self) -> Self:
+        return self._unbound or self
+
+    def _bound(self, method: str) -> Self:
+        if self._role is not None:
+            return self
+        builder = copy.copy(self)
+        builder._role, builder._unbound = self._request(method), self
+        return builder
+
+    def _request(self, method: str) -> RoleRequest:
+        request = self._role or self._description.last
+        if request is None:
+            raise ConfigError(f"{method}(): there is no role yet; call role(), actor() or another one first")
+        return request
+
+    def end(self) -> Self:
+        """Return the job's builder. Optional."""
+        self._request("end")
+        return self._job_builder
 
     # -- the job
 
+    def _set(self, name: str, value: Any) -> Self:
+        self._description.settings[name] = value
+        return self._job_builder
+
     def node_num(self, num: int = 1) -> Self:
-        """How many machines the job may use; checked by `build`."""
-        self._settings["node_num"] = num
-        return self
+        """Set how many machines the job may use; `build` checks it."""
+        return self._set("node_num", num)
 
     def device_per_node(self, num: int = 8) -> Self:
-        """How many devices each of them has; checked by `build`."""
-        self._settings["device_per_node"] = num
-        return self
+        """Set how many devices each machine has; `build` checks it."""
+        return self._set("device_per_node", num)
 
     def device_type(self, device_type: str = "GPU") -> Self:
-        """What a device is: GPU, TPU, NPU, or CPU, where one device is one core."""
-        self._settings["device_type"] = device_type.upper()
-        return self
+        """Set the kind of device: GPU, TPU, NPU, or CPU, where one device is one core."""
+        return self._set("device_type", device_type.upper())
 
     def config(self, config: Any) -> Self:
-        """What trainer and workers are given as their config: a mapping, also OmegaConf's, or a namespace; JSON has to
-        hold it.
-        """
-        self._settings["config"] = plain_config(config)
-        return self
+        """Set the config of trainer and workers: a mapping (also OmegaConf's) or a namespace that JSON can hold."""
+        return self._set("config", plain_config(config))
 
     def global_env(self, env: Mapping[str, str]) -> Self:
-        """Environment of every process; a role's own comes first."""
-        self._settings["env"] = dict(env)
-        return self
+        """Set environment variables of every process. A role's own override them."""
+        return self._set("env", dict(env))
 
     def with_collocation(self, *roles: str) -> Self:
         """Let these roles share devices, each with processes of its own."""
-        self._together.append(tuple(role.lower() for role in roles))
-        return self
+        self._description.collocations.append(tuple(role.lower() for role in roles))
+        return self._job_builder
 
     def with_collocation_all(self, *exclude: str) -> Self:
-        """Let all roles but these share devices; the trainer is no such role."""
-        self._all_but = tuple(role.lower() for role in exclude)
-        return self
+        """Let all roles but these share devices. The trainer is not one of them."""
+        self._description.collocate_all_except = tuple(role.lower() for role in exclude)
+        return self._job_builder
 
     def feeds(self, source: str, target: str, *, weight: float = 1.0) -> Self:
-        """Say that `target` works on what `source` makes.
+        """Declare that `target` processes the output of `source`.
 
-        weight: how much, in any unit; the heaviest edges stay on one machine.
+        Args:
+            source: A role.
+            target: A role.
+            weight: Amount of data, in any unit. The heaviest edges stay on one machine.
         """
-        self._edges.append(EdgeSpec("feeds", source.lower(), target.lower(), weight))
-        return self
+        return self._add_edge("feeds", source, target, weight)
 
     def weights(self, source: str, target: str, *, weight: float = 1.0) -> Self:
-        """Say that `target` gets the weights of `source`. weight: as of `feeds`."""
-        self._edges.append(EdgeSpec("weights", source.lower(), target.lower(), weight))
-        return self
+        """Declare that `target` gets the weights of `source`. weight: see `feeds`."""
+        return self._add_edge("weights", source, target, weight)
+
+    def _add_edge(self, kind: str, source: str, target: str, weight: float) -> Self:
+        self._description.edges.append(EdgeSpec(kind, source.lower(), target.lower(), weight))
+        return self._job_builder
 
     # -- its roles
 
-    def role(self, name: str) -> "RoleBuilder":
-        """Begin a role; `run` or `train` says what its workers are. Raises ConfigError for a name that is taken."""
-        name = name.lower()
-        taken = name in self._drafts or (name == TRAINER and self._trainer is not None)
-        if taken:
+    def role(self, name: str) -> Self:
+        """Add a role; `run` or `train` sets its workers. Raises ConfigError if the name is in use."""
+        name, description = name.lower(), self._description
+        if name in description.roles or (name == TRAINER and description.trainer is not None):
             raise ConfigError(f"role {name!r} is already defined; give this one another name")
-        draft = RoleDraft(name)
+        request = description.last = RoleRequest(name)
         if name == TRAINER:
-            self._trainer = draft
+            description.trainer = request
         else:
-            self._drafts[name] = draft
-        self._last = RoleBuilder(self, draft)
-        return self._last
+            description.roles[name] = request
+        return self._job_builder._bound("role")
 
-    def workload(self, role: str, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """Begin a role and say what its workers are; entry: see `RoleBuilder.run`."""
+    def workload(self, role: str, entry: Any, class_name: str | None = None) -> Self:
+        """Add a role with its entry, see `run`."""
         return self.role(role).run(entry, class_name)
 
-    def by_dlrover_run_cmd(self, command: str) -> "RoleBuilder":
-        """Begin a role from a command of torchrun or dlrover-run, `torchrun --nproc_per_node=4 train.py --lr 0.1`; it
-        is called elastic.
-        """
-        said = parse(command)
-        role = self.workload("elastic", said.program).nnodes(said.num_nodes).nproc_per_node(said.per_node)
-        return role if said.max_restart is None else role.max_restart(said.max_restart)
+    def by_dlrover_run_cmd(self, command: str) -> Self:
+        """Add the role `elastic` from a command of torchrun or dlrover-run.
 
-    def trainer(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """Say what runs the loop: a class with `run`, or a function, see docs/master.md."""
+        Args:
+            command: For example `torchrun --nproc_per_node=4 train.py --lr 0.1`.
+        """
+        parsed = parse_torchrun(command)
+        role = self.workload("elastic", parsed.program).nnodes(parsed.num_nodes).nproc_per_node(parsed.per_node)
+        return role if parsed.max_restart is None else role.max_restart(parsed.max_restart)
+
+    def trainer(self, entry: Any, class_name: str | None = None) -> Self:
+        """Set the training loop: a class with `run`, or a function, see docs/master.md."""
         return self.workload(TRAINER, entry, class_name)
 
     def build(self) -> Job:
         """Return the job.
 
-        Raises ConfigError for what cannot be right, PlacementError for more than the machines it declares.
+        Raises:
+            ConfigError: If the description is wrong or incomplete.
+            PlacementError: If the job needs more than its declared machines.
         """
-        for draft in (*self._drafts.values(), *([self._trainer] if self._trainer else [])):
-            if not draft.entry:
-                raise ConfigError(f"role {draft.name!r}: nothing says what it runs; add .run('module:Class')")
-        roles, pools = pools_of_roles(self._drafts, self._collocations())
-        job = self.job_class(JobSpec(roles, pools, self._trainer_spec(), edges=tuple(self._edges), **self._settings))
-        check_declared(job.spec, job.plan())
+        description = self._description
+        for request in (*description.roles.values(), *([description.trainer] if description.trainer else [])):
+            if not request.entry:
+                raise ConfigError(f"role {request.name!r}: it has nothing to run; add .run('module:Class')")
+        roles, pools = assign_pools(description.roles, self._collocations())
+        trainer = _trainer_spec(description.trainer) if description.trainer else None
+        spec = JobSpec(roles, pools, trainer, edges=tuple(description.edges), **description.settings)
+        job = self.job_class(spec)
+        check_declared_size(job.spec, job.plan())
         return job
 
-    def _trainer_spec(self) -> TrainerSpec | None:
-        draft = self._trainer
-        return draft and TrainerSpec(
-            draft.entry, draft.resource or Resource(), draft.env, draft.labels, draft.max_restart
-        )
-
     def _collocations(self) -> list[tuple[str, ...]]:
-        sets = list(self._together)
-        if self._all_but is not None:
-            sets.append(tuple(name for name in self._drafts if name not in self._all_but))
-        named = [
-            name for names in (*sets, self._all_but or ()) for name in ([names] if isinstance(names, str) else names)
-        ]
-        for name in named:
-            if name not in self._drafts:
+        roles, excluded = self._description.roles, self._description.collocate_all_except
+        sets = list(self._description.collocations)
+        if excluded is not None:
+            sets.append(tuple(name for name in roles if name not in excluded))
+        for name in (*(name for names in sets for name in names), *(excluded or ())):
+            if name not in roles:
                 raise ConfigError(
-                    f"with_collocation: there is no role {name!r}; there are {', '.join(self._drafts) or 'none'}"
+                    f"with_collocation: there is no role {name!r}; known are {', '.join(roles) or 'none'}"
                 )
             if sum(names.count(name) for names in sets) > 1:
                 raise ConfigError(
@@ -210,55 +398,50 @@ class DLJobBuilder:
                 )
         return [names for names in sets if len(names) > 1]
 
-    def __getattr__(self, name: str) -> Any:
-        """Methods of a role, for the one that was begun last."""
-        if name.startswith("_") or name not in vars(RoleBuilder):
-            raise AttributeError(f"{type(self).__name__} has no method {name!r}")
-        if self._last is None:
-            raise ConfigError(
-                f"{name}(): no role was begun that this could be said of; call role(), actor() or another first"
-            )
-        return getattr(self._last, name)
-
 
 class RLJobBuilder(DLJobBuilder):
-    """Describes a job of reinforcement learning: a trainer, an actor, and what else it needs."""
+    """Describes a job of reinforcement learning: a trainer, an actor, and optional other roles."""
 
     job_class = RLJob
 
-    def actor(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """The policy that is trained."""
+    def actor(self, entry: Any, class_name: str | None = None) -> Self:
+        """Add the policy that is trained."""
         return self.workload("actor", entry, class_name)
 
-    def rollout(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """Who generates: processes that do not talk to each other, unless `restart("role")` says so."""
+    def rollout(self, entry: Any, class_name: str | None = None) -> Self:
+        """Add the generation processes. They are restarted one by one, unless `restart("role")` changes it."""
         return self.workload("rollout", entry, class_name).restart("process")
 
-    def reference(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """The policy that the trained one must stay near."""
+    def reference(self, entry: Any, class_name: str | None = None) -> Self:
+        """Add the reference policy."""
         return self.workload("reference", entry, class_name)
 
-    def reward(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """Who judges: processes that do not talk to each other, unless `restart("role")` says so."""
+    def reward(self, entry: Any, class_name: str | None = None) -> Self:
+        """Add the reward processes. They are restarted one by one, unless `restart("role")` changes it."""
         return self.workload("reward", entry, class_name).restart("process")
 
-    def critic(self, entry: Any, class_name: str | None = None) -> "RoleBuilder":
-        """Who estimates values."""
+    def critic(self, entry: Any, class_name: str | None = None) -> Self:
+        """Add the value model."""
         return self.workload("critic", entry, class_name)
 
     def build(self) -> Job:
-        """Return the job; an actor is a must."""
-        if "actor" not in self._drafts:
+        """Return the job. An actor is required."""
+        if "actor" not in self._description.roles:
             raise ConfigError(
                 "RLJobBuilder: there is no actor; add .actor('module:Class'), or describe the job with DLJobBuilder"
             )
         return super().build()
 
 
-def plain_config(config: Any, *, key: str = "config") -> Any:
-    """Return a config as JSON has it: mappings, also OmegaConf's, and namespaces as dicts.
+def _trainer_spec(request: RoleRequest) -> TrainerSpec:
+    return TrainerSpec(request.entry, request.resource or Resource(), request.env, request.labels, request.max_restart)
 
-    Raises ConfigError that names the key.
+
+def plain_config(config: Any, *, key: str = "config") -> Any:
+    """Return a config as JSON types. Mappings (also OmegaConf's) and namespaces become dicts.
+
+    Raises:
+        ConfigError: If JSON cannot hold a value. The message names the key.
     """
     if config is None or isinstance(config, bool | int | float | str):
         return config
@@ -273,147 +456,5 @@ def plain_config(config: Any, *, key: str = "config") -> Any:
             if not name.startswith("_")
         }
     raise ConfigError(
-        f"{key}={config!r}: a {type(config).__name__} is nothing that JSON has; give text, numbers, lists and dicts"
+        f"{key}={config!r}: JSON cannot hold a {type(config).__name__}; give text, numbers, lists and dicts"
     )
-
-
-# Names that DLRover's resource() also takes.
-RESOURCE_ALIASES = {"mem": "memory", "gpu": "accelerator", "acc": "accelerator"}
-
-
-class RoleBuilder:
-    """Describes one role. What is not a method here is one of the job's, so that the chain goes on."""
-
-    def __init__(self, job: "DLJobBuilder", draft: RoleDraft):
-        self._job, self._draft = job, draft
-
-    def run(self, entry: Any, class_name: str | None = None) -> Self:
-        """Say what its processes are.
-
-        entry: a class, 'module:Class', 'module.Class', 'file.py:Class', or a module and a class's name: workers, which
-        the trainer calls. A function, by the same names, or a program with its arguments, 'train.py --lr 0.1': run once
-        in each process, as torchrun would.
-        """
-        self._draft.entry = entry_of(self._draft.name, entry, class_name)
-        return self
-
-    train = run
-
-    def total(self, num: int = 1) -> Self:
-        """How many processes."""
-        return self._count("total", num)
-
-    def per_node(self, num: int = 1) -> Self:
-        """How many of them on one node, together on one machine; the last node has what is left."""
-        return self._count("per_node", num)
-
-    per_group = per_node
-
-    def nproc_per_node(self, num: int) -> Self:
-        """As `per_node`; with `nnodes`, the total is their product."""
-        return self._count("per_node", num)
-
-    def nnodes(self, num: int) -> Self:
-        """On how many nodes."""
-        return self._count("num_nodes", num)
-
-    def _count(self, what: str, num: int) -> Self:
-        if not isinstance(num, int) or num < 1:
-            raise ConfigError(f"role {self._draft.name!r}: {what}={num!r} must be a whole number, 1 or more")
-        if self._draft.name == TRAINER and num != 1:
-            raise ConfigError(f"role {TRAINER!r}: {what}={num}, but the trainer is one process; leave it out")
-        setattr(self._draft, what, num)
-        return self
-
-    def resource(
-        self, cpu: float | None = None, memory: int | None = None, accelerator: float | None = None, **more: float
-    ) -> Self:
-        """What each process takes: cores, memory in MB of 2**20 bytes, devices or a part of one, Ray's custom resources
-        by name.
-
-        Without it: a device, and a core for it. With it: no device, unless it is said or the role shares devices.
-        """
-        for alias, name in RESOURCE_ALIASES.items():
-            if alias in more and name == "memory":
-                memory = int(more.pop(alias))
-            elif alias in more:
-                accelerator = more.pop(alias)
-        self._draft.resource = Resource(cpu, memory, accelerator, more)
-        return self
-
-    def env(self, env: Mapping[str, str]) -> Self:
-        """Environment of the role's processes, before `global_env`."""
-        self._draft.env.update(env)
-        return self
-
-    # -- what happens when a process of it is lost
-
-    def max_restart(self, num: int = MAX_RESTART) -> Self:
-        """How many losses the role survives; ten steps without a loss, as the trainer tells them, and it is as if there
-        were none.
-        """
-        if not isinstance(num, int) or num < 0:
-            raise ConfigError(
-                f"role {self._draft.name!r}: max_restart={num!r} must be a whole number; 0 ends the job at "
-                "the first loss"
-            )
-        self._draft.max_restart = num
-        return self
-
-    def restart(self, together: str = "role") -> Self:
-        """Who is started again with a process that was lost: the whole "role", because its processes talk to each
-        other, those on its "node", or the "process" alone.
-        """
-        if together not in RESTARTS:
-            raise ConfigError(
-                f"role {self._draft.name!r}: restart({together!r}) is not known; there are {', '.join(RESTARTS)}"
-            )
-        self._draft.restart = together
-        return self
-
-    def enable_node_group_failover(self, label_key: str = "", timeout: float = RESTART_TIMEOUT_S) -> Self:
-        """Start those again together that are on one node of the role, or on machines whose label `label_key` of Ray is
-        the same.
-
-        timeout: seconds for them to be back.
-        """
-        if not timeout > 0:
-            raise ConfigError(
-                f"role {self._draft.name!r}: enable_node_group_failover(timeout={timeout!r}) must be more "
-                "than 0 seconds"
-            )
-        self._draft.restart_label, self._draft.restart_timeout_s = label_key, float(timeout)
-        return self.restart("node")
-
-    # -- where it lies
-
-    def pack(self, strict: bool = False) -> Self:
-        """Its nodes may lie on the same machine. strict: all processes on one machine."""
-        return self._lie("strict_pack" if strict else "pack")
-
-    def spread(self, strict: bool = False) -> Self:
-        """Its nodes are different machines where there are enough. strict: or it does not start."""
-        return self._lie("strict_spread" if strict else "spread")
-
-    def _lie(self, strategy: str) -> Self:
-        self._draft.strategy = strategy
-        return self
-
-    def node_labels(self, labels: Mapping[str, str]) -> Self:
-        """Only on machines with these labels of Ray: `{"zone": "a"}`, `"!a"`, `"in(a,b)"`, `"!in(a,b)"`."""
-        self._draft.labels.update(labels)
-        return self
-
-    def anti_affinity(self, *roles: str) -> Self:
-        """Never on a machine where one of these roles is."""
-        self._draft.apart_from += tuple(role.lower() for role in roles)
-        return self
-
-    def end(self) -> "DLJobBuilder":
-        """Return to the job; may be left out."""
-        return self._job
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._job, name)

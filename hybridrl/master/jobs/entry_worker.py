@@ -1,7 +1,7 @@
-"""What runs in a process of a submitted job: its trainer, or a program or function that runs once in each process of
-its role.
+"""Worker classes of a submitted job's processes: `TrainerEntryWorker` and `EntryWorker`.
 
-What each process of a submitted job is made of: the classes and functions that its entries name.
+The first runs the trainer, the second a program or function, once in each process of its role. The job supervisor makes
+the recipes of all processes from the entries of the job's spec (`worker_recipes`).
 """
 
 import inspect
@@ -16,30 +16,31 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.entrypoint import load_entry
-from hybridrl.master.jobs.job_handle import JobRun, Roster, Standing
+from hybridrl.master.jobs.job_handle import GroupHandle, JobHandle, ResumePoint
 from hybridrl.master.jobs.spec import TRAINER, JobSpec, RoleSpec, is_script
 from hybridrl.single_controller.placement.plan import Plan, PoolPlan, ProcessPlan
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
 
 
-class TrainerProcess:
-    """Holds a trainer. entry: its class or function."""
+class TrainerEntryWorker:
+    """Runs the trainer. entry: its class or function."""
 
     def __init__(self, entry: Callable, config: Mapping[str, Any], plan: Plan):
         self._entry, self._config, self._plan = entry, config, plan
 
-    def run(self, rosters: Mapping[str, Roster], standing: Standing, keeper: Any) -> None:
-        """Make the trainer with what it asks for by name (`job`, `groups`, `config`), and run it to its end."""
-        groups = {role: roster.group() for role, roster in rosters.items()}
-        run_trainer(self._entry, JobRun(self._plan.job, self._config, groups, self._plan, standing, keeper))
+    def run(self, handles: Mapping[str, GroupHandle], resume_point: ResumePoint, supervisor: Any) -> None:
+        """Construct the trainer with those of `job`, `groups`, `config` that it has as parameters, and run it."""
+        groups = {role: handle.to_group() for role, handle in handles.items()}
+        run_trainer(self._entry, JobHandle(self._plan.job, self._config, groups, self._plan, resume_point, supervisor))
 
 
-def run_trainer(entry: Callable, job: JobRun) -> None:
-    """Run a trainer: a function, or a class with `run`, or with `fit` and perhaps `init`.
+def run_trainer(entry: Callable, job: JobHandle) -> None:
+    """Run a trainer: a function, or a class with `run`, or with `fit` and optionally `init`.
 
-    Raises ConfigError for another one.
+    Raises:
+        ConfigError: If the class has neither `run` nor `fit`.
     """
-    trainer = entry(**asked_for(TRAINER, entry, {"job": job, "groups": job.groups, "config": job.config}))
+    trainer = entry(**select_arguments(TRAINER, entry, {"job": job, "groups": job.groups, "config": job.config}))
     if not inspect.isclass(entry):
         return
     if hasattr(trainer, "run"):
@@ -49,14 +50,14 @@ def run_trainer(entry: Callable, job: JobRun) -> None:
         trainer.fit()
     else:
         raise ConfigError(
-            f"role {TRAINER!r}: {entry.__name__} has neither run() nor fit(); one of them is the training"
+            f"role {TRAINER!r}: {entry.__name__} has neither run() nor fit(); add one of them, it is the training loop"
         )
 
 
-class EntryProcess:
-    """Runs an entry once.
+class EntryWorker:
+    """Runs an entry once: a program with its arguments, a function, or a class with `run`.
 
-    entry: a program with its arguments, a function, or a class with `run`, which get what they ask for by name.
+    A function, and a class's constructor, get those of `config` and `role` that they have as parameters.
     """
 
     def __init__(self, entry: str | Callable, role: str, config: Mapping[str, Any], job: str, max_restart: int):
@@ -64,26 +65,28 @@ class EntryProcess:
         self._environment = {"TORCHELASTIC_RUN_ID": job, "TORCHELASTIC_MAX_RESTARTS": str(max_restart)}
 
     def run(self, restarts: int) -> None:
-        """Run it to its end. restarts: how often it was started before, in this process or in those before it."""
-        place = {
+        """Run the entry to its end. restarts: number of restarts of the role so far."""
+        ranks = {
             "GROUP_RANK": os.environ["NODE_RANK"],
             "ROLE_RANK": os.environ["RANK"],
             "ROLE_WORLD_SIZE": os.environ["WORLD_SIZE"],
         }
         os.environ.update(
-            {**self._environment, **place, "ROLE_NAME": self._role, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+            {**self._environment, **ranks, "ROLE_NAME": self._role, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
         )
         if isinstance(self._entry, str):
             return run_program(self._role, self._entry)
-        made = self._entry(**asked_for(self._role, self._entry, self._offered))
+        instance = self._entry(**select_arguments(self._role, self._entry, self._offered))
         if inspect.isclass(self._entry):
-            made.run()
+            instance.run()
 
 
 def run_program(role: str, command: str) -> None:
     """Run a Python program in this process, as `python program.py arguments` would.
 
-    Raises RuntimeError for a bad exit code.
+    Raises:
+        ConfigError: If there is no such file on this machine.
+        RuntimeError: If the program exits with a code other than 0.
     """
     program, *arguments = shlex.split(command)
     if not Path(program).is_file():
@@ -95,71 +98,75 @@ def run_program(role: str, command: str) -> None:
     sys.path.insert(0, str(Path(program).resolve().parent))
     try:
         runpy.run_path(program, run_name="__main__")
-    except SystemExit as left:
-        if hasattr(left, "ray_terminate_msg"):  # Ray ends this process, not the program itself
+    except SystemExit as exit_:
+        if hasattr(exit_, "ray_terminate_msg"):  # raised by Ray to end this process, not by the program
             raise
-        if left.code not in (None, 0):
-            raise RuntimeError(f"{Path(program).name} of role {role!r} left with exit code {left.code}") from left
+        if exit_.code not in (None, 0):
+            raise RuntimeError(f"{Path(program).name} of role {role!r} exited with code {exit_.code}") from exit_
 
 
-def asked_for(role: str, entry: Callable, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the offered arguments that a constructor or function has by name.
+def select_arguments(role: str, entry: Callable, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the offered arguments that a constructor or function has as parameters.
 
-    Raises ConfigError if it needs another.
+    Raises:
+        ConfigError: If it requires another argument.
     """
-    given: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for name, parameter in inspect.signature(entry).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if name in offered:
-            given[name] = offered[name]
+            selected[name] = offered[name]
         elif parameter.default is parameter.empty:
             raise ConfigError(
-                f"role {role!r}: {entry.__name__} asks for {name!r}; it can be given {', '.join(offered)}"
+                f"role {role!r}: {entry.__name__} requires the argument {name!r}; it can get {', '.join(offered)}"
             )
-    return given
+    return selected
 
 
-def recipes_of(spec: JobSpec, plan: Plan) -> tuple[dict[str, RayClassWithInitArgs], set[str]]:
-    """Return what to construct for each role, the trainer's among them, and the roles that run by themselves.
+def worker_recipes(spec: JobSpec, plan: Plan) -> tuple[dict[str, RayClassWithInitArgs], set[str]]:
+    """Return role -> constructor recipe, including the trainer's, and the names of the standalone roles.
 
-    Loads the user's classes. Raises ConfigError for what cannot be loaded, asks for what there is not, or would do
-    nothing.
+    Imports the user's classes.
+
+    Raises:
+        ConfigError: If an entry cannot be loaded, requires an unknown argument, or would do nothing.
     """
-    recipes, by_itself = {}, set()
+    recipes, standalone = {}, set()
     for role in spec.roles:
         entry = role.entry if is_script(role.entry) else _class_of(load_entry(role.name, role.entry))
         if isinstance(entry, str) or not inspect.isclass(entry) or (spec.trainer is None and hasattr(entry, "run")):
-            by_itself.add(role.name)
+            standalone.add(role.name)
             recipes[role.name] = RayClassWithInitArgs(
-                EntryProcess, entry, role.name, spec.config, plan.job, role.max_restart
+                EntryWorker, entry, role.name, spec.config, plan.job, role.max_restart
             )
         else:
             recipes[role.name] = _worker(spec, role, entry)
     if spec.trainer is not None:
         entry = _class_of(load_entry(TRAINER, spec.trainer.entry))
-        asked_for(TRAINER, entry, {"job": None, "groups": None, "config": None})
-        recipes[TRAINER] = RayClassWithInitArgs(TrainerProcess, entry, spec.config, plan)
-    return recipes, by_itself
+        select_arguments(TRAINER, entry, {"job": None, "groups": None, "config": None})
+        recipes[TRAINER] = RayClassWithInitArgs(TrainerEntryWorker, entry, spec.config, plan)
+    return recipes, standalone
 
 
 def _worker(spec: JobSpec, role: RoleSpec, entry: type) -> RayClassWithInitArgs:
     if spec.trainer is None:
         raise ConfigError(
-            f"role {role.name!r}: nobody calls {entry.__name__} in a job without a trainer, and it has no run()"
+            f"role {role.name!r}: {entry.__name__} has no run(), and without a trainer no process calls it; add run(), "
+            "or a trainer"
         )
     recipe = RayClassWithInitArgs(entry)
-    recipe.kwargs = asked_for(role.name, entry, {"config": spec.config, "role": role.name})
+    recipe.kwargs = select_arguments(role.name, entry, {"config": spec.config, "role": role.name})
     return recipe
 
 
 def _class_of(entry: Any) -> Any:
-    """The class that ray.remote has made an actor of; anything else as it is."""
+    """Return the class inside of a `ray.remote` class, and anything else unchanged."""
     return getattr(getattr(entry, "__ray_metadata__", None), "modified_class", entry)
 
 
-def with_trainer(plan: Plan) -> Plan:
-    """Return the plan with its trainer as one process more, which is started as all others are, and again."""
+def add_trainer_process(plan: Plan) -> Plan:
+    """Return the plan with its trainer as one more process, so that it is started and restarted like the others."""
     driver = plan.driver
     if driver is None:
         return plan

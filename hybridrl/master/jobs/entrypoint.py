@@ -1,7 +1,7 @@
-"""What a process runs, as text that another process can load: `module:Class`, `file.py:Class`, `module:function`,
-`program.py --x 1`.
+"""Entrypoints: what a process runs, as text that another process can load.
 
-A command line of torchrun, or of DLRover's dlrover-run, as what a role is told.
+The forms are `module:Class`, `file.py:Class`, `module:function` and `program.py --x 1`. A command line of torchrun, or
+of DLRover's dlrover-run, is parsed into a program and its numbers of processes.
 """
 
 import argparse
@@ -17,12 +17,20 @@ from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.spec import is_script
 
 
-def entry_of(role: str, target: Any, class_name: str | None = None) -> str:
-    """Return the entry for a class or function, for `module:Class`, `module.Class` or `module::Class`, for a module and
-    a class's name, or for a program with its arguments, whose path becomes an absolute one if it is a file here.
+def parse_entry(role: str, target: Any, class_name: str | None = None) -> str:
+    """Return the entry for a class, a function, or a program with its arguments.
 
-    A class of the program itself becomes one of its file, which is run again where the entry is loaded: what the
-    program does belongs under `if __name__ == "__main__":`. Raises ConfigError for what no other process could load.
+    A class of the program itself becomes a class of its file, which is executed again where the entry is loaded. The
+    program's own work therefore belongs under `if __name__ == "__main__":`.
+
+    Args:
+        role: For error messages.
+        target: A class or function; `module:Class`, `module.Class` or `module::Class`; a module, with `class_name`; or
+            a program with its arguments. The path of a program that exists here becomes absolute.
+        class_name: Name of the class in the module `target`.
+
+    Raises:
+        ConfigError: If no other process could load it.
     """
     if not isinstance(target, str):
         return _entry_of_object(role, target)
@@ -43,43 +51,47 @@ def entry_of(role: str, target: Any, class_name: str | None = None) -> str:
 
 
 def _entry_of_object(role: str, target: Any) -> str:
-    metadata = getattr(target, "__ray_metadata__", None)  # a class made by ray.remote
+    metadata = getattr(target, "__ray_metadata__", None)  # a class decorated by ray.remote
     target = metadata.modified_class if metadata is not None else target
     name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", "")
     if not name.isidentifier():
         raise ConfigError(
-            f"role {role!r}: {target!r} is not at the top of a module, where other processes find it; move it there"
+            f"role {role!r}: {target!r} is not at the top level of a module, where other processes "
+            "could import it; move it there"
         )
     if module != "__main__":
         return f"{module}:{name}"
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         raise ConfigError(
-            f"role {role!r}: {name} was typed into an interactive session; put it into a file, 'file.py:{name}'"
+            f"role {role!r}: {name} is defined in an interactive session; put it into a file, 'file.py:{name}'"
         )
     return f"{Path(file).resolve()}:{name}"
 
 
 def load_entry(role: str, entry: str) -> Any:
-    """Return the class or function. One of a file can be sent to other processes, which need not have the file.
+    """Return the class or function of an entry.
 
-    Raises ConfigError, which names the role, when it cannot be loaded.
+    One from a file is pickled by value, so that processes on other machines need no copy of the file.
+
+    Raises:
+        ConfigError: If it cannot be loaded. The message names the role.
     """
     module, _, name = entry.rpartition(":")
     try:
-        found = load_object(module, name)
+        loaded = load_object(module, name)
     except ConfigError as error:
         raise ConfigError(f"role {role!r}: entry={entry!r}: {error}") from error
     if module.endswith(".py"):
-        cloudpickle.register_pickle_by_value(sys.modules[found.__module__])
-    return found
+        cloudpickle.register_pickle_by_value(sys.modules[loaded.__module__])
+    return loaded
 
 
 LAUNCHERS = ("torchrun", "dlrover-run")
 
 
-class Torchrun(NamedTuple):
-    """program: with its arguments, as text. max_restart: None where the command does not say."""
+class TorchrunCommand(NamedTuple):
+    """A parsed command. program: with its arguments, as text. max_restart: None if the command has none."""
 
     program: str
     num_nodes: int
@@ -90,21 +102,23 @@ class Torchrun(NamedTuple):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
-            f"{message}; known are --nnodes, --nproc_per_node and --max_restarts, then the program and its arguments"
+            f"{message}; supported are --nnodes, --nproc_per_node and --max_restarts, then the program with "
+            "its arguments"
         )
 
 
-def parse(command: str) -> Torchrun:
-    """Return what `torchrun --nnodes 2 --nproc_per_node 4 train.py --lr 0.1` says.
+def parse_torchrun(command: str) -> TorchrunCommand:
+    """Parse a command like `torchrun --nnodes 2 --nproc_per_node 4 train.py --lr 0.1`.
 
-    Raises ConfigError for another launcher, for options that say where processes meet or log (that is the job's to
-    say), and for a number of nodes or processes that is not one.
+    Raises:
+        ConfigError: For another launcher, for options about rendezvous or logs (the job decides those), and for counts
+            that are not fixed numbers.
     """
     launcher, *words = shlex.split(command) or [""]
     if launcher not in LAUNCHERS:
         raise ConfigError(
-            f"command={command!r} does not begin with {' or '.join(LAUNCHERS)}; for a program alone there "
-            "is run('train.py')"
+            f"command={command!r} does not start with {' or '.join(LAUNCHERS)}; for a program without launcher use "
+            "run('train.py')"
         )
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nnodes", default="1")
@@ -113,17 +127,19 @@ def parse(command: str) -> Torchrun:
     parser.add_argument("--standalone", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     try:
-        said = parser.parse_args(words)
+        parsed = parser.parse_args(words)
     except ConfigError as error:
         raise ConfigError(f"command={command!r}: {error}") from None
-    if not said.program or not said.program[0].endswith(".py"):
+    if not parsed.program or not parsed.program[0].endswith(".py"):
         raise ConfigError(
-            f"command={command!r}: {' '.join(said.program) or 'nothing'!r} is no program that ends with .py"
+            f"command={command!r}: {' '.join(parsed.program) or 'nothing'!r} is no program; it has to end with .py"
         )
-    counts = {"--nnodes": said.nnodes, "--nproc_per_node": said.nproc_per_node}
+    counts = {"--nnodes": parsed.nnodes, "--nproc_per_node": parsed.nproc_per_node}
     for option, count in counts.items():
         if not count.isdecimal() or int(count) < 1:
             raise ConfigError(
                 f"command={command!r}: {option} {count} must be a whole number, 1 or more; a job's size is fixed"
             )
-    return Torchrun(shlex.join(said.program), int(said.nnodes), int(said.nproc_per_node), said.max_restarts)
+    return TorchrunCommand(
+        shlex.join(parsed.program), int(parsed.nnodes), int(parsed.nproc_per_node), parsed.max_restarts
+    )

@@ -1,4 +1,8 @@
-"""What a trainer of a submitted job works with: its groups, where it stands, and a way to say that somebody is lost."""
+"""`JobHandle`: what the trainer of a submitted job works with. It holds the worker groups, the config, the plan and the
+resume point, and reports progress and losses to the job supervisor.
+
+Lives in the trainer's process.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,23 +11,22 @@ from typing import Any, Self
 import cloudpickle
 
 from hybridrl.errors import WorkerLost
-from hybridrl.single_controller.awaiting import gather
-from hybridrl.single_controller.cluster import KEEPER, NOTES, RECOVERIES
+from hybridrl.single_controller.awaiting import wait_all
+from hybridrl.single_controller.cluster import JOB_SUPERVISOR, PROGRESS_GROUP, RECOVERY_GROUP
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.single_controller.processes.worker_processes import WorkerProcesses
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 
-NOTED_WITHIN_S = 30.0
-RECOVERED_WITHIN_S = (
-    3600.0  # for processes that load a model in their constructors; each step of it has a deadline of its own
-)
+PROGRESS_TIMEOUT_S = 30.0
+RECOVERY_TIMEOUT_S = 3600.0  # constructors may load a model; each step of a recovery has a deadline of its own
 
 
 @dataclass(frozen=True)
-class Roster:
-    """The processes of a role as they are now, by rank, for a process that calls them and did not start them.
+class GroupHandle:
+    """The current processes of a role, by rank, in a form that another process can turn into a worker group.
 
-    worker_cls: cloudpickle of the class, whose file need not be where the caller is.
+    Attributes:
+        worker_cls: Cloudpickle of the class, so that the caller needs no copy of its file.
     """
 
     role: str
@@ -35,69 +38,84 @@ class Roster:
     master: tuple[str, int]
 
     @classmethod
-    def of(cls, group: RayWorkerGroup) -> Self:
-        now = group.processes
-        known = (list(now.hosts), list(now.names), list(now.process_ids), list(now.nodes), now.master)
-        return cls(group.role, cloudpickle.dumps(group.worker_cls), *known)
+    def from_group(cls, group: RayWorkerGroup) -> Self:
+        current = group.processes
+        fields = (
+            list(current.hosts),
+            list(current.names),
+            list(current.process_ids),
+            list(current.nodes),
+            current.rendezvous_address,
+        )
+        return cls(group.role, cloudpickle.dumps(group.worker_cls), *fields)
 
-    def group(self) -> RayWorkerGroup:
-        """Return the group; its processes are not asked, and may be busy."""
+    def to_group(self) -> RayWorkerGroup:
+        """Return the group. Does not call its processes, which may be busy."""
         worker_cls = cloudpickle.loads(self.worker_cls)
-        known = (list(self.hosts), list(self.names), {self.role: worker_cls}, list(self.process_ids), self.master)
-        return RayWorkerGroup.over(
-            WorkerProcesses(self.role, *known, nodes=list(self.nodes)), worker_cls, role=self.role
+        fields = (list(self.hosts), list(self.names), {self.role: worker_cls}, list(self.process_ids), self.master)
+        return RayWorkerGroup.from_processes(
+            WorkerProcesses(self.role, *fields, nodes=list(self.nodes)), worker_cls, role=self.role
         )
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a job stands when its trainer starts.
+class ResumePoint:
+    """Progress of a job when its trainer starts.
 
-    restarts: how often it was started before. step, commit: what was told last, 0 and "" where nothing was. fresh: role
-    -> ranks whose process no trainer has had before, so that their workers are constructed and have done nothing yet.
+    Attributes:
+        restarts: Number of restarts of the trainer so far.
+        step: Last reported step, or 0.
+        commit: Path of the last reported commit, or "".
+        new_ranks: Role -> ranks whose processes no trainer has had before. Their workers are constructed, but hold no
+            state yet.
     """
 
     restarts: int = 0
     step: int = 0
     commit: str = ""
-    fresh: Mapping[str, list[int]] = field(default_factory=dict)
+    new_ranks: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
-class JobRun:
-    """What a trainer works with. groups: role -> its worker group. config: the job's. standing: see `Standing`."""
+class JobHandle:
+    """The job as its trainer sees it. groups: role -> worker group."""
 
     name: str
     config: Mapping[str, Any]
     groups: Mapping[str, RayWorkerGroup]
     plan: Plan
-    standing: Standing
-    keeper: Any
+    resume_point: ResumePoint
+    supervisor: Any
 
-    def begin_step(self, step: int) -> None:
-        """Tell that a step begins, and with it that the one before is done. Returns at once. Telling is not a must."""
-        self.keeper.note.options(concurrency_group=NOTES).remote(step, None)
+    def report_step(self, step: int) -> None:
+        """Report that a step starts, which also completes the previous one. Optional; returns at once."""
+        self.supervisor.record_progress.options(concurrency_group=PROGRESS_GROUP).remote(step, None)
 
-    def committed(self, step: int, path: str) -> None:
-        """Tell of a commit: what a trainer that is started again finds in `standing`.
+    def report_commit(self, step: int, path: str) -> None:
+        """Report a commit, for the `resume_point` of a restarted trainer.
 
-        Returns when that is known elsewhere.
+        Returns when the supervisor has recorded it.
         """
-        told = self.keeper.note.options(concurrency_group=NOTES).remote(step, path)
-        gather([told], role=KEEPER, method="note", timeout_s=NOTED_WITHIN_S)
+        reported = self.supervisor.record_progress.options(concurrency_group=PROGRESS_GROUP).remote(step, path)
+        wait_all([reported], role=JOB_SUPERVISOR, method="record_progress", timeout_s=PROGRESS_TIMEOUT_S)
 
     def recover(self, lost: WorkerLost) -> dict[str, list[int]]:
-        """Have those who are lost started again, with whoever goes with them; return the ranks that are new, by role.
+        """Have the supervisor restart lost processes and those that depend on them.
 
-        Their workers are constructed and have done nothing yet. The groups are the same objects. Raises the loss, with
-        a report, when the role has been lost too often.
+        The group objects stay the same. The new workers are constructed, but hold no state yet.
+
+        Returns:
+            Role -> ranks with a new process.
+
+        Raises:
+            WorkerLost: With a report, if the role was lost more often than its `max_restart`.
         """
         names = {role: list(group.worker_names) for role, group in self.groups.items()}
-        asked = self.keeper.recover.options(concurrency_group=RECOVERIES).remote(lost, names)
-        [rosters] = gather([asked], role=KEEPER, method="recover", timeout_s=RECOVERED_WITHIN_S)
-        return {role: self._renew(role, roster) for role, roster in rosters.items()}
+        call = self.supervisor.recover.options(concurrency_group=RECOVERY_GROUP).remote(lost, names)
+        [handles] = wait_all([call], role=JOB_SUPERVISOR, method="recover", timeout_s=RECOVERY_TIMEOUT_S)
+        return {role: self._replace_processes(role, handle) for role, handle in handles.items()}
 
-    def _renew(self, role: str, roster: Roster) -> list[int]:
+    def _replace_processes(self, role: str, handle: GroupHandle) -> list[int]:
         group = self.groups[role]
-        before, group.processes = group.processes, roster.group().processes
+        before, group.processes = group.processes, handle.to_group().processes
         return [rank for rank, name in enumerate(group.worker_names) if name != before.names[rank]]

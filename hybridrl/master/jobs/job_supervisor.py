@@ -1,14 +1,17 @@
-"""`JobKeeper`: keeps a submitted job going. It starts the job's processes, runs its trainer, and starts again whom the
-job loses.
+"""`JobSupervisor`: starts the processes and the trainer of a submitted job, and restarts lost ones.
 
-It is a process of its own, which runs nobody else's code in its loop: a trainer that dies finds its workers as they
-were. A process that is lost is started again with those that cannot go on without it (`RoleSpec.restart`), as often as
-its role says (`max_restart`); so is a trainer that lost it and did not say `job.recover`. An exception is a mistake,
-and a mistake is made again: the same one twice at the same step ends the job, and so does any exception of a program or
-function that runs by itself.
+It runs in the Ray actor `JobSupervisorActor` (`submit.py`), which executes no user code in its loop, so a trainer that
+dies finds its workers unchanged. What it restarts:
 
-A keeper that is lost takes the job's processes with it. Ray starts it again, on another machine if need be, and it
-begins the job anew: its trainer finds in its standing what the master had been told.
+  - A lost worker, together with the processes that cannot continue without it (`RoleSpec.restart`), up to
+    `max_restart` times per role.
+  - The trainer, if it died, or if it did not call `job.recover` after losing a worker.
+
+A trainer's exception counts as a restart, too; the same one twice at the same step ends the job. So does any exception
+of a program or function that runs standalone.
+
+If the supervisor dies, the job's processes end too. Ray restarts the supervisor, if necessary on another machine. It
+then starts the job again: the trainer's resume point has the last progress that the master recorded.
 """
 
 import logging
@@ -18,239 +21,248 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError, WorkerLost
-from hybridrl.master.jobs.entry_worker import recipes_of, with_trainer
-from hybridrl.master.jobs.job_handle import Roster, Standing
+from hybridrl.master.jobs.entry_worker import add_trainer_process, worker_recipes
+from hybridrl.master.jobs.job_handle import GroupHandle, ResumePoint
 from hybridrl.master.jobs.packing import pack_plan
 from hybridrl.master.jobs.planner import plan_job
-from hybridrl.master.jobs.restart_policy import Budgets, started_with
+from hybridrl.master.jobs.restart_policy import RestartBudget, restart_set
 from hybridrl.master.jobs.spec import TRAINER, JobSpec
-from hybridrl.master.service.client import JobWatch
-from hybridrl.master.state.events import Level, Noticed, label_of
-from hybridrl.single_controller.awaiting import gather
-from hybridrl.single_controller.cluster import KEEPER, master_name
-from hybridrl.single_controller.launch import launch, pools_of
-from hybridrl.single_controller.placement.feasibility import Machine
-from hybridrl.single_controller.placement.placement_groups import NODE_LABEL, machines_of_cluster
-from hybridrl.single_controller.processes.termination import end_run, kill_processes
+from hybridrl.master.service.client import MasterClient
+from hybridrl.master.state.events import Level, WarningRaised, role_of_slot
+from hybridrl.single_controller.awaiting import wait_all
+from hybridrl.single_controller.cluster import JOB_SUPERVISOR, master_name
+from hybridrl.single_controller.launch import launch, make_pools
+from hybridrl.single_controller.placement.feasibility import NodeCapacity
+from hybridrl.single_controller.placement.placement_groups import NODE_LABEL, cluster_nodes
+from hybridrl.single_controller.processes.termination import kill_processes, kill_run
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 
 logger = logging.getLogger(__name__)
-STOPPED = 143  # exit code of what SIGTERM has ended, as a shell has it
-GRACE_S = 30.0  # from SIGTERM to the end of who does not leave
-LOOK_S = 0.25
-DEAD_WITHIN_S = 0.5  # Ray has noticed a death by then
-NAMES_FREE_WITHIN_S = 30.0  # those of a keeper that was lost
-ARRIVES_WITHIN_S = 60.0  # an answer that is ready
-LEVELS = (
-    Level.CALL,
-    Level.REPLICA,
-    Level.ROLE,
-    Level.TRAINER,
-)  # the last is Ray's to carry out: it starts the keeper again
+STOPPED_EXIT_CODE = 143  # 128 + SIGTERM, as in a shell
+GRACE_S = 30.0  # from SIGTERM to killing the remaining processes
+POLL_PERIOD_S = 0.25
+DEATH_CHECK_TIMEOUT_S = 0.5  # Ray notices a death within this time
+OLD_PROCESSES_TIMEOUT_S = 30.0  # for the end of the processes of a lost supervisor
+RESULT_TIMEOUT_S = 60.0  # to fetch a result that is ready
+# Level.TRAINER is carried out by Ray, which restarts the supervisor.
+RECOVERABLE_LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE, Level.TRAINER)
 
 
-class JobKeeper:
-    """One run of a job.
+class JobSupervisor:
+    """Runs one run of a job.
 
-    job: its name. run: this run of it. journal: where its master keeps what happens. me: the Ray actor it is in.
+    Args:
+        spec: What the job consists of.
+        job: Name of the job.
+        run: Unique name of this run.
+        journal: Directory of the master's journal.
+        own_handle: Handle of the Ray actor that this supervisor runs in. The trainer calls it.
     """
 
-    def __init__(self, spec: JobSpec, *, job: str, run: str, journal: str, me: Any):
-        self._spec, self._job, self._run, self._journal, self._me = spec, job, run, journal, me
+    def __init__(self, spec: JobSpec, *, job: str, run: str, journal: str, own_handle: Any):
+        self._spec, self._job, self._run, self._journal, self._own_handle = spec, job, run, journal, own_handle
         self._plan = plan_job(spec, run)
         self._pools: dict[str, Any] = {}
-        self._groups: dict[str, RayWorkerGroup] = {}  # the trainer's, too
-        self._by_itself: set[str] = set()  # roles that nobody calls
-        self._through: set[tuple[str, int]] = set()  # of those: role, rank
-        self._calls: dict[Any, tuple[str, int]] = {}  # of those that run: answer -> role, rank
-        most = {role.name: role.max_restart for role in spec.roles} | (
+        self._groups: dict[str, RayWorkerGroup] = {}  # role -> group, including the trainer's
+        self._standalone: set[str] = set()  # roles that run by themselves, without a caller
+        self._finished: set[tuple[str, int]] = set()  # (role, rank) whose `run` returned
+        self._calls: dict[Any, tuple[str, int]] = {}  # pending `run` call -> (role, rank)
+        max_restarts = {role.name: role.max_restart for role in spec.roles} | (
             {TRAINER: spec.trainer.max_restart} if spec.trainer else {}
         )
-        self._budgets, self._restarts = Budgets(most), dict.fromkeys(most, 0)
-        self._commit, self._last_mistake = "", ("", -1)
-        self._labels: dict[str, Mapping[str, str]] = {}  # of all machines that there were, by node
-        self._handed: dict[str, list[str]] = {}  # names of the processes that a trainer has had, by role
+        self._budget, self._restarts = RestartBudget(max_restarts), dict.fromkeys(max_restarts, 0)
+        self._commit, self._last_exception = "", ("", -1)
+        self._labels: dict[str, Mapping[str, str]] = {}  # node -> labels, of all machines seen so far
+        self._given: dict[str, list[str]] = {}  # role -> names of the processes that a trainer has had
         self._recovering = threading.RLock()
-        self._stop_asked = ""
+        self._stop_reason = ""
         self._stopped_at = 0.0
 
-    def run(self, *, again: bool = False) -> int:
-        """Run the job to its end and return 0, or 143 when somebody stopped it. What it fails of is raised.
+    def run(self, *, is_restart: bool = False) -> int:
+        """Run the job to its end. Raises the error that the job fails with.
 
-        again: the keeper of this run was lost, and this is the next one.
+        Args:
+            is_restart: The previous supervisor of this run was lost.
+
+        Returns:
+            0 on success, 143 if the job was stopped.
         """
-        recipes, self._by_itself = recipes_of(self._spec, self._plan)
+        recipes, self._standalone = worker_recipes(self._spec, self._plan)
         replicas = [role.name for role in self._spec.roles if role.restart != "role"]
         try:
-            with JobWatch(
+            with MasterClient(
                 job=self._job,
                 run=self._run,
                 journal=self._journal,
-                levels=LEVELS,
+                recoverable_levels=RECOVERABLE_LEVELS,
                 replicas=[*replicas, TRAINER],
                 on_stop=self._stop,
                 limits_itself=True,
-                again=again,
-            ) as self._watch:
-                if again:
-                    self._begin_anew()
+                is_restart=is_restart,
+            ) as self._master:
+                if is_restart:
+                    self._restart_job()
                 self._launch(recipes)
                 self._run_all()
-                if self._stop_asked:
-                    self._watch.end(succeeded=False, reason=self._stop_asked)
-                return STOPPED if self._stop_asked else 0
+                if self._stop_reason:
+                    self._master.finish_job(succeeded=False, reason=self._stop_reason)
+                return STOPPED_EXIT_CODE if self._stop_reason else 0
         finally:
             for group in self._groups.values():
                 group.shutdown()
             for pool in self._pools.values():
                 pool.release()
 
-    # -- what the trainer says, from other threads
+    # -- calls of the trainer, in other threads
 
-    def note(self, step: int, commit: str | None) -> None:
-        """Take in that a step begins, or what was committed at it."""
+    def record_progress(self, step: int, commit: str | None) -> None:
+        """Record the start of a step (commit None), or a commit of this step."""
         if commit is not None:
             self._commit = commit
-            self._watch.committed(step, commit)
+            self._master.report_commit(step, commit)
         else:
-            self._budgets.stepped(step)
-            self._watch.begin_step(step)
+            self._budget.on_step(step)
+            self._master.report_step(step)
 
-    def recover(self, lost: WorkerLost, names: Mapping[str, Sequence[str]]) -> dict[str, Roster]:
-        """Start again who is lost, and return the rosters of the roles whose processes are no longer called as the
-        trainer knows them.
+    def recover(self, lost: WorkerLost, names: Mapping[str, Sequence[str]]) -> dict[str, GroupHandle]:
+        """Restart lost processes and return the handles of the roles that changed.
+
+        Args:
+            lost: The error that the trainer got.
+            names: Role -> process names that the trainer has.
         """
         with self._recovering:
-            self._recover_all(self._dead(lost))
-            changed = [role for role, known in names.items() if self._groups[role].worker_names != list(known)]
-            self._handed |= {role: list(self._groups[role].worker_names) for role in changed}
-            return {role: Roster.of(self._groups[role]) for role in changed}
+            self._recover_all(self._dead_processes(lost))
+            changed = [role for role, old in names.items() if self._groups[role].worker_names != list(old)]
+            self._given |= {role: list(self._groups[role].worker_names) for role in changed}
+            return {role: GroupHandle.from_group(self._groups[role]) for role in changed}
 
     # -- starting
 
-    def _begin_anew(self) -> None:
-        """End what the keeper before this one has left, and take in what the master knows of the job."""
-        seen = self._watch.describe()
-        self._budgets.step, self._commit = seen["step"], seen["commit"]
+    def _restart_job(self) -> None:
+        """Kill the processes of the previous supervisor, and restore the progress that the master recorded."""
+        description = self._master.describe()
+        self._budget.step, self._commit = description["step"], description["commit"]
         for role in self._restarts:
-            lives = [
-                worker["life"] for slot, worker in seen["workers"].items() if slot != TRAINER and label_of(slot) == role
+            incarnations = [
+                worker["incarnation"]
+                for slot, worker in description["workers"].items()
+                if slot != TRAINER and role_of_slot(slot) == role
             ]
-            self._restarts[role] = max(lives, default=0)
-        self._watch.tell(Noticed(KEEPER, f"it was lost; the job begins anew, from {self._commit or 'its beginning'}"))
-        end_run(self._run, but=master_name(self._run), within_s=NAMES_FREE_WITHIN_S)
+            self._restarts[role] = max(incarnations, default=0)
+        start = self._commit or "its first step"
+        self._master.send(WarningRaised(JOB_SUPERVISOR, f"it was lost; the job starts again from {start}"))
+        kill_run(self._run, exclude=master_name(self._run), timeout_s=OLD_PROCESSES_TIMEOUT_S)
 
     def _launch(self, recipes: Mapping[str, RayClassWithInitArgs]) -> None:
-        plan = with_trainer(pack_plan(self._plan, self._spec, self._look_at_machines()))
-        self._pools = pools_of(plan)
+        plan = add_trainer_process(pack_plan(self._plan, self._spec, self._poll_nodes()))
+        self._pools = make_pools(plan)
         self._groups = launch(plan, recipes, self._pools)
 
     # -- running
 
     def _run_all(self) -> None:
-        """Run the trainer and the roles that run by themselves until all of them are through."""
+        """Run the trainer and the standalone roles until all of them have finished."""
         import ray
 
-        for role in sorted(self._by_itself):
+        for role in sorted(self._standalone):
             self._start(role, list(range(self._groups[role].world_size)))
         if TRAINER in self._groups:
             self._start(TRAINER, [0])
         while self._calls:
-            if self._stop_asked and time.monotonic() > self._stopped_at + GRACE_S:
+            if self._stop_reason and time.monotonic() > self._stopped_at + GRACE_S:
                 return
-            done, _ = ray.wait(list(self._calls), num_returns=1, timeout=LOOK_S)
-            for answer in done:
-                self._take(answer)
+            done, _ = ray.wait(list(self._calls), num_returns=1, timeout=POLL_PERIOD_S)
+            for call in done:
+                self._collect(call)
 
     def _start(self, role: str, ranks: Sequence[int]) -> None:
-        """Have these ranks run, from the beginning; what they were called for before is forgotten."""
+        """Call `run` of these ranks. Results of their previous calls are dropped."""
         calls = {
-            answer: (its_role, rank)
-            for answer, (its_role, rank) in self._calls.items()
+            call: (its_role, rank)
+            for call, (its_role, rank) in self._calls.items()
             if its_role != role or rank not in ranks
         }
-        self._through -= {(role, rank) for rank in ranks}
-        if not self._stop_asked:
+        self._finished -= {(role, rank) for rank in ranks}
+        if not self._stop_reason:
             group = self._groups[role]
-            arguments = self._hand_over() if role == TRAINER else (self._restarts[role],)
+            arguments = self._give_groups() if role == TRAINER else (self._restarts[role],)
             calls |= {group.execute_rank_async(rank, "run", *arguments): (role, rank) for rank in ranks}
-        self._calls = calls  # at once: another thread looks whether somebody still runs
+        self._calls = calls  # in one assignment: another thread reads it
 
-    def _hand_over(self) -> tuple:
-        """What a trainer is given when it starts."""
-        groups = {role: group for role, group in self._groups.items() if role not in (*self._by_itself, TRAINER)}
+    def _give_groups(self) -> tuple:
+        """Return the arguments of a trainer's `run`."""
+        groups = {role: group for role, group in self._groups.items() if role not in (*self._standalone, TRAINER)}
         names = {role: list(group.worker_names) for role, group in groups.items()}
-        fresh = {
-            role: [rank for rank, name in enumerate(now) if name not in self._handed.get(role, ())]
+        new_ranks = {
+            role: [rank for rank, name in enumerate(now) if name not in self._given.get(role, ())]
             for role, now in names.items()
         }
-        self._handed = names
-        standing = Standing(self._restarts[TRAINER], self._budgets.step, self._commit, fresh)
-        return {role: Roster.of(group) for role, group in groups.items()}, standing, self._me
+        self._given = names
+        resume_point = ResumePoint(self._restarts[TRAINER], self._budget.step, self._commit, new_ranks)
+        return {role: GroupHandle.from_group(group) for role, group in groups.items()}, resume_point, self._own_handle
 
-    def _take(self, answer: Any) -> None:
-        """Take in that a process is through, or what became of it."""
+    def _collect(self, call: Any) -> None:
+        """Process the result of a `run` call."""
         with self._recovering:
-            if answer not in self._calls:  # it was started again meanwhile
+            if call not in self._calls:  # the process was restarted meanwhile
                 return
-            role, rank = self._calls[answer]
+            role, rank = self._calls[call]
             try:
-                gather([answer], [rank], role=role, method="run", timeout_s=ARRIVES_WITHIN_S)
-                self._through.add((role, rank))
+                wait_all([call], [rank], role=role, method="run", timeout_s=RESULT_TIMEOUT_S)
+                self._finished.add((role, rank))
             except Exception as error:
-                if not self._stop_asked:
-                    self._go_on_after(error, role, rank)
-            self._calls.pop(answer, None)
+                if not self._stop_reason:
+                    self._handle_failure(error, role, rank)
+            self._calls.pop(call, None)
 
-    def _go_on_after(self, error: Exception, role: str, rank: int) -> None:
-        """Start again what is needed after a process has died or raised something.
-
-        Raises what the job does not survive.
-        """
+    def _handle_failure(self, error: Exception, role: str, rank: int) -> None:
+        """Restart what is necessary after a process died or raised. Raises errors that the job does not survive."""
         before = self._calls
-        dead = self._dead(error)
+        dead = self._dead_processes(error)
         if not dead and role == TRAINER:
-            self._forgive(error)
+            self._count_trainer_exception(error)
         self._recover_all(dead)
-        if (role, rank) in (place for answer, place in self._calls.items() if answer not in before):
+        if (role, rank) in (position for call, position in self._calls.items() if call not in before):
             return
         if role == TRAINER:
             self._restart(TRAINER, [0], f"it ended with {type(error).__name__}: {error}")
         elif role not in (its_role for its_role, _ in dead):
-            raise _with_traceback(error)  # nobody is dead who could have made it fail
+            raise _add_traceback(error)  # no process died that could have caused it
         self._start(role, [rank])
 
-    def _forgive(self, error: Exception) -> None:
-        """Note a trainer's mistake. Raises it when it is the same again at the same step, or one too many."""
-        mistake = (f"{type(error).__name__}: {error}", self._budgets.step)
-        if isinstance(error, ConfigError) or mistake == self._last_mistake:
-            raise _with_traceback(error)
-        self._last_mistake = mistake
-        if not self._budgets.take(TRAINER, mistake[0]):
-            raise _with_traceback(_with_note(error, self._budgets.report(TRAINER)))
+    def _count_trainer_exception(self, error: Exception) -> None:
+        """Count an exception of the trainer. Raises it if it repeats at the same step, or exceeds the budget."""
+        exception = (f"{type(error).__name__}: {error}", self._budget.step)
+        if isinstance(error, ConfigError) or exception == self._last_exception:
+            raise _add_traceback(error)
+        self._last_exception = exception
+        if not self._budget.consume(TRAINER, exception[0]):
+            raise _add_traceback(_add_note(error, self._budget.report(TRAINER)))
 
     # -- recovering
 
-    def _dead(self, known: Exception) -> dict[tuple[str, int], WorkerLost]:
-        """Return whose process is dead: (role, rank) -> its loss. Who is through is not missed, and who is busy is not
-        dead.
+    def _dead_processes(self, known: Exception) -> dict[tuple[str, int], WorkerLost]:
+        """Return the dead processes: (role, rank) -> error. Finished and busy processes are not dead.
 
-        known: what was raised, which may be one of the losses.
+        Args:
+            known: The exception that was raised. It is used for its process if it is one of the losses.
         """
         import ray
 
-        places = [(role, rank) for role, group in self._groups.items() for rank in range(group.world_size)]
-        asked = {
-            self._groups[role].workers[rank].ping.remote(): (role, rank)
-            for role, rank in places
-            if (role, rank) not in self._through
-        }
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=DEAD_WITHIN_S, fetch_local=False)
+        unfinished = [
+            (role, rank)
+            for role, group in self._groups.items()
+            for rank in range(group.world_size)
+            if (role, rank) not in self._finished
+        ]
+        asked = {self._groups[role].workers[rank].ping.remote(): (role, rank) for role, rank in unfinished}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=DEATH_CHECK_TIMEOUT_S, fetch_local=False)
         dead = {}
-        for answer in done:
-            role, rank = asked[answer]
+        for call in done:
+            role, rank = asked[call]
             try:
-                gather([answer], [rank], role=role, method="ping", timeout_s=ARRIVES_WITHIN_S)
+                wait_all([call], [rank], role=role, method="ping", timeout_s=RESULT_TIMEOUT_S)
             except WorkerLost as lost:
                 is_known = isinstance(known, WorkerLost) and (known.role, known.rank) == (role, rank)
                 dead[role, rank] = known if is_known else lost
@@ -261,76 +273,77 @@ class JobKeeper:
             self._recover_role(role, [lost for (its_role, _), lost in dead.items() if its_role == role])
 
     def _recover_role(self, role: str, losses: Sequence[WorkerLost]) -> None:
-        """Start again who goes with those that are lost; roles that run by themselves run again.
+        """Restart lost processes and those that depend on them; standalone roles run again.
 
-        Raises a loss that is one too many.
+        Raises the loss that exceeds the budget.
         """
         while True:
             for lost in losses:
-                self._watch.explain(lost)
-            account = ", ".join(f"{role}-{lost.rank} was lost: {lost.cause}" for lost in losses)
-            if not self._budgets.take(role, account):
-                raise _with_note(losses[0], self._budgets.report(role))
+                self._master.add_exit_reason(lost)
+            reason = ", ".join(f"{role}-{lost.rank} was lost: {lost.cause}" for lost in losses)
+            if not self._budget.consume(role, reason):
+                raise _add_note(losses[0], self._budget.report(role))
             try:
-                ranks = self._restart(role, self._who_goes_with([lost.rank for lost in losses], role), account)
+                ranks = self._restart(role, self._restart_set([lost.rank for lost in losses], role), reason)
                 break
-            except WorkerLost as another:  # while it was starting
+            except WorkerLost as another:  # during the restart
                 losses = [another]
-        if role in self._by_itself or role == TRAINER:
+        if role in self._standalone or role == TRAINER:
             self._start(role, ranks)
 
-    def _who_goes_with(self, lost: Sequence[int], role: str) -> list[int]:
+    def _restart_set(self, lost: Sequence[int], role: str) -> list[int]:
         if role == TRAINER:
             return [0]
         [process] = [one for one in self._plan.processes if role in one.roles]
-        self._look_at_machines()
-        nodes, places = self._groups[role].processes.nodes, [place for place, _ in process.slots]
-        return started_with(self._spec.role(role), lost, nodes=nodes, labels=self._labels, places=places)
+        self._poll_nodes()
+        nodes, positions = self._groups[role].processes.nodes, [node for node, _ in process.slots]
+        return restart_set(self._spec.role(role), lost, nodes=nodes, labels=self._labels, positions=positions)
 
-    def _look_at_machines(self) -> Sequence[Machine]:
-        """Return the machines of the cluster, and remember their labels: one that is gone does not
-        tell them any more.
-        """
-        machines = machines_of_cluster()
+    def _poll_nodes(self) -> Sequence[NodeCapacity]:
+        """Return the machines of the cluster. Stores their labels, which a lost machine no longer reports."""
+        machines = cluster_nodes()
         self._labels |= {machine.labels[NODE_LABEL]: machine.labels for machine in machines}
         return machines
 
     def _restart(self, role: str, ranks: Sequence[int], why: str) -> Sequence[int]:
-        """Start these processes of a role again; their workers are constructed and have done nothing yet."""
+        """Restart these processes of a role. Their workers are constructed, but hold no state yet."""
         group, timeout_s = self._groups[role], None if role == TRAINER else self._spec.role(role).restart_timeout_s
         self._restarts[role] += 1
-        whom = f"{role}-{','.join(map(str, ranks))}"
-        self._watch.tell(Noticed(whom, f"started again, number {self._restarts[role]}: {why}"))
+        slots = f"{role}-{','.join(map(str, ranks))}"
+        self._master.send(WarningRaised(slots, f"restart number {self._restarts[role]}: {why}"))
         start = time.monotonic()
         deadline = {} if timeout_s is None else {"timeout_s": timeout_s}
         if len(ranks) == group.world_size:
             group.processes.rebuild(**deadline)
         else:
             group.processes.respawn(*ranks, **deadline)
-        logger.warning("%s is back after %.1f s; it was started again because %s", whom, time.monotonic() - start, why)
+        logger.warning(
+            "%s was restarted in %.1f s at step %d because %s", slots, time.monotonic() - start, self._budget.step, why
+        )
         return ranks
 
     # -- stopping
 
     def _stop(self, reason: str) -> None:
-        """Have those that run leave, as SIGTERM does; the loop sees to it that all end."""
-        self._stopped_at, self._stop_asked = time.monotonic(), reason
-        logger.warning("the job %s is to stop: %s", self._run, reason)
+        """Send SIGTERM to the running processes. After `GRACE_S` the loop kills the remaining ones."""
+        self._stopped_at, self._stop_reason = time.monotonic(), reason
+        logger.warning(
+            "stopping job %s: %s; sending SIGTERM, and SIGKILL to what remains after %g s", self._run, reason, GRACE_S
+        )
         running = [self._groups[role].processes for role in {role for role, _ in self._calls.values()}]
-        places = [place for one in running for place in zip(one.nodes, one.process_ids, strict=True)]
-        threading.Thread(
-            target=kill_processes, args=(places,), kwargs={"gently": True}, daemon=True
-        ).start()  # heartbeats go on meanwhile
+        pids = [pid for one in running for pid in zip(one.nodes, one.process_ids, strict=True)]
+        # In a thread: this one has to keep sending heartbeats.
+        threading.Thread(target=kill_processes, args=(pids,), kwargs={"graceful": True}, daemon=True).start()
 
 
-def _with_traceback(error: Exception) -> Exception:
-    """Note where an exception was raised, for whoever sees it on another machine."""
+def _add_traceback(error: Exception) -> Exception:
+    """Add the traceback of the process that raised the exception."""
     where = getattr(error, "remote_traceback", None)
-    return error if where is None else _with_note(error, f"there:\n{where}")
+    return error if where is None else _add_note(error, f"traceback of the process:\n{where}")
 
 
-def _with_note(error: Exception, note: str) -> Exception:
-    """Note it, once: an exception comes by here twice when its trainer hands it on."""
+def _add_note(error: Exception, note: str) -> Exception:
+    """Add the note once: an exception passes here twice if its trainer re-raises it."""
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
     return error

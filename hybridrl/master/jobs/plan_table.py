@@ -1,10 +1,10 @@
-"""A `Plan` as a table for a terminal."""
+"""Format a `Plan` as tables for a terminal. Used by dry runs and by `hybridrl job graph`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from hybridrl.master.jobs.spec import EdgeSpec
-from hybridrl.single_controller.placement.feasibility import in_words
+from hybridrl.single_controller.placement.feasibility import format_amount
 from hybridrl.single_controller.placement.plan import Plan, PoolPlan, ProcessPlan, Reservation
 
 GROUPS = ("placement group", "bundles", "on")
@@ -12,8 +12,9 @@ PROCESSES = ("processes", "local rank", "placement group", "bundle", "each takes
 
 
 def plan_table(plan: Plan, edges: Sequence[EdgeSpec] = ()) -> str:
-    """Return the plan's placement groups, then its processes, a line for those of one role in one placement group; then
-    what flows.
+    """Return the plan as text: placement groups, processes, and edges.
+
+    The processes of one role in one placement group share a line.
     """
     used = {process.pool for process in plan.processes}
     groups = [_group_row(one, pool, plan.job) for pool in plan.pools if pool.name in used for one in pool.reservations]
@@ -49,31 +50,31 @@ def _machine(one: Reservation, strategy: str) -> str:
 def _process_rows(plan: Plan, process: ProcessPlan) -> Iterator[list[str]]:
     pool: PoolPlan = plan.pool(process.pool)
     ranks = range(len(process.slots))
-    for node, same in groupby(ranks, key=lambda rank: process.slots[rank][0]):
-        here = list(same)
+    for node, group in groupby(ranks, key=lambda rank: process.slots[rank][0]):
+        on_node = list(group)
         yield [
-            f"{process.label} {_ranges(here)} of {len(ranks)}",
-            _ranges(range(len(here))),
+            f"{process.label} {_ranges(on_node)} of {len(ranks)}",
+            _ranges(range(len(on_node))),
             pool.reservations[node].name.removeprefix(f"{plan.job}/"),
-            _ranges(process.slots[rank][1] for rank in here),
+            _ranges(process.slots[rank][1] for rank in on_node),
             _amounts(process.resources),
             _environment({**plan.worker_env, **process.environment}),
         ]
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers in their order, runs as first-last: 0-3,0-1."""
-    found: list[list[int]] = []
+    """Format numbers in their order, with ranges: 0-3,0-1."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
         else:
-            found.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+            ranges.append([number])
+    return ",".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges)
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(in_words(name, amount) for name, amount in resources.items())
+    return ", ".join(format_amount(name, amount) for name, amount in resources.items())
 
 
 def _environment(environment: Mapping[str, str]) -> str:

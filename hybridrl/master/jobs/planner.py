@@ -1,8 +1,8 @@
-"""`plan_job`: which process of a job runs where. One pure function from a `JobSpec` to a `Plan`; no cluster is asked.
+"""`plan_job`: decides which process of a job runs where. A pure function from a `JobSpec` to a `Plan`.
 
-Slots of a pool are numbered per node, and roles take them in turn: a role goes on behind the one before it and begins
-again at the first slot when all have been given, so that every slot holds the same number of processes, or one more
-than another. Whoever shares a slot shares its device: equal parts, or what `resource(accelerator=...)` says.
+Slots of a pool are numbered per node. Roles take them in turn: each role starts behind the one before it, and wraps
+around to the first slot. So the numbers of processes per slot differ by at most one. Roles on one slot share its
+device: in equal parts, or as `resource(accelerator=...)` requests.
 """
 
 import math
@@ -11,19 +11,24 @@ from dataclasses import replace
 
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.spec import TRAINER, JobSpec, PoolSpec, Resource, RoleSpec
-from hybridrl.single_controller.placement.feasibility import Machine, check_feasible
+from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
 from hybridrl.single_controller.placement.plan import DriverPlan, Plan, PoolPlan, ProcessPlan, Reservation
 
 MB = 2**20
-STEP = 10_000  # Ray counts parts of a resource in ten-thousandths
+RESOURCE_UNITS = 10_000  # per whole resource: Ray's smallest fraction is 0.0001
 Slots = tuple[tuple[int, int], ...]
 
 
 def plan_job(spec: JobSpec, job: str, *, worker_env: Mapping[str, str] | None = None) -> Plan:
-    """Return the plan of this job. job: prefix of all names. worker_env: variables that every process gets, after the
-    spec's own.
+    """Return the plan of a job.
 
-    Raises ConfigError when roles ask for more of a device than there is of it.
+    Args:
+        spec: The job.
+        job: Prefix of all names.
+        worker_env: Variables of every process; they override the spec's own.
+
+    Raises:
+        ConfigError: If the roles of a slot request more than one device together.
     """
     processes: list[ProcessPlan] = []
     pools: list[PoolPlan] = []
@@ -36,9 +41,11 @@ def plan_job(spec: JobSpec, job: str, *, worker_env: Mapping[str, str] | None = 
     return Plan(job, tuple(processes), tuple(pools), {**spec.env, **(worker_env or {})}, _driver(spec, job))
 
 
-def check_declared(spec: JobSpec, plan: Plan) -> None:
-    """Raise PlacementError if the job needs more than the `node_num` machines of `device_per_node` devices that it
-    declares.
+def check_declared_size(spec: JobSpec, plan: Plan) -> None:
+    """Check that the job fits on its declared `node_num` machines of `device_per_node` devices.
+
+    Raises:
+        PlacementError: If it needs more.
     """
     if spec.node_num is None and spec.device_per_node is None:
         return
@@ -48,7 +55,7 @@ def check_declared(spec: JobSpec, plan: Plan) -> None:
             one,
             bundles=tuple({device: bundle[device]} if device in bundle else {} for bundle in one.bundles),
             labels={},
-            way_out=f"{one.way_out}, or raise node_num() or device_per_node()",
+            hint=f"{one.hint}, or raise node_num() or device_per_node()",
         )
         for pool in plan.pools
         for one in pool.reservations
@@ -56,25 +63,25 @@ def check_declared(spec: JobSpec, plan: Plan) -> None:
     devices = math.inf if spec.device_per_node is None else spec.device_per_node
     count = spec.node_num or len(wanted)
     check_feasible(
-        wanted, [Machine(f"machine {number} of node_num={count}", {device: devices}) for number in range(count)]
+        wanted, [NodeCapacity(f"machine {number} of node_num={count}", {device: devices}) for number in range(count)]
     )
 
 
-# -- which role stands on which slot
+# -- slots of roles
 
 
 def slots_of_roles(roles: Sequence[RoleSpec], pool: PoolSpec) -> dict[str, Slots]:
-    """Return, per role, the slot of every rank as (node, slot on it)."""
-    given: dict[tuple[bool, int], int] = {}
+    """Return role -> slot of every rank, as (node, slot on that node)."""
+    num_given: dict[tuple[bool, int], int] = {}
     found: dict[str, Slots] = {}
     for role in roles:
         no_device = role.resource.accelerator == 0
-        places = []
+        positions = []
         for node, count in enumerate(role.on_nodes):
-            first = given.get((no_device, node), 0)
-            places += [(node, (first + i) % pool.slots[node]) for i in range(count)]
-            given[no_device, node] = first + count
-        found[role.name] = tuple(places)
+            first = num_given.get((no_device, node), 0)
+            positions += [(node, (first + i) % pool.slots[node]) for i in range(count)]
+            num_given[no_device, node] = first + count
+        found[role.name] = tuple(positions)
     return found
 
 
@@ -100,24 +107,23 @@ def _processes(spec: JobSpec, pool: PoolSpec) -> list[ProcessPlan]:
 
 
 def _one_process(spec: JobSpec, pool: PoolSpec, roles: Sequence[RoleSpec]) -> ProcessPlan:
-    """All roles in one process per slot: it takes the whole slot."""
+    """Return the plan of one process per slot that has all roles. It takes the whole slot."""
     environment: dict[str, str] = {}
     for role in roles:
         for name, value in role.env.items():
             if environment.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"role {role.name!r}: env({name!r}: {value!r}), but another role in its process wants "
-                    f"{environment[name]!r}; "
-                    "give each role its own process with colocate='device'"
+                    f"role {role.name!r}: env({name!r}: {value!r}), but another role in its process has "
+                    f"{environment[name]!r}; give each role its own process with colocate='device'"
                 )
-    resource = _together([role.resource for role in roles])
+    resource = _combine([role.resource for role in roles])
     slots = tuple((node, slot) for node, count in enumerate(pool.slots) for slot in range(count))
     amounts = _amounts(resource, 1.0 if resource.accelerator is None else resource.accelerator, spec.device_type)
     return ProcessPlan(pool.name, tuple(role.name for role in roles), slots, amounts, 1.0, environment)
 
 
-def _together(resources: Sequence[Resource]) -> Resource:
-    """What one process needs that does the work of all: their cores and memory added, their devices the same ones."""
+def _combine(resources: Sequence[Resource]) -> Resource:
+    """Combine the resources of roles in one process: cores and memory are added, devices are shared."""
     cpus = [one.cpu for one in resources if one.cpu is not None]
     memories = [one.memory_mb for one in resources if one.memory_mb is not None]
     devices = [one.accelerator for one in resources if one.accelerator is not None]
@@ -128,22 +134,25 @@ def _together(resources: Sequence[Resource]) -> Resource:
     )
 
 
-# -- how much of it each takes
+# -- resources per process
 
 
 def _device_parts(pool: PoolSpec, roles: Sequence[RoleSpec], slots: Mapping[str, Slots]) -> dict[str, float]:
-    """Return, per role, how many devices each of its processes gets, or which part of one: what it says, or an equal
-    part of the rest.
+    """Return role -> devices per process, which may be a fraction.
+
+    It is the requested number, or an equal part of what the requests leave.
     """
-    said = {role.name: round(role.resource.accelerator, 4) for role in roles if role.resource.accelerator is not None}
+    requested = {
+        role.name: round(role.resource.accelerator, 4) for role in roles if role.resource.accelerator is not None
+    }
     equal: dict[str, float] = {}
-    for here in _on_slots(slots).values():
-        holders = [name for name in here if said.get(name) != 0]
-        taken = sum(said.get(name, 0) for name in holders)
-        others = [name for name in holders if name not in said]
-        part = math.floor((1 - taken) / len(others) * STEP + 1e-6) / STEP if others else 0.0
+    for names in _roles_by_slot(slots).values():
+        holders = [name for name in names if requested.get(name) != 0]
+        taken = sum(requested.get(name, 0) for name in holders)
+        others = [name for name in holders if name not in requested]
+        part = math.floor((1 - taken) / len(others) * RESOURCE_UNITS + 1e-6) / RESOURCE_UNITS if others else 0.0
         if (len(holders) > 1 and taken > 1 + 1e-6) or (others and part <= 0):
-            amounts = ", ".join(f"{name} {said[name]:g}" for name in holders if name in said)
+            amounts = ", ".join(f"{name} {requested[name]:g}" for name in holders if name in requested)
             nothing = f" and leave nothing for {', '.join(others)}" if others else ""
             raise ConfigError(
                 f"pool {pool.name!r}: roles that share a device take {taken:g} of it ({amounts}){nothing}; lower their "
@@ -151,22 +160,22 @@ def _device_parts(pool: PoolSpec, roles: Sequence[RoleSpec], slots: Mapping[str,
             )
         for name in others:
             equal[name] = min(part, equal.get(name, 1.0))
-    return {**equal, **said}
+    return {**equal, **requested}
 
 
-def _on_slots(slots: Mapping[str, Slots]) -> dict[tuple[int, int], list[str]]:
-    """The role of every process on every slot that has one."""
+def _roles_by_slot(slots: Mapping[str, Slots]) -> dict[tuple[int, int], list[str]]:
+    """Return slot -> roles of its processes."""
     found: dict[tuple[int, int], list[str]] = {}
-    for name, places in slots.items():
-        for place in places:
-            found.setdefault(place, []).append(name)
+    for name, positions in slots.items():
+        for position in positions:
+            found.setdefault(position, []).append(name)
     return found
 
 
 def _amounts(resource: Resource, devices: float, device_type: str) -> dict[str, float]:
-    """What one process takes, by Ray's names.
+    """Return the resources of one process, by Ray's names.
 
-    A core for every device or part of one, up to one core, unless it says more or less.
+    The default is one core per device or part of one, at most one core.
     """
     cpu = resource.cpu if resource.cpu is not None else min(devices, 1.0) or 1.0
     amounts: dict[str, float] = {"CPU": max(cpu, devices) if device_type == "CPU" else cpu}
@@ -180,8 +189,8 @@ def _amounts(resource: Resource, devices: float, device_type: str) -> dict[str, 
 def _pool_plan(spec: JobSpec, pool: PoolSpec, processes: Sequence[ProcessPlan], job: str) -> PoolPlan:
     taken: dict[tuple[int, int], list[Mapping[str, float]]] = {}
     for process in processes:
-        for place in process.slots:
-            taken.setdefault(place, []).append(process.resources)
+        for position in process.slots:
+            taken.setdefault(position, []).append(process.resources)
     sharing = [role.resource for role in spec.roles_on(pool.name) if role.resource.accelerator is None]
     whole = {spec.device_type: 1.0} if sharing or not processes else {}
     whole |= {"CPU": 1.0} if whole and any(resource.cpu is None for resource in sharing or [Resource()]) else {}
@@ -193,7 +202,7 @@ def _pool_plan(spec: JobSpec, pool: PoolSpec, processes: Sequence[ProcessPlan], 
             dict(pool.labels),
             _apart_from(spec, pool),
             pool.strategy == "spread",
-            pool.way_out,
+            pool.hint,
         )
         for node, count in enumerate(pool.slots)
     ]
@@ -201,13 +210,13 @@ def _pool_plan(spec: JobSpec, pool: PoolSpec, processes: Sequence[ProcessPlan], 
 
 
 def _bundle(taken: Sequence[Mapping[str, float]], *, at_least: Mapping[str, float]) -> dict[str, float]:
-    """The sum of what the processes of a slot take; where they share equally, the whole device that they share."""
+    """Return the sum of the resources on a slot, but at least a whole device if its roles share one equally."""
     names = dict.fromkeys([*at_least, *(name for one in taken for name in one)])
     return {name: max(round(sum(one.get(name, 0) for one in taken), 4), at_least.get(name, 0)) for name in names}
 
 
 def _apart_from(spec: JobSpec, pool: PoolSpec) -> tuple[str, ...]:
-    """Pools to be apart from, said by either; its own, if each of its nodes has to be another machine."""
+    """Return the pools to be apart from, requested by either side; with strict_spread also the pool itself."""
     own = [pool.name] if pool.strategy == "strict_spread" else []
     return tuple(
         dict.fromkeys([*own, *pool.apart_from, *(other.name for other in spec.pools if pool.name in other.apart_from)])
@@ -218,7 +227,7 @@ def _driver(spec: JobSpec, job: str) -> DriverPlan | None:
     if spec.trainer is None:
         return None
     bundle = _amounts(spec.trainer.resource, spec.trainer.resource.accelerator or 0.0, spec.device_type)
-    place = Reservation(
-        f"{job}/{TRAINER}", TRAINER, (bundle,), dict(spec.trainer.labels), way_out="Lower resource() of the trainer"
+    reservation = Reservation(
+        f"{job}/{TRAINER}", TRAINER, (bundle,), dict(spec.trainer.labels), hint="Lower resource() of the trainer"
     )
-    return DriverPlan(TRAINER, spec.trainer.entry, place, {**spec.env, **spec.trainer.env})
+    return DriverPlan(TRAINER, spec.trainer.entry, reservation, {**spec.env, **spec.trainer.env})

@@ -1,6 +1,6 @@
-"""Who is started again with a process that was lost, and how often.
+"""Restart policy of a job's roles: which processes are restarted together, and how often.
 
-Pure: the keeper of a job (`driver.py`) carries it out.
+Pure functions; `JobSupervisor` (`job_supervisor.py`) carries them out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,17 +9,21 @@ from hybridrl.master.jobs.spec import RoleSpec
 from hybridrl.master.state.reducer import REFILL_STEPS
 
 
-class Budgets:
-    """most: role -> losses that it survives. Steps that go well make up for losses, as in `reducer.py`."""
+class RestartBudget:
+    """Counts the losses of each role. `REFILL_STEPS` steps without a loss reset all counts.
 
-    def __init__(self, most: Mapping[str, int]):
-        self.most = dict(most)
-        self.losses: dict[str, list[str]] = {role: [] for role in most}
+    Args:
+        max_restarts: Role -> losses that it survives.
+    """
+
+    def __init__(self, max_restarts: Mapping[str, int]):
+        self.max_restarts = dict(max_restarts)
+        self.losses: dict[str, list[str]] = {role: [] for role in max_restarts}
         self.step = 0
         self._healthy_steps = 0
 
-    def stepped(self, step: int) -> None:
-        """Note that a step begins. One that was told before says nothing."""
+    def on_step(self, step: int) -> None:
+        """Count the start of a step. The same step counts once."""
         if step > self.step:
             self.step = step
             self._healthy_steps += 1
@@ -27,36 +31,40 @@ class Budgets:
             for losses in self.losses.values():
                 losses.clear()
 
-    def take(self, role: str, account: str) -> bool:
-        """Note a loss, in words; return whether the role survives it. After one too many nothing more is noted."""
+    def consume(self, role: str, reason: str) -> bool:
+        """Record a loss and return whether the role survives it. Losses beyond the first fatal one are not recorded."""
         self._healthy_steps = 0
-        if len(self.losses[role]) <= self.most[role]:
-            self.losses[role].append(f"{account} (step {self.step})")
-        return len(self.losses[role]) <= self.most[role]
+        if len(self.losses[role]) <= self.max_restarts[role]:
+            self.losses[role].append(f"{reason} (step {self.step})")
+        return len(self.losses[role]) <= self.max_restarts[role]
 
     def report(self, role: str) -> str:
-        """Return why a role is not started again, in a sentence."""
+        """Return why a role is not restarted, as a sentence."""
         *before, last = self.losses[role]
         times = f"{len(before)} times" if len(before) != 1 else "once"
         history = f"; before it: {'; '.join(before)}" if before else ""
         return (
-            f"role {role!r} was started again {times}, which is all that max_restart({self.most[role]}) "
-            "allows, so the job ends; "
-            f"the last loss: {last}{history}"
+            f"role {role!r} was restarted {times}, which is the limit of max_restart({self.max_restarts[role]}), "
+            f"so the job ends; the last loss: {last}{history}"
         )
 
 
-def started_with(
+def restart_set(
     role: RoleSpec,
     lost: Iterable[int],
     *,
     nodes: Sequence[str],
     labels: Mapping[str, Mapping[str, str]],
-    places: Sequence[int],
+    positions: Sequence[int],
 ) -> list[int]:
-    """Return the ranks that are started again when these are lost.
+    """Return the ranks to restart when these ranks are lost.
 
-    nodes: by rank, the machine it is on. labels: of the machines. places: by rank, its node in the role's description.
+    Args:
+        role: Its `restart` and `restart_label` decide.
+        lost: Ranks.
+        nodes: By rank, the id of the machine it is on.
+        labels: Machine -> its labels.
+        positions: By rank, the number of its node in the role's description.
     """
     lost = sorted(set(lost))
     if role.restart == "process":
@@ -66,7 +74,7 @@ def started_with(
 
     def node_of(rank: int) -> tuple[str, str | int]:
         value = labels.get(nodes[rank], {}).get(role.restart_label, "") if role.restart_label else ""
-        return ("label", value) if value else ("place", places[rank])
+        return ("label", value) if value else ("position", positions[rank])
 
-    gone = {node_of(rank) for rank in lost}
-    return [rank for rank in range(role.total) if node_of(rank) in gone]
+    lost_nodes = {node_of(rank) for rank in lost}
+    return [rank for rank in range(role.total) if node_of(rank) in lost_nodes]

@@ -1,6 +1,4 @@
-"""From what a builder was told about roles to the roles and pools of a `JobSpec`: who stands on how many nodes, who
-shares slots.
-"""
+"""Turn the role requests of a builder into the roles and pools of a `JobSpec`: processes per node, shared devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,8 +9,8 @@ from hybridrl.master.jobs.spec import MAX_RESTART, RESTART_TIMEOUT_S, PoolSpec, 
 
 
 @dataclass
-class RoleDraft:
-    """What has been said about a role so far; None is what was not."""
+class RoleRequest:
+    """What a builder has been told about a role so far. None: not specified."""
 
     name: str
     entry: str = ""
@@ -30,101 +28,111 @@ class RoleDraft:
     restart_timeout_s: float = RESTART_TIMEOUT_S
 
 
-def pools_of_roles(
-    drafts: Mapping[str, RoleDraft], together: Sequence[tuple[str, ...]]
+def assign_pools(
+    requests: Mapping[str, RoleRequest], together: Sequence[tuple[str, ...]]
 ) -> tuple[tuple[RoleSpec, ...], tuple[PoolSpec, ...]]:
-    """Return the roles and their pools: one pool for each set of roles that share devices, and one for every other
-    role.
+    """Return the roles and their pools: one pool per set of collocated roles, and one per other role.
 
-    Raises ConfigError for counts and wishes that do not go together.
+    Args:
+        requests: Role -> request.
+        together: Sets of roles that share devices.
+
+    Raises:
+        ConfigError: If counts or placement requests contradict each other.
     """
     shared = {name for names in together for name in names}
-    sets = [*together] + [(name,) for name in drafts if name not in shared]
+    sets = [*together] + [(name,) for name in requests if name not in shared]
     pool_of = {name: "+".join(names) for names in sets for name in names}
     pools, roles = [], {}
     for names in sets:
-        own = [drafts[name] for name in names]
+        own = [requests[name] for name in names]
         on_nodes = _on_nodes(own)
         nodes = max(map(len, on_nodes.values()))
         slots = tuple(max(counts[node] for counts in on_nodes.values() if node < len(counts)) for node in range(nodes))
         pools.append(_pool(pool_of[names[0]], own, slots, pool_of))
-        for draft in own:
-            resource = draft.resource or Resource()
-            if (
-                draft.resource is not None and len(own) == 1 and resource.accelerator is None
-            ):  # it said what it takes: no device
+        for request in own:
+            resource = request.resource or Resource()
+            if request.resource is not None and len(own) == 1 and resource.accelerator is None:
+                # resource() without accelerator, on a pool of its own: no device.
                 resource = Resource(resource.cpu, resource.memory_mb, 0.0, resource.more)
             elif len(own) == 1 and resource.accelerator is None:
                 resource = Resource(accelerator=1.0)
-            roles[draft.name] = _role(draft, pool_of[draft.name], on_nodes[draft.name], resource)
-    return tuple(roles[name] for name in drafts), tuple(pools)
+            roles[request.name] = _role(request, pool_of[request.name], on_nodes[request.name], resource)
+    return tuple(roles[name] for name in requests), tuple(pools)
 
 
-def _role(draft: RoleDraft, pool: str, on_nodes: tuple[int, ...], resource: Resource) -> RoleSpec:
-    losses = (draft.max_restart, draft.restart, draft.restart_label, draft.restart_timeout_s)
-    return RoleSpec(draft.name, pool, on_nodes, draft.entry, resource, draft.env, *losses)
+def _role(request: RoleRequest, pool: str, on_nodes: tuple[int, ...], resource: Resource) -> RoleSpec:
+    losses = (request.max_restart, request.restart, request.restart_label, request.restart_timeout_s)
+    return RoleSpec(request.name, pool, on_nodes, request.entry, resource, request.env, *losses)
 
 
-def _on_nodes(drafts: Sequence[RoleDraft]) -> dict[str, tuple[int, ...]]:
-    """Processes per node, of roles on one pool.
+def _on_nodes(requests: Sequence[RoleRequest]) -> dict[str, tuple[int, ...]]:
+    """Return role -> processes per node, for the roles of one pool.
 
-    Who does not say how many goes evenly over the nodes of those who do.
+    Roles without per_node() are spread evenly over the nodes of those with it.
     """
-    if "strict_pack" in {draft.strategy for draft in drafts}:
-        return {draft.name: (_total(draft),) for draft in drafts}
-    said = {draft.name: math.ceil(_total(draft) / draft.per_node) for draft in drafts if draft.per_node is not None}
-    if len(set(said.values())) > 1:
-        counts = ", ".join(f"{name} on {count}" for name, count in said.items())
+    if "strict_pack" in {request.strategy for request in requests}:
+        return {request.name: (_total(request),) for request in requests}
+    num_nodes = {
+        request.name: math.ceil(_total(request) / request.per_node)
+        for request in requests
+        if request.per_node is not None
+    }
+    if len(set(num_nodes.values())) > 1:
+        counts = ", ".join(f"{name} on {count}" for name, count in num_nodes.items())
         raise ConfigError(
             f"collocated roles are on different numbers of nodes: {counts}; set total() and per_node() so "
             "that they agree"
         )
-    nodes = next(iter(said.values()), max(map(_total, drafts)))
-    return {draft.name: _divided(_total(draft), draft.per_node or math.ceil(_total(draft) / nodes)) for draft in drafts}
+    nodes = next(iter(num_nodes.values()), max(map(_total, requests)))
+    return {
+        request.name: _split_over_nodes(_total(request), request.per_node or math.ceil(_total(request) / nodes))
+        for request in requests
+    }
 
 
-def _divided(total: int, per_node: int) -> tuple[int, ...]:
-    rest = total % per_node
-    return (per_node,) * (total // per_node) + ((rest,) if rest else ())
+def _split_over_nodes(total: int, per_node: int) -> tuple[int, ...]:
+    remainder = total % per_node
+    return (per_node,) * (total // per_node) + ((remainder,) if remainder else ())
 
 
-def _total(draft: RoleDraft) -> int:
-    """How many processes a role has: what it said, or nnodes() of nproc_per_node() each, or one."""
-    if draft.num_nodes is None:
-        return draft.total or 1
-    total = draft.num_nodes * (draft.per_node or 1)
-    if draft.total is not None and draft.total != total:
+def _total(request: RoleRequest) -> int:
+    """Return the number of processes of a role: total(), or nnodes() times nproc_per_node(), or 1."""
+    if request.num_nodes is None:
+        return request.total or 1
+    total = request.num_nodes * (request.per_node or 1)
+    if request.total is not None and request.total != total:
         raise ConfigError(
-            f"role {draft.name!r}: total({draft.total}), but nnodes({draft.num_nodes}) with "
-            f"{draft.per_node or 1} each is {total}; "
-            "say one of them"
+            f"role {request.name!r}: total({request.total}), but nnodes({request.num_nodes}) with "
+            f"{request.per_node or 1} each is {total}; "
+            "leave out one of them"
         )
     return total
 
 
-def _pool(name: str, drafts: Sequence[RoleDraft], slots: tuple[int, ...], pool_of: Mapping[str, str]) -> PoolSpec:
-    strategies = {draft.strategy: draft.name for draft in drafts if draft.strategy is not None}
+def _pool(name: str, requests: Sequence[RoleRequest], slots: tuple[int, ...], pool_of: Mapping[str, str]) -> PoolSpec:
+    strategies = {request.strategy: request.name for request in requests if request.strategy is not None}
     if len(strategies) > 1:
-        raise ConfigError(f"collocated roles want to lie differently: {strategies}; say it for one of them")
+        raise ConfigError(f"collocated roles request different strategies: {strategies}; set it for one of them")
     labels: dict[str, str] = {}
-    for draft in drafts:
-        for key, value in draft.labels.items():
+    for request in requests:
+        for key, value in request.labels.items():
             if labels.setdefault(key, value) != value:
                 raise ConfigError(
-                    f"collocated roles want nodes with {key}={labels[key]} and {key}={value}; say the same for both"
+                    f"collocated roles request nodes with {key}={labels[key]} and {key}={value}; set one value for both"
                 )
-    roles = ", ".join(draft.name for draft in drafts)
+    roles = ", ".join(request.name for request in requests)
     apart = []
-    for draft in drafts:
-        for other in draft.apart_from:
+    for request in requests:
+        for other in request.apart_from:
             if other not in pool_of:
                 raise ConfigError(
-                    f"role {draft.name!r}: anti_affinity({other!r}), but there are only {', '.join(pool_of)}"
+                    f"role {request.name!r}: anti_affinity({other!r}), but the only roles are {', '.join(pool_of)}"
                 )
             if pool_of[other] == name:
                 raise ConfigError(
-                    f"role {draft.name!r}: anti_affinity({other!r}), but they share devices; leave out one of both"
+                    f"role {request.name!r}: anti_affinity({other!r}), but they share devices; leave out one of the two"
                 )
             apart.append(pool_of[other])
-    way_out = f"Ask for less with total(), per_node() or resource() of {roles}"
-    return PoolSpec(name, slots, "device", next(iter(strategies), "pack"), labels, tuple(dict.fromkeys(apart)), way_out)
+    hint = f"Ask for less with total(), per_node() or resource() of {roles}"
+    return PoolSpec(name, slots, "device", next(iter(strategies), "pack"), labels, tuple(dict.fromkeys(apart)), hint)

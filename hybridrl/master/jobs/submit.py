@@ -1,6 +1,6 @@
-"""`submit`: a job starts. A process on the cluster keeps it: starts its trainer and all others, and starts them again.
+"""`submit`: starts a job on a Ray cluster, under a supervisor actor that runs and restarts its processes.
 
-What is needed there is imported there: who submits needs neither torch nor the user's modules.
+The submitting process needs neither torch nor the user's modules. The supervisor imports them on the cluster.
 """
 
 import logging
@@ -19,69 +19,74 @@ from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.master.jobs.plan_table import plan_table
 from hybridrl.master.jobs.planner import plan_job
 from hybridrl.master.jobs.spec import JobSpec
-from hybridrl.single_controller.awaiting import gather
+from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import (
-    KEEPER,
+    JOB_SUPERVISOR,
     NAMESPACE,
-    NOTES,
-    RECOVERIES,
+    PROGRESS_GROUP,
+    RECOVERY_GROUP,
     find_actor,
-    keeper_name,
+    job_supervisor_name,
     master_name,
 )
 from hybridrl.single_controller.placement.feasibility import check_feasible
-from hybridrl.single_controller.placement.placement_groups import machines_of_cluster, remove_left
+from hybridrl.single_controller.placement.placement_groups import cluster_nodes, remove_leftover_groups
 from hybridrl.single_controller.placement.plan import Plan
 
 logger = logging.getLogger(__name__)
 NAME_VARIABLE = "DLROVER_UNIFIED_JOB_NAME"  # as DLRover's users set it
-KEEPER_CLASS = ("hybridrl.master.jobs.job_supervisor", "JobKeeper")
-MOST_RESTARTS = 3  # of a keeper
-# A keeper outlives its job so long, for its answer to arrive at who waits for it.
-LINGER_S = 2.0
-FIRST_ANSWER_S = 120.0  # of a process that starts; longer means that nobody gives it its core
-STOP_WITHIN_S = 45.0  # a trainer has 30 s to leave
-JOURNALS = os.path.join(tempfile.gettempdir(), f"hybridrl-{os.getuid()}", "jobs")
+SUPERVISOR_CLASS = ("hybridrl.master.jobs.job_supervisor", "JobSupervisor")
+MAX_SUPERVISOR_RESTARTS = 3
+LINGER_S = 2.0  # for the outcome to arrive at its receiver before the supervisor exits
+START_TIMEOUT_S = 120.0  # a longer start means that the cluster has no free core
+STOP_TIMEOUT_S = 45.0  # the trainer has 30 s of it to exit
+JOURNAL_ROOT = os.path.join(tempfile.gettempdir(), f"hybridrl-{os.getuid()}", "jobs")
 
 
 @dataclass
 class RunningJob:
-    """A job that was submitted.
+    """A submitted job.
 
-    name: of this run, the given one and six letters, so that the same job can run twice at once. journal: where its
-    master keeps what happens, on the machine of the keeper: `hybridrl job logs` reads it also when the job is over.
+    Attributes:
+        name: Name of this run: the given name and six letters, so that the same job can run twice at once.
+        journal: Directory of the master's journal, on the supervisor's machine. `hybridrl job logs` reads it, also
+            after the job's end.
+        supervisor: Handle of the supervisor's actor.
+        outcome: Ray reference of the exit code.
     """
 
     name: str
     journal: str
-    keeper: Any
+    supervisor: Any
     outcome: Any
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return 0 when the job is over, 143 when it was stopped.
+        """Wait for the end of the job. Raises the error that the job failed with.
 
-        What it failed of is raised here; past the time, CallTimeout.
+        Returns:
+            0 on success, 143 if the job was stopped.
+
+        Raises:
+            CallTimeout: If the job still runs after `timeout_s`.
         """
-        [code] = gather([self.outcome], role=KEEPER, method="outcome", timeout_s=timeout_s)
+        [code] = wait_all([self.outcome], role=JOB_SUPERVISOR, method="outcome", timeout_s=timeout_s)
         return code
 
-    def is_over(self) -> bool:
-        """Return whether the job has ended, well or not."""
+    def is_finished(self) -> bool:
+        """Return whether the job has ended, successfully or not."""
         import ray
 
         return bool(ray.wait([self.outcome], timeout=0)[0])
 
     def stop(self, reason: str = "RunningJob.stop()") -> None:
-        """Have the job leave, as `hybridrl job stop` does: its trainer gets SIGTERM, and 30 s later all that is left is
-        ended.
-        """
+        """Stop the job, as `hybridrl job stop` does: SIGTERM to its trainer, and 30 s later SIGKILL to what is left."""
         import ray
 
-        if not self.is_over() and (master := find_actor(master_name(self.name))) is not None:
+        if not self.is_finished() and (master := find_actor(master_name(self.name))) is not None:
             master.stop.remote(reason)
-            ray.wait([self.outcome], timeout=STOP_WITHIN_S)
-        ray.kill(self.keeper, no_restart=True)
-        remove_left(self.name)
+            ray.wait([self.outcome], timeout=STOP_TIMEOUT_S)
+        ray.kill(self.supervisor, no_restart=True)
+        remove_leftover_groups(self.name)
 
 
 def submit(
@@ -92,14 +97,22 @@ def submit(
     dry_run: bool = False,
     journal: str | None = None,
 ) -> int | RunningJob:
-    """Start a job on the Ray cluster that this process is connected to, or RAY_ADDRESS names; without either, on one
-    started here.
+    """Start a job on the connected Ray cluster, else on that of RAY_ADDRESS, else on a new local one.
 
-    blocking: return 0 when it is over, 143 when somebody stopped it, and raise what it failed of; else return a
-    `RunningJob` at once, which goes on when this process ends. dry_run: print the plan, start nothing, return 0.
-    job_name: or the environment variable DLROVER_UNIFIED_JOB_NAME. journal: a directory on any fsspec path, in which
-    every run gets one of its own; by default one for temporary files, on the machine of the job's first process. Raises
-    PlacementError before anything starts when the cluster cannot hold the job.
+    Args:
+        spec: The job.
+        job_name: Default: the environment variable DLROVER_UNIFIED_JOB_NAME, else "job".
+        blocking: Wait for the end of the job. Otherwise return at once; the job outlives this process.
+        dry_run: Print the plan and start nothing.
+        journal: Directory on any fsspec path; every run gets a subdirectory. Default: a directory for temporary files,
+            on the machine of the supervisor.
+
+    Returns:
+        Blocking: 0 on success, 143 if the job was stopped; the error that the job failed with is raised. Not blocking:
+        a `RunningJob`. With dry_run: 0.
+
+    Raises:
+        PlacementError: Before anything starts, if the cluster cannot hold the job.
     """
     name = job_name or os.environ.get(NAME_VARIABLE) or "job"
     if dry_run:
@@ -107,16 +120,16 @@ def submit(
         return 0
     plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
     _connect(blocking=blocking)
-    check_feasible(plan.reservations(), machines_of_cluster())
-    running = _start(spec, plan, name, journal=os.path.join(journal or JOURNALS, plan.job), detached=not blocking)
+    check_feasible(plan.reservations(), cluster_nodes())
+    running = _start(spec, plan, name, journal=os.path.join(journal or JOURNAL_ROOT, plan.job), detached=not blocking)
     count = len(plan.workers()) + (plan.driver is not None)
-    logger.info("job %s has started; its processes: %d, its journal: %s", plan.job, count, running.journal)
+    logger.info("started job %s with %d processes; journal: %s", plan.job, count, running.journal)
     if not blocking:
         return running
     try:
         return running.wait()
     finally:
-        running.stop("who submitted the job does not wait for it any more")
+        running.stop("the submitting process no longer waits for the job")
 
 
 def _connect(*, blocking: bool) -> None:
@@ -127,8 +140,8 @@ def _connect(*, blocking: bool) -> None:
     address = os.environ.get("RAY_ADDRESS")
     if not address and not blocking:
         raise ConfigError(
-            "blocking=False: a cluster that is started here ends with this process, and the job with it; "
-            "set RAY_ADDRESS"
+            "blocking=False: a local cluster ends with this process, and the job with it; set RAY_ADDRESS, or connect "
+            "to a cluster with ray.init()"
         )
     ray.init(address=address or "local", include_dashboard=False if not address else None, logging_level=logging.ERROR)
 
@@ -139,63 +152,69 @@ def _start(spec: JobSpec, plan: Plan, name: str, *, journal: str, detached: bool
     options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
     if plan.driver is not None and plan.driver.reservation.labels:
         options["label_selector"] = dict(plan.driver.reservation.labels)
-    threads = {group: 1 for group in (NOTES, RECOVERIES)}
-    process = ray.remote(num_cpus=0, concurrency_groups=threads)(JobProcess).options(
-        name=keeper_name(plan.job), namespace=NAMESPACE, max_restarts=MOST_RESTARTS, max_task_retries=-1, **options
+    concurrency_groups = {group: 1 for group in (PROGRESS_GROUP, RECOVERY_GROUP)}
+    process = ray.remote(num_cpus=0, concurrency_groups=concurrency_groups)(JobSupervisorActor).options(
+        name=job_supervisor_name(plan.job),
+        namespace=NAMESPACE,
+        max_restarts=MAX_SUPERVISOR_RESTARTS,
+        max_task_retries=-1,
+        **options,
     )
-    keeper = process.remote(spec.model_dump_json(), name, plan.job, journal)
+    supervisor = process.remote(spec.model_dump_json(), name, plan.job, journal)
     try:
-        gather([keeper.ping.remote()], role=KEEPER, method="ping", timeout_s=FIRST_ANSWER_S)
-        return RunningJob(plan.job, journal, keeper, keeper.outcome.remote())
+        wait_all([supervisor.ping.remote()], role=JOB_SUPERVISOR, method="ping", timeout_s=START_TIMEOUT_S)
+        return RunningJob(plan.job, journal, supervisor, supervisor.outcome.remote())
     except BaseException:
-        ray.kill(keeper, no_restart=True)
+        ray.kill(supervisor, no_restart=True)
         raise
 
 
-class JobProcess:
-    """The Ray actor that keeps a job, see `driver.JobKeeper`. It owns the job's processes: when it ends, they do.
+class JobSupervisorActor:
+    """The Ray actor that runs a `JobSupervisor`. It owns the job's processes: when it ends, they end.
 
-    The job begins in `__init__`, because Ray calls nothing else when it starts it again, on this machine or on another.
+    The job starts in `__init__`, because Ray calls nothing else when it restarts an actor.
     """
 
     def __init__(self, spec: str, job: str, run: str, journal: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        self._keeper: Any = None
+        self._supervisor: Any = None
         self._outcome: Future[int] = Future()
-        threading.Thread(target=self._run, args=(spec, job, run, journal), name="keeper", daemon=True).start()
+        threading.Thread(target=self._run, args=(spec, job, run, journal), name="supervisor", daemon=True).start()
 
     def ping(self) -> None:
-        """Return: the process is there."""
+        """Return nothing. A reply shows that the process has started."""
 
     def outcome(self) -> int:
-        """Return the exit code, when the job is over. What it failed of is raised."""
+        """Wait for the end of the job and return its exit code. Raises the error that the job failed with."""
         return self._outcome.result()
 
     def _run(self, spec: str, job: str, run: str, journal: str) -> None:
-        """Run the job to its end, then end this process."""
+        """Run the job to its end, then exit this process."""
         import ray
 
         context = ray.get_runtime_context()
         try:
-            keeper_class = load_object(*KEEPER_CLASS)
+            supervisor_class = load_object(*SUPERVISOR_CLASS)
             parsed = JobSpec.model_validate_json(spec)
-            self._keeper = keeper_class(parsed, job=job, run=run, journal=journal, me=context.current_actor)
-            self._outcome.set_result(self._keeper.run(again=context.was_current_actor_reconstructed))
+            self._supervisor = supervisor_class(
+                parsed, job=job, run=run, journal=journal, own_handle=context.current_actor
+            )
+            self._outcome.set_result(self._supervisor.run(is_restart=context.was_current_actor_reconstructed))
         except BaseException as error:
             self._outcome.set_exception(error)
         time.sleep(LINGER_S)
-        _end_this_process()
+        _exit_process()
 
-    def note(self, step: int, commit: str | None) -> None:
-        """The trainer says which step begins, or what is committed."""
-        self._keeper.note(step, commit)
+    def record_progress(self, step: int, commit: str | None) -> None:
+        """See `JobSupervisor.record_progress`. Called by the trainer."""
+        self._supervisor.record_progress(step, commit)
 
     def recover(self, lost: WorkerLost, names: dict[str, list[str]]) -> dict[str, Any]:
-        """The trainer has lost somebody; see `JobKeeper.recover`."""
-        return self._keeper.recover(lost, names)
+        """See `JobSupervisor.recover`. Called by the trainer."""
+        return self._supervisor.recover(lost, names)
 
 
-def _end_this_process() -> None:
+def _exit_process() -> None:
     import ray
 
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -1,12 +1,11 @@
-"""`JobWatch`: the driver's side of the master. Starts it, tells it what happens, asks it what it knows, and has it end.
+"""`MasterClient`: the driver's end of the master. Starts it, reports progress to it, queries it, and ends it.
 
-    with JobWatch(job="gsm8k", run="gsm8k-1a2b3c", journal="checkpoints/.../master/gsm8k-1a2b3c") as watch:
-        watch.begin_step(1)
+    with MasterClient(job="gsm8k", run="gsm8k-1a2b3c", journal="checkpoints/.../master/gsm8k-1a2b3c") as master:
+        master.report_step(1)
         ...
-        watch.committed(1, "global_step_1")
+        master.report_commit(1, "global_step_1")
 
-Telling costs microseconds and waits for nobody: a thread carries the words, keeps them while the master is away, and
-says them again.
+A report takes microseconds and never blocks: a thread sends it, keeps it while the master is away, and sends it again.
 """
 
 import logging
@@ -18,42 +17,51 @@ from types import TracebackType
 from typing import Any, Self
 
 from hybridrl.errors import PlacementError, WorkerLost
-from hybridrl.master.service.job_master import JobMaster, Watchfulness
+from hybridrl.master.service.job_master import JobMaster, MasterSettings
 from hybridrl.master.state.events import (
     TRAINER,
-    Begun,
-    Committed,
-    Ended,
+    CheckpointCommitted,
     Event,
-    Failed,
+    JobEnded,
+    JobStarted,
     Kind,
     Level,
-    Stepped,
+    StepCompleted,
+    WorkerFailed,
     encode,
-    holds,
+    slot_matches,
 )
 from hybridrl.master.state.tables import JOB_ENDS
-from hybridrl.single_controller.cluster import MASTER, NAMESPACE, find_actor, master_name, names_in_use
-from hybridrl.single_controller.monitoring.heartbeat_client import Heartbeats, identity
-from hybridrl.single_controller.processes.termination import end_named
+from hybridrl.single_controller.cluster import MASTER, NAMESPACE, actor_names, find_actor, master_name
+from hybridrl.single_controller.monitoring.heartbeat_client import HeartbeatClient, process_identity
+from hybridrl.single_controller.processes.termination import kill_named
 
 logger = logging.getLogger(__name__)
-TOLD_WITHIN_S = 5.0  # the last words, at the end of a job
-ACCOUNT_WITHIN_S = 3.0
-RETURNS_WITHIN_S = 20.0  # a master that Ray starts again
-CALLS_AT_ONCE = 16  # of the master's methods
-# What a trainer that meets a lost worker does about it itself; the master counts and limits it.
+FINAL_REPORT_TIMEOUT_S = 5.0  # for the outcome, at the end of a job
+EXIT_REASON_TIMEOUT_S = 3.0
+MASTER_RESTART_TIMEOUT_S = 20.0  # for Ray to restart a lost master
+MAX_CONCURRENT_CALLS = 16  # of the master's methods
+# Levels that a trainer carries out itself when a call raises WorkerLost.
 TRAINER_LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE, Level.SUBGRAPH)
 
 
-class JobWatch:
-    """Watches over a job from its beginning to its end. A `with` block that is left by an exception has the job fail.
+class MasterClient:
+    """Connects one run of a job to its master. Leaving a `with` block by an exception fails the job.
 
-    job: its name. run: this run of it, unlike every other. journal: a directory, on any fsspec path. levels: failures
-    that this job survives, see `reducer.py`. again: the trainer was lost, and this is the next one: it takes up its
-    master. on_stop: called, in a thread, when somebody asked for the end; by default the process gets SIGTERM.
-    limits_itself: whoever makes this counts the failures; the master ends the job for none of them. program: see
-    `Begun`. Raises PlacementError when this run has a master.
+    Args:
+        job: Name of the job.
+        run: Unique name of this run.
+        journal: Directory on any fsspec path.
+        recoverable_levels: Failures that this job survives, see `reducer.py`.
+        replicas: Roles whose processes do not communicate with each other.
+        is_restart: Reattach to the master of the previous driver.
+        hang_s: See `MasterSettings`.
+        on_stop: Called in a thread when a stop was requested. By default the process gets SIGTERM.
+        limits_itself: The caller enforces the failure budget; the master never ends the job because of it.
+        supervisor_pid: See `JobStarted`.
+
+    Raises:
+        PlacementError: If this run has a master already.
     """
 
     def __init__(
@@ -62,98 +70,120 @@ class JobWatch:
         job: str,
         run: str,
         journal: str,
-        levels: Iterable[int] = TRAINER_LEVELS,
+        recoverable_levels: Iterable[int] = TRAINER_LEVELS,
         replicas: Iterable[str] = (),
-        again: bool = False,
-        hang_s: float = Watchfulness.hang_s,
+        is_restart: bool = False,
+        hang_s: float = MasterSettings.hang_s,
         on_stop: Callable[[str], None] | None = None,
         limits_itself: bool = False,
-        program: int = 0,
+        supervisor_pid: int = 0,
     ) -> None:
         self.run, self.step, self.commit = run, 0, ""
-        self._doing: tuple[str | None, float] = (None, time.perf_counter())
+        self._activity: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
-        begun = Begun(
-            job, run, replicas=tuple(replicas), levels=tuple(levels), limits_itself=limits_itself, program=program
+        job_started = JobStarted(
+            job,
+            run,
+            replicas=tuple(replicas),
+            recoverable_levels=tuple(recoverable_levels),
+            limits_itself=limits_itself,
+            supervisor_pid=supervisor_pid,
         )
-        self.master = (again and take_up_master(run)) or start_master(begun, journal, Watchfulness(hang_s))
-        introduction = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
-        self._on_stop, self._stop_heard = on_stop or _stop_process, False
+        self.master = (is_restart and reattach_master(run)) or start_master(
+            job_started, journal, MasterSettings(hang_s)
+        )
+        hello = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
+        self._on_stop, self._stop_received = on_stop or _stop_process, False
         commands = {"stop": self._stop}
-        self._heartbeats = Heartbeats(master_name(run), introduction, self._progress, commands)
+        self._heartbeats = HeartbeatClient(master_name(run), hello, self._progress, commands)
 
     def _progress(self) -> dict[str, Any]:
-        doing, since = self._doing
-        return {"doing": doing, "for_s": round(time.perf_counter() - since, 3), "calls": self._calls, "step": self.step}
+        doing, since = self._activity
+        return {
+            "doing": doing,
+            "elapsed_s": round(time.perf_counter() - since, 3),
+            "calls": self._calls,
+            "step": self.step,
+        }
 
     def _stop(self, reason: str) -> None:
-        """Stop once; a master that was started again says it again, and a second SIGTERM would be another one."""
-        if not self._stop_heard:
-            self._stop_heard = True
+        # A restarted master requests the stop again. A second SIGTERM would end the process at once, without a commit.
+        if not self._stop_received:
+            self._stop_received = True
             self._on_stop(reason)
 
-    # -- telling
+    # -- reports
 
-    def tell(self, event: Event) -> None:
-        """Tell the master; returns at once."""
-        self._heartbeats.tell(encode(event))
+    def send(self, event: Event) -> None:
+        """Send an event to the master. Returns at once."""
+        self._heartbeats.send(encode(event))
 
-    def begin_stage(self, name: str) -> None:
-        """Note what the driver does from now on; the next heartbeat says it."""
+    def enter_stage(self, name: str) -> None:
+        """Set the stage that the next heartbeats report."""
         self._calls += 1
-        self._doing = (name, time.perf_counter())
+        self._activity = (name, time.perf_counter())
 
-    def end_stage(self) -> None:
-        self._doing = (None, time.perf_counter())
+    def leave_stage(self) -> None:
+        self._activity = (None, time.perf_counter())
 
-    def begin_step(self, step: int) -> None:
-        """Tell that a step begins, and with it that the one before is done."""
+    def report_step(self, step: int) -> None:
+        """Report that a step starts, which also completes the previous one."""
         self.step = step
-        self.tell(Stepped(step))
+        self.send(StepCompleted(step))
 
-    def committed(self, step: int, path: str) -> None:
-        """Tell of a commit; one that was told already changes nothing."""
+    def report_commit(self, step: int, path: str) -> None:
+        """Report a commit. Reporting the same one again has no effect."""
         if path != self.commit:
             self.commit = path
-            self.tell(Committed(step, path))
+            self.send(CheckpointCommitted(step, path))
 
-    # -- asking
+    # -- queries
 
     def describe(self) -> dict[str, Any]:
-        """Return what the master knows, see `JobMaster.describe`."""
+        """Return the master's description of the job, see `JobMaster.describe`."""
         import ray
 
-        return ray.get(self.master.describe.remote(), timeout=RETURNS_WITHIN_S)
+        return ray.get(self.master.describe.remote(), timeout=MASTER_RESTART_TIMEOUT_S)
 
-    def explain(self, error: WorkerLost) -> None:
-        """Put what the master knows about a worker's end into the error. Without a master it stays as it is."""
+    def add_exit_reason(self, error: WorkerLost) -> None:
+        """Add the reason of a worker's end to the error, if the master has it."""
         import ray
 
         slot = f"{error.role}-{error.rank}"
         try:
-            known = ray.get(self.master.describe.remote(), timeout=ACCOUNT_WITHIN_S)["workers"]
-            slots = [name for name in known if holds(name, error.role, error.rank)] or [slot]
-            account = ray.get(self.master.account.remote(slots[0], ACCOUNT_WITHIN_S), timeout=2 * ACCOUNT_WITHIN_S)
+            workers = ray.get(self.master.describe.remote(), timeout=EXIT_REASON_TIMEOUT_S)["workers"]
+            slots = [name for name in workers if slot_matches(name, error.role, error.rank)] or [slot]
+            query = self.master.exit_reason.remote(slots[0], EXIT_REASON_TIMEOUT_S)
+            reason = ray.get(query, timeout=2 * EXIT_REASON_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):
             return
-        if account:
-            error.cause = account
-            error.args = (error.role, error.rank, error.method, account)
+        if reason:
+            error.cause = reason
+            error.args = (error.role, error.rank, error.method, reason)
 
     # -- the end
 
-    def end(self, *, succeeded: bool, reason: str, within_s: float = TOLD_WITHIN_S) -> None:
-        """Tell how the job ended, before its workers are ended, so that nobody takes that for a failure.
+    def finish_job(self, *, succeeded: bool, reason: str, timeout_s: float = FINAL_REPORT_TIMEOUT_S) -> None:
+        """Report the outcome of the job.
 
-        within_s: to be heard.
+        Call it before the workers are killed, so that the master does not count their end as a failure.
+
+        Args:
+            succeeded: False for a failure or a stop.
+            reason: Why the job ended.
+            timeout_s: Longest wait for the master's acknowledgement.
         """
-        self.end_stage()
-        self.tell(Ended(succeeded, reason))
-        if not self._heartbeats.drain(within_s):
-            logger.warning("the master of %s was not there to hear the end of the job", self.run)
+        self.leave_stage()
+        self.send(JobEnded(succeeded, reason))
+        if not self._heartbeats.drain(timeout_s):
+            logger.warning(
+                "the master of %s did not acknowledge the end of the job within %g s; its journal may lack it",
+                self.run,
+                timeout_s,
+            )
 
     def close(self) -> None:
-        """Have the master end once the job's processes are gone, whether or not it heard how the job ended."""
+        """Close the connection. The master ends when the job's processes are gone, also without a reported outcome."""
         self._heartbeats.stop()
 
     def __enter__(self) -> Self:
@@ -163,52 +193,51 @@ class JobWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.end(succeeded=True, reason="done")
+            self.finish_job(succeeded=True, reason="done")
         else:
-            self.fail(error)
+            self.fail_job(error)
         self.close()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell that the trainer gives up, and why."""
+    def fail_job(self, error: BaseException) -> None:
+        """Report that the job fails with this exception."""
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, (WorkerLost, KeyboardInterrupt, SystemExit)):
-            self.tell(Failed(Kind.EXCEPTION, TRAINER, os.getpid(), text, signature=text))
-        self.end(succeeded=False, reason=text)
+            self.send(WorkerFailed(Kind.EXCEPTION, TRAINER, os.getpid(), text, signature=text))
+        self.finish_job(succeeded=False, reason=text)
 
 
-def start_master(begun: Begun, journal: str, watchfulness: Watchfulness) -> Any:
-    """Start the master of a run whose trainer this process is, on the same node; return the actor without waiting for
-    it.
+def start_master(job_started: JobStarted, journal: str, settings: MasterSettings) -> Any:
+    """Start the master of this process's run on the same node, and return its actor without waiting.
 
-    Raises PlacementError when the run has one.
+    Raises:
+        PlacementError: If the run has a master already.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )  # a soft wish is often not heard
+    # soft=True would often place it on another node.
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {
-        "name": master_name(begun.run),
+        "name": master_name(job_started.run),
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": -1,
-        "max_concurrency": CALLS_AT_ONCE,
-        "scheduling_strategy": here,
+        "max_concurrency": MAX_CONCURRENT_CALLS,
+        "scheduling_strategy": this_node,
     }
     try:
-        return ray.remote(JobMaster).options(**options).remote(begun, journal, watchfulness, identity())
+        return ray.remote(JobMaster).options(**options).remote(job_started, journal, settings, process_identity())
     except ValueError as error:
         raise PlacementError(
-            f"the run {begun.run!r} has a master on this cluster already; give this one another name"
+            f"the run {job_started.run!r} has a master on this cluster already; give this run another name"
         ) from error
 
 
-def take_up_master(run: str) -> Any:
-    """Return the master of a run, or None where there is none.
+def reattach_master(run: str) -> Any:
+    """Return the master of a run, or None if there is none.
 
-    One that does not answer is given up: its machine is gone.
+    Kills a master that does not answer: its machine is gone.
     """
     import ray
 
@@ -216,25 +245,25 @@ def take_up_master(run: str) -> Any:
     if master is None:
         return None
     try:
-        ray.get(master.address.remote(), timeout=RETURNS_WITHIN_S)
+        ray.get(master.address.remote(), timeout=MASTER_RESTART_TIMEOUT_S)
         return master
     except ray.exceptions.RayError as error:
-        logger.warning("the master of %s does not come back (%s); this is another one", run, type(error).__name__)
-    end_named([master_name(run)], within_s=RETURNS_WITHIN_S)
+        logger.warning("the master of %s was lost (%s); starting a new one", run, type(error).__name__)
+    kill_named([master_name(run)], timeout_s=MASTER_RESTART_TIMEOUT_S)
     return None
 
 
-def masters() -> dict[str, Any]:
-    """Return the masters of the cluster that this process is connected to, by run."""
-    names = [name for name in names_in_use() if name.endswith(f"/{MASTER}")]
+def list_masters() -> dict[str, Any]:
+    """Return run -> master of all jobs on the connected cluster."""
+    names = [name for name in actor_names() if name.endswith(f"/{MASTER}")]
     return {name.removesuffix(f"/{MASTER}"): master for name in names if (master := find_actor(name)) is not None}
 
 
-def is_over(description: dict[str, Any]) -> bool:
-    """Return whether a job that was described has ended."""
+def is_finished(description: dict[str, Any]) -> bool:
+    """Return whether the job of this description has ended."""
     return description["state"] in JOB_ENDS
 
 
 def _stop_process(reason: str) -> None:
-    logger.warning("this job is to stop: %s", reason)
+    logger.warning("stopping this job with SIGTERM: %s", reason)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""`JobMaster`: the detached Ray actor that watches over one job, and `Master`, the thread in it that does the work.
+"""`JobMaster`: the detached Ray actor that monitors one job, and `MasterLoop`, the thread in it that does the work.
 
-It is nearly idle and needs no torch. Ray starts it again when it dies; it then replays its journal and waits for the
-processes it knew, which look for it by name. Nobody waits for it: training goes on without it.
+It is nearly idle and does not import torch. When it dies, Ray restarts it. It then replays its journal and waits for
+the processes that it knew; these find it by its actor name. Training continues without it meanwhile.
 """
 
 import logging
@@ -15,303 +15,330 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridrl.master.health.hang_detector import HangWatch
-from hybridrl.master.health.heartbeat_server import Connection, Connections
-from hybridrl.master.health.kernel_process import Condition, condition
-from hybridrl.master.health.monitor import Monitor, Presence
-from hybridrl.master.service.journal import JobContext
+from hybridrl.master.health.hang_detector import HangDetector
+from hybridrl.master.health.heartbeat_server import Connection, HeartbeatServer
+from hybridrl.master.health.kernel_process import ProcessStat, read_process_stat
+from hybridrl.master.health.monitor import Monitor, ProcessRecord
+from hybridrl.master.service.journal import JournaledState
 from hybridrl.master.state.events import (
     TRAINER,
-    Begun,
     Effect,
-    Ended,
-    EndJob,
-    EndProcess,
     Event,
-    Failed,
-    Joined,
+    JobEnded,
+    JobStarted,
+    KillProcess,
     Kind,
     Level,
-    Recover,
-    StopAsked,
+    NotifyTrainer,
+    RecoveryNeeded,
+    ReleaseJob,
+    StopRequested,
     StopTrainer,
-    TellTrainer,
+    WorkerFailed,
+    WorkerJoined,
     decode,
-    holds,
+    slot_matches,
 )
-from hybridrl.master.state.reducer import pending, to_json
-from hybridrl.master.state.tables import JOB_ENDS, Worker
-from hybridrl.single_controller.cluster import answers, find_actor, keeper_name, master_name
-from hybridrl.single_controller.monitoring.heartbeat_client import machine
-from hybridrl.single_controller.processes.termination import end_named, end_run, kill_process, kill_processes
+from hybridrl.master.state.reducer import to_json, unfinished_effects
+from hybridrl.master.state.tables import JOB_ENDS, WorkerPhase
+from hybridrl.single_controller.cluster import accepts_connections, find_actor, job_supervisor_name, master_name
+from hybridrl.single_controller.monitoring.heartbeat_client import machine_id
+from hybridrl.single_controller.processes.termination import kill_named, kill_process, kill_processes, kill_run
 
 logger = logging.getLogger(__name__)
-TICK_S, QUICK_TICK_S = 0.25, 0.02  # between looks; the quick one while a death is looked into
-NODES_EVERY_S = 1.0
-THERE = (Worker.ALIVE, Worker.SILENT)
-TRAINER_WITHIN_S = 120.0  # a trainer that is started again speaks
-LEAVE_S = 5.0  # after the end of the job, for its processes to end by themselves
+TICK_S, QUICK_TICK_S = 0.25, 0.02  # period of the checks; the quick one while an exit status is awaited
+NODE_POLL_PERIOD_S = 1.0
+PRESENT = (WorkerPhase.ALIVE, WorkerPhase.SILENT)
+TRAINER_RESTART_TIMEOUT_S = 120.0  # from the loss of a trainer to the first message of the next one
+SHUTDOWN_GRACE_S = 5.0  # for processes to exit by themselves after the end of the job
 
 
 @dataclass(frozen=True)
-class Watchfulness:
-    """hang_s: a method that takes longer, and three times as long as it ever took, is looked into when others wait."""
+class MasterSettings:
+    """Settings of a master.
+
+    Attributes:
+        hang_s: A method that takes longer than this, and than three times its longest time so far, is inspected.
+    """
 
     hang_s: float = 300.0
 
 
-class Master:
-    """Everything a master does, but for Ray's calls.
+class MasterLoop:
+    """Everything a master does, except for Ray's calls to it.
 
-    Only its own thread (`run`) touches anything; `ask` hands it an event.
+    Only the thread that executes `run` changes the state; other threads pass it events by `enqueue`.
     """
 
-    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness, trainer: dict[str, Any]) -> None:
+    def __init__(
+        self, job_started: JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
+    ) -> None:
         import ray
 
-        self.context = JobContext(journal)
+        self.journal = JournaledState(journal)
         self._token = secrets.token_hex(16)
         self._host = ray.util.get_node_ip_address()
-        self.connections = Connections(self._host, token=self._token)
-        self.here = machine()
-        self._nodes: dict[str, dict[str, Any]] = {}  # by id, as Ray tells of them
+        self.server = HeartbeatServer(self._host, token=self._token)
+        self.machine_id = machine_id()
+        self._nodes: dict[str, dict[str, Any]] = {}  # node id -> its entry in `ray.nodes()`
         run_directory = os.path.dirname(os.path.abspath(journal))
-        self.monitor = Monitor(self.here, self._ask_elsewhere, self._look_at_node, run_directory=run_directory)
-        self._hangs = HangWatch(self.monitor, self._ask_for_stacks, journal=journal, hang_s=watchfulness.hang_s)
-        self._asked: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._questions: list[tuple[Any, Callable[[Condition | None], None]]] = []
+        self.monitor = Monitor(self.machine_id, self._probe_remote, self._node_loss_reason, run_directory=run_directory)
+        self._hangs = HangDetector(self.monitor, self._request_stacks, journal=journal, hang_s=settings.hang_s)
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._probes: list[tuple[Any, Callable[[ProcessStat | None], None]]] = []
         self._by_slot: dict[str, Connection] = {}
-        self._ending_since = 0.0
-        self._trainer_due: float | None = None
-        self._looked = self._nodes_looked = 0.0
+        self._finished_at = 0.0
+        self._trainer_deadline: float | None = None
+        self._last_check = self._last_node_poll = 0.0
         self._dead_nodes: set[str] = set()
-        self._apply(begun)
-        if (
-            TRAINER not in self.context.state.workers
-        ):  # one that dies before its first word must not leave a master behind
-            self._apply(Joined(TRAINER, f"{begun.run}/{TRAINER}", **trainer))
-        self.monitor.expect(self.context.state)
-        self._carry_out(pending(self.context.state))
+        self._apply(job_started)
+        # A trainer that dies before its first message must not leave a master behind, so it joins here.
+        if TRAINER not in self.journal.state.workers:
+            self._apply(WorkerJoined(TRAINER, f"{job_started.run}/{TRAINER}", **trainer))
+        self.monitor.expect_workers(self.journal.state)
+        self._execute(unfinished_effects(self.journal.state))
 
     @property
     def address(self) -> tuple[str, int, str]:
-        return self._host, self.connections.port, self._token
+        return self._host, self.server.port, self._token
 
-    def ask(self, event: Event) -> None:
-        """Have an event applied soon."""
-        self._asked.put(event)
+    def enqueue(self, event: Event) -> None:
+        """Queue an event for the master's thread."""
+        self._queue.put(event)
 
     # -- the thread
 
     def run(self) -> None:
-        """Watch until the job has ended and its processes are gone."""
-        while not self._may_leave():
+        """Monitor the job until it has ended and its processes are gone."""
+        while not self._can_shut_down():
             try:
-                self._turn()
-            except Exception:  # a mistake here must not leave the job unwatched
-                logger.exception("the master goes on after an error")
+                self._tick()
+            except Exception:  # a bug here must not leave the job unmonitored
+                logger.exception("the master continues after an error of its own")
                 time.sleep(TICK_S)
-        self.context.close()
-        self.connections.close()
-        end_run(self.context.state.run, but=master_name(self.context.state.run))
+        self.journal.close()
+        self.server.close()
+        kill_run(self.journal.state.run, exclude=master_name(self.journal.state.run))
 
-    def _turn(self) -> None:
-        every_s = QUICK_TICK_S if self.monitor.is_waiting or self._questions else TICK_S
-        for connection, word in self.connections.poll(max(0.0, self._looked + every_s - time.monotonic())):
-            self._hear(connection, word)
-        while not self._asked.empty():
-            self._apply(self._asked.get())
-        if time.monotonic() < self._looked + (QUICK_TICK_S if self.monitor.is_waiting else every_s):
-            return  # a thousand workers say a thousand words a second; nobody is looked at for each of them
-        self._looked = time.monotonic()
-        self._look_at_nodes()
-        self._look_for_trainer()
-        for event in self.monitor.look():
-            self._apply(event)
-            if isinstance(event, Failed) and event.kind in (Kind.DIED, Kind.NODE):
-                self._tell_of_loss(event)
-        self._hear_answers()
-        if (found := self._hangs.look()) is not None:
-            logger.warning("%s: %s", found.slot, found.text)
-            self._apply(found)
-        if not self.context.is_durable:
-            self.context.flush()
-
-    def _hear(self, connection: Connection, word: dict[str, Any] | None) -> None:
-        slot = connection.introduction["slot"]
-        for event in self.monitor.hear(connection, word):
-            self._apply(event)
-        if word is None:
+    def _tick(self) -> None:
+        period_s = QUICK_TICK_S if self.monitor.awaits_exit_status or self._probes else TICK_S
+        for connection, message in self.server.poll(max(0.0, self._last_check + period_s - time.monotonic())):
+            self._receive(connection, message)
+        while not self._queue.empty():
+            self._apply(self._queue.get())
+        # 1000 workers send 1000 messages per second; the checks must not run after each of them.
+        if time.monotonic() < self._last_check + (QUICK_TICK_S if self.monitor.awaits_exit_status else period_s):
             return
-        if "hello" in word:
+        self._last_check = time.monotonic()
+        self._poll_nodes()
+        self._check_trainer_restarted()
+        for event in self.monitor.check():
+            self._apply(event)
+            if isinstance(event, WorkerFailed) and event.kind in (Kind.DIED, Kind.NODE):
+                self._report_lost_worker(event)
+        self._collect_probes()
+        if (warning := self._hangs.check()) is not None:
+            logger.warning("%s: %s", warning.slot, warning.text)
+            self._apply(warning)
+        if not self.journal.is_durable:
+            self.journal.flush()
+
+    def _receive(self, connection: Connection, message: dict[str, Any] | None) -> None:
+        slot = connection.hello["slot"]
+        for event in self.monitor.handle_message(connection, message):
+            self._apply(event)
+        if message is None:
+            return
+        if "hello" in message:
             self._by_slot[slot] = connection
-            self._carry_out(effect for effect in pending(self.context.state) if isinstance(effect, StopTrainer))
-        if "tell" in word:
-            told = {name: value for name, value in word["tell"].items() if name != "number"}
-            if "deadline" in told:
-                self._hear_of_deadline(**told["deadline"])
+            unfinished = unfinished_effects(self.journal.state)
+            self._execute(effect for effect in unfinished if isinstance(effect, StopTrainer))
+        if "report" in message:
+            report = {name: value for name, value in message["report"].items() if name != "number"}
+            if "call_timeout" in report:
+                self._on_call_timeout(**report["call_timeout"])
             else:
-                self._apply(decode(told))
-            connection.send({"acknowledge": word["tell"]["number"]})
-        if "stacks" in word:
-            self._hangs.take(slot, word["stacks"])
+                self._apply(decode(report))
+            connection.send({"acknowledge": message["report"]["number"]})
+        if "stacks" in message:
+            self._hangs.add_stacks(slot, message["stacks"])
 
     def _apply(self, event: Event) -> None:
-        self._carry_out(self.context.apply(event))
+        self._execute(self.journal.apply(event))
 
     # -- effects
 
-    def _carry_out(self, effects) -> None:
+    def _execute(self, effects) -> None:
         for effect in effects:
-            self._carry_out_one(effect)
+            self._execute_one(effect)
 
-    def _carry_out_one(self, effect: Effect) -> None:
+    def _execute_one(self, effect: Effect) -> None:
         match effect:
-            case EndProcess():
-                logger.warning("%s is ended: %s", effect.slot, effect.reason)
-                self._end_process(effect.name, effect.pid, effect.node, effect.machine)
-            case Recover():
-                logger.warning(
-                    "level %d for %s: %s", effect.level, ", ".join(effect.slots) or "the call", effect.reason
-                )
+            case KillProcess():
+                logger.warning("killing %s (pid %d): %s", effect.slot, effect.pid, effect.reason)
+                self._kill_process(effect.name, effect.pid, effect.node, effect.machine)
+            case RecoveryNeeded():
+                self._log_recovery(effect)
                 if effect.level == Level.TRAINER:
-                    self._trainer_due = time.monotonic() + TRAINER_WITHIN_S
+                    self._trainer_deadline = time.monotonic() + TRAINER_RESTART_TIMEOUT_S
             case StopTrainer():
                 if TRAINER in self._by_slot:
                     self._by_slot[TRAINER].send({"stop": effect.reason})
-            case TellTrainer():
+            case NotifyTrainer():
                 if TRAINER in self._by_slot:
                     self._by_slot[TRAINER].send({"notice": effect.text})
-            case EndJob():
-                logger.info("the job %s is over: %s", self.context.state.run, effect.reason)
-                self._ending_since = self._ending_since or time.monotonic()
+            case ReleaseJob():
+                state = self.journal.state
+                logger.info("job %s is %s at step %d: %s", state.run, state.state, state.step, effect.reason)
+                self._finished_at = self._finished_at or time.monotonic()
 
-    def _end_process(self, name: str, pid: int, node: str, its_machine: str) -> None:
-        if its_machine == self.here:
+    def _log_recovery(self, effect: RecoveryNeeded) -> None:
+        who = "the supervisor restarts it" if effect.level == Level.TRAINER else "the driver handles it"
+        logger.warning(
+            "step %d: %s; %s (level %d, %s; processes to replace: %s)",
+            self.journal.state.step,
+            effect.reason,
+            who,
+            effect.level,
+            Level(effect.level).name.lower(),
+            ", ".join(effect.slots) or "none",
+        )
+
+    def _kill_process(self, name: str, pid: int, node: str, machine_id: str) -> None:
+        if machine_id == self.machine_id:
             kill_process(pid)
         else:
-            threading.Thread(target=_end_elsewhere, args=(name, pid, node), daemon=True).start()
+            threading.Thread(target=_kill_remote, args=(name, pid, node), daemon=True).start()
 
-    def _may_leave(self) -> bool:
-        """Whether the job has ended and none of its workers is left; those who do not go, or have no trainer to end
-        them, are ended.
+    def _can_shut_down(self) -> bool:
+        """Return whether the job has ended and none of its workers is left.
+
+        Kills the remaining workers when the trainer is gone, or `SHUTDOWN_GRACE_S` after the end of the job.
         """
-        if not self._ending_since:
+        if not self._finished_at:
             return False
-        left = [presence for presence in self.monitor.presences.values() if presence.slot != TRAINER]
-        if left and TRAINER in self.monitor.presences and time.monotonic() - self._ending_since < LEAVE_S:
+        left = [process for process in self.monitor.processes.values() if process.slot != TRAINER]
+        if left and TRAINER in self.monitor.processes and time.monotonic() - self._finished_at < SHUTDOWN_GRACE_S:
             return False
-        for presence in left:
-            self._end_process(presence.name, presence.pid, presence.node, presence.machine)
+        for process in left:
+            self._kill_process(process.name, process.pid, process.node, process.machine)
         return True
 
     # -- other machines
 
-    def _ask_elsewhere(self, presence: Presence, tell: Callable[[Condition | None], None]) -> None:
+    def _probe_remote(self, process: ProcessRecord, callback: Callable[[ProcessStat | None], None]) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        there = NodeAffinitySchedulingStrategy(presence.node, soft=False)
-        question = ray.remote(num_cpus=0, max_retries=0)(condition).options(scheduling_strategy=there)
-        self._questions.append((question.remote(presence.pid), tell))
+        its_node = NodeAffinitySchedulingStrategy(process.node, soft=False)
+        probe = ray.remote(num_cpus=0, max_retries=0)(read_process_stat).options(scheduling_strategy=its_node)
+        self._probes.append((probe.remote(process.pid), callback))
 
-    def _hear_answers(self) -> None:
+    def _collect_probes(self) -> None:
         import ray
 
-        waiting = []
-        for question, tell in self._questions:
-            if not ray.wait([question], timeout=0)[0]:
-                waiting.append((question, tell))
+        unfinished = []
+        for probe, callback in self._probes:
+            if not ray.wait([probe], timeout=0)[0]:
+                unfinished.append((probe, callback))
                 continue
             try:
-                tell(ray.get(question, timeout=1.0))
+                callback(ray.get(probe, timeout=1.0))
             except ray.exceptions.RayError:
-                tell(None)
-        self._questions = waiting
+                callback(None)
+        self._probes = unfinished
 
-    def _look_for_trainer(self) -> None:
-        """End the job whose trainer is not started again, although somebody was to do it."""
-        if self._trainer_due is None:
+    def _check_trainer_restarted(self) -> None:
+        """End the job if its lost trainer was not restarted in time."""
+        if self._trainer_deadline is None:
             return
-        if self.context.state.workers[TRAINER].state != Worker.LOST:
-            self._trainer_due = None
-        elif self._starter_is_gone():
-            self._apply(Ended(False, "the trainer was lost, and so was who starts it again"))
-        elif time.monotonic() > self._trainer_due:
-            self._apply(Ended(False, f"the trainer was lost, and no other came within {TRAINER_WITHIN_S:g} s"))
+        if self.journal.state.workers[TRAINER].state != WorkerPhase.LOST:
+            self._trainer_deadline = None
+        elif self._restarter_is_gone():
+            self._apply(JobEnded(False, "the trainer was lost, and so was the supervisor that restarts it"))
+        elif time.monotonic() > self._trainer_deadline:
+            reason = f"the trainer was lost, and no other one started within {TRAINER_RESTART_TIMEOUT_S:g} s"
+            self._apply(JobEnded(False, reason))
 
-    def _starter_is_gone(self) -> bool:
-        """Whether the trainer's program has ended, or Ray has given up the keeper of a submitted job."""
-        state = self.context.state
-        if state.program:
-            return state.workers[TRAINER].machine == self.here and not condition(state.program).state
-        return find_actor(keeper_name(state.run)) is None
+    def _restarter_is_gone(self) -> bool:
+        """Return whether the supervisor process has ended, or Ray has given up a submitted job's supervisor."""
+        state = self.journal.state
+        if state.supervisor_pid:
+            is_local = state.workers[TRAINER].machine == self.machine_id
+            return is_local and not read_process_stat(state.supervisor_pid).state
+        return find_actor(job_supervisor_name(state.run)) is None
 
-    def _look_at_nodes(self) -> None:
+    def _poll_nodes(self) -> None:
         import ray
 
-        if time.monotonic() - self._nodes_looked < NODES_EVERY_S:
+        if time.monotonic() - self._last_node_poll < NODE_POLL_PERIOD_S:
             return
-        self._nodes_looked = time.monotonic()
+        self._last_node_poll = time.monotonic()
         self._nodes = {node["NodeID"]: node for node in ray.nodes()}
         for node_id, node in self._nodes.items():
             if not node["Alive"] and node_id not in self._dead_nodes:
                 self._dead_nodes.add(node_id)
-                self.monitor.lose_node(node_id, f"its node {node['NodeManagerAddress']} is gone")
+                self.monitor.mark_node_lost(node_id, f"its node {node['NodeManagerAddress']} is gone")
 
-    def _tell_of_loss(self, lost: Failed) -> None:
-        """Have the trainer's calls of this worker end. Ray lets them wait until it notices, which takes half a second
-        for a process that crashes, and half a minute for a machine that went without a word.
+    def _report_lost_worker(self, lost: WorkerFailed) -> None:
+        """Make the trainer's pending calls to this worker fail now.
+
+        Ray would take 0.5 s to notice a crashed process, and about 30 s for a machine that lost its network.
         """
         connection, trainer = self._by_slot.get(lost.slot), self._by_slot.get(TRAINER)
-        introduced = connection.introduction if connection is not None else {}
-        if trainer is not None and introduced.get("pid") == lost.pid and "actor" in introduced:
-            trainer.send({"lost": {"actor": introduced["actor"], "account": lost.evidence}})
+        hello = connection.hello if connection is not None else {}
+        if trainer is not None and hello.get("pid") == lost.pid and "actor" in hello:
+            trainer.send({"lost": {"actor": hello["actor"], "reason": lost.evidence}})
 
-    def _look_at_node(self, node_id: str) -> str:
-        """Return how a node is gone, in words, if it is: Ray itself notices late that one went without a word."""
+    def _node_loss_reason(self, node_id: str) -> str:
+        """Return why a node is lost, or "". Connects to its raylet: Ray is slow to notice a lost network."""
         node = self._nodes.get(node_id)
-        if node is None or (node["Alive"] and answers(node)):
+        if node is None or (node["Alive"] and accepts_connections(node)):
             return ""
         return f"its node {node['NodeManagerAddress']} is gone"
 
     # -- calls and hangs
 
-    def _hear_of_deadline(self, role: str, ranks: list[int], method: str, timeout_s: float) -> None:
-        """A call on a group ran past its deadline: note it, and find out who holds it up."""
-        workers = self.context.state.workers
-        known = [
-            slot for slot, one in workers.items() for rank in ranks if holds(slot, role, rank) and one.state in THERE
+    def _on_call_timeout(self, role: str, ranks: list[int], method: str, timeout_s: float) -> None:
+        """Record a call that missed its deadline, and start an inquiry about the process that blocks it."""
+        workers = self.journal.state.workers
+        overdue = [
+            slot
+            for slot, worker in workers.items()
+            for rank in ranks
+            if slot_matches(slot, role, rank) and worker.state in PRESENT
         ]
-        if not known:  # of another job, not set up yet, or lost
+        if not overdue:  # of another job, not set up yet, or lost
             return
-        silent = ", ".join(map(str, ranks))
-        evidence = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {silent}"
-        self._apply(Failed(Kind.CALL, known[0], workers[known[0]].pid, evidence))
-        self._hangs.suspect(tuple(known), f"{role}.{method}")
+        waiting = ", ".join(map(str, ranks))
+        evidence = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {waiting}"
+        self._apply(WorkerFailed(Kind.CALL, overdue[0], workers[overdue[0]].pid, evidence))
+        self._hangs.inspect_now(tuple(overdue), f"{role}.{method}")
 
-    def _ask_for_stacks(self, slot: str) -> None:
+    def _request_stacks(self, slot: str) -> None:
         if slot in self._by_slot:
             self._by_slot[slot].send({"stacks": True})
 
 
-def _end_elsewhere(name: str, pid: int, node: str) -> None:
-    end_named([name], within_s=0.0)  # gone for Ray, it may be there for the kernel
+def _kill_remote(name: str, pid: int, node: str) -> None:
+    kill_named([name], timeout_s=0.0)  # Ray may regard it as dead while the kernel still has it
     kill_processes([(node, pid)])
 
 
 class JobMaster:
     """The Ray actor.
 
-    Its thread begins in `__init__`, against the rule, because Ray calls nothing else when it starts it again.
+    Its thread starts in `__init__`, against the rule, because Ray calls nothing else when it restarts an actor.
     """
 
-    def __init__(self, begun: Begun, journal: str, watchfulness: Watchfulness, trainer: dict[str, Any]) -> None:
+    def __init__(
+        self, job_started: JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
+    ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self.journal, self.started = journal, time.time()
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each worker: its connection and its process
-        self.master = Master(begun, journal, watchfulness, trainer)
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # a socket and a pidfd per worker
+        self.master = MasterLoop(job_started, journal, settings, trainer)
         threading.Thread(target=self._run, name="master", daemon=True).start()
 
     def _run(self) -> None:
@@ -321,41 +348,41 @@ class JobMaster:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def address(self) -> tuple[str, int, str]:
-        """Return where heartbeats go: host, port, and the token that admits them."""
+        """Return the address for heartbeats: host, port, and the token that authenticates a process."""
         return self.master.address
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that is known, as JSON has it: the state, and what each process said last.
+        """Return the job's state and the last heartbeat of each process, as a JSON-compatible dict.
 
-        "workers" has, by slot, what a new driver needs to find the living processes while they are busy, without asking
-        them: name, pid, node, rank, group_size, and the state of each.
+        "workers" has, by slot, what a restarted driver needs to find processes without calling them: name, pid, node,
+        rank, group_size and state.
         """
-        beats = {presence.slot: presence.beat for presence in list(self.master.monitor.presences.values())}
-        doings = {doing.slot: asdict(doing) for doing in self.master.monitor.doings()}
+        beats = {process.slot: process.beat for process in list(self.master.monitor.processes.values())}
+        activities = {activity.slot: asdict(activity) for activity in self.master.monitor.activities()}
         return {
-            **to_json(self.master.context.state),
+            **to_json(self.master.journal.state),
             "beats": beats,
-            "doings": doings,
+            "activities": activities,
             "journal": self.journal,
-            "is_durable": self.master.context.is_durable,
+            "is_durable": self.master.journal.is_durable,
             "pid": os.getpid(),
             "started": self.started,
         }
 
     def stop(self, reason: str) -> None:
-        """Have the trainer end the job, and make sure that it ends."""
-        self.master.ask(StopAsked(reason))
+        """Request the end of the job: the trainer gets SIGTERM."""
+        self.master.enqueue(StopRequested(reason))
 
-    def account(self, slot: str, timeout_s: float) -> str:
-        """Return how a process ended, waiting so long for the news; "" when it did not, or nobody knows."""
+    def exit_reason(self, slot: str, timeout_s: float) -> str:
+        """Return how a process ended, waiting at most `timeout_s`. "" if it did not end, or the reason is unknown."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
-            worker = self.master.context.state.workers.get(slot)
-            if worker is not None and worker.account and (worker.state != Worker.ALIVE or self.is_over()):
-                return worker.account
+            worker = self.master.journal.state.workers.get(slot)
+            if worker is not None and worker.exit_reason and (worker.state != WorkerPhase.ALIVE or self.is_finished()):
+                return worker.exit_reason
             time.sleep(0.02)
         return ""
 
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether the job has ended."""
-        return self.master.context.state.state in JOB_ENDS
+        return self.master.journal.state.state in JOB_ENDS

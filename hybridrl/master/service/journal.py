@@ -1,14 +1,16 @@
-"""`JobContext`: a job's state with the journal behind it. What was applied is in the journal; a new master reads it and
-goes on.
+"""`JournaledState`: a job's state, written to a journal. A restarted master replays the journal and continues.
 
-A journal is a directory on any fsspec path. `events-000000012.jsonl` holds the events from number 12 on, one in each
-line behind the CRC-32 of its bytes, in hex. `snapshot-000000400.json` is the state that the events before number 400
-lead to. On a local disk an event is appended, and synced if something is decided by it; on storage that cannot append,
-every event is an object of its own.
+A journal is a directory on any fsspec path:
 
-A last line without an end of line was being written when its writer died: it never counted, and the next writer begins
-a new file. Any other damage is a `JournalError`. A disk that is full stops no job: lines wait in memory until they can
-be written.
+  - `events-000000012.jsonl` holds the events from number 12 on, one per line. Each line starts with the CRC-32 of the
+    rest, in hex.
+  - `snapshot-000000400.json` is the state after the events before number 400.
+
+On a local disk an event is appended, and synced if it decides something. On storage that cannot append, every event is
+an object of its own.
+
+A last line without a newline is a torn write: it does not count, and the next writer starts a new file. Any other
+damage raises `JournalError`. A full disk does not stop the job: lines stay in memory until they can be written.
 """
 
 import json
@@ -23,75 +25,86 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from hybridrl.errors import JournalError
-from hybridrl.master.state.events import Begun, Committed, Effect, Ended, Event, StopAsked, decode, encode
+from hybridrl.master.state.events import (
+    CheckpointCommitted,
+    Effect,
+    Event,
+    JobEnded,
+    JobStarted,
+    StopRequested,
+    decode,
+    encode,
+)
 from hybridrl.master.state.reducer import JobState, from_json, reduce, to_json
 
 logger = logging.getLogger(__name__)
 EVENTS, SNAPSHOT = "events-", "snapshot-"
-SNAPSHOT_EVERY = 500
-# After these a local file is synced. The others are said again by whoever said them, when a machine that crashed is
-# back.
-SYNCED = (Begun, Committed, StopAsked, Ended)
+EVENTS_PER_SNAPSHOT = 500
+# A local file is synced after these. After a machine crash, their senders send the other events again.
+SYNCED_EVENTS = (JobStarted, CheckpointCommitted, StopRequested, JobEnded)
 
 
-class Entry(NamedTuple):
-    """number: of the event, from 0 on. at: when it was written, in seconds since 1970."""
+class JournalEntry(NamedTuple):
+    """An event with its number (from 0) and the time of its write (seconds since 1970)."""
 
     number: int
     at: float
     event: Event
 
 
-class JobContext:
-    """The state of one job, durable. `apply` is the only way it changes; one process at a time may do that.
+class JournaledState:
+    """The durable state of one job. It changes only by `apply`, in one process at a time.
 
-    path: the journal's directory, made when it is not there. What a directory holds already is replayed. Raises
-    JournalError where that is damaged.
+    Args:
+        path: Directory of the journal. Created if missing, replayed otherwise.
+        snapshot_every: Events between two snapshots.
+
+    Raises:
+        JournalError: If the journal is damaged.
     """
 
-    def __init__(self, path: str, *, snapshot_every: int = SNAPSHOT_EVERY) -> None:
-        self.path, self._every = path, snapshot_every
+    def __init__(self, path: str, *, snapshot_every: int = EVENTS_PER_SNAPSHOT) -> None:
+        self.path, self._snapshot_every = path, snapshot_every
         self._fs, self._root = fsspec.core.url_to_fs(path)
         self._fs.makedirs(self._root, exist_ok=True)
         self.state, self.num_events = replay(path)
         self._file: Any = None
-        self._waiting: list[
-            tuple[int, bytes, bool]
-        ] = []  # lines that could not be written yet: number, line, whether to sync
+        self._unwritten: list[tuple[int, bytes, bool]] = []  # number, line, whether to sync
         self._snapshot_at = self.num_events
 
     @property
     def is_durable(self) -> bool:
-        """Whether everything applied is in the journal."""
-        return not self._waiting
+        """Whether all applied events are in the journal."""
+        return not self._unwritten
 
     def apply(self, event: Event) -> tuple[Effect, ...]:
-        """Write the event, move the state, and return what is to be done.
+        """Write the event, update the state, and return the effects to execute.
 
-        An event that changes nothing leaves no trace.
+        An event that changes nothing is not written.
         """
         following, effects = reduce(self.state, event)
         if following == self.state and not effects:
             return ()
         line = _line({"n": self.num_events, "at": time.time(), **encode(event)})
-        self._waiting.append((self.num_events, line, isinstance(event, SYNCED) or bool(effects)))
+        self._unwritten.append((self.num_events, line, isinstance(event, SYNCED_EVENTS) or bool(effects)))
         self.state, self.num_events = following, self.num_events + 1
         self.flush()
         return effects
 
     def flush(self) -> None:
-        """Write what waits. A failure is logged once; then it waits for the next time."""
+        """Write the unwritten lines. Logs the first failure; the next call tries again."""
         try:
-            while self._waiting:
-                self._write(*self._waiting[0])
-                self._waiting.pop(0)
-            if self.num_events - self._snapshot_at >= self._every:
+            while self._unwritten:
+                self._write(*self._unwritten[0])
+                self._unwritten.pop(0)
+            if self.num_events - self._snapshot_at >= self._snapshot_every:
                 self._write_snapshot()
         except OSError as error:
-            self._close()  # what was written of the line stays the torn end of its file
-            if len(self._waiting) == 1:
+            self._close()  # a partial line stays as the torn end of its file
+            if len(self._unwritten) == 1:
                 logger.error(
-                    "the journal %s cannot be written (%s); the job goes on, and the master tries again",
+                    "cannot write the journal %s (%s); the job continues, and the master keeps the events in memory "
+                    "and tries again",
                     self.path,
                     error,
                 )
@@ -101,21 +114,22 @@ class JobContext:
             self._fs.pipe_file(_file(self._root, EVENTS, number), line)
             return
         if self._file is None:
-            self._file = open(_file(self._root, EVENTS, number), "wb", buffering=0)  # noqa: SIM115 - open for the journal's life
+            path = _file(self._root, EVENTS, number)
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - stays open until the next snapshot
         if self._file.write(line) != len(line):
-            raise OSError(f"line {number} was cut short")
+            raise OSError(f"event {number} was written only in part")
         if sync:
             os.fsync(self._file.fileno())
 
     def _write_snapshot(self) -> None:
         path, line = _file(self._root, SNAPSHOT, self.num_events), _line(to_json(self.state))
         if isinstance(self._fs, LocalFileSystem):
-            aside = f"{path}.part"
-            with open(aside, "wb") as f:
+            part_path = f"{path}.part"
+            with open(part_path, "wb") as f:
                 f.write(line)
                 f.flush()
                 os.fsync(f.fileno())
-            os.rename(aside, path)
+            os.rename(part_path, path)
         else:
             self._fs.pipe_file(path, line)
         self._snapshot_at = self.num_events
@@ -127,15 +141,15 @@ class JobContext:
             self._file = None
 
     def close(self) -> None:
-        """Write what can be written and close the files."""
+        """Write the unwritten lines if possible, and close the file."""
         self.flush()
         self._close()
 
 
 def replay(path: str) -> tuple[JobState, int]:
-    """Return the state that a journal leads to, and the number of its events.
+    """Return the state after all events of a journal, and their number.
 
-    An empty directory is a job that did not begin.
+    An empty directory is a job that did not start.
     """
     fs, root = fsspec.core.url_to_fs(path)
     snapshots = _numbered(fs, root, SNAPSHOT)
@@ -149,13 +163,13 @@ def replay(path: str) -> tuple[JobState, int]:
     return state, number
 
 
-def history(path: str) -> list[Entry]:
-    """Return every event of a journal, oldest first."""
+def history(path: str) -> list[JournalEntry]:
+    """Return all events of a journal, oldest first."""
     return list(_entries(*fsspec.core.url_to_fs(path), first=0))
 
 
-def _entries(fs, root: str, *, first: int) -> Iterator[Entry]:
-    """The events from number `first` on. Files that begin later than the one before ended are damage."""
+def _entries(fs, root: str, *, first: int) -> Iterator[JournalEntry]:
+    """Yield the events from number `first` on. A gap between two files is damage."""
     files = sorted(_numbered(fs, root, EVENTS).items())
     wanted = [i for i, (number, _) in enumerate(files) if number <= first][-1:] or [0]
     expected = files[wanted[0]][0] if files else first
@@ -166,21 +180,19 @@ def _entries(fs, root: str, *, first: int) -> Iterator[Entry]:
     for number, path in files[wanted[0] :]:
         if number != expected:
             raise JournalError(
-                f"{path} begins with event {number}, but the file before it ends with event {expected - 1}"
+                f"{path} starts with event {number}, but the file before it ends with event {expected - 1}"
             )
         for line_number, data in _lines(fs, path):
             if data.pop("n", None) != expected:
                 raise JournalError(f"{path}, line {line_number}: event {expected} belongs here")
             at, expected = data.pop("at"), expected + 1
             if expected > first:
-                yield Entry(expected - 1, at, decode(data))
+                yield JournalEntry(expected - 1, at, decode(data))
 
 
 def _lines(fs, path: str) -> Iterator[tuple[int, dict]]:
     lines = fs.cat_file(path).split(b"\n")
-    for number, line in enumerate(
-        lines[:-1], start=1
-    ):  # behind the last end of line is nothing, or what was not finished
+    for number, line in enumerate(lines[:-1], start=1):  # the last one is empty, or a torn write
         yield number, _data(line, f"{path}, line {number}")
 
 
@@ -211,7 +223,7 @@ def _file(root: str, kind: str, number: int) -> str:
 
 
 def _numbered(fs, root: str, kind: str) -> dict[int, str]:
-    """The files of one kind by the number in their names."""
+    """Return the files of one kind by the number in their names."""
     names = fs.ls(root, detail=False) if fs.exists(root) else []
     found = [name for name in names if name.rsplit("/", 1)[-1].startswith(kind) and not name.endswith(".part")]
     return {int(name.rsplit("/", 1)[-1][len(kind) :].split(".")[0]): name for name in found}

@@ -1,1 +1,1 @@
-"""The state of a job as pure tables: events, transitions, effects."""
+"""Job state: events, effects, state tables and the reducer."""

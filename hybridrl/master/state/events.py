@@ -1,4 +1,8 @@
-"""What can happen to a job (events), and what can be done about it (effects). The journal holds the events, as JSON."""
+"""Events (what can happen to a job) and effects (what the master can do about it).
+
+The journal stores the events as JSON. `reducer.py` maps events to effects; the master (`service/job_master.py`)
+executes the effects.
+"""
 
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
@@ -20,42 +24,46 @@ class Level(IntEnum):
 
 
 class Kind(StrEnum):
-    """What a failure is. Its value is what the journal and the report say."""
+    """Kind of a failure. The value appears in the journal and in reports."""
 
-    CALL = "call"  # a call that did not answer before its deadline; its process is there
+    CALL = "call"  # a call missed its deadline; its process still exists
     DIED = "died"
-    FROZEN = "frozen"  # its process is there and does nothing; it is ended, and then lost
+    FROZEN = "frozen"  # the process exists but is stopped; the master kills it, and then it is lost
     NODE = "node"
     EXCEPTION = "exception"  # raised by the program, in a worker or in the trainer
 
 
-# -- events, as the journal holds them
+# -- events, as the journal stores them
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The first event. roles: label of the processes (roles joined by "+") -> number of them.
+class JobStarted:
+    """The first event.
 
-    replicas: labels whose processes do not talk to each other. levels: those that somebody in this job can carry out.
-    limits_itself: whoever that is counts failures, and ends the job after too many.
-    program: process id, on the trainer's node, of who starts the trainer again; 0 where nobody does.
+    Attributes:
+        roles: Label of the processes (roles joined by "+") -> number of processes.
+        replicas: Labels whose processes do not communicate with each other.
+        recoverable_levels: Levels that this job can carry out.
+        limits_itself: True if the caller counts failures and ends the job itself; the master then applies no budget.
+        supervisor_pid: Process id, on the trainer's node, of the supervisor that restarts the trainer. 0: none.
     """
 
     job: str
     run: str
     roles: dict[str, int] = field(default_factory=dict)
     replicas: tuple[str, ...] = ()
-    levels: tuple[int, ...] = ()
+    recoverable_levels: tuple[int, ...] = ()
     limits_itself: bool = False
-    program: int = 0
+    supervisor_pid: int = 0
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A process spoke for the first time, to this master or to the one before. slot: `{label}-{rank}`, or the
-    trainer's.
+class WorkerJoined:
+    """A process sent its first message, to this master or to the one before.
 
-    rank, group_size: its place among the processes of its label.
+    Attributes:
+        slot: `{label}-{rank}`, or the trainer's slot.
+        rank: Rank among the `group_size` processes of its label.
     """
 
     slot: str
@@ -68,23 +76,27 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Silenced:
+class WorkerSilent:
     slot: str
     pid: int
     evidence: str
 
 
 @dataclass(frozen=True)
-class Spoke:
-    """A process that was silent was heard again."""
+class WorkerRecovered:
+    """A silent process sent a message again."""
 
     slot: str
     pid: int
 
 
 @dataclass(frozen=True)
-class Failed:
-    """signature: of an exception, its type and message; with it, the same one at the same step is recognised."""
+class WorkerFailed:
+    """A failure of a process or of a call.
+
+    Attributes:
+        signature: Type and message of an exception. Identifies the same exception at the same step.
+    """
 
     kind: str
     slot: str
@@ -94,32 +106,32 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """The trainer began its first step (0), or finished one."""
+class StepCompleted:
+    """The trainer started its first step (0), or completed one."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Committed:
+class CheckpointCommitted:
     step: int
     path: str
 
 
 @dataclass(frozen=True)
-class Left:
-    """A process ended as it should."""
+class WorkerLeft:
+    """A process ended intentionally."""
 
     slot: str
     pid: int
 
 
 @dataclass(frozen=True)
-class Noticed:
-    """Something that is told and not acted on: who holds up a job that hangs, a process that is slow, a disk that is
-    nearly full.
+class WarningRaised:
+    """A finding that is reported but not acted on: a process that blocks a hung job, a straggler, a nearly full disk.
 
-    slot: whom it is about; what is no process is said in words.
+    Attributes:
+        slot: The slot it concerns, or a description of something that is not a process.
     """
 
     slot: str
@@ -127,32 +139,60 @@ class Noticed:
 
 
 @dataclass(frozen=True)
-class StopAsked:
+class StopRequested:
     reason: str
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The trainer's last word, or the master's about it."""
+class JobEnded:
+    """The outcome of the job, reported by the trainer or decided by the master."""
 
     succeeded: bool
     reason: str
 
 
-Event = Begun | Joined | Silenced | Spoke | Failed | Stepped | Committed | Left | Noticed | StopAsked | Ended
+Event = (
+    JobStarted
+    | WorkerJoined
+    | WorkerSilent
+    | WorkerRecovered
+    | WorkerFailed
+    | StepCompleted
+    | CheckpointCommitted
+    | WorkerLeft
+    | WarningRaised
+    | StopRequested
+    | JobEnded
+)
 EVENTS = {
     cls.__name__: cls
-    for cls in (Begun, Joined, Silenced, Spoke, Failed, Stepped, Committed, Left, Noticed, StopAsked, Ended)
+    for cls in (
+        JobStarted,
+        WorkerJoined,
+        WorkerSilent,
+        WorkerRecovered,
+        WorkerFailed,
+        StepCompleted,
+        CheckpointCommitted,
+        WorkerLeft,
+        WarningRaised,
+        StopRequested,
+        JobEnded,
+    )
 }
 
 
 def encode(event: Event) -> dict[str, Any]:
-    """Return an event as JSON has it."""
+    """Return an event as a JSON-compatible dict."""
     return {"event": type(event).__name__, **asdict(event)}
 
 
 def decode(data: dict[str, Any]) -> Event:
-    """Return the event that `encode` wrote. Raises JournalError for one that this version does not know."""
+    """Return the event that `encode` wrote.
+
+    Raises:
+        JournalError: If this version does not know the event.
+    """
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "event"
     }
@@ -164,13 +204,13 @@ def decode(data: dict[str, Any]) -> Event:
         ) from None
 
 
-def label_of(slot: str) -> str:
-    """Return the roles of a slot's processes: `actor-3` is of `actor`."""
+def role_of_slot(slot: str) -> str:
+    """Return the label (roles) of a slot: `actor-3` belongs to `actor`."""
     return slot.rpartition("-")[0] or slot
 
 
-def holds(slot: str, role: str, rank: int) -> bool:
-    """Whether a slot's process is that of a role's rank: `actor+rollout-3` is that of `rollout` and 3."""
+def slot_matches(slot: str, role: str, rank: int) -> bool:
+    """Return whether a slot holds this rank of a role: `actor+rollout-3` holds rank 3 of `rollout`."""
     label, _, number = slot.rpartition("-")
     return number == str(rank) and (label == role or role in label.split("+"))
 
@@ -179,8 +219,8 @@ def holds(slot: str, role: str, rank: int) -> bool:
 
 
 @dataclass(frozen=True)
-class EndProcess:
-    """End this process for certain, also if it is frozen."""
+class KillProcess:
+    """Kill this process reliably, also if it is frozen."""
 
     slot: str
     name: str
@@ -191,8 +231,8 @@ class EndProcess:
 
 
 @dataclass(frozen=True)
-class Recover:
-    """Have the level carried out. slots: whose processes are made anew."""
+class RecoveryNeeded:
+    """Announce a recovery at this level. slots: the slots whose processes are replaced."""
 
     level: int
     slots: tuple[str, ...]
@@ -205,17 +245,17 @@ class StopTrainer:
 
 
 @dataclass(frozen=True)
-class TellTrainer:
-    """Have the trainer say it, where whoever started the job sees it."""
+class NotifyTrainer:
+    """Make the trainer log this text, so that it appears in the output of the driver."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class EndJob:
-    """End whatever process of the job is left, then the master."""
+class ReleaseJob:
+    """Kill the remaining processes of the job, then end the master."""
 
     reason: str
 
 
-Effect = EndProcess | Recover | StopTrainer | TellTrainer | EndJob
+Effect = KillProcess | RecoveryNeeded | StopTrainer | NotifyTrainer | ReleaseJob

@@ -1,8 +1,8 @@
-"""The states of a job, its roles and its workers, as tables: what may follow what. `hybridrl job states` prints them.
+"""State tables of a job, its roles and its workers. `hybridrl job states` prints them.
 
-A table maps (state, event) to the next state. An event without an entry changes nothing: a death that is told twice, or
-a word from a process that was replaced meanwhile, is no reason to move. Which event a failure is, and what is done
-about it, is `reducer.py`.
+A table maps (state, event) to the next state. An event without an entry changes nothing, so a death that is reported
+twice, or a message from a replaced process, is harmless. `reducer.py` decides which event a failure is and what is
+done about it.
 """
 
 from collections.abc import Mapping
@@ -12,71 +12,80 @@ from typing import NamedTuple
 Table = Mapping[tuple[str, str], str]
 
 
-class Job(StrEnum):
-    STARTING = "starting"  # processes are being made, models loaded
+class JobPhase(StrEnum):
+    STARTING = "starting"  # processes start, models load
     RUNNING = "running"
-    RECOVERING = "recovering"  # something is lost, and what replaces it is on its way
-    STOPPING = "stopping"  # somebody asked for the end; the trainer may still commit
+    RECOVERING = "recovering"  # a process is lost and its replacement is not ready yet
+    STOPPING = "stopping"  # a stop was requested; the trainer may still commit
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
 
 
-class Role(StrEnum):
+class RolePhase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DEGRADED = "degraded"  # replicas are missing, the others serve
-    REBUILDING = "rebuilding"  # all its processes are made anew
+    REBUILDING = "rebuilding"  # all its processes are replaced
     ENDED = "ended"
 
 
-class Worker(StrEnum):
-    STARTING = "starting"  # planned or being replaced; it has not spoken yet
+class WorkerPhase(StrEnum):
+    STARTING = "starting"  # planned or being replaced; it has not sent a message yet
     ALIVE = "alive"
-    SILENT = "silent"  # its process is there, its heartbeats are not
+    SILENT = "silent"  # the process exists, but sends no heartbeats
     LOST = "lost"
-    ENDED = "ended"  # as it should
+    ENDED = "ended"  # intentionally
 
 
 JOB: Table = {
-    (Job.STARTING, "begin"): Job.RUNNING,
-    (Job.STARTING, "failure"): Job.RECOVERING,
-    (Job.RUNNING, "failure"): Job.RECOVERING,
-    (Job.RECOVERING, "recovered"): Job.RUNNING,
-    (Job.STARTING, "stop"): Job.STOPPING,
-    (Job.RUNNING, "stop"): Job.STOPPING,
-    (Job.RECOVERING, "stop"): Job.STOPPING,
-    **{(state, "succeed"): Job.SUCCEEDED for state in (Job.STARTING, Job.RUNNING, Job.RECOVERING, Job.STOPPING)},
-    **{(state, "abort"): Job.FAILED for state in (Job.STARTING, Job.RUNNING, Job.RECOVERING)},
-    (Job.STOPPING, "abort"): Job.STOPPED,
-    (Job.STOPPING, "stopped"): Job.STOPPED,
+    (JobPhase.STARTING, "begin"): JobPhase.RUNNING,
+    (JobPhase.STARTING, "failure"): JobPhase.RECOVERING,
+    (JobPhase.RUNNING, "failure"): JobPhase.RECOVERING,
+    (JobPhase.RECOVERING, "recovered"): JobPhase.RUNNING,
+    (JobPhase.STARTING, "stop"): JobPhase.STOPPING,
+    (JobPhase.RUNNING, "stop"): JobPhase.STOPPING,
+    (JobPhase.RECOVERING, "stop"): JobPhase.STOPPING,
+    **{
+        (state, "succeed"): JobPhase.SUCCEEDED
+        for state in (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING, JobPhase.STOPPING)
+    },
+    **{(state, "abort"): JobPhase.FAILED for state in (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING)},
+    (JobPhase.STOPPING, "abort"): JobPhase.STOPPED,
+    (JobPhase.STOPPING, "stopped"): JobPhase.STOPPED,
 }
 ROLE: Table = {
-    (Role.STARTING, "all_alive"): Role.READY,
-    (Role.STARTING, "rebuild"): Role.REBUILDING,
-    (Role.READY, "replica_lost"): Role.DEGRADED,
-    (Role.READY, "rebuild"): Role.REBUILDING,
-    (Role.DEGRADED, "all_alive"): Role.READY,
-    (Role.DEGRADED, "rebuild"): Role.REBUILDING,
-    (Role.REBUILDING, "all_alive"): Role.READY,
-    **{(state, "end"): Role.ENDED for state in (Role.STARTING, Role.READY, Role.DEGRADED, Role.REBUILDING)},
+    (RolePhase.STARTING, "all_alive"): RolePhase.READY,
+    (RolePhase.STARTING, "rebuild"): RolePhase.REBUILDING,
+    (RolePhase.READY, "replica_lost"): RolePhase.DEGRADED,
+    (RolePhase.READY, "rebuild"): RolePhase.REBUILDING,
+    (RolePhase.DEGRADED, "all_alive"): RolePhase.READY,
+    (RolePhase.DEGRADED, "rebuild"): RolePhase.REBUILDING,
+    (RolePhase.REBUILDING, "all_alive"): RolePhase.READY,
+    **{
+        (state, "end"): RolePhase.ENDED
+        for state in (RolePhase.STARTING, RolePhase.READY, RolePhase.DEGRADED, RolePhase.REBUILDING)
+    },
 }
 WORKER: Table = {
-    (Worker.STARTING, "join"): Worker.ALIVE,
-    (Worker.STARTING, "lose"): Worker.LOST,
-    (Worker.ALIVE, "hush"): Worker.SILENT,
-    (Worker.ALIVE, "lose"): Worker.LOST,
-    (Worker.ALIVE, "replace"): Worker.STARTING,
-    (Worker.SILENT, "speak"): Worker.ALIVE,
-    (Worker.SILENT, "lose"): Worker.LOST,
-    (Worker.SILENT, "replace"): Worker.STARTING,
-    (Worker.LOST, "replace"): Worker.STARTING,
-    **{(state, "end"): Worker.ENDED for state in (Worker.STARTING, Worker.ALIVE, Worker.SILENT, Worker.LOST)},
+    (WorkerPhase.STARTING, "join"): WorkerPhase.ALIVE,
+    (WorkerPhase.STARTING, "fail"): WorkerPhase.LOST,
+    (WorkerPhase.ALIVE, "go_silent"): WorkerPhase.SILENT,
+    (WorkerPhase.ALIVE, "fail"): WorkerPhase.LOST,
+    (WorkerPhase.ALIVE, "replace"): WorkerPhase.STARTING,
+    (WorkerPhase.SILENT, "recover"): WorkerPhase.ALIVE,
+    (WorkerPhase.SILENT, "fail"): WorkerPhase.LOST,
+    (WorkerPhase.SILENT, "replace"): WorkerPhase.STARTING,
+    (WorkerPhase.LOST, "replace"): WorkerPhase.STARTING,
+    **{
+        (state, "end"): WorkerPhase.ENDED
+        for state in (WorkerPhase.STARTING, WorkerPhase.ALIVE, WorkerPhase.SILENT, WorkerPhase.LOST)
+    },
 }
 
 
-class Machine(NamedTuple):
-    """states: all there are. ends: those that nothing leaves."""
+class StateMachine(NamedTuple):
+    """A named table with all its states and its final states (`ends`)."""
 
     name: str
     states: type[StrEnum]
@@ -84,21 +93,21 @@ class Machine(NamedTuple):
     ends: frozenset[str]
 
 
-MACHINES = (
-    Machine("job", Job, JOB, frozenset({Job.SUCCEEDED, Job.FAILED, Job.STOPPED})),
-    Machine("role", Role, ROLE, frozenset({Role.ENDED})),
-    Machine("worker", Worker, WORKER, frozenset({Worker.ENDED})),
+STATE_MACHINES = (
+    StateMachine("job", JobPhase, JOB, frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED})),
+    StateMachine("role", RolePhase, ROLE, frozenset({RolePhase.ENDED})),
+    StateMachine("worker", WorkerPhase, WORKER, frozenset({WorkerPhase.ENDED})),
 )
-JOB_ENDS = MACHINES[0].ends
+JOB_ENDS = STATE_MACHINES[0].ends
 
 
-def advance(table: Table, state: str, event: str) -> str:
-    """Return the next state; the same one where the table has no entry."""
+def next_state(table: Table, state: str, event: str) -> str:
+    """Return the next state, or the same one if the table has no entry."""
     return table.get((state, event), state)
 
 
-def to_text(machines: tuple[Machine, ...] = MACHINES) -> str:
-    """Return the tables for a terminal: a block for each machine, a line for each entry."""
+def to_text(machines: tuple[StateMachine, ...] = STATE_MACHINES) -> str:
+    """Return the tables for a terminal: a block per state machine, a line per entry."""
     blocks = []
     for machine in machines:
         lines = [f"{machine.name}: {', '.join(machine.states)}; ends: {', '.join(sorted(machine.ends))}"]

@@ -1,4 +1,4 @@
-"""Agent loops: how a response comes about in one turn or several, with what is said to the model in between."""
+"""Agent loops: how a response is generated in one or several turns, with tool answers in between."""
 
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, PolicyClient, register_agent_loop
 from hybridrl.serving.agent_loop.single_turn import SingleTurnAgentLoop

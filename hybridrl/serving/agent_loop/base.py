@@ -1,4 +1,4 @@
-"""What an agent loop is, and what it may use: a policy that answers tokens with tokens, a tokenizer, tools.
+"""Base class of agent loops, and what a loop may use: a policy client, a tokenizer and tools.
 
     @register_agent_loop("twice")
     class Twice(AgentLoop):
@@ -9,9 +9,10 @@
             await response.sample(sampling_params)
             return response.output()
 
-Tokens stay what they were: what was sampled is never decoded and encoded again, so training sees the tokens that the
-policy chose and their log-probs. Only what tools and environments say is tokenized here, and the loss leaves it out
-(response_mask 0).
+Loops run in the driver process, on the router's event loop; `AgentLoopManager` calls them.
+
+Sampled tokens are never decoded and encoded again, so training sees the tokens that the policy chose and their
+log-probs. Only the text of tools and environments is tokenized here. The loss leaves it out (response_mask 0).
 """
 
 from abc import ABC, abstractmethod
@@ -25,17 +26,21 @@ from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
-NO_VERSION = 2**62  # before anything was sampled: later than every version there is
+UNSET_VERSION = 2**62  # until a token is sampled: larger than every real version
 
 
 @dataclass
 class AgentLoopOutput:
-    """One response with everything that was said in it.
+    """One response with all its turns.
 
-    prompt_ids: as they were given. response_ids, response_mask, response_logprobs: equally long; 1 and the log-prob
-    where the policy spoke, 0 and 0.0 where a tool or an environment did. num_turns: messages, the user's and the tools'
-    included. version: of the oldest weights that made a token. token_versions: of the weights that made each token, -1
-    where the policy did not speak; empty where `version` made them all.
+    Attributes:
+        prompt_ids: As given.
+        response_ids, response_mask, response_logprobs: Equally long. Mask and log-prob are 1 and the sampled one for
+            the policy's tokens, 0 and 0.0 for tokens of tools and environments.
+        num_turns: Messages, those of the user and the tools included.
+        version: Version of the oldest weights that sampled a token.
+        token_versions: Version of the weights that sampled each token, -1 for tokens that were not sampled. Empty where
+            `version` sampled all.
     """
 
     prompt_ids: list[int]
@@ -43,7 +48,7 @@ class AgentLoopOutput:
     response_mask: list[int]
     response_logprobs: list[float]
     num_turns: int = 2
-    version: int = NO_VERSION
+    version: int = UNSET_VERSION
     token_versions: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -52,23 +57,25 @@ class AgentLoopOutput:
         if len(lengths) > 1:
             raise ValueError(
                 f"an agent loop's response has {len(self.response_ids)} tokens, a mask of "
-                f"{len(self.response_mask)} and "
-                f"{len(self.response_logprobs)} log-probs; they belong together, and with them "
-                f"{len(self.token_versions)} "
-                "token_versions, if there are any"
+                f"{len(self.response_mask)}, {len(self.response_logprobs)} log-probs and "
+                f"{len(self.token_versions)} token_versions; give one of each per token (token_versions may be empty)"
             )
 
     @property
-    def versions_of_tokens(self) -> list[int]:
-        """`token_versions`, filled in where they were left out."""
+    def all_token_versions(self) -> list[int]:
+        """Return `token_versions`, filled in where they were left out."""
         return self.token_versions or [self.version if mask else NOT_SAMPLED for mask in self.response_mask]
 
 
 @dataclass
-class Response:
-    """A response in the making. `sample` lets the policy go on, `observe` says something to it; both add tokens.
+class ResponseBuilder:
+    """A response under construction. `sample` and `observe` append tokens.
 
-    limit: most tokens in all. request: the first turn's; those of the others follow from it.
+    Attributes:
+        client: The policy.
+        request: Request of the first turn; those of later turns are derived from it.
+        limit: Most response tokens in all.
+        ids, mask, log_probs, token_versions: One entry per response token so far.
     """
 
     client: PolicyClient
@@ -78,27 +85,30 @@ class Response:
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     num_turns: int = 1
-    version: int = NO_VERSION
+    version: int = UNSET_VERSION
     token_versions: list[int] = field(default_factory=list)
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         return self.limit - len(self.ids)
 
     async def sample(self, sampling_params: SamplingParams) -> TokenOutput:
-        """Let the policy speak until it ends or there is no room; returns what it said.
+        """Let the policy generate until it stops or no tokens are left, and return its output.
 
-        ValueError if there is no room at all.
+        Raises:
+            ValueError: No tokens are left.
         """
-        if self.room <= 0:
+        if self.tokens_left <= 0:
             raise ValueError(
-                f"the response has its {self.limit} tokens (data.max_response_length) already; look at `room` first"
+                f"the response has all its {self.limit} tokens (data.max_response_length); check `tokens_left` first"
             )
         turn = replace(
             self.request,
             request_id=f"{self.request.request_id}#{self.num_turns}",
             prompt_ids=(*self.request.prompt_ids, *self.ids),
-            sampling=replace(sampling_params, n=1, max_new_tokens=min(self.room, sampling_params.max_new_tokens)),
+            sampling=replace(
+                sampling_params, n=1, max_new_tokens=min(self.tokens_left, sampling_params.max_new_tokens)
+            ),
             num_done=len(self.ids),
         )
         output = await self.client.generate(turn, conversation=self.request.request_id)
@@ -111,10 +121,8 @@ class Response:
         return output
 
     def observe(self, tokens: list[int]) -> bool:
-        """Add what a tool or an environment says, if there is room for all of it and a token after it; else nothing,
-        and False.
-        """
-        if len(tokens) >= self.room:
+        """Append the tokens of a tool or an environment if they and one more token fit; else return False."""
+        if len(tokens) >= self.tokens_left:
             return False
         self.ids += tokens
         self.mask += [0] * len(tokens)
@@ -131,10 +139,12 @@ class Response:
 
 
 @dataclass(frozen=True)
-class AgentSetting:
+class AgentLoopContext:
     """What all loops of a job share.
 
-    tools: name -> function. max_turns: of the policy, in one response; None means no limit but length.
+    Attributes:
+        tools: Name to function.
+        max_turns: Most turns of the policy in one response; None: only the length limits it.
     """
 
     tokenizer: Any
@@ -144,28 +154,33 @@ class AgentSetting:
 
 
 class AgentLoop(ABC):
-    """One object serves all rows of a batch at the same time: what belongs to a row stays in `run`'s own variables."""
+    """Base class of loops.
 
-    def __init__(self, setting: AgentSetting):
-        self.setting, self.tokenizer, self.tools = setting, setting.tokenizer, setting.tools
+    One object serves all rows of a batch at the same time: keep a row's state in local variables of `run`.
+    """
+
+    def __init__(self, context: AgentLoopContext):
+        self.context, self.tokenizer, self.tools = context, context.tokenizer, context.tools
 
     @abstractmethod
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Return the response to one row.
 
-        row: its columns (`raw_prompt`, `extra_info`, ...), and for `respond` the request and client.
+        Args:
+            sampling_params: For one sample.
+            row: The row's columns (`raw_prompt`, `extra_info`, ...), and `request` and `client` for `respond`.
         """
 
-    def respond(self, row: Mapping[str, Any]) -> Response:
-        """Return the empty response to this row."""
-        return Response(row["client"], row["request"], self.setting.max_response_length)
+    def respond(self, row: Mapping[str, Any]) -> ResponseBuilder:
+        """Return an empty response to this row."""
+        return ResponseBuilder(row["client"], row["request"], self.context.max_response_length)
 
 
 AGENT_LOOPS: dict[str, type[AgentLoop]] = {}
 
 
 def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
-    """Make a loop known as `agent_name` of a row, and as `actor_rollout_ref.rollout.agent.default_agent_loop`."""
+    """Register a loop under the name used by a row's `agent_name` and `rollout.agent.default_agent_loop`."""
 
     def register(cls: type[AgentLoop]) -> type[AgentLoop]:
         AGENT_LOOPS[name] = cls
@@ -174,12 +189,12 @@ def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop
     return register
 
 
-def agent_loop(name: str) -> type[AgentLoop]:
-    """Return a registered loop; an unknown name is a ConfigError that lists the known ones."""
+def lookup_agent_loop(name: str) -> type[AgentLoop]:
+    """Return a registered loop; an unknown name is a ConfigError that lists the registered ones."""
     if name not in AGENT_LOOPS:
         raise ConfigError(
             f"there is no agent loop {name!r} (a row's agent_name, or "
-            "actor_rollout_ref.rollout.agent.default_agent_loop); known: "
+            "actor_rollout_ref.rollout.agent.default_agent_loop); registered: "
             f"{', '.join(sorted(AGENT_LOOPS))}. One of your own is registered in the file "
             "actor_rollout_ref.rollout.agent.path"
         )

@@ -1,4 +1,4 @@
-"""The loop that is none: a prompt, a response."""
+"""The default agent loop: one prompt, one response."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 @register_agent_loop("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoop):
-    """The same tokens as one batched call makes (`rollout.mode=sync`)."""
+    """Generates the same tokens as one batched call (`rollout.mode=sync`)."""
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         response = self.respond(row)

@@ -1,9 +1,8 @@
-"""The loop with tools: the policy speaks, its calls are carried out, the answers are said to it, until it calls
-nothing.
+"""Agent loop with tools: run the policy's tool calls and give it the answers, until a turn has no call.
 
-Calls are written as Hermes and Qwen models write them, `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
-2}}</tool_call>`, and answers come as a turn of the chat template. Another form is a subclass that overrides `calls_in`
-and `say`.
+Calls are written as Hermes and Qwen models do, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`.
+Answers are a turn of the chat template. For another format, subclass and override `parse_tool_calls` and
+`render_messages`.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, AgentSetting, register_agent_loop
+from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
 from hybridrl.serving.agent_loop.tools import call_tool
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -22,7 +21,7 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. error: why what the policy wrote is none, which is then the answer to it."""
+    """A call of a tool. error: why the policy's text is not a valid call; it becomes the answer."""
 
     name: str
     arguments: dict[str, Any]
@@ -31,44 +30,44 @@ class ToolCall:
 
 @register_agent_loop("tool_agent")
 class ToolAgentLoop(AgentLoop):
-    """At most `max_turns` turns of the policy; a response without room for an answer ends where it is."""
+    """At most `max_turns` turns of the policy. A response ends where an answer does not fit any more."""
 
-    def __init__(self, setting: AgentSetting):
-        super().__init__(setting)
+    def __init__(self, context: AgentLoopContext):
+        super().__init__(context)
         if not self.tools:
             raise ConfigError(
                 "the agent loop tool_agent needs tools: set "
-                "actor_rollout_ref.rollout.multi_turn.function_tool_path to a Python file "
-                "whose functions are marked with @function_tool"
+                "actor_rollout_ref.rollout.multi_turn.function_tool_path to a Python file with functions that are "
+                "marked with @function_tool"
             )
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         response, turns = self.respond(row), 0
-        while response.room > 0:
-            said = await response.sample(self.sampling_of_turn(sampling_params, turns))
+        while response.tokens_left > 0:
+            output = await response.sample(self.turn_sampling_params(sampling_params, turns))
             turns += 1
-            if said.finish_reason != "stop" or turns == self.setting.max_turns:
+            if output.finish_reason != "stop" or turns == self.context.max_turns:
                 break
-            calls = self.calls_in(self.tokenizer.decode(said.token_ids, skip_special_tokens=True))
+            calls = self.parse_tool_calls(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
             if not calls:
                 break
             answers = await asyncio.gather(*(self._answer(call) for call in calls))
-            if not response.observe(self.say(calls, list(answers))):
+            if not response.observe(self.render_messages(calls, list(answers))):
                 break
         return response.output()
 
-    def sampling_of_turn(self, sampling_params: SamplingParams, turn: int) -> SamplingParams:
-        """Return how turn number `turn` is sampled; for forms in which something of their own ends a turn."""
+    def turn_sampling_params(self, sampling_params: SamplingParams, turn: int) -> SamplingParams:
+        """Return the sampling of turn number `turn`. Override it where a format has its own end of a turn."""
         return sampling_params
 
-    def calls_in(self, text: str) -> list[ToolCall]:
-        """Return the calls in what the policy wrote."""
+    def parse_tool_calls(self, text: str) -> list[ToolCall]:
+        """Return the calls in the policy's text."""
         return [_call(body) for body in CALL.findall(text)]
 
-    def say(self, calls: list[ToolCall], answers: list[str]) -> list[int]:
-        """Return the tokens that answer these calls: a turn for each, and the beginning of the policy's next one.
+    def render_messages(self, calls: list[ToolCall], answers: list[str]) -> list[int]:
+        """Return the tokens that answer these calls: a turn for each, and the start of the policy's next turn.
 
-        The chat template is asked for the text after a conversation's end, so what was sampled is not touched.
+        Only text that the chat template puts after the end of a conversation is used. Sampled tokens stay as they are.
         """
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         turns = [{"role": "tool", "content": answer} for answer in answers]
@@ -76,9 +75,9 @@ class ToolAgentLoop(AgentLoop):
         whole = self.tokenizer.apply_chat_template([*before, *turns], tokenize=False, add_generation_prompt=True)
         if not whole.startswith(head):
             raise ConfigError(
-                "the chat template writes an earlier turn in another way when a tool answers; override `say`"
+                "the chat template renders earlier turns differently once a tool answers; override `render_messages`"
             )
-        # The policy's turn ended with its end token; what the template puts between that and the next turn comes first.
+        # The policy's turn ended with its end token. Text that the template puts after that token comes first.
         end = (
             head.rindex(self.tokenizer.eos_token) + len(self.tokenizer.eos_token)
             if self.tokenizer.eos_token in head

@@ -1,11 +1,12 @@
-"""Function tools: plain Python functions in a file of the user's, marked with `@function_tool`.
+"""Function tools: plain Python functions in a user's file, marked with `@function_tool`.
 
     @function_tool
     def add(a: int, b: int) -> int:
         "Add two numbers."
         return a + b
 
-A call that fails is an answer to the policy, which can do better next time, and no end of the run.
+Tools run in the driver process. A call that fails is answered with the error: the policy can react, and the run
+continues.
 """
 
 import asyncio
@@ -20,20 +21,21 @@ from hybridrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MARK = "_is_function_tool"
-TIMEOUT_S = 30.0  # of one call; a tool that waits for ever would stop the step
+TOOL_MARKER = "_is_function_tool"
+TOOL_TIMEOUT_S = 30.0  # per call; a tool that never returns would block the step
 
 
 def function_tool(function: Callable) -> Callable:
     """Mark a function, `async` or not, as a tool under its own name."""
-    setattr(function, MARK, True)
+    setattr(function, TOOL_MARKER, True)
     return function
 
 
 def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
-    """Return the marked functions of a Python file by name, none if path is None.
+    """Return the marked functions of a Python file by name; an empty dict if path is None.
 
-    ConfigError if there are none in it.
+    Raises:
+        ConfigError: The file cannot be loaded or has no marked function. `key` is the setting to name.
     """
     if path is None:
         return {}
@@ -41,7 +43,7 @@ def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
         module = load_module(path)
     except ConfigError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
-    tools = {name: value for name, value in vars(module).items() if getattr(value, MARK, False)}
+    tools = {name: value for name, value in vars(module).items() if getattr(value, TOOL_MARKER, False)}
     if not tools:
         raise ConfigError(
             f"{key}={path}: no function in it is marked with @function_tool (from hybridrl.serving.agent_loop)"
@@ -50,8 +52,9 @@ def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
 
 
 async def call_tool(tools: dict[str, Callable], name: str, arguments: dict[str, Any]) -> str:
-    """Return what a tool answers, as text; an unknown tool, wrong arguments, an exception and a timeout are answers
-    that say so.
+    """Return a tool's answer as text.
+
+    An unknown tool, wrong arguments, an exception and a timeout give an answer that states the error.
     """
     function = tools.get(name)
     if function is None:
@@ -61,9 +64,9 @@ async def call_tool(tools: dict[str, Callable], name: str, arguments: dict[str, 
         call = (
             function(**arguments) if inspect.iscoroutinefunction(function) else asyncio.to_thread(function, **arguments)
         )
-        answer = await asyncio.wait_for(call, TIMEOUT_S)
+        answer = await asyncio.wait_for(call, TOOL_TIMEOUT_S)
     except TimeoutError:
-        return f"Error: {name} did not answer within {TIMEOUT_S:g} s"
+        return f"Error: {name} did not answer within {TOOL_TIMEOUT_S:g} s"
     except Exception as error:
         logger.debug("tool %s failed", name, exc_info=True)
         return f"Error: {type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""`Turns`: batches and pushes of weights one after the other, in the order in which they were asked for.
+"""Run batches and weight pushes one after the other, in submission order.
 
-Where the rollout's processes do nothing but generate, turns are taken in a thread, beside training; else at once, while
-the caller waits, because these processes train, too, and have no time for requests in between. After a turn that failed
-nobody has another one.
+Where rollout processes only generate, a thread of the driver runs the items beside training. Where these processes also
+train, they have no time for requests in between: each item runs at once while the caller waits. After an item failed,
+no further one runs.
 """
 
 from collections.abc import Callable
@@ -13,74 +13,80 @@ from hybridrl.serving.service import PolicyService
 Work = Callable[[PolicyService], object]
 
 
-class Turn:
-    """Something that was asked for."""
+class WorkItem:
+    """A submitted batch or push."""
 
     def __init__(self, done: Future):
         self._done = done
 
     def wait(self) -> None:
-        """Return when it is done. Raises what went wrong with it, or with one before it.
+        """Return when it is done. Raises its error, or that of an item before it.
 
-        How long that takes is bounded by the deadlines of what is done in it.
+        The timeouts of the calls inside bound the wait.
         """
         self._done.result()
 
-    check = wait  # as of a `Push`
+    check = wait  # the name in the interface of pushes
 
 
-class Turns:
-    """beside: turns are taken in a thread of their own, and between them the service stays open to others."""
+class WorkQueue:
+    """Items for one service.
 
-    def __init__(self, service: PolicyService, *, beside: bool):
+    Args:
+        service: Router and event loop.
+        concurrent: Run items in a thread, and keep the service open between them.
+    """
+
+    def __init__(self, service: PolicyService, *, concurrent: bool):
         self.service = service
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="turns") if beside else None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="work-queue") if concurrent else None
         self._failure: BaseException | None = None
 
-    def generate(self, version: int | None, work: Work) -> Turn:
-        """Have `work` done while the service is open, with weights of this version."""
-        return self._take(lambda: self._generate(version, work))
+    def generate(self, version: int | None, work: Work) -> WorkItem:
+        """Submit `work`, to run while the service is open with weights of this version."""
+        return self._run(lambda: self._generate(version, work))
 
-    def push(self, version: int, take: Callable[[], None]) -> Turn:
-        """Have `take` done while the service is held, and open it again, for weights of this version."""
-        return self._take(lambda: self._push(version, take))
+    def push(self, version: int, load: Callable[[], None]) -> WorkItem:
+        """Submit `load`, to run while the service is paused; then resume with weights of this version."""
+        return self._run(lambda: self._push(version, load))
 
     def _generate(self, version: int | None, work: Work) -> None:
         if self._threads is not None:
             work(self.service)
             return
-        self.service.release(version)
+        self.service.resume(version)
         try:
             work(self.service)
         finally:
-            self.service.hold()
+            self.service.pause()
 
-    def _push(self, version: int, take: Callable[[], None]) -> None:
-        self.service.hold()
-        take()
-        self.service.release(version)
+    def _push(self, version: int, load: Callable[[], None]) -> None:
+        self.service.pause()
+        load()
+        self.service.resume(version)
 
-    def _take(self, turn: Callable[[], None]) -> Turn:
+    def _run(self, item: Callable[[], None]) -> WorkItem:
         if self._threads is not None:
-            return Turn(self._threads.submit(self._carefully, turn))
+            return WorkItem(self._threads.submit(self._run_unless_failed, item))
         done: Future = Future()
-        turn()
+        item()
         done.set_result(None)
-        return Turn(done)
+        return WorkItem(done)
 
-    def _carefully(self, turn: Callable[[], None]) -> None:
+    def _run_unless_failed(self, item: Callable[[], None]) -> None:
         if self._failure is not None:
             raise self._failure
         try:
-            turn()
+            item()
         except BaseException as error:
             self._failure = error
             raise
 
     def close(self, *, wait: bool = False) -> None:
-        """End the service, and with it the turn that is being taken; none of those that wait begins.
+        """Close the service, which ends the running item. Waiting items are cancelled.
 
-        wait: as `PolicyService.close`.
+        Args:
+            wait: As for `PolicyService.close`.
         """
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

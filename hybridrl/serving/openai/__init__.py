@@ -1,9 +1,9 @@
 """An OpenAI-compatible endpoint of the policy: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
 
-`questions` reads what is asked, `answers` writes what is said, `server` is the web application between them and a
-`Router`.
+`requests` parses requests, `responses` writes answers, `server` is the web application between them and a
+`ReplicaRouter`.
 """
 
-from hybridrl.serving.openai.server import Endpoint, Served
+from hybridrl.serving.openai.server import Endpoint, ServedModel
 
-__all__ = ["Endpoint", "Served"]
+__all__ = ["Endpoint", "ServedModel"]

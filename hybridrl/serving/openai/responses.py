@@ -1,17 +1,17 @@
-"""Writing answers of OpenAI's form: whole ones, pieces of streams, errors. Extensions have names that OpenAI does not
-use.
+"""Write answers in OpenAI's format: whole bodies, stream chunks, errors. Extensions use names that OpenAI does not.
 
-`weights_version` stands beside every answer: of the oldest weights that made a token of it. With `return_token_ids` a
-choice has `token_ids` and `token_versions`, and the first piece of a stream `prompt_token_ids`.
+Every answer has `weights_version`, the version of the oldest weights that sampled one of its tokens. With
+`return_token_ids`, a choice has `token_ids` and `token_versions`, and its first chunk `prompt_token_ids`. Called by
+`server`.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.serving.openai.requests import Question, Refusal
+from hybridrl.serving.openai.requests import CompletionRequest, RequestError
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
-UNFINISHED_CHARACTER = "\ufffd"  # what a tokenizer writes for a character whose bytes are not all there
+UNFINISHED_CHARACTER = "\ufffd"  # a tokenizer's output for a character of which some bytes are missing
 FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "stop"}
 ERROR_TYPES = {
     401: "authentication_error",
@@ -23,50 +23,48 @@ ERROR_TYPES = {
 
 @dataclass
 class Choice:
-    """One response in the making. text: what may be shown of it so far."""
+    """One response in progress. text: the part that may be shown so far."""
 
     index: int
     request: Request
-    question: Question
+    completion: CompletionRequest
     tokenizer: Any
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     text: str = ""
-    _shown: int = 0  # tokens whose details were shown
+    _num_reported: int = 0  # tokens whose details were sent
 
-    def add(self, piece: TokenOutput, *, is_last: bool) -> dict[str, Any]:
-        """Take a piece; return what it adds, in the form of a choice of a stream."""
-        self.token_ids += piece.token_ids
-        self.log_probs += piece.log_probs
-        self.versions += piece.token_versions
+    def add(self, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
+        """Append a chunk, and return what it adds as a choice of a stream."""
+        self.token_ids += chunk.token_ids
+        self.log_probs += chunk.log_probs
+        self.versions += chunk.token_versions
         if is_last:
-            self.finish_reason = FINISH_REASONS[piece.finish_reason]
-        before, self.text = self.text, self._readable(is_last=is_last)
-        start, self._shown = self._shown, len(self.token_ids)
-        return self._details(start) | self._said(self.text[len(before) :], delta=True)
+            self.finish_reason = FINISH_REASONS[chunk.finish_reason]
+        before, self.text = self.text, self._visible_text(is_last=is_last)
+        start, self._num_reported = self._num_reported, len(self.token_ids)
+        return self._details(start) | self._content(self.text[len(before) :], delta=True)
 
-    def whole(self) -> dict[str, Any]:
-        """Return the response as a choice of an answer."""
-        return self._details(0) | self._said(self.text, delta=False)
+    def body(self) -> dict[str, Any]:
+        """Return the response as a choice of a whole answer."""
+        return self._details(0) | self._content(self.text, delta=False)
 
-    def _readable(self, *, is_last: bool) -> str:
-        """The text without the stop text that ended it, and, before the end, without what may turn out to be part of
-        one.
-        """
+    def _visible_text(self, *, is_last: bool) -> str:
+        """Return the text up to the stop text; before the end, hold back what may become part of a stop text."""
         text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
         if is_last:
             found = [
-                at for stop in self.question.stop if (at := text.find(stop, max(0, len(text) - 2 * len(stop)))) >= 0
+                at for stop in self.completion.stop if (at := text.find(stop, max(0, len(text) - 2 * len(stop)))) >= 0
             ]
             return text[: min(found)] if found and self.finish_reason == "stop" else text
-        kept = max((len(stop) for stop in self.question.stop), default=1) - 1
-        safe = text[: len(text) - kept].rstrip(UNFINISHED_CHARACTER)
+        held_back = max((len(stop) for stop in self.completion.stop), default=1) - 1
+        safe = text[: len(text) - held_back].rstrip(UNFINISHED_CHARACTER)
         return safe if safe.startswith(self.text) else self.text
 
-    def _said(self, text: str, *, delta: bool) -> dict[str, Any]:
-        if not self.question.is_chat:
+    def _content(self, text: str, *, delta: bool) -> dict[str, Any]:
+        if not self.completion.is_chat:
             return {"text": text}
         return (
             {"delta": {"content": text}}
@@ -76,62 +74,66 @@ class Choice:
 
     def _details(self, start: int) -> dict[str, Any]:
         details: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason, "logprobs": None}
-        if self.question.logprobs:
+        if self.completion.logprobs:
             details["logprobs"] = (
-                self._chat_logprobs(start) if self.question.is_chat else self._completion_logprobs(start)
+                self._chat_logprobs(start) if self.completion.is_chat else self._completion_logprobs(start)
             )
-        if self.question.return_token_ids:
+        if self.completion.return_token_ids:
             details |= {"token_ids": self.token_ids[start:], "token_versions": self.versions[start:]}
             if start == 0:
                 details["prompt_token_ids"] = list(self.request.prompt_ids)
         return details
 
-    def _words(self, start: int) -> list[str]:
+    def _token_texts(self, start: int) -> list[str]:
         return [self.tokenizer.decode([token]) for token in self.token_ids[start:]]
 
     def _chat_logprobs(self, start: int) -> dict[str, Any]:
-        rows = zip(self._words(start), self.log_probs[start:], strict=True)
-        content = [{"token": word, "logprob": lp, "bytes": _bytes(word), "top_logprobs": []} for word, lp in rows]
+        rows = zip(self._token_texts(start), self.log_probs[start:], strict=True)
+        content = [{"token": text, "logprob": lp, "bytes": _bytes(text), "top_logprobs": []} for text, lp in rows]
         return {"content": content, "refusal": None}
 
     def _completion_logprobs(self, start: int) -> dict[str, Any]:
-        words = self._words(start)
+        texts = self._token_texts(start)
         before = len(self.tokenizer.decode(self.token_ids[:start]))
-        offsets = [before + sum(map(len, words[:i])) for i in range(len(words))]
-        return {"tokens": words, "token_logprobs": self.log_probs[start:], "top_logprobs": None, "text_offset": offsets}
+        offsets = [before + sum(map(len, texts[:i])) for i in range(len(texts))]
+        return {"tokens": texts, "token_logprobs": self.log_probs[start:], "top_logprobs": None, "text_offset": offsets}
 
 
-def _bytes(word: str) -> list[int] | None:
-    """A word's bytes; None for a token that is only a part of a character."""
-    return None if UNFINISHED_CHARACTER in word else list(word.encode())
+def _bytes(text: str) -> list[int] | None:
+    """Return a token's bytes; None for a token that is only a part of a character."""
+    return None if UNFINISHED_CHARACTER in text else list(text.encode())
 
 
-def answer(question: Question, choices: list[Choice], *, name: str, model: str, created: int) -> dict[str, Any]:
-    """Return the whole answer."""
-    kind = "chat.completion" if question.is_chat else "text_completion"
-    head = _head(name, model, created, kind, versions=[v for choice in choices for v in choice.versions])
-    return head | {"choices": [choice.whole() for choice in choices], "usage": usage(question, choices)}
-
-
-def piece_of_stream(
-    question: Question, choice: Choice, said: dict, *, name: str, model: str, created: int
+def completion_body(
+    completion: CompletionRequest, choices: list[Choice], *, name: str, model: str, created: int
 ) -> dict[str, Any]:
-    """Return one piece of a streamed answer. said: what `Choice.add` returned."""
-    kind = "chat.completion.chunk" if question.is_chat else "text_completion"
-    return _head(name, model, created, kind, versions=choice.versions) | {"choices": [said]}
-
-
-def end_of_stream(question: Question, choices: list[Choice], *, name: str, model: str, created: int) -> dict[str, Any]:
-    """Return the last piece, which says how much it was."""
-    kind = "chat.completion.chunk" if question.is_chat else "text_completion"
+    """Return the whole answer."""
+    kind = "chat.completion" if completion.is_chat else "text_completion"
     head = _head(name, model, created, kind, versions=[v for choice in choices for v in choice.versions])
-    return head | {"choices": [], "usage": usage(question, choices)}
+    return head | {"choices": [choice.body() for choice in choices], "usage": usage(completion, choices)}
 
 
-def usage(question: Question, choices: list[Choice]) -> dict[str, int]:
-    prompt = sum(len(request.prompt_ids) for request in question.requests[:: question.n])
-    made = sum(len(choice.token_ids) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+def stream_chunk(
+    completion: CompletionRequest, choice: Choice, content: dict, *, name: str, model: str, created: int
+) -> dict[str, Any]:
+    """Return one chunk of a streamed answer. content: what `Choice.add` returned."""
+    kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
+    return _head(name, model, created, kind, versions=choice.versions) | {"choices": [content]}
+
+
+def final_chunk(
+    completion: CompletionRequest, choices: list[Choice], *, name: str, model: str, created: int
+) -> dict[str, Any]:
+    """Return the last chunk of a streamed answer, with the token counts."""
+    kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
+    head = _head(name, model, created, kind, versions=[v for choice in choices for v in choice.versions])
+    return head | {"choices": [], "usage": usage(completion, choices)}
+
+
+def usage(completion: CompletionRequest, choices: list[Choice]) -> dict[str, int]:
+    prompt = sum(len(request.prompt_ids) for request in completion.requests[:: completion.n])
+    generated = sum(len(choice.token_ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def _head(name: str, model: str, created: int, kind: str, *, versions: list[int]) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _head(name: str, model: str, created: int, kind: str, *, versions: list[int]
     }
 
 
-def error_body(error: Refusal) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+def error_body(error: RequestError) -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}

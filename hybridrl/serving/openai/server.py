@@ -1,8 +1,8 @@
-"""The web application between OpenAI's clients and a `Router`, on the router's event loop.
+"""The web application between OpenAI's clients and a `ReplicaRouter`, on the router's event loop.
 
-While the router is paused (weights are pushed, or the processes train) a request that is open waits and then goes on
-with the new weights, and its tokens say which made them. A new request waits `WAIT_S` seconds for the router, then it
-is refused with status 503 and a `Retry-After`. A client that hangs up has its responses aborted.
+While the router is paused (a weight push, or the processes train), an open request waits and continues with the new
+weights. Its tokens carry the version that sampled them. A new request waits up to `WEIGHTS_TIMEOUT_S` seconds, then it
+gets status 503 with `Retry-After`. When a client disconnects, its responses are aborted.
 """
 
 import asyncio
@@ -19,26 +19,26 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError, WorkerLost
-from hybridrl.serving.continuation import pieces
-from hybridrl.serving.openai.requests import Question, Refusal, read_question
-from hybridrl.serving.openai.responses import Choice, answer, end_of_stream, error_body, piece_of_stream
-from hybridrl.serving.router import Router
+from hybridrl.serving.continuation import generate_in_chunks
+from hybridrl.serving.openai.requests import CompletionRequest, RequestError, parse_request
+from hybridrl.serving.openai.responses import Choice, completion_body, error_body, final_chunk, stream_chunk
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.rollout.requests import TokenOutput
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 60.0  # a new request waits so long for weights; pushes take seconds, training steps minutes
+WEIGHTS_TIMEOUT_S = 60.0  # of a new request, for the router to resume; pushes take seconds, training steps minutes
 RETRY_AFTER_S = 10
-MOST_OPEN = 256  # responses of all clients together; the policy's own batches have no such limit
-STREAM_TOKENS = 16  # of each piece of a stream
-MOST_BYTES = 16 << 20  # of a request's body
-HANG_UP_S = 2.0  # open connections have so long to end when the endpoint does
+MAX_OPEN_RESPONSES = 256  # of all clients together; the trainer's own batches have no such limit
+STREAM_CHUNK_TOKENS = 16
+MAX_BODY_BYTES = 16 << 20  # of a request
+SHUTDOWN_TIMEOUT_S = 2.0  # for open connections to end when the endpoint stops
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model as clients see it. max_length: of prompt and response together."""
 
     name: str
@@ -49,19 +49,19 @@ class Served:
 
 
 class Endpoint:
-    """Answers at http://host:port/v1 from `start` to `stop`.
+    """Serves http://host:port/v1 from `start` to `stop`.
 
-    port: 0 is any that is free; `port` says which after `start`.
+    `port`: 0 takes any free port; after `start` the attribute has the real one.
     """
 
-    def __init__(self, router: Router, served: Served, *, host: str, port: int):
+    def __init__(self, router: ReplicaRouter, served: ServedModel, *, host: str, port: int):
         self.router, self.served, self.host, self.port = router, served, host, port
         self._started = int(time.time())
         self._num_open = 0
 
     async def start(self) -> None:
-        """Listen. ConfigError if the port is taken."""
-        app = web.Application(middlewares=[_errors_as_openai_writes_them], client_max_size=MOST_BYTES)
+        """Listen. Raises ConfigError if the port is in use."""
+        app = web.Application(middlewares=[_format_errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -71,7 +71,9 @@ class Endpoint:
                 web.post("/v1/chat/completions", partial(self._respond, "chat")),
             ]
         )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=HANG_UP_S)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self.host, self.port).start()
@@ -81,13 +83,13 @@ class Endpoint:
                 f"the endpoint cannot listen on {self.host}:{self.port} ({error.strerror}); choose another port or host"
             ) from error
         self.port = self._runner.addresses[0][1]
-        logger.info("the policy answers at http://%s:%d/v1 as model %r", self.host, self.port, self.served.name)
+        logger.info("the policy is served at http://%s:%d/v1 as model %r", self.host, self.port, self.served.name)
 
     async def stop(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections and stop listening."""
         await self._runner.cleanup()
 
-    # -- what can be asked
+    # -- routes
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"generating": not self.router.is_paused, "open_responses": self._num_open})
@@ -97,8 +99,8 @@ class Endpoint:
 
     async def _model(self, request: web.Request) -> web.Response:
         if (name := request.match_info["name"]) != self.served.name:
-            raise Refusal(
-                f"there is no model {name!r}; there is {self.served.name!r}", code="model_not_found", status=404
+            raise RequestError(
+                f"there is no model {name!r}; use {self.served.name!r}", code="model_not_found", status=404
             )
         return web.json_response(self._card())
 
@@ -114,44 +116,46 @@ class Endpoint:
 
     async def _respond(self, kind: str, request: web.Request) -> web.StreamResponse:
         name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-        question = read_question(await _json(request), kind=kind, policy=self.served, name=name)
-        num = len(question.requests)
-        if num + self._num_open > MOST_OPEN:
-            raise Refusal(
-                f"{self._num_open} responses are open, and there may be {MOST_OPEN}", status=429, retry_after_s=1
+        completion = parse_request(await _json(request), kind=kind, policy=self.served, name=name)
+        num = len(completion.requests)
+        if num + self._num_open > MAX_OPEN_RESPONSES:
+            raise RequestError(
+                f"{self._num_open} responses are open, of at most {MAX_OPEN_RESPONSES}; try again later",
+                status=429,
+                retry_after_s=1,
             )
         self._num_open += num
         try:
             await self._wait_for_weights()
-            choices = [Choice(i, one, question, self.served.tokenizer) for i, one in enumerate(question.requests)]
+            choices = [Choice(i, one, completion, self.served.tokenizer) for i, one in enumerate(completion.requests)]
             about = {"name": name, "model": self.served.name, "created": int(time.time())}
-            if question.stream:
-                return await self._stream(request, question, choices, about)
-            async with aclosing(self._pieces(choices, width=None)) as coming:
-                async for choice, piece, is_last in coming:
-                    choice.add(piece, is_last=is_last)
-            return web.json_response(answer(question, choices, **about))
+            if completion.stream:
+                return await self._stream(request, completion, choices, about)
+            async with aclosing(self._chunks(choices, chunk_tokens=None)) as chunks:
+                async for choice, chunk, is_last in chunks:
+                    choice.add(chunk, is_last=is_last)
+            return web.json_response(completion_body(completion, choices, **about))
         finally:
             self._num_open -= num
 
     async def _wait_for_weights(self) -> None:
         try:
-            await asyncio.wait_for(self.router.wait_until_running(), WAIT_S)
+            await asyncio.wait_for(self.router.wait_until_running(), WEIGHTS_TIMEOUT_S)
         except TimeoutError:
-            raise Refusal(
-                f"the policy has generated nothing for {WAIT_S:g} s, because its processes train or take "
+            raise RequestError(
+                f"the policy has generated nothing for {WEIGHTS_TIMEOUT_S:g} s, because its processes train or load "
                 "new weights; try again later",
                 status=503,
                 retry_after_s=RETRY_AFTER_S,
             ) from None
 
     async def _stream(
-        self, request: web.Request, question: Question, choices: list[Choice], about: dict
+        self, request: web.Request, completion: CompletionRequest, choices: list[Choice], about: dict
     ) -> web.StreamResponse:
-        """Server-sent events, as pieces of the choices come. What goes wrong after the first is an event, too."""
+        """Send server-sent events as chunks arrive. An error after the first event is an event, too."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        if question.is_chat:
+        if completion.is_chat:
             for choice in choices:
                 first = {
                     "index": choice.index,
@@ -159,43 +163,43 @@ class Endpoint:
                     "logprobs": None,
                     "finish_reason": None,
                 }
-                await _send(response, piece_of_stream(question, choice, first, **about))
+                await _send(response, stream_chunk(completion, choice, first, **about))
         try:
-            async with aclosing(self._pieces(choices, width=STREAM_TOKENS)) as coming:
-                async for choice, piece, is_last in coming:
-                    said = choice.add(piece, is_last=is_last)
-                    await _send(response, piece_of_stream(question, choice, said, **about))
-            if question.include_usage:
-                await _send(response, end_of_stream(question, choices, **about))
+            async with aclosing(self._chunks(choices, chunk_tokens=STREAM_CHUNK_TOKENS)) as chunks:
+                async for choice, chunk, is_last in chunks:
+                    content = choice.add(chunk, is_last=is_last)
+                    await _send(response, stream_chunk(completion, choice, content, **about))
+            if completion.include_usage:
+                await _send(response, final_chunk(completion, choices, **about))
         except Exception as error:
-            await _send(response, error_body(_refusal(error)))
+            await _send(response, error_body(_to_request_error(error)))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    async def _pieces(
-        self, choices: list[Choice], *, width: int | None
+    async def _chunks(
+        self, choices: list[Choice], *, chunk_tokens: int | None
     ) -> AsyncIterator[tuple[Choice, TokenOutput, bool]]:
-        """Yield pieces of all choices as they come, and whether it is the choice's last.
+        """Yield (choice, chunk, is_last) of all choices as they arrive.
 
-        Raises the first error, and ends the others.
+        The first error ends the other choices and is raised.
         """
-        came: asyncio.Queue[tuple[Choice, TokenOutput, bool] | BaseException] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[Choice, TokenOutput, bool] | BaseException] = asyncio.Queue()
 
         async def one(choice: Choice) -> None:
             try:
                 left = choice.request.sampling.max_new_tokens
-                async for piece in pieces(self.router, choice.request, width=width):
-                    left -= len(piece.token_ids)
-                    await came.put((choice, piece, piece.finish_reason in ("stop", "abort") or left == 0))
+                async for chunk in generate_in_chunks(self.router, choice.request, chunk_tokens=chunk_tokens):
+                    left -= len(chunk.token_ids)
+                    await arrived.put((choice, chunk, chunk.finish_reason in ("stop", "abort") or left == 0))
             except BaseException as error:
-                await came.put(error)
+                await arrived.put(error)
 
         tasks = [asyncio.create_task(one(choice)) for choice in choices]
         num_left = len(choices)
         try:
             while num_left:
-                item = await came.get()
+                item = await arrived.get()
                 if isinstance(item, BaseException):
                     raise item
                 num_left -= item[2]
@@ -210,29 +214,29 @@ async def _json(request: web.Request) -> Any:
     try:
         return await request.json()
     except (ValueError, UnicodeDecodeError) as error:
-        raise Refusal(f"the body is not JSON: {error}") from error
+        raise RequestError(f"the body is not JSON: {error}") from error
 
 
 async def _send(response: web.StreamResponse, event: dict) -> None:
     await response.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
 
 
-def _refusal(error: Exception) -> Refusal:
-    if isinstance(error, Refusal):
+def _to_request_error(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
         return error
     if isinstance(error, web.HTTPException):
-        return Refusal(error.reason, status=error.status)
+        return RequestError(error.reason, status=error.status)
     if isinstance(error, WorkerLost):
-        return Refusal("the processes that answered were lost; try again", status=503, retry_after_s=RETRY_AFTER_S)
-    logger.error("a request to the endpoint failed", exc_info=error)
-    return Refusal(f"{type(error).__name__}: {error}", status=500)
+        return RequestError("the rollout processes were lost; try again", status=503, retry_after_s=RETRY_AFTER_S)
+    logger.error("a request to the endpoint failed; its client gets status 500", exc_info=error)
+    return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 
 @web.middleware
-async def _errors_as_openai_writes_them(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _format_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Exception as error:
-        refusal = _refusal(error)
-        headers = {} if refusal.retry_after_s is None else {"Retry-After": str(refusal.retry_after_s)}
-        return web.json_response(error_body(refusal), status=refusal.status, headers=headers)
+        request_error = _to_request_error(error)
+        headers = {} if request_error.retry_after_s is None else {"Retry-After": str(request_error.retry_after_s)}
+        return web.json_response(error_body(request_error), status=request_error.status, headers=headers)

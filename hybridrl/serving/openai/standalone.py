@@ -1,6 +1,6 @@
-"""A model of a directory behind the endpoint, by itself: `hybridrl serve`.
+"""Serve a model from a directory without training: `hybridrl serve`.
 
-One replica in this process, or several on Ray.
+The model has one replica in this process, or several replica processes on Ray.
 """
 
 import asyncio
@@ -13,22 +13,25 @@ from typing import Any
 
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
-from hybridrl.serving.openai.server import Endpoint, Served
-from hybridrl.serving.router import GroupReplicas, Replicas, Router
+from hybridrl.serving.openai.server import Endpoint, ServedModel
+from hybridrl.serving.router import GroupReplicas, ReplicaRouter, Replicas
 from hybridrl.workers.replica import LocalReplica, ReplicaWorker
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, RolloutSetup, load_special_tokens
 
-LONGEST = 4096  # tokens of prompt and response, unless somebody says more: keys and values take memory
-MOST_SEQUENCES = 64  # generated at the same time by a replica; others wait
+DEFAULT_MAX_LENGTH = 4096  # tokens of prompt and response where --max-length is not set; limits the KV cache
+MAX_SEQUENCES = 64  # generated concurrently by a replica; others wait
 KV_CACHE_MB = 512  # of vLLM on the CPU
-PROGRESS_TIMEOUT_S = 300.0  # without an answer for so long a replica counts as stuck
+PROGRESS_TIMEOUT_S = 300.0  # a replica without an answer for this long counts as lost
 
 
 @dataclass(frozen=True)
 class StandaloneModel:
-    """path: a model's directory.
+    """A model to serve.
 
-    name: as clients call it. max_length: of prompt and response; None: what the model has, to `LONGEST`.
+    Attributes:
+        path: Directory of the model.
+        name: As clients call it.
+        max_length: Tokens of prompt and response; None: the model's limit, at most `DEFAULT_MAX_LENGTH`.
     """
 
     path: str
@@ -41,7 +44,7 @@ class StandaloneModel:
 
     def setup(self) -> RolloutSetup:
         tokens = load_special_tokens(self.path, trust_remote_code=self.trust_remote_code)
-        config = RolloutConfig(name=self.engine, max_num_seqs=MOST_SEQUENCES, kv_cache_memory_mb=KV_CACHE_MB)
+        config = RolloutConfig(name=self.engine, max_num_seqs=MAX_SEQUENCES, kv_cache_memory_mb=KV_CACHE_MB)
         return RolloutSetup(
             self.path,
             config,
@@ -53,9 +56,9 @@ class StandaloneModel:
             trust_remote_code=self.trust_remote_code,
         )
 
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         length = self._length()
-        return Served(self.name, self.tokenizer, length, length - 1, self._config().vocab_size)
+        return ServedModel(self.name, self.tokenizer, length, length - 1, self._config().vocab_size)
 
     def _config(self) -> Any:
         from transformers import AutoConfig
@@ -65,17 +68,17 @@ class StandaloneModel:
     def _length(self) -> int:
         limit = getattr(self._config(), "max_position_embeddings", None)
         if self.max_length is None:
-            return min(limit or LONGEST, LONGEST)
+            return min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
         if self.max_length < 2 or (limit is not None and self.max_length > limit):
             raise ConfigError(
-                f"--max-length={self.max_length}: must be from 2 to the {limit} positions that the model has"
+                f"--max-length={self.max_length}: must be from 2 to {limit}, the number of the model's positions"
             )
         return self.max_length
 
 
 @contextmanager
 def one_replica(model: StandaloneModel, *, num_threads: int | None = None) -> Iterator[Replicas]:
-    """The model in this process, without Ray."""
+    """Run the model in this process, without Ray."""
     from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
     from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
@@ -88,7 +91,7 @@ def one_replica(model: StandaloneModel, *, num_threads: int | None = None) -> It
 
 @contextmanager
 def replicas_on_ray(model: StandaloneModel, num_replicas: int) -> Iterator[Replicas]:
-    """The model in processes of its own, of a cluster that was joined. A process that is lost is started anew."""
+    """Run the model in processes of the connected Ray cluster. Lost processes are restarted."""
     from hybridrl.single_controller.placement.resource_pool import RayResourcePool
     from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 
@@ -98,11 +101,11 @@ def replicas_on_ray(model: StandaloneModel, num_replicas: int) -> Iterator[Repli
     ):
         group.init_model()
         yield GroupReplicas(
-            group, version=VERSION_ON_DISK, progress_timeout_s=PROGRESS_TIMEOUT_S, refill=lambda rank: None
+            group, version=VERSION_ON_DISK, progress_timeout_s=PROGRESS_TIMEOUT_S, resync=lambda rank: None
         )
 
 
-def serve_until_told(
+def serve_forever(
     model: StandaloneModel,
     replicas: AbstractContextManager[Replicas],
     *,
@@ -110,23 +113,31 @@ def serve_until_told(
     port: int,
     on_start: Callable[[Endpoint], None],
 ) -> None:
-    """Answer until Ctrl-C or SIGTERM. on_start: told when it answers."""
+    """Serve until Ctrl-C or SIGTERM.
+
+    Args:
+        model: The model to serve.
+        replicas: Opened for the time of serving.
+        host: Address to listen on.
+        port: Port to listen on.
+        on_start: Called once the endpoint listens.
+    """
     with replicas as served_by:
         asyncio.run(_serve(model.served(), served_by, host=host, port=port, on_start=on_start))
 
 
 async def _serve(
-    served: Served, replicas: Replicas, *, host: str, port: int, on_start: Callable[[Endpoint], None]
+    served: ServedModel, replicas: Replicas, *, host: str, port: int, on_start: Callable[[Endpoint], None]
 ) -> None:
-    told = asyncio.Event()
+    stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not the main thread: whoever started it cancels it
-            asyncio.get_running_loop().add_signal_handler(number, told.set)
-    async with Router(replicas) as router:
+        with contextlib.suppress(ValueError):  # not in the main thread: the caller cancels this coroutine
+            asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
+    async with ReplicaRouter(replicas) as router:
         endpoint = Endpoint(router, served, host=host, port=port)
         await endpoint.start()
         on_start(endpoint)
         try:
-            await told.wait()
+            await stop_requested.wait()
         finally:
             await endpoint.stop()

@@ -1,1 +1,1 @@
-"""What a worker reports and what the driver learns about workers: heartbeats, capacity, lost workers, traces."""
+"""Heartbeats and resource usage of worker processes, lost workers, snapshots that outlive a driver, and traces."""

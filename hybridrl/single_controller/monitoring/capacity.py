@@ -1,10 +1,9 @@
-"""What is left of this machine's memory and disks. In a container with a limit, what is left of that, where it is less.
+"""Free memory and disk space of this machine, or of its container where a limit leaves less.
 
-    gauge = MemoryGauge()
-    gauge.read()                 # Room(left=19.2e9, total=23.4e9)
-    disk_room("/dev/shm")        # Room(left=..., total=...), or None where there is no such directory
+    MemoryProbe().read()         # Capacity(left=19.2e9, total=23.4e9)
+    disk_capacity("/dev/shm")    # Capacity(left=..., total=...), or None where there is no such directory
 
-Reading costs some ten microseconds; heartbeats do it once a second.
+A read takes about ten microseconds; every heartbeat contains one.
 """
 
 import os
@@ -12,17 +11,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 
-class Room(NamedTuple):
-    """Bytes. left: what can still be had, without ending anything."""
+class Capacity(NamedTuple):
+    """Bytes. left: what can still be allocated or written without ending a process or deleting a file."""
 
     left: int
     total: int
 
 
-class Limit(NamedTuple):
-    """The files in which a kernel keeps a control group's limit, what it uses, and what of that the kernel can take
-    back.
-    """
+class CgroupLimit(NamedTuple):
+    """Files of a control group: its limit, its usage, and the counters in `memory.stat` that the kernel can reclaim."""
 
     limit: str
     used: str
@@ -30,47 +27,48 @@ class Limit(NamedTuple):
 
 
 NO_LIMIT = 2**63
-VERSION_1 = Limit("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-VERSION_2 = Limit("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+VERSION_1 = CgroupLimit("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+VERSION_2 = CgroupLimit("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 
 
-class MemoryGauge:
-    """Which limits there are is looked up once. proc, groups: where the kernel shows itself and its control groups."""
+class MemoryProbe:
+    """Reads free memory. The control groups with a limit are determined once, at construction.
+
+    Args:
+        proc: where /proc is mounted.
+        groups: where the control groups are mounted.
+    """
 
     def __init__(self, proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> None:
         self._meminfo = os.path.join(proc, "meminfo")
-        total = self._machine().total
-        self._limited = [(level, files) for level, files in _levels(proc, groups) if _limit(level, files) < total]
+        total = self._read_machine().total
+        self._limited = [
+            (level, files) for level, files in _cgroup_levels(proc, groups) if _read_limit(level, files) < total
+        ]
 
-    def read(self) -> Room:
-        """Return the machine's room, or that of the control group with the least."""
-        return (
-            min(self._machine(), *(_group(level, files) for level, files in self._limited))
-            if self._limited
-            else self._machine()
-        )
+    def read(self) -> Capacity:
+        """Return the capacity of the machine, or of the control group with the least left."""
+        return min([self._read_machine(), *(_read_cgroup(level, files) for level, files in self._limited)])
 
-    def _machine(self) -> Room:
+    def _read_machine(self) -> Capacity:
         with open(self._meminfo, encoding="ascii") as f:
             kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in f)}
-        return Room(kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024)
+        return Capacity(kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024)
 
 
-def disk_room(path: str) -> Room | None:
-    """Return what a user other than root may still write to the file system of a path; None where there is no such
-    path.
-    """
+def disk_capacity(path: str) -> Capacity | None:
+    """Return what a user other than root may still write to a path's file system; None where there is no such path."""
     try:
         found = os.statvfs(path)
     except OSError:
         return None
-    return Room(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    return Capacity(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
 
-def _levels(proc: str, groups: str) -> Iterator[tuple[str, Limit]]:
-    """This process's control group for memory and those that hold it.
+def _cgroup_levels(proc: str, groups: str) -> Iterator[tuple[str, CgroupLimit]]:
+    """Yield this process's memory control group and its ancestors.
 
-    A container may see itself as the root of them all.
+    A container may see its own group as the root of the hierarchy.
     """
     with open(os.path.join(proc, "self", "cgroup"), encoding="utf-8") as f:
         lines = [line.rstrip("\n").split(":", 2) for line in f]
@@ -88,16 +86,16 @@ def _levels(proc: str, groups: str) -> Iterator[tuple[str, Limit]]:
                     yield level, files
 
 
-def _limit(level: str, files: Limit) -> int:
+def _read_limit(level: str, files: CgroupLimit) -> int:
     with open(os.path.join(level, files.limit), encoding="ascii") as f:
         text = f.read().strip()
     return NO_LIMIT if text == "max" else int(text)
 
 
-def _group(level: str, files: Limit) -> Room:
-    limit = _limit(level, files)
+def _read_cgroup(level: str, files: CgroupLimit) -> Capacity:
+    limit = _read_limit(level, files)
     with open(os.path.join(level, files.used), encoding="ascii") as f:
         used = int(f.read())
     with open(os.path.join(level, "memory.stat"), encoding="ascii") as f:
         counts = dict(line.split() for line in f)
-    return Room(max(0, limit - used + sum(int(counts.get(name, 0)) for name in files.reclaimable)), limit)
+    return Capacity(max(0, limit - used + sum(int(counts.get(name, 0)) for name in files.reclaimable)), limit)

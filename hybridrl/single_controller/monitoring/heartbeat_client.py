@@ -1,14 +1,15 @@
-"""A thread that tells the job's master once a second that its process lives and what it does. Workers have one, and the
-trainer.
+"""`HeartbeatClient`: a thread that sends heartbeats and events of this process to the job's master.
 
-    beats = Heartbeats("run/master", {"slot": "actor-0", "name": "run/actor-0"}, progress)
-    beats.tell({"event": "Stepped", "step": 3})      # returns at once; told until the master has written it down
+Runs in every worker process and in the trainer's. Its counterpart is `master/health/heartbeat_server.py`.
 
-They are lines of JSON over one TCP connection, which the kernel closes when the process dies, so a death is known in
-milliseconds. An actor's call that waits in the process would tell it too, but a process with such a call no longer ends
-when SIGTERM asks it to, and a group of threads for it would move every other call out of the main thread.
+    client = HeartbeatClient("run/master", {"slot": "actor-0", "name": "run/actor-0"}, progress)
+    client.send({"event": "StepCompleted", "step": 3})      # returns at once; resent until the master acknowledges it
 
-A master that is gone is looked for until it is back; nobody waits for it. Knows nothing of what the master does.
+Messages are lines of JSON over one TCP connection. The kernel closes it when the process dies, so the master detects a
+death within milliseconds. A pending Ray actor call would show a death too, but a process with such a call no longer
+exits on SIGTERM. A concurrency group for that call would move every other call out of the main thread.
+
+If the master is gone, the thread reconnects until it is back; no caller waits for that.
 """
 
 import faulthandler
@@ -25,73 +26,75 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridrl.single_controller.cluster import NAMESPACE
-from hybridrl.single_controller.monitoring import lost_workers as losses
-from hybridrl.single_controller.monitoring.capacity import MemoryGauge, disk_room
+from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
+from hybridrl.single_controller.monitoring.lost_workers import mark_lost
 
 logger = logging.getLogger(__name__)
-MASTER_VARIABLE = "HYBRIDRL_MASTER"  # environment variable: the master's name
-INTERVAL_S = 1.0
-LOOK_AGAIN_S = 0.5  # for a master that is gone
+MASTER_VARIABLE = "HYBRIDRL_MASTER"  # environment variable: name of the master's actor
+HEARTBEAT_PERIOD_S = 1.0
+RECONNECT_PERIOD_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
-KEPT_TELLS = 10_000  # while there is no master
-MEMORY, SHARED_MEMORY, RAY_DISK = "memory", "/dev/shm", "Ray's directory"  # whose room a heartbeat tells
+MAX_UNACKNOWLEDGED = 10_000  # messages kept for a master that is gone; older ones are dropped
+MEMORY, SHARED_MEMORY, RAY_DISK = "memory", "/dev/shm", "Ray's directory"  # keys of `capacity` in a heartbeat
 
-_own: "Heartbeats | None" = None  # this process's
+_client: "HeartbeatClient | None" = None  # of this process
 
 
-class Heartbeats:
-    """introduction: told first on every connection. progress: returns what a heartbeat says, called in the thread.
+class HeartbeatClient:
+    """Connects to a master in a thread of its own.
 
-    commands: what the master may ask, by name; called in the thread with the master's word. `stacks` is answered here,
-    a `notice` is logged, and calls of a worker that is said to be `lost` end.
+    Args:
+        master: name of the master's actor.
+        hello: first message on every connection, completed with `process_identity` and the host name.
+        progress: returns the content of a heartbeat; called in the thread.
+        commands: command of the master -> handler of its argument; called in the thread. Built in are `stacks` (send
+            the stacks of all threads), `notice` (log a warning), `lost` (fail the calls to a worker) and `acknowledge`.
     """
 
     def __init__(
         self,
         master: str,
-        introduction: Mapping[str, Any],
+        hello: Mapping[str, Any],
         progress: Callable[[], Mapping[str, Any]],
         commands: Mapping[str, Callable[[Any], None]] | None = None,
     ) -> None:
-        global _own
+        global _client
         host = {"host": socket.gethostname()}
-        self._master, self._introduction, self._progress = master, {**introduction, **identity(), **host}, progress
-        answered = {"stacks": self._send_stacks, "acknowledge": self._forget_told, "notice": logger.warning}
-        self._commands = {**answered, "lost": lambda word: losses.declare(**word), **(commands or {})}
-        self._told: deque[tuple[int, Mapping[str, Any]]] = deque(
-            maxlen=KEPT_TELLS
-        )  # what the master has not acknowledged
-        self._number, self._sent = 0, 0
+        self._master, self._hello, self._progress = master, {**hello, **process_identity(), **host}, progress
+        builtin = {"stacks": self._send_stacks, "acknowledge": self._drop_acknowledged, "notice": logger.warning}
+        self._commands = {**builtin, "lost": lambda worker: mark_lost(**worker), **(commands or {})}
+        self._unacknowledged: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=MAX_UNACKNOWLEDGED)
+        self._last_number, self._last_sent = 0, 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._woken, self._wake = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
         self._connection: socket.socket | None = None
-        self._vital_signs = VitalSigns()
+        self._process_stats = ProcessStats()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
-        _own = self
+        _client = self
 
-    def tell(self, data: Mapping[str, Any]) -> None:
-        """Have the master told, in order and exactly once, whether it is there now or comes back later."""
+    def send(self, data: Mapping[str, Any]) -> None:
+        """Queue a message; the master receives each exactly once, in order, also if it is restarted meanwhile."""
         with self._lock:
-            self._number += 1
-            self._told.append((self._number, data))
-        os.write(self._wake, b".")
+            self._last_number += 1
+            self._unacknowledged.append((self._last_number, data))
+        os.write(self._wake_write, b".")
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the master has acknowledged everything told; return whether it has."""
+        """Wait until the master has acknowledged every message; return whether it has."""
         until = time.monotonic() + timeout_s
-        while self._told and time.monotonic() < until:
+        while self._unacknowledged and time.monotonic() < until:
             time.sleep(0.01)
-        return not self._told
+        return not self._unacknowledged
 
     def stop(self, *, timeout_s: float = 2.0) -> None:
-        """Say good-bye and end the thread."""
-        global _own
-        if _own is self:
-            _own = None
+        """Sign off and end the thread."""
+        global _client
+        if _client is self:
+            _client = None
         self._stopped.set()
-        os.write(self._wake, b".")
+        os.write(self._wake_write, b".")
         self._thread.join(timeout_s)
 
     # -- the thread
@@ -100,14 +103,16 @@ class Heartbeats:
         while not self._stopped.is_set():
             try:
                 self._connection = self._connect()
-                self._talk(self._connection)
-            except Exception as error:  # whatever is wrong with the master is no reason for this process to stop
-                logger.debug("no word to %s: %r", self._master, error)
+                self._exchange(self._connection)
+            except Exception as error:  # no fault of the master may stop this process
+                logger.debug(
+                    "connection to %s failed, reconnecting in %g s: %r", self._master, RECONNECT_PERIOD_S, error
+                )
             finally:
                 if self._connection is not None:
                     self._connection.close()
                     self._connection = None
-            self._stopped.wait(LOOK_AGAIN_S)
+            self._stopped.wait(RECONNECT_PERIOD_S)
 
     def _connect(self) -> socket.socket:
         import ray
@@ -117,111 +122,113 @@ class Heartbeats:
         connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
-        self._send({"hello": {**self._introduction, "token": token}})
-        self._sent = 0
+        self._send_line({"hello": {**self._hello, "token": token}})
+        self._last_sent = 0
         return connection
 
-    def _talk(self, connection: socket.socket) -> None:
+    def _exchange(self, connection: socket.socket) -> None:
         next_beat, received = time.monotonic(), b""
         while not self._stopped.is_set():
             if time.monotonic() >= next_beat:
-                self._send({"beat": {**self._progress(), **self._vital_signs.read()}})
-                next_beat = max(next_beat + INTERVAL_S, time.monotonic())
-            self._send_told()
-            ready = select.select([connection.fileno(), self._woken], [], [], max(0.0, next_beat - time.monotonic()))[0]
-            if self._woken in ready:
-                os.read(self._woken, 4096)
+                self._send_line({"beat": {**self._progress(), **self._process_stats.read()}})
+                next_beat = max(next_beat + HEARTBEAT_PERIOD_S, time.monotonic())
+            self._send_queued()
+            wait_s = max(0.0, next_beat - time.monotonic())
+            ready = select.select([connection.fileno(), self._wake_read], [], [], wait_s)[0]
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
             if connection.fileno() in ready:
                 data = connection.recv(65536)
                 if not data:
                     raise ConnectionResetError("the master closed the connection")
                 *lines, received = (received + data).split(b"\n")
                 for line in lines:
-                    self._obey(json.loads(line))
-        self._send_told()
-        self._send({"bye": {}})
+                    self._handle(json.loads(line))
+        self._send_queued()
+        self._send_line({"bye": {}})
 
-    def _obey(self, message: Mapping[str, Any]) -> None:
-        for command, word in message.items():
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        for command, argument in message.items():
             if command in self._commands:
-                self._commands[command](word)
+                self._commands[command](argument)
 
-    def _send_told(self) -> None:
+    def _send_queued(self) -> None:
         with self._lock:
-            waiting = [(number, data) for number, data in self._told if number > self._sent]
-        for number, data in waiting:
-            self._send({"tell": {"number": number, **data}})
-            self._sent = number
+            queued = [(number, data) for number, data in self._unacknowledged if number > self._last_sent]
+        for number, data in queued:
+            self._send_line({"report": {"number": number, **data}})
+            self._last_sent = number
 
-    def _forget_told(self, number: int) -> None:
+    def _drop_acknowledged(self, number: int) -> None:
         with self._lock:
-            while self._told and self._told[0][0] <= number:
-                self._told.popleft()
+            while self._unacknowledged and self._unacknowledged[0][0] <= number:
+                self._unacknowledged.popleft()
 
     def _send_stacks(self, _: Any) -> None:
         with tempfile.TemporaryFile() as f:
             faulthandler.dump_traceback(file=f, all_threads=True)
             f.seek(0)
-            self._send({"stacks": f.read().decode(errors="replace")})
+            self._send_line({"stacks": f.read().decode(errors="replace")})
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send_line(self, message: Mapping[str, Any]) -> None:
         assert self._connection is not None
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def machine() -> str:
-    """Return what two processes have in common that can see each other's process ids: a running kernel and a namespace
-    of ids.
+def machine_id() -> str:
+    """Return an id that is equal for two processes if they can see each other's process ids.
+
+    It consists of the kernel's boot id and the namespace of process ids.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
         return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def identity() -> dict[str, Any]:
-    """Return where this process is to be found: its id, Ray's id of its node, its machine."""
+def process_identity() -> dict[str, Any]:
+    """Return this process's id, Ray's id of its node, and its machine's id."""
     import ray
 
-    return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "machine": machine()}
+    return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "machine": machine_id()}
 
 
-class VitalSigns:
-    """What every process of a job says of itself and of its machine."""
+class ProcessStats:
+    """Reads resource usage of this process and its machine, a part of every heartbeat."""
 
     def __init__(self) -> None:
         import ray
 
-        self._memory, self._disks = (
-            MemoryGauge(),
-            {SHARED_MEMORY: SHARED_MEMORY, RAY_DISK: ray.get_runtime_context().get_temp_dir()},
-        )
+        self._memory = MemoryProbe()
+        self._disks = {SHARED_MEMORY: SHARED_MEMORY, RAY_DISK: ray.get_runtime_context().get_temp_dir()}
 
     def read(self) -> dict[str, Any]:
-        """Return a heartbeat's part.
+        """Return the current values.
 
-        memory, private: bytes that are resident, and those of them that no other process shares. cpu_s: seconds of CPU
-        so far. oom_kills: see there. room: (bytes left, bytes in all) of the machine's memory and of its own disks.
+        Returns:
+            memory: resident bytes. private: those of them that no other process shares. cpu_s: CPU seconds so far.
+            oom_kills: see `oom_kills`. capacity: (bytes left, bytes in total) of the machine's memory and disks.
         """
         with open("/proc/self/statm", encoding="ascii") as f:
             resident, shared = (int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in f.read().split()[1:3])
-        room = {MEMORY: self._memory.read()} | {
-            name: found for name, path in self._disks.items() if (found := disk_room(path))
+        capacity = {MEMORY: self._memory.read()} | {
+            name: found for name, path in self._disks.items() if (found := disk_capacity(path))
         }
         return {
             "memory": resident,
             "private": resident - shared,
             "cpu_s": time.process_time(),
             "oom_kills": oom_kills(),
-            "room": room,
+            "capacity": capacity,
         }
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel of this machine has ended for want of memory since it was started."""
+    """Return how many processes this machine's kernel has killed for lack of memory since it booted."""
     with open("/proc/vmstat", encoding="ascii") as f:
         return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
 
 
-def tell_of_deadline(role: str, ranks: Sequence[int], method: str, timeout_s: float) -> None:
-    """Have this process's master told, if it has one, that workers did not answer a call in time."""
-    if _own is not None:
-        _own.tell({"deadline": {"role": role, "ranks": list(ranks), "method": method, "timeout_s": timeout_s}})
+def report_call_timeout(role: str, ranks: Sequence[int], method: str, timeout_s: float) -> None:
+    """Report to this process's master, if it has one, that workers did not answer a call in time."""
+    if _client is not None:
+        call = {"role": role, "ranks": list(ranks), "method": method, "timeout_s": timeout_s}
+        _client.send({"call_timeout": call})

@@ -1,21 +1,20 @@
-"""What the job's master told this process about workers that are gone. It knows before Ray does, long before of a
-machine that went without a word, and calls that wait for such a worker end at once.
+"""Workers that the job's master reported as lost to this process.
+
+The master detects lost workers before Ray does, much earlier when a machine disappears. `wait_all` looks here, so that
+pending calls to such a worker fail immediately.
 """
 
 from typing import Any
 
-_ACCOUNTS: dict[
-    str, str
-] = {}  # Ray's id of the worker's actor (hex) -> how it was lost; no worker comes back with the same id
+# Ray's actor id (hex) -> how the worker was lost. A replacement worker has another id.
+_LOST_REASONS: dict[str, str] = {}
 
 
-def declare(actor: str, account: str) -> None:
-    """Note that a worker is gone."""
-    _ACCOUNTS[actor] = account
+def mark_lost(actor: str, reason: str) -> None:
+    """Record that the worker with this actor id (hex) is lost."""
+    _LOST_REASONS[actor] = reason
 
 
-def account_of(answer: Any) -> str | None:
-    """Return how the worker was lost that was to give this answer, a reference of Ray's; None where nothing is known of
-    a loss.
-    """
-    return _ACCOUNTS.get(answer.task_id().actor_id().hex()) if _ACCOUNTS else None
+def lost_reason(reference: Any) -> str | None:
+    """Return how the worker that computes this Ray reference was lost, or None."""
+    return _LOST_REASONS.get(reference.task_id().actor_id().hex()) if _LOST_REASONS else None

@@ -1,76 +1,82 @@
-"""`JobMemory`: a detached Ray actor that remembers for a driver, so that the next driver of the job can go on where
-this one was lost.
+"""`SnapshotStore`: a detached Ray actor that keeps step snapshots alive for the next driver of a run.
 
-Ray ends an object with its owner, which is whoever made the call that returned it. So what is to outlive the driver is
-asked for by this actor on the driver's behalf (`RayWorkerGroup.ask_through`). It holds no bytes itself: they are in the
-object store of the worker's machine.
+Ray deletes an object when its owner, the caller that created it, dies. Snapshots must outlive the driver, so this actor
+makes the calls and owns the results (`RayWorkerGroup.call_through_actor`). It holds references only: the bytes are in
+the object stores of the workers' nodes. The functions below are called by the driver.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.single_controller.cluster import NAMESPACE, find_actor, memory_name
+from hybridrl.single_controller.cluster import NAMESPACE, find_actor, snapshot_store_name
 
-HOLD_S = 60.0  # for the actor to take something over, which takes milliseconds
+STORE_TIMEOUT_S = 60.0  # for one call of the actor, which takes milliseconds
 
 
-class JobMemory:
+class SnapshotStore:
+    """The actor. Holds one stored snapshot, and results since then that the driver may still store."""
+
     def __init__(self) -> None:
-        self._asked: list = []  # since the last `keep`: held for a driver that is about to say what it wants kept
-        self._kept: tuple[bytes, Mapping[str, Sequence]] | None = None
+        self._unstored: list[Any] = []
+        self._snapshot: tuple[bytes, Mapping[str, Sequence[Any]]] | None = None
 
-    def ask(self, hosts: Sequence, life: int, role: str, method: str) -> tuple[list, list]:
-        """Call a method of a role in all processes; return references to the answers and to their sizes."""
-        answers = [host.call_sized.options(num_returns=2).remote(life, role, method) for host in hosts]
-        values, sizes = ([pair[i] for pair in answers] for i in range(2))
-        self._asked += values
+    def call(self, hosts: Sequence[Any], fencing_token: int, role: str, method: str) -> tuple[list[Any], list[Any]]:
+        """Call a role's method in all processes; return references to the results and to their numbers of rows."""
+        outputs = [host.call_with_num_rows.options(num_returns=2).remote(fencing_token, role, method) for host in hosts]
+        values, sizes = ([pair[i] for pair in outputs] for i in range(2))
+        self._unstored += values
         return values, sizes
 
-    def keep(self, description: bytes, parts: Mapping[str, Sequence]) -> None:
-        """Remember this, and forget what was kept before. parts: name -> references from `ask`."""
-        self._kept, self._asked = (description, parts), []
+    def store(self, description: bytes, parts: Mapping[str, Sequence[Any]]) -> None:
+        """Replace the stored snapshot.
 
-    def kept(self) -> tuple[bytes, Mapping[str, Sequence]] | None:
-        return self._kept
+        Args:
+            description: the driver's own state.
+            parts: role -> references that `call` returned.
+        """
+        self._snapshot, self._unstored = (description, parts), []
+
+    def load(self) -> tuple[bytes, Mapping[str, Sequence[Any]]] | None:
+        return self._snapshot
 
 
-def start_memory(run: str) -> Any:
-    """Start the memory of a run on this machine, and return the actor without waiting for it."""
+def start_snapshot_store(run: str) -> Any:
+    """Start the snapshot store of a run, preferably on this node; return the actor without waiting for it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {
-        "name": memory_name(run),
+        "name": snapshot_store_name(run),
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,
-        "scheduling_strategy": here,
+        "scheduling_strategy": this_node,
     }
-    return ray.remote(JobMemory).options(**options).remote()
+    return ray.remote(SnapshotStore).options(**options).remote()
 
 
-def find_memory(run: str) -> Any:
-    """Return the memory that an earlier driver of the run started, or None."""
-    return find_actor(memory_name(run))
+def find_snapshot_store(run: str) -> Any:
+    """Return the snapshot store that a previous driver of the run started, or None."""
+    return find_actor(snapshot_store_name(run))
 
 
-def keep(memory: Any, description: bytes, parts: Mapping[str, Sequence]) -> bool:
-    """Have it remembered; return whether it is, which it is not where the memory was lost."""
+def store_snapshot(store: Any, description: bytes, parts: Mapping[str, Sequence[Any]]) -> bool:
+    """Store a snapshot; return False if the store is lost."""
     import ray
 
     try:
-        ray.get(memory.keep.remote(description, parts), timeout=HOLD_S)
+        ray.get(store.store.remote(description, parts), timeout=STORE_TIMEOUT_S)
         return True
     except (ray.exceptions.RayActorError, TimeoutError):
         return False
 
 
-def kept(memory: Any) -> tuple[bytes, Mapping[str, Sequence]] | None:
-    """Return what was kept last, or None where nothing was, or the memory is lost."""
+def load_snapshot(store: Any) -> tuple[bytes, Mapping[str, Sequence[Any]]] | None:
+    """Return the stored snapshot; None if there is none or the store is lost."""
     import ray
 
     try:
-        return None if memory is None else ray.get(memory.kept.remote(), timeout=HOLD_S)
+        return None if store is None else ray.get(store.load.remote(), timeout=STORE_TIMEOUT_S)
     except (ray.exceptions.RayError, TimeoutError):
         return None

@@ -1,16 +1,14 @@
-"""What this process did when, written to a file of its own as it happens: the calls it served, and what it waited for.
+"""Record the calls that this process executes, and what it waits for, as spans in a file of its own.
 
-Recording is off until `start_recording`, which a driver calls, and a worker process at its start if its environment
-names a directory.
-One line of JSON per span, written by one system call when the span ends, so that a killed process loses only what it
-was in the middle of:
+Recording is off until `start_recording`. A driver calls it, and a worker process at its start if its environment names
+a directory. One system call writes one line of JSON when a span ends, so a killed process loses only its open spans:
 
     {"kind": "call", "name": "generate_sequences", "begin": ns, "end": ns, "thread": "MainThread", "role": "rollout",
-    "rank": 1} {"kind": "wait", "name": "rollout.generate_sequences", "begin": ns, "end": ns, "thread": "MainThread"}
+    "rank": 1}
+    {"kind": "wait", "name": "rollout.generate_sequences", "begin": ns, "end": ns, "thread": "MainThread"}
 
-Times are nanoseconds since 1970. Within a process they never run backwards; between processes of one machine they are
-comparable to microseconds, between machines as well as the machines' clocks agree. What reads them is
-`framework/graph/timeline.py`.
+Times are nanoseconds since 1970. They are monotonic within a process and comparable to microseconds between processes
+of one machine. Between machines they are as accurate as the machines' clocks. `framework/graph/timeline.py` reads them.
 """
 
 import json
@@ -22,54 +20,52 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-DIRECTORY_VARIABLE = "HYBRIDRL_TRACE_DIRECTORY"  # in a worker's environment: where it records
+DIRECTORY_VARIABLE = "HYBRIDRL_TRACE_DIRECTORY"  # environment variable of a worker: its directory
 SUFFIX = ".jsonl"
 
-# Whose work is being done: (role, rank, thread) of the call. A coroutine inherits it from the thread that waits for it.
+# (role, rank, thread) of the call in progress. A coroutine inherits it from the thread that waits for it.
 _call: ContextVar[tuple[str, int, str] | None] = ContextVar("call", default=None)
 
 
-class SpanFile:
+class TraceFile:
     """The spans of one process, in `directory`/`process`.jsonl."""
 
-    def __init__(self, directory: str, process: str):
+    def __init__(self, directory: str, process: str) -> None:
         path = os.path.join(directory, process + SUFFIX)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        # The steady clock, told from 1970: a correction of the system's clock must not turn a span's end before its
+        # Offset from the monotonic clock to 1970: a correction of the system clock must not put a span's end before its
         # begin.
         self._epoch = time.time_ns() - time.perf_counter_ns()
 
-    def write(self, kind: str, name: str, begin: int, end: int, **facts: Any) -> None:
-        """Record a span. begin, end: of `time.perf_counter_ns`."""
+    def write(self, kind: str, name: str, begin: int, end: int, **attributes: Any) -> None:
+        """Write a span; begin and end are values of `time.perf_counter_ns`."""
         span = {
             "kind": kind,
             "name": name,
             "begin": self._epoch + begin,
             "end": self._epoch + end,
             "thread": _thread(),
-            **facts,
+            **attributes,
         }
-        os.write(self._file, (json.dumps(span) + "\n").encode())  # whole lines, whichever threads write
+        os.write(self._file, (json.dumps(span) + "\n").encode())  # one write per line: threads do not interleave
 
     def close(self) -> None:
         os.close(self._file)
 
 
-_spans: SpanFile | None = None
+_spans: TraceFile | None = None
 
 
 def start_recording(directory: str, process: str) -> None:
-    """Record this process's spans in `directory`, under the name of the process, instead of where it
-    recorded before.
-    """
+    """Record this process's spans in `directory`/`process`.jsonl from now on."""
     global _spans
     stop_recording()
     os.makedirs(directory, exist_ok=True)
-    _spans = SpanFile(directory, process)
+    _spans = TraceFile(directory, process)
 
 
 def stop_recording() -> None:
-    """Record nothing from here on. Safe to call twice."""
+    """Stop recording; a second call has no effect."""
     global _spans
     if _spans is not None:
         spans, _spans = _spans, None
@@ -81,8 +77,8 @@ def is_recording() -> bool:
 
 
 @contextmanager
-def span(kind: str, name: str, **facts: Any) -> Generator[None, None, None]:
-    """Record what the block does, if anything is recorded; also if it fails."""
+def span(kind: str, name: str, **attributes: Any) -> Generator[None, None, None]:
+    """Record the block as a span if recording is on; also if the block raises."""
     if _spans is None:
         yield
         return
@@ -91,12 +87,12 @@ def span(kind: str, name: str, **facts: Any) -> Generator[None, None, None]:
         yield
     finally:
         if _spans is not None:
-            _spans.write(kind, name, begin, time.perf_counter_ns(), **facts)
+            _spans.write(kind, name, begin, time.perf_counter_ns(), **attributes)
 
 
 @contextmanager
 def call_span(role: str, rank: int, method: str) -> Generator[None, None, None]:
-    """The block is a worker's call; what it waits for on the way is told with its address."""
+    """Record the block as a worker's call; its waits are recorded with the same role and rank."""
     if _spans is None:
         yield
         return
@@ -110,7 +106,7 @@ def call_span(role: str, rank: int, method: str) -> Generator[None, None, None]:
 
 @contextmanager
 def wait_span(role: str, method: str) -> Generator[None, None, None]:
-    """The block waits for answers of `role`'s `method`, on the driver or in a worker's call."""
+    """Record the block as waiting for outputs of `role`'s `method`, in the driver or in a worker's call."""
     if _spans is None:
         yield
         return

@@ -1,6 +1,7 @@
-"""When a node is lost, what was reserved there is reserved on another one with room. Ray would do that, too, but it
-counts a node as lost after some ten seconds of silence and more; here its own process there is asked
-(`living_nodes.py`).
+"""Reserve slots of a lost node again on another node.
+
+Ray does this too, but it needs 10 s or more to declare a node dead. Here each node's raylet is contacted directly
+(`cluster.py`). Called by the driver before it restarts the processes that were on a lost node.
 """
 
 import logging
@@ -8,77 +9,78 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import CallTimeout, PlacementError
-from hybridrl.single_controller.cluster import living
-from hybridrl.single_controller.placement.feasibility import Machine, check_feasible, in_words
-from hybridrl.single_controller.placement.placement_groups import NODE_LABEL, machines_of_cluster, remove, reserve
+from hybridrl.single_controller.cluster import alive_nodes
+from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible, format_amount
+from hybridrl.single_controller.placement.placement_groups import NODE_LABEL, cluster_nodes, remove, reserve
 from hybridrl.single_controller.placement.plan import Reservation
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 logger = logging.getLogger(__name__)
-MOVING_TIMEOUT_S = 90.0  # a cluster that grows by itself may take as long to bring another node
+REPLACE_TIMEOUT_S = 90.0  # an autoscaling cluster may need this long to add a node
 
 
-def move_from_lost_nodes(
+def replace_lost_nodes(
     groups: "Sequence[PlacementGroup]",
-    wanted: Sequence[Reservation],
+    reservations: Sequence[Reservation],
     *,
     detached: bool,
-    timeout_s: float = MOVING_TIMEOUT_S,
+    timeout_s: float = REPLACE_TIMEOUT_S,
 ) -> "list[PlacementGroup]":
-    """Return the groups with those replaced of which something is on a node that is gone; the same where none is.
+    """Return the groups, with those that have a bundle on a lost node replaced.
 
-    wanted: what the groups were made from, in any order. Raises PlacementError when there is no room within the time,
-    saying what is missing where; what was on nodes that are gone is not reserved any more then.
+    Args:
+        groups: one per reservation, in any order.
+        reservations: the reservations of the groups.
+        detached: whether new groups outlive the driver.
+        timeout_s: seconds to reserve each group.
+
+    Raises:
+        PlacementError: no node had capacity in time; says what is missing where. Groups on lost nodes are then removed.
     """
     tables = [_table(group) for group in groups]
-    there = living({node for table in tables for node in table["bundles_to_node_id"].values()})
-    reservations, moved = {one.name: one for one in wanted}, list(groups)
-    for place, table in enumerate(tables):
-        gone = set(table["bundles_to_node_id"].values()) - there
-        if table["state"] == "CREATED" and not gone:
+    alive = alive_nodes({node for table in tables for node in table["bundles_to_node_id"].values()})
+    by_name, replaced = {one.name: one for one in reservations}, list(groups)
+    for index, table in enumerate(tables):
+        lost = set(table["bundles_to_node_id"].values()) - alive
+        if table["state"] == "CREATED" and not lost:
             continue
-        if table["name"] not in reservations:
+        name = table["name"] or table["placement_group_id"]
+        if table["name"] not in by_name:
             raise PlacementError(
-                f"the node of {_named(table)} was lost, which another pool has reserved and this one only uses"
+                f"the node of {name} was lost; it belongs to another pool, which has to reserve a new one"
             )
-        logger.warning("%s lost its node; looking for another one with room, for %g s", _named(table), timeout_s)
-        remove([groups[place]])
+        logger.warning("the node of %s was lost; reserving another node within %g s", name, timeout_s)
+        remove([groups[index]])
         try:
-            [moved[place]] = reserve(
-                [reservations[table["name"]]], detached=detached, avoided=gone, timeout_s=timeout_s
-            )
+            [replaced[index]] = reserve([by_name[table["name"]]], detached=detached, excluded=lost, timeout_s=timeout_s)
         except CallTimeout:
-            check_feasible(wanted, _living_machines())  # says more, where not even an empty cluster has room
+            check_feasible(reservations, _alive_capacities())  # more precise where even an empty cluster is too small
             raise PlacementError(
-                f"the node of {_named(table)} ({_needs(table)}) was lost, and no other had room for it "
-                f"within {timeout_s:g} s: others use "
-                "what the cluster has. End them, or add a node, and start the job again: it goes on from "
-                "its last commit"
+                f"the node of {name} ({_format_resources(table)}) was lost, and no other node had free capacity within "
+                f"{timeout_s:g} s: other processes use it. End them or add a node, then restart the job; it resumes "
+                "from its newest checkpoint"
             ) from None
-    return moved
+    return replaced
 
 
-def _living_machines() -> list[Machine]:
-    machines = {machine.labels.get(NODE_LABEL, ""): machine for machine in machines_of_cluster()}
-    there = living(machines)
-    return [machine for node, machine in machines.items() if node in there]
+def _alive_capacities() -> list[NodeCapacity]:
+    capacities = {node.labels.get(NODE_LABEL, ""): node for node in cluster_nodes()}
+    alive = alive_nodes(capacities)
+    return [capacity for node, capacity in capacities.items() if node in alive]
 
 
 def _table(group: "PlacementGroup") -> dict[str, Any]:
     from ray.util.placement_group import placement_group_table
 
-    return placement_group_table(group)
+    table: dict[str, Any] = placement_group_table(group)
+    return table
 
 
-def _named(table: dict[str, Any]) -> str:
-    return table["name"] or table["placement_group_id"]
-
-
-def _needs(table: dict[str, Any]) -> str:
+def _format_resources(table: dict[str, Any]) -> str:
     total: dict[str, float] = {}
     for bundle in table["bundles"].values():
         for name, amount in bundle.items():
             total[name] = total.get(name, 0) + amount
-    return ", ".join(in_words(name, amount) for name, amount in total.items())
+    return ", ".join(format_amount(name, amount) for name, amount in total.items())

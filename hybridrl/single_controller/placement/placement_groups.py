@@ -1,32 +1,32 @@
-"""Reservations become placement groups of the connected Ray cluster, all of them or none."""
+"""Reserve placement groups on the connected Ray cluster, all of a pool or none. Called by the driver."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import CallTimeout
 from hybridrl.single_controller.awaiting import wait_ready
-from hybridrl.single_controller.placement.feasibility import Machine
+from hybridrl.single_controller.placement.feasibility import NodeCapacity
 from hybridrl.single_controller.placement.plan import Reservation
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-# Reserving devices is immediate when they are free; a longer wait means that somebody else holds them.
+# Ray reserves free devices at once; a longer wait means that other jobs hold them.
 PLACEMENT_TIMEOUT_S = 60.0
-# To spread is a wish: after this long it is given up for any machine.
+# Spreading is best effort: after this long any node is accepted.
 SPREAD_TIMEOUT_S = 3.0
-NODE_LABEL = "ray.io/node-id"  # every node of Ray has it
+NODE_LABEL = "ray.io/node-id"  # set by Ray on every node
 
 
-def machines_of_cluster() -> list[Machine]:
-    """Return the living nodes of the connected cluster, with all they have, taken or not."""
+def cluster_nodes() -> list[NodeCapacity]:
+    """Return the alive nodes of the connected cluster, ordered by address."""
     import ray
 
     nodes = sorted(
         (node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeManagerAddress"], node["NodeID"])
     )
     return [
-        Machine(f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", node["Resources"], node.get("Labels", {}))
+        NodeCapacity(f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", node["Resources"], node.get("Labels", {}))
         for node in nodes
     ]
 
@@ -36,24 +36,31 @@ def reserve(
     *,
     strategy: str = "STRICT_PACK",
     detached: bool = False,
-    avoided: Collection[str] = (),
+    excluded: Collection[str] = (),
     timeout_s: float = PLACEMENT_TIMEOUT_S,
 ) -> "list[PlacementGroup]":
-    """Return one placement group for each, with all its bundles there. When one cannot be had, none stays reserved.
+    """Return one created placement group per reservation; when one fails, remove all.
 
-    strategy: Ray's, of the bundles of one group. Those that keep apart are reserved one after the other, each where the
-    others are not; that goes for those of other pools of the same job, too. One that would rather be on some node is
-    there if it has room. avoided: ids of nodes. Raises CallTimeout for what is not there in time.
+    Reservations with `apart_from` or `spread` are made one after the other, each on a node without the others. That
+    includes reservations of other pools of the same job. `preferred_node` is used if it has free capacity.
+
+    Args:
+        strategy: Ray's strategy for the bundles of one group.
+        excluded: ids of nodes that must not be used.
+        timeout_s: seconds to wait for each group.
+
+    Raises:
+        CallTimeout: a group was not created in time.
     """
     groups: list[PlacementGroup] = []
     try:
         for one in reservations:
             if one.apart_from or one.spread:
-                groups.append(_reserve_apart(one, avoided, strategy=strategy, detached=detached, timeout_s=timeout_s))
+                groups.append(_reserve_apart(one, excluded, strategy=strategy, detached=detached, timeout_s=timeout_s))
             else:
-                groups.append(_ask(one, avoided, strategy=strategy, detached=detached))
+                groups.append(_request(one, excluded, strategy=strategy, detached=detached))
         for one, group in zip(reservations, groups, strict=True):
-            _wait(one, group, timeout_s)
+            _wait_created(one, group, timeout_s)
     except BaseException:
         remove(groups)
         raise
@@ -61,7 +68,7 @@ def reserve(
 
 
 def remove(groups: "Sequence[PlacementGroup]") -> None:
-    """Give what was reserved back. Processes that still run there are ended by Ray."""
+    """Remove the groups; Ray kills processes that still run on them."""
     from ray.util.placement_group import remove_placement_group
 
     for group in groups:
@@ -69,56 +76,56 @@ def remove(groups: "Sequence[PlacementGroup]") -> None:
 
 
 def nodes_of(groups: "Sequence[PlacementGroup]") -> list[str]:
-    """Return, for each group, the id of the node that its bundles are on."""
+    """Return, for each group, the id of the node with its bundles."""
     from ray.util.placement_group import placement_group_table
 
     return [placement_group_table(group)["bundles_to_node_id"][0] for group in groups]
 
 
 def _reserve_apart(
-    one: Reservation, avoided: Collection[str], *, strategy: str, detached: bool, timeout_s: float
+    one: Reservation, excluded: Collection[str], *, strategy: str, detached: bool, timeout_s: float
 ) -> "PlacementGroup":
-    never = _nodes_of_pools(one, one.apart_from) | set(avoided)
-    rather_not = _nodes_of_pools(one, (one.pool,)) - never if one.spread else set()
-    if not {machine.labels.get(NODE_LABEL) for machine in machines_of_cluster()} - never - rather_not:
-        rather_not = set()  # every machine has one of the pool
-    for elsewhere, within_s in (
-        (never | rather_not, SPREAD_TIMEOUT_S if rather_not else timeout_s),
-        (never, timeout_s),
+    forbidden = _nodes_of_pools(one, one.apart_from) | set(excluded)
+    discouraged = _nodes_of_pools(one, (one.pool,)) - forbidden if one.spread else set()
+    if not {node.labels.get(NODE_LABEL) for node in cluster_nodes()} - forbidden - discouraged:
+        discouraged = set()  # every node has a reservation of the pool
+    for avoided, wait_s in (
+        (forbidden | discouraged, SPREAD_TIMEOUT_S if discouraged else timeout_s),
+        (forbidden, timeout_s),
     ):
-        group = _ask(one, elsewhere, strategy=strategy, detached=detached)
+        group = _request(one, avoided, strategy=strategy, detached=detached)
         try:
-            _wait(one, group, within_s)
+            _wait_created(one, group, wait_s)
             return group
         except BaseException as error:
             remove([group])
-            if not isinstance(error, CallTimeout) or elsewhere == never:
+            if not isinstance(error, CallTimeout) or avoided == forbidden:
                 raise
     raise AssertionError("the second round returns or raises")
 
 
-def _ask(one: Reservation, avoided: Collection[str], *, strategy: str, detached: bool) -> "PlacementGroup":
+def _request(one: Reservation, excluded: Collection[str], *, strategy: str, detached: bool) -> "PlacementGroup":
     from ray.util.placement_group import placement_group
 
-    labels = {**one.labels, **({NODE_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided else {})}
+    labels = {**one.labels, **({NODE_LABEL: f"!in({','.join(sorted(excluded))})"} if excluded else {})}
     return placement_group(
         [dict(bundle) for bundle in one.bundles],
         strategy=strategy,
         name=one.name,
         lifetime="detached" if detached else None,
         bundle_label_selector=[labels] * len(one.bundles) if labels else None,
-        _soft_target_node_id=one.rather_on
-        if strategy == "STRICT_PACK" and one.rather_on not in {"", *avoided}
+        _soft_target_node_id=one.preferred_node
+        if strategy == "STRICT_PACK" and one.preferred_node not in {"", *excluded}
         else None,
     )
 
 
-def _wait(one: Reservation, group: "PlacementGroup", timeout_s: float) -> None:
+def _wait_created(one: Reservation, group: "PlacementGroup", timeout_s: float) -> None:
     wait_ready(group.ready(), what=f"{one.name} of pool {one.pool!r}", timeout_s=timeout_s)
 
 
 def _nodes_of_pools(one: Reservation, pools: Collection[str]) -> set[str]:
-    """The nodes on which pools of the same job have something, found by the names of their placement groups."""
+    """Return the nodes with reservations of these pools of the same job, found by the names of placement groups."""
     from ray.util.placement_group import placement_group_table
 
     job = one.name.rpartition("/")[0].removesuffix(one.pool)
@@ -129,19 +136,19 @@ def _nodes_of_pools(one: Reservation, pools: Collection[str]) -> set[str]:
     }
 
 
-def find_left(job: str) -> "dict[str, PlacementGroup]":
-    """Return what a job has reserved under its name, by name: also what an earlier driver of it has left."""
+def find_leftover_groups(job: str) -> "dict[str, PlacementGroup]":
+    """Return the placement groups with a job's name, by name, including those of a previous driver."""
     from ray._raylet import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, placement_group_table
 
-    left = [
+    entries = [
         entry
         for entry in placement_group_table().values()
         if entry["name"].startswith(f"{job}/") and entry["state"] != "REMOVED"
     ]
-    return {entry["name"]: PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for entry in left}
+    return {entry["name"]: PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for entry in entries}
 
 
-def remove_left(job: str) -> None:
-    """Give back what a job has reserved under its name and nobody holds any more."""
-    remove(list(find_left(job).values()))
+def remove_leftover_groups(job: str) -> None:
+    """Remove all placement groups with a job's name."""
+    remove(list(find_leftover_groups(job).values()))

@@ -1,32 +1,34 @@
-"""A `Plan` says which processes a job has and where each runs: placement groups, slots, ranks, shares of devices,
-environments.
+"""`Plan`: the processes of a job and where each runs: placement groups, slots, ranks, device shares, environments.
 
-    plan = plan_job(spec, job="grpo-1")     # hybridrl/master/jobs/planner.py, from a JobSpec
-    sys.stdout.write(plan_table(plan))      # plan_table.py
-    check_plan(plan, machines)              # feasibility.py
-    groups = launch(plan, classes, pools)   # launch.py
+    plan = plan_job(spec, job="grpo-1")                 # master/jobs/planner.py, from a JobSpec
+    sys.stdout.write(plan_table(plan))                  # master/jobs/plan_table.py
+    check_feasible(plan.reservations(), nodes)          # placement/feasibility.py
+    groups = launch(plan, classes, make_pools(plan))    # launch.py
 
-Pure records: nothing is started here, and neither Ray nor torch is needed.
+Pure records: they start nothing, and need neither Ray nor torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Where a process stands is told by the variables that torch.distributed reads, and by those that DLRover's users know.
+# Environment variable of DLRover with the roles that share a device.
 COLLOCATION_VARIABLE = "DEVICE_COLLOCATION_GROUP"
-NO_CUSTOM_RESOURCE = ("CPU", "GPU", "memory")  # Ray has options of their own for them
+NO_CUSTOM_RESOURCE = ("CPU", "GPU", "memory")  # options of a Ray actor with names of their own
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """A placement group: bundles reserved together on one machine, one for each slot.
+    """A placement group to reserve: bundles on one node, one per slot.
 
-    bundles: Ray's names of resources -> amounts, memory in bytes. labels: what the machine's labels must be, as a label
-    selector of Ray. apart_from: names of pools that have nothing on its machine; with its own, each of the pool's
-    reservations is on another machine. spread: that too, but only where there are enough machines. way_out: what to
-    change when no machine can hold it. rather_on: the node, by Ray's id, that it should be on if there is room; "" for
-    any.
+    Attributes:
+        bundles: Ray's names of resources -> amounts, memory in bytes.
+        labels: label selector of Ray that the node must match.
+        apart_from: names of pools that must not share the node. With the own name, each of the pool's reservations is
+            on another node.
+        spread: put the pool's reservations on different nodes while there are enough nodes.
+        hint: what the user may change when no node can hold it.
+        preferred_node: Ray's id of a node to use if it has free capacity; "" for any.
     """
 
     name: str
@@ -35,21 +37,22 @@ class Reservation:
     labels: Mapping[str, str] = field(default_factory=dict)
     apart_from: tuple[str, ...] = ()
     spread: bool = False
-    way_out: str = ""
-    rather_on: str = ""
+    hint: str = ""
+    preferred_node: str = ""
 
     @property
     def resources(self) -> dict[str, float]:
-        """What its machine has to have, all bundles together."""
+        """The sum over all bundles."""
         names = dict.fromkeys(name for bundle in self.bundles for name in bundle)
         return {name: round(sum(bundle.get(name, 0) for bundle in self.bundles), 4) for name in names}
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The slots of a pool: its reservations, one for each of its nodes in the order of ranks.
+    """The slots of a pool: one reservation per node, in the order of ranks.
 
-    strategy: in the builder's words.
+    Attributes:
+        strategy: as named in the job builder.
     """
 
     name: str
@@ -58,17 +61,20 @@ class PoolPlan:
 
     @property
     def slots(self) -> list[tuple[int, int]]:
-        """Every slot as (node, slot on it), in order."""
+        """Every slot as (node of the pool, slot on it), in order."""
         return [(node, slot) for node, one in enumerate(self.reservations) for slot in range(len(one.bundles))]
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """Processes that hold the same roles: one world of ranks.
+    """Processes with the same roles, which form one world of ranks.
 
-    slots: by rank, (node of the pool, slot on it). resources: of each process, as in a bundle. share: of its slot that
-    one takes. environment: further variables, set before anything is imported. collocated: the roles that share its
-    devices, if others do.
+    Attributes:
+        slots: by rank, (node of the pool, slot on it).
+        resources: of each process, as in a bundle.
+        share: fraction of its slot that a process takes.
+        environment: further variables, set before any import.
+        collocated: all roles that share its devices; empty if no others do.
     """
 
     pool: str
@@ -81,18 +87,17 @@ class ProcessPlan:
 
     @property
     def label(self) -> str:
-        """The roles, as they stand in the processes' names."""
+        """The roles, as in the names of the processes."""
         return "+".join(self.roles)
 
-    def place_environment(self, rank: int, name: str) -> dict[str, str]:
-        """Return the variables that tell a process where it stands; MASTER_ADDR and MASTER_PORT are known when it runs.
+    def rank_environment(self, rank: int, name: str) -> dict[str, str]:
+        """Return the environment variables of a rank, except MASTER_ADDR and MASTER_PORT, which are set at start.
 
-        NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE count the nodes and ranks of these processes, whatever else runs
-        beside them.
+        NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE count the nodes and ranks of these processes only.
         """
         nodes = [node for node, _ in self.slots]
         node = nodes[rank]
-        place = {
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": len(nodes),
             "LOCAL_RANK": nodes[:rank].count(node),
@@ -102,14 +107,15 @@ class ProcessPlan:
             "ROLE": self.label.upper(),
         }
         shared = {COLLOCATION_VARIABLE: ",".join(role.upper() for role in self.collocated)} if self.collocated else {}
-        return {variable: str(value) for variable, value in place.items()} | shared
+        return {variable: str(value) for variable, value in variables.items()} | shared
 
 
 @dataclass(frozen=True)
 class DriverPlan:
-    """The process of the trainer, which starts the others and tells them what to do.
+    """The process of a submitted job's trainer.
 
-    entry: `module:Class` or `file.py:Class`.
+    Attributes:
+        entry: `module:Class` or `file.py:Class`.
     """
 
     role: str
@@ -120,7 +126,7 @@ class DriverPlan:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One process: its name, its roles, its place in the group and on its pool, and its whole environment."""
+    """One process: its name, roles, rank, slot and whole environment."""
 
     name: str
     roles: tuple[str, ...]
@@ -134,7 +140,12 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All processes of a job. `job` prefixes their names, `worker_env` is set in each of them."""
+    """All processes of a job.
+
+    Attributes:
+        job: prefix of their names.
+        worker_env: environment variables of all of them.
+    """
 
     job: str
     processes: tuple[ProcessPlan, ...]
@@ -146,22 +157,19 @@ class Plan:
         return next(pool for pool in self.pools if pool.name == name)
 
     def reservations(self) -> list[Reservation]:
-        """Everything that the job reserves, the trainer's place included.
-
-        A pool on which nothing runs reserves nothing.
-        """
+        """Return all reservations of the job, the trainer's included; a pool without processes has none."""
         own = [self.driver.reservation] if self.driver is not None else []
         used = {process.pool for process in self.processes}
         return own + [one for pool in self.pools if pool.name in used for one in pool.reservations]
 
     def workers(self) -> list[WorkerPlan]:
-        """Every worker process, role by role in the order of ranks."""
+        """Return every worker process, by role and rank."""
         return [self._worker(process, rank) for process in self.processes for rank in range(len(process.slots))]
 
     def _worker(self, process: ProcessPlan, rank: int) -> WorkerPlan:
         node, bundle = process.slots[rank]
         name = f"{self.job}/{process.label}-{rank}"
-        environment = {**self.worker_env, **process.environment, **process.place_environment(rank, name)}
+        environment = {**self.worker_env, **process.environment, **process.rank_environment(rank, name)}
         reservation = self.pool(process.pool).reservations[node].name
         return WorkerPlan(name, process.roles, rank, process.pool, reservation, bundle, process.resources, environment)
 

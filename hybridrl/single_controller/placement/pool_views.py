@@ -1,6 +1,6 @@
-"""Pools made of other pools: cut into consecutive ranks, put together, or found again after their driver has gone.
+"""Pools made of other pools' slots: split, merged, or found again by another driver.
 
-They are views: the bundles stay those of the pool that reserved them, and that one gives them back.
+The pools are views: their bundles belong to the pool that reserved them, and only that pool releases them.
 """
 
 import itertools
@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Some slots of other pools, which must outlive it. places: pool and rank in it, of each slot."""
+    """Some slots of other pools, which must outlive it.
 
-    def __init__(self, places: Sequence[tuple[RayResourcePool, int]], *, like: RayResourcePool, name_prefix: str):
-        self._places, self._pools = list(places), list({id(pool): pool for pool, _ in places}.values())
-        runs = [len(list(run)) for _, run in itertools.groupby(self.slots(), key=lambda slot: slot.group.id)]
+    Args:
+        ranks: pool and rank in it, of each slot.
+        like: pool whose other settings are copied.
+    """
+
+    def __init__(
+        self, ranks: Sequence[tuple[RayResourcePool, int]], *, like: RayResourcePool, name_prefix: str
+    ) -> None:
+        self._ranks, self._pools = list(ranks), list({id(pool): pool for pool, _ in ranks}.values())
+        slots_on_nodes = [len(list(run)) for _, run in itertools.groupby(self.slots(), key=lambda slot: slot.group.id)]
         super().__init__(
-            runs,
+            slots_on_nodes,
             like.use_gpu,
             name_prefix,
             like.max_colocate_count,
@@ -33,46 +40,48 @@ class SubRayResourcePool(RayResourcePool):
 
     def slots(self) -> list[Slot]:
         slots = {id(pool): pool.slots() for pool in self._pools}
-        return [slots[id(pool)][rank] for pool, rank in self._places]
+        return [slots[id(pool)][rank] for pool, rank in self._ranks]
 
     def get_placement_groups(self, strategy: str = "STRICT_PACK") -> "list[PlacementGroup]":
         return list({slot.group.id: slot.group for slot in self.slots()}.values())
 
-    def move_from_lost_nodes(self) -> None:
+    def replace_lost_nodes(self) -> None:
         for pool in self._pools:
-            pool.move_from_lost_nodes()
+            pool.replace_lost_nodes()
 
     def release(self) -> None:
-        """Do nothing: the bundles belong to the pools this one was made of."""
+        """Do nothing: the bundles belong to the pools that this one was made of."""
 
 
-class PlannedSlots(SubRayResourcePool):
-    """The slots of a pool that the processes of one plan stand on, by rank. Several may share a slot.
+class PlannedPoolView(SubRayResourcePool):
+    """The slots of a pool for the ranks of one `ProcessPlan`; several ranks may share a slot.
 
-    A share that is taken of every slot of the pool is noted there, so that a group made by hand finds what is left.
+    If the processes use every slot of the pool, their share is acquired from the pool. A group that is created by hand
+    then gets the rest.
     """
 
-    def __init__(self, pool: RayResourcePool, process: ProcessPlan, *, job: str):
+    def __init__(self, pool: RayResourcePool, process: ProcessPlan, *, job: str) -> None:
         ranks = [sum(pool.store[:node]) + bundle for node, bundle in process.slots]
         super().__init__([(pool, rank) for rank in ranks], like=pool, name_prefix=pool.name_prefix)
         self._pool, self._process, self._job = pool, process, job
-        of_slot = [process.slots.count(slot) for slot in dict.fromkeys(process.slots)]
-        self._times = min(of_slot) if len(of_slot) == pool.world_size else 0
+        per_slot = [process.slots.count(slot) for slot in dict.fromkeys(process.slots)]
+        self._processes_per_slot = min(per_slot) if len(per_slot) == pool.world_size else 0
 
-    def place_environment(self, rank: int) -> dict[str, str]:
-        return self._process.place_environment(rank, f"{self._job}/{self._process.label}-{rank}")
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        return self._process.rank_environment(rank, f"{self._job}/{self._process.label}-{rank}")
 
-    def take(self, user: str, share: float) -> None:
-        self._pool.take(user, share * self._times)
+    def acquire_share(self, user: str, share: float) -> None:
+        self._pool.acquire_share(user, share * self._processes_per_slot)
 
-    def give_back(self, user: str) -> None:
-        self._pool.give_back(user)
+    def release_share(self, user: str) -> None:
+        self._pool.release_share(user)
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
     """Return pools of consecutive ranks: of `split_size` each, or of these sizes.
 
-    What does not add up is a ValueError.
+    Raises:
+        ValueError: the sizes do not add up to the pool's.
     """
     world_size = resource_pool.world_size
     sizes = [split_size] * (world_size // split_size) if isinstance(split_size, int) and split_size > 0 else split_size
@@ -81,10 +90,10 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
             f"split_size={split_size} does not divide a pool of {world_size} processes; give sizes that "
             f"add up to {world_size}"
         )
-    places = iter([(resource_pool, rank) for rank in range(world_size)])
+    ranks = iter([(resource_pool, rank) for rank in range(world_size)])
     return [
         SubRayResourcePool(
-            list(itertools.islice(places, size)),
+            list(itertools.islice(ranks, size)),
             like=resource_pool,
             name_prefix=f"{resource_pool.name_prefix}/part-{i}",
         )
@@ -93,22 +102,27 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
 
 
 def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubRayResourcePool:
-    """Return the ranks of the first pool and then those of the second. Pools of different kinds are a ValueError."""
+    """Return a pool of the ranks of the first pool and then those of the second.
+
+    Raises:
+        ValueError: the pools differ in use_gpu, max_colocate_count or detached.
+    """
     for setting in ("use_gpu", "max_colocate_count", "detached"):
         if getattr(first, setting) != getattr(second, setting):
             raise ValueError(
                 f"pools with {setting}={getattr(first, setting)} and {getattr(second, setting)} cannot be merged"
             )
-    places = [(pool, rank) for pool in (first, second) for rank in range(pool.world_size)]
-    return SubRayResourcePool(places, like=first, name_prefix=f"{first.name_prefix}+{second.name_prefix}")
+    ranks = [(pool, rank) for pool in (first, second) for rank in range(pool.world_size)]
+    return SubRayResourcePool(ranks, like=first, name_prefix=f"{first.name_prefix}+{second.name_prefix}")
 
 
 def extract_pg_from_exist(
     resource_pools: dict[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
 ) -> "list[PlacementGroup]":
-    """Return, for each node of `resource_pool`, a placement group of the named pools that can hold it, each used once.
+    """Return, for each node of `resource_pool`, another placement group of the named pools that can hold it.
 
-    Raises PlacementError when they cannot hold it.
+    Raises:
+        PlacementError: the named pools cannot hold it.
     """
     groups = [group for name in src_role_names for group in resource_pools[name].get_placement_groups()]
     found: dict[int, PlacementGroup] = {}
@@ -119,8 +133,7 @@ def extract_pg_from_exist(
                 group.bundle_count for name in src_role_names for group in resource_pools[name].get_placement_groups()
             ]
             raise PlacementError(
-                f"the pools {list(src_role_names)} hold {have} processes per node, which is no room for "
-                f"{resource_pool.store}"
+                f"the pools {list(src_role_names)} have {have} slots per node, which cannot hold {resource_pool.store}"
             )
         found[node] = min(fitting, key=lambda group: group.bundle_count)
         groups.remove(found[node])
@@ -128,9 +141,10 @@ def extract_pg_from_exist(
 
 
 def attach_resource_pool(name_prefix: str) -> RayResourcePool:
-    """Return the detached pool that another driver reserved under this name; `release` gives its devices back.
+    """Return the detached pool that another driver reserved under this name; `release` frees its devices.
 
-    Raises PlacementError when there is none.
+    Raises:
+        PlacementError: no pool has this name.
     """
     from ray._raylet import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -143,10 +157,10 @@ def attach_resource_pool(name_prefix: str) -> RayResourcePool:
     ]
     found = sorted(((int(match[1]), entry) for match, entry in entries if match), key=lambda pair: pair[0])
     if not found:
-        raise PlacementError(f"no reserved pool is called {name_prefix!r} on this cluster")
+        raise PlacementError(f"no reserved pool on this cluster is named {name_prefix!r}")
     bundles = [entry["bundles"] for _, entry in found]
     pool = RayResourcePool(
         [len(b) for b in bundles], use_gpu="GPU" in bundles[0][0], name_prefix=name_prefix, detached=True
     )
-    pool.adopt([PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for _, entry in found])
+    pool.use_groups([PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for _, entry in found])
     return pool

@@ -1,4 +1,4 @@
-"""Resource pools: how many worker processes on how many nodes, and the placement groups that reserve their devices."""
+"""Resource pools: worker slots on nodes, and the placement groups that reserve them. Used in the driver."""
 
 import itertools
 import uuid
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.placement.feasibility import check_feasible
-from hybridrl.single_controller.placement.node_loss import move_from_lost_nodes
+from hybridrl.single_controller.placement.node_loss import replace_lost_nodes
 from hybridrl.single_controller.placement.placement_groups import (
-    find_left,
-    machines_of_cluster,
+    cluster_nodes,
+    find_leftover_groups,
     nodes_of,
     remove,
     reserve,
@@ -20,26 +20,27 @@ from hybridrl.single_controller.placement.plan import PoolPlan, Reservation
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-ROUNDING = 1e-6  # of shares that add up to a whole
-WAY_OUT = (
+ROUNDING = 1e-6  # tolerance when shares are summed
+CAPACITY_HINT = (
     "Lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes to the Ray cluster and name it with RAY_ADDRESS"
 )
 
 
 class Slot(NamedTuple):
-    """The place of one worker process: a bundle of a placement group."""
+    """A bundle of a placement group, for one worker process or several with a share each."""
 
     group: "PlacementGroup"
     bundle: int
 
 
 class ResourcePool:
-    """A division of the cluster: `process_on_nodes[i]` worker slots on node i. Nodes may differ.
+    """Worker slots on nodes: `process_on_nodes[i]` slots on node i.
 
-    max_colocate_count: how many processes may share one slot when their groups do not say how large a share they take.
+    Args:
+        max_colocate_count: processes that may share one slot; a group takes `1 / max_colocate_count` by default.
     """
 
-    def __init__(self, process_on_nodes: Sequence[int], *, max_colocate_count: int = 10):
+    def __init__(self, process_on_nodes: Sequence[int], *, max_colocate_count: int = 10) -> None:
         if not process_on_nodes or any(n < 1 for n in process_on_nodes):
             raise ValueError(f"process_on_nodes={list(process_on_nodes)} must name at least one process on every node")
         if max_colocate_count < 1:
@@ -53,22 +54,22 @@ class ResourcePool:
 
     @property
     def local_world_size_list(self) -> list[int]:
-        """For each rank, how many ranks its node holds."""
+        """For each rank, the number of ranks on its node."""
         return [size for size in self.store for _ in range(size)]
 
     @property
     def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node."""
+        """For each rank, its index on its node."""
         return list(itertools.chain.from_iterable(range(size) for size in self.store))
 
-    def place_environment(self, rank: int) -> dict[str, str]:
-        """Return what else the process of this rank is told about its place."""
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        """Return environment variables of a rank beyond those of `RankInfo`."""
         return {
             "NODE_RANK": str(next(node for node, last in enumerate(itertools.accumulate(self.store)) if rank < last))
         }
 
     def add_node(self, process_count: int) -> None:
-        """Add a node with so many worker slots."""
+        """Add a node with this many worker slots."""
         if process_count < 1:
             raise ValueError(f"process_count={process_count} must be at least 1")
         self.store.append(process_count)
@@ -77,8 +78,11 @@ class ResourcePool:
 class RayResourcePool(ResourcePool):
     """A resource pool whose slots are bundles of Ray placement groups, one group per node.
 
-    use_gpu: each slot holds one GPU, otherwise one CPU; None: one GPU where the cluster has any. detached: the groups
-    outlive the driver. accelerator_type: only nodes with this accelerator, by Ray's name of it.
+    Args:
+        use_gpu: each slot has one GPU, otherwise one CPU. None: one GPU if the cluster has any.
+        name_prefix: unique on the cluster, because Ray refuses a second placement group of the same name.
+        detached: the groups outlive the driver.
+        accelerator_type: use only nodes with this accelerator, by Ray's name.
     """
 
     def __init__(
@@ -90,15 +94,13 @@ class RayResourcePool(ResourcePool):
         *,
         detached: bool = False,
         accelerator_type: str | None = None,
-    ):
+    ) -> None:
         super().__init__(process_on_nodes, max_colocate_count=max_colocate_count)
         self._use_gpu, self.detached, self.accelerator_type = use_gpu, detached, accelerator_type
-        self.name_prefix = (
-            name_prefix or f"pool-{uuid.uuid4().hex[:6]}"
-        )  # Ray refuses a second placement group of the same name
+        self.name_prefix = name_prefix or f"pool-{uuid.uuid4().hex[:6]}"
         self._plan: PoolPlan | None = None
         self._groups: list[PlacementGroup] | None = None
-        self._taken: dict[str, float] = {}  # group of workers -> share of every slot
+        self._shares: dict[str, float] = {}  # worker group -> its share of every slot
 
     def add_node(self, process_count: int) -> None:
         if self._groups is not None:
@@ -106,19 +108,19 @@ class RayResourcePool(ResourcePool):
                 f"pool {self.name_prefix!r} has reserved its nodes; add nodes before the first group starts on it"
             )
         if self._plan is not None:
-            raise ValueError(f"pool {self.name_prefix!r} is part of a plan; add nodes to what the plan is made from")
+            raise ValueError(f"pool {self.name_prefix!r} is part of a plan; add nodes to the plan's specification")
         super().add_node(process_count)
 
     @property
     def use_gpu(self) -> bool:
-        """Whether a slot holds a GPU; asks the connected cluster if nobody said."""
+        """Whether a slot has a GPU; if not given, whether the connected cluster has any."""
         if self._use_gpu is None:
             self._use_gpu = cluster_has_gpus()
         return self._use_gpu
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources of one slot."""
+        """Resources of one slot, by Ray's names."""
         if self._plan is not None:
             return dict(self._plan.reservations[0].bundles[0])
         bundle: dict[str, float] = {"CPU": 1}
@@ -130,7 +132,7 @@ class RayResourcePool(ResourcePool):
 
     @classmethod
     def planned(cls, plan: PoolPlan, *, max_colocate_count: int = 10, detached: bool = False) -> "RayResourcePool":
-        """Return the pool that a plan has; its bundles are the plan's."""
+        """Return the pool of a plan, with the plan's bundles."""
         use_gpu = any("GPU" in bundle for one in plan.reservations for bundle in one.bundles)
         prefix = plan.reservations[0].name.rpartition("/")[0]
         pool = cls(
@@ -140,91 +142,94 @@ class RayResourcePool(ResourcePool):
         return pool
 
     def reservations(self) -> Sequence[Reservation]:
-        """Return what the pool reserves, one placement group per node."""
+        """Return one reservation per node."""
         if self._plan is not None:
             return self._plan.reservations
         names = [f"{self.name_prefix}/node-{node}" for node in range(len(self.store))]
         sizes = zip(names, self.store, strict=True)
-        return [Reservation(name, self.name_prefix, (self.bundle,) * size, way_out=WAY_OUT) for name, size in sizes]
+        return [Reservation(name, self.name_prefix, (self.bundle,) * size, hint=CAPACITY_HINT) for name, size in sizes]
 
     def get_placement_groups(self, strategy: str = "STRICT_PACK") -> "list[PlacementGroup]":
-        """Return one placement group per node, in the order of ranks, reserved on the first call.
+        """Return one placement group per node, in the order of ranks; reserve them on the first call.
 
-        Groups of the same bundles are ordered by their nodes' addresses, so that the same cluster gives the same ranks.
-        Raises PlacementError when the cluster's nodes cannot hold the pool, saying what is missing; nothing stays
-        reserved then.
+        Groups with equal bundles are ordered by their nodes' addresses, so that the same cluster gives the same ranks.
+
+        Raises:
+            PlacementError: the cluster's nodes cannot hold the pool; says what is missing. Nothing stays reserved.
         """
         if self._groups is None:
-            wanted = self.reservations()
-            check_feasible(wanted, machines_of_cluster())
-            self.adopt(reserve(wanted, strategy=strategy, detached=self.detached))
+            reservations = self.reservations()
+            check_feasible(reservations, cluster_nodes())
+            self.use_groups(reserve(reservations, strategy=strategy, detached=self.detached))
         return self._groups or []
 
-    def adopt(self, groups: "list[PlacementGroup]") -> None:
-        """Take these reserved groups as the pool's nodes, one for each entry of `store` and of that size."""
+    def use_groups(self, groups: "list[PlacementGroup]") -> None:
+        """Use reserved groups as the pool's nodes, one for each entry of `store` and of that size."""
         self._groups = _by_address(groups)
 
-    def take_up(self) -> None:
-        """Take as the pool's nodes what an earlier driver of the same run reserved.
+    def reattach(self) -> None:
+        """Use the placement groups that a previous driver of the same run reserved.
 
-        Raises PlacementError if that is not there.
+        Raises:
+            PlacementError: a group is missing.
         """
         names = [one.name for one in self.reservations()]
-        found = find_left(names[0].rsplit("/", 2)[0])
+        found = find_leftover_groups(names[0].rsplit("/", 2)[0])
         if missing := [name for name in names if name not in found]:
-            raise PlacementError(f"{missing} are not reserved any more; the job has to be started anew")
-        self.adopt([found[name] for name in names])
+            raise PlacementError(f"the placement groups {missing} no longer exist; start the job again")
+        self.use_groups([found[name] for name in names])
 
     def slots(self) -> list[Slot]:
-        """Return the place of every rank, reserved on the first call."""
+        """Return the slot of every rank; reserve them on the first call."""
         return [Slot(group, bundle) for group in self.get_placement_groups() for bundle in range(group.bundle_count)]
 
-    def move_from_lost_nodes(self) -> None:
-        """Have every slot on a living node again, where one was lost.
+    def replace_lost_nodes(self) -> None:
+        """Reserve slots of lost nodes again on other nodes.
 
-        Raises PlacementError when no other has room in time.
+        Raises:
+            PlacementError: no other node had free capacity in time.
         """
-        self._groups = move_from_lost_nodes(self.get_placement_groups(), self.reservations(), detached=self.detached)
+        self._groups = replace_lost_nodes(self.get_placement_groups(), self.reservations(), detached=self.detached)
 
-    def take(self, user: str, share: float) -> None:
-        """Note that a group of workers takes a share of every slot.
+    def acquire_share(self, user: str, share: float) -> None:
+        """Record that a worker group takes a share of every slot.
 
-        Raises PlacementError when there is not so much left.
+        Raises:
+            PlacementError: less is left.
         """
-        left = 1 - sum(self._taken.values())
+        left = 1 - sum(self._shares.values())
         if share > left + ROUNDING:
-            taken = ", ".join(f"{name}: {amount:g}" for name, amount in self._taken.items())
+            shares = ", ".join(f"{name}: {amount:g}" for name, amount in self._shares.items())
             raise PlacementError(
-                f"{user!r} wants {share:g} of each slot of pool {self.name_prefix!r}, which has {left:g} "
-                f"left ({taken}); "
-                "give it a smaller share, end another group, or use another pool"
+                f"{user!r} needs {share:g} of each slot of pool {self.name_prefix!r}, which has {left:g} left "
+                f"({shares}); give it a smaller share, end another group, or use another pool"
             )
-        self._taken[user] = self._taken.get(user, 0.0) + share
+        self._shares[user] = self._shares.get(user, 0.0) + share
 
-    def give_back(self, user: str) -> None:
-        """Note that a group of workers has ended."""
-        self._taken.pop(user, None)
+    def release_share(self, user: str) -> None:
+        """Return the share of a worker group that has ended."""
+        self._shares.pop(user, None)
 
     def release(self) -> None:
-        """Give the reserved devices back. Processes that still run there are ended by Ray."""
+        """Release the reserved devices; Ray kills processes that still run on them."""
         remove(self._groups or [])
         self._groups = None
-        self._taken.clear()
+        self._shares.clear()
 
     def __enter__(self) -> "RayResourcePool":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
 def _by_address(groups: "list[PlacementGroup]") -> "list[PlacementGroup]":
-    """Order groups of the same bundles by address; which sizes follow each other stays as the pool's owner wrote it."""
+    """Order groups with equal bundles by node address; keep the order of different bundles."""
     import ray
 
     address_of_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
-    def address(group: "PlacementGroup") -> tuple:
+    def address(group: "PlacementGroup") -> tuple[tuple[str, ...], str]:
         [node] = nodes_of([group])
         return tuple(part.zfill(3) for part in address_of_node.get(node, "").split(".")), node
 
@@ -240,4 +245,4 @@ def cluster_has_gpus() -> bool:
     """Return whether the connected Ray cluster has GPUs."""
     import ray
 
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return bool(ray.cluster_resources().get("GPU", 0) > 0)

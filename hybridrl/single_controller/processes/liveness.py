@@ -1,31 +1,37 @@
-"""Watching processes that nobody is calling, from a thread that asks each of them to answer a call
-that does nothing.
-"""
+"""Check in a thread that worker processes are alive, also between calls: `start_worker_aliveness_check`."""
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hybridrl.errors import CallTimeout, WorkerLost
-from hybridrl.single_controller.awaiting import gather
+from hybridrl.single_controller.awaiting import wait_all
 
 logger = logging.getLogger(__name__)
 
 
-class AlivenessWatch:
-    """Watches Ray actors until the first death or `stop`.
+class LivenessChecker:
+    """Pings Ray actors until the first death or `stop`.
 
-    The question waits its turn behind whatever the process is doing, so a busy process is not disturbed; an idle one is
-    asked every `every_s` seconds. on_lost: called from the watching thread with the WorkerLost.
+    A ping waits in the actor's queue behind the current call, so it does not disturb a busy process. An idle process is
+    pinged every `period_s` seconds.
+
+    Args:
+        label: roles of the processes, for messages.
+        on_lost: called from the thread with the WorkerLost.
+
+    Attributes:
+        lost: the first death, or None.
     """
 
     def __init__(
-        self, hosts: Sequence, label: str, *, every_s: float, on_lost: Callable[[WorkerLost], None] | None = None
-    ):
+        self, hosts: Sequence[Any], label: str, *, period_s: float, on_lost: Callable[[WorkerLost], None] | None = None
+    ) -> None:
         self.lost: WorkerLost | None = None
-        self._hosts, self._label, self._every_s, self._on_lost = list(hosts), label, every_s, on_lost
+        self._hosts, self._label, self._period_s, self._on_lost = list(hosts), label, period_s, on_lost
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=f"aliveness of {label}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"liveness of {label}", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -33,29 +39,24 @@ class AlivenessWatch:
     def _run(self) -> None:
         import ray
 
-        asked: dict = {}  # reference -> rank; a busy process keeps its question until its turn comes
+        pings: dict[Any, int] = {}  # reference -> rank; at most one per process
         while not self._stopped.is_set():
-            asked |= {
-                self._hosts[rank].ping.remote(): rank for rank in range(len(self._hosts)) if rank not in asked.values()
+            pings |= {
+                self._hosts[rank].ping.remote(): rank for rank in range(len(self._hosts)) if rank not in pings.values()
             }
-            done, pending = ray.wait(list(asked), num_returns=len(asked), timeout=self._every_s, fetch_local=False)
+            done, pending = ray.wait(list(pings), num_returns=len(pings), timeout=self._period_s, fetch_local=False)
             try:
-                gather(
-                    done,
-                    [asked.pop(answer) for answer in done],
-                    role=self._label,
-                    method="ping",
-                    timeout_s=self._every_s,
-                )
+                ranks = [pings.pop(ping) for ping in done]
+                wait_all(done, ranks, role=self._label, method="ping", timeout_s=self._period_s)
             except WorkerLost as lost:
-                return self._tell(lost)
+                return self._report(lost)
             except CallTimeout:
                 continue
             if not pending:
-                self._stopped.wait(self._every_s)
+                self._stopped.wait(self._period_s)
 
-    def _tell(self, error: WorkerLost) -> None:
-        if self._stopped.is_set():  # ended on purpose
+    def _report(self, error: WorkerLost) -> None:
+        if self._stopped.is_set():  # the group was shut down
             return
         self.lost = error
         logger.error("%s", error)

@@ -1,5 +1,6 @@
-"""Going on with the processes that an earlier driver of the same run has left: found by their names, told who commands
-now.
+"""Reattach to the worker processes of a previous driver of the same run.
+
+The new driver finds them by actor name and gives them the new fencing token. Called by `RayWorkerGroup` at its start.
 """
 
 import logging
@@ -9,28 +10,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
-from hybridrl.single_controller.awaiting import gather
-from hybridrl.single_controller.cluster import find_actor, master_name, names_in_use, slot_of
+from hybridrl.single_controller.awaiting import wait_all
+from hybridrl.single_controller.cluster import actor_names, find_actor, master_name, slot_from_name
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.processes.termination import end_named
+from hybridrl.single_controller.processes.termination import kill_named
 from hybridrl.single_controller.processes.worker_processes import (
-    StartAgain,
+    RestartRecipe,
     WorkerProcesses,
     actor_options,
-    environment_of,
-    named_host,
+    find_host,
+    worker_environment,
 )
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
 logger = logging.getLogger(__name__)
-ANSWER_WITHIN_S = 120.0  # behind the call that a process is still busy with; who takes longer is started anew
-LOOK_EVERY_S = 1.0  # as heartbeats come
-GONE_WITHIN_S = 20.0
+REPLY_TIMEOUT_S = 120.0  # includes the call that a process is still executing; after this it is replaced
+POLL_PERIOD_S = 1.0  # as heartbeats
+KILL_TIMEOUT_S = 20.0
 
 
-def take_up_processes(
+def reattach_processes(
     pool: RayResourcePool,
-    recipes: Mapping[str, ClassWithInitArgs],
+    recipes: Mapping[str, ClassWithInitArgs[Any]],
     *,
     label: str,
     name_prefix: str,
@@ -38,74 +39,81 @@ def take_up_processes(
     options: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> WorkerProcesses | None:
-    """Return the processes that an earlier driver started with these arguments (of `WorkerProcesses.start`).
+    """Return the processes that a previous driver started with these arguments of `WorkerProcesses.start`.
 
-    Calls of that driver that they have not begun are refused from now on. None when a process is missing or was not
-    ready, or does not answer because it waits for one that is missing: what is left of the group is ended then.
+    From then on the processes refuse queued calls of that driver.
+
+    Returns:
+        None if a process is missing, was not marked ready, or does not answer, for instance because it waits in a
+        collective for a missing one. The remaining processes of the group are then killed.
     """
-    living = names_of_living(name_prefix, label)
+    found = find_worker_names(name_prefix, label)
     try:
-        if sorted(living) != list(range(pool.world_size)):
-            raise PlacementError(f"of {pool.world_size} processes, {len(living)} are left")
-        names = [living[rank] for rank in range(pool.world_size)]
-        hosts = [named_host(name) for name in names]
+        if sorted(found) != list(range(pool.world_size)):
+            raise PlacementError(f"{len(found)} of {pool.world_size} processes still run")
+        names = [found[rank] for rank in range(pool.world_size)]
+        hosts = [find_host(name) for name in names]
         _wait_idle(hosts, names, run=name_prefix)
-        processes = WorkerProcesses.attach(hosts, names, timeout_s=ANSWER_WITHIN_S)
+        processes = WorkerProcesses.attach(hosts, names, timeout_s=REPLY_TIMEOUT_S)
         if unready := recipes.keys() - processes.ready:
             raise PlacementError(f"{', '.join(sorted(unready))} was not ready when its driver was lost")
-        processes.life += 1
-        gather(
-            [host.obey.remote(processes.life) for host in hosts], role=label, method="obey", timeout_s=ANSWER_WITHIN_S
-        )
+        processes.fencing_token += 1
+        accepted = [host.accept_driver.remote(processes.fencing_token) for host in hosts]
+        wait_all(accepted, role=label, method="accept_driver", timeout_s=REPLY_TIMEOUT_S)
     except (WorkerLost, CallTimeout, PlacementError) as error:
-        logger.info("%s is started anew: %s", label, error)
-        end_named(living.values(), within_s=GONE_WITHIN_S)
+        logger.info("cannot reattach to %s (%s); starting new processes", label, error)
+        kill_named(found.values(), timeout_s=KILL_TIMEOUT_S)
         return None
-    again = actor_options(pool, recipes, share=share, options=options, environment=environment)
-    lives = {rank: _life(name) for rank, name in enumerate(names)}
-    processes.pool, processes.start_again = (
-        pool,
-        StartAgain(dict(recipes), again, environment_of(name_prefix, environment), lives),
+    processes.pool = pool
+    processes.restart_recipe = RestartRecipe(
+        dict(recipes),
+        actor_options(pool, recipes, share=share, options=options, environment=environment),
+        worker_environment(name_prefix, environment),
+        {rank: _incarnation(name) for rank, name in enumerate(names)},
     )
-    pool.take(f"{name_prefix}/{label}", share)
+    pool.acquire_share(f"{name_prefix}/{label}", share)
     return processes
 
 
-def _wait_idle(hosts: list, names: list[str], *, run: str) -> None:
-    """Return when all have done what they were called for. Raises PlacementError where that takes too long, and at once
-    for a call of which only some were told: it never ends.
+def _wait_idle(hosts: list[Any], names: list[str], *, run: str) -> None:
+    """Wait until no process is executing a call.
 
-    Those who do not answer are busy; what with, their last heartbeat told the master.
+    A process that does not answer is busy; the master has the method from its last heartbeat.
+
+    Raises:
+        PlacementError: on timeout, or at once if a collective call reached only some ranks, because it cannot finish.
     """
     import ray
 
-    answers = [host.describe.remote() for host in hosts]
-    until = time.monotonic() + ANSWER_WITHIN_S
+    replies = [host.describe.remote() for host in hosts]
+    until = time.monotonic() + REPLY_TIMEOUT_S
     while time.monotonic() < until:
-        done, busy = ray.wait(answers, num_returns=len(answers), timeout=LOOK_EVERY_S)
+        done, busy = ray.wait(replies, num_returns=len(replies), timeout=POLL_PERIOD_S)
         if not busy or (master := find_actor(master_name(run))) is None:
             return
-        turns = [entry["turns"] for entry in gather(done, role=run, method="describe", timeout_s=ANSWER_WITHIN_S)]
+        idle = wait_all(done, role=run, method="describe", timeout_s=REPLY_TIMEOUT_S)
+        calls_started = [entry["calls_started"] for entry in idle]
         try:
-            beats = ray.get(master.describe.remote(), timeout=ANSWER_WITHIN_S)["beats"]
-        except ray.exceptions.RayError:  # it is on its way back
+            beats = ray.get(master.describe.remote(), timeout=REPLY_TIMEOUT_S)["beats"]
+        except ray.exceptions.RayError:  # the master is being restarted
             continue
-        for name in (names[answers.index(answer)] for answer in busy):
-            beat = beats.get(slot_of(name), {})
-            if any(own.get(beat.get("doing"), 0) < beat.get("turn", 0) for own in turns if beat.get("doing")):
-                raise PlacementError(f"{name} is in {beat['doing']}, of which others were not told")
-    raise PlacementError(f"{len(busy)} of {len(hosts)} did not answer within {ANSWER_WITHIN_S:g} s")
+        for name in (names[replies.index(reply)] for reply in busy):
+            beat = beats.get(slot_from_name(name), {})
+            method = beat.get("doing")
+            if method and any(started.get(method, 0) < beat.get("call_number", 0) for started in calls_started):
+                raise PlacementError(f"{name} executes {method}, which was not called on all ranks")
+    raise PlacementError(f"{len(busy)} of {len(hosts)} processes did not answer within {REPLY_TIMEOUT_S:g} s")
 
 
-def names_of_living(run: str, label: str) -> dict[int, str]:
-    """Return the newest life of every process of a group that Ray knows, by rank."""
-    names, pattern = names_in_use(f"{run}/"), re.compile(rf"{re.escape(run)}/{re.escape(label)}-(\d+)(\.\d+)?")
+def find_worker_names(run: str, label: str) -> dict[int, str]:
+    """Return the actor names of a group's processes by rank, of each rank the newest incarnation."""
+    names, pattern = actor_names(f"{run}/"), re.compile(rf"{re.escape(run)}/{re.escape(label)}-(\d+)(\.\d+)?")
     newest: dict[int, str] = {}
-    for match in filter(None, map(pattern.fullmatch, sorted(names, key=_life))):
+    for match in filter(None, map(pattern.fullmatch, sorted(names, key=_incarnation))):
         newest[int(match[1])] = match[0]
     return newest
 
 
-def _life(name: str) -> int:
+def _incarnation(name: str) -> int:
     number = name.rpartition("/")[2].partition(".")[2]
     return int(number) if number.isdigit() else 1

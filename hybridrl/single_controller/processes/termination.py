@@ -1,6 +1,7 @@
-"""Ending worker processes for certain.
+"""Kill worker processes reliably, with their actors and reservations.
 
-`ray.kill` asks a process to end itself, and one that is frozen does not hear.
+`ray.kill` needs the process to cooperate, which a frozen one does not; so the process is killed by its id too. Called
+by the driver, the master and the job supervisor.
 """
 
 import logging
@@ -9,82 +10,87 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from hybridrl.single_controller.cluster import find_actor, keeper_name, living, names_in_use
-from hybridrl.single_controller.placement.placement_groups import remove_left
+from hybridrl.single_controller.cluster import actor_names, alive_nodes, find_actor, job_supervisor_name
+from hybridrl.single_controller.placement.placement_groups import remove_leftover_groups
 
 logger = logging.getLogger(__name__)
-KILL_TIMEOUT_S = 20.0  # for another node to end processes
+KILL_TIMEOUT_S = 20.0  # for another node to kill its processes
 
 
-def kill_processes(places: Iterable[tuple[str, int]], *, gently: bool = False) -> None:
-    """Kill the processes of worker hosts that are still there. places: node and process id of each. A node that is gone
-    has none.
+def kill_processes(processes: Iterable[tuple[str, int]], *, graceful: bool = False) -> None:
+    """Kill worker processes on any node; skip nodes that are gone.
 
-    gently: with SIGTERM, which they may answer as they like; else with SIGKILL.
+    Args:
+        processes: node id and process id of each.
+        graceful: with SIGTERM, which a process may handle; otherwise with SIGKILL.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     on_node: dict[str, list[int]] = {}
-    for node, process_id in places:
+    for node, process_id in processes:
         on_node.setdefault(node, []).append(process_id)
     for process_id in on_node.pop(ray.get_runtime_context().get_node_id(), []):
-        kill_process(process_id, gently=gently)
-    alive = living(on_node) if on_node else set()
-    there = ray.remote(num_cpus=0)(_kill_all)
+        kill_process(process_id, graceful=graceful)
+    alive = alive_nodes(on_node) if on_node else set()
+    kill_all = ray.remote(num_cpus=0)(_kill_all)
     calls = [
-        there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(ids, gently)
+        kill_all.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(ids, graceful)
         for node, ids in on_node.items()
         if node in alive
     ]
-    done, silent = ray.wait(calls, num_returns=len(calls), timeout=KILL_TIMEOUT_S) if calls else ([], [])
+    _, silent = ray.wait(calls, num_returns=len(calls), timeout=KILL_TIMEOUT_S) if calls else ([], [])
     if silent:
         logger.warning(
-            "%d of %d nodes did not say within %g s that their worker processes are gone",
+            "%d of %d nodes did not confirm within %g s that their worker processes were killed; continuing",
             len(silent),
             len(calls),
             KILL_TIMEOUT_S,
         )
 
 
-def _kill_all(process_ids: Sequence[int], gently: bool) -> None:
+def _kill_all(process_ids: Sequence[int], graceful: bool) -> None:
     for process_id in process_ids:
-        kill_process(process_id, gently=gently)
+        kill_process(process_id, graceful=graceful)
 
 
-def kill_process(process_id: int, *, gently: bool = False) -> None:
-    """Kill a process of a worker host on this node; one that is gone, or another program's by now, is left alone."""
+def kill_process(process_id: int, *, graceful: bool = False) -> None:
+    """Kill a worker process on this node; do nothing if it is gone or its id now belongs to another program."""
     command = Path(f"/proc/{process_id}/cmdline")
     try:
         if b"WorkerHost" in command.read_bytes():
-            os.kill(process_id, signal.SIGTERM if gently else signal.SIGKILL)
+            os.kill(process_id, signal.SIGTERM if graceful else signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return
 
 
-def end_run(run: str, *, but: str = "", within_s: float = 0.0) -> None:
-    """End every process of a run on the connected cluster, but the one of that name, and give back what the run has
-    reserved.
+def kill_run(run: str, *, exclude: str = "", timeout_s: float = 0.0) -> None:
+    """Kill all actors of a run on the connected cluster and release its reservations.
 
-    A keeper is left to end itself: it still has to tell who submitted the job how it ended. within_s: see `end_named`.
+    The job supervisor ends by itself, because it still has to report the job's outcome to its submitter.
+
+    Args:
+        exclude: name of an actor to keep.
+        timeout_s: see `kill_named`.
     """
-    end_named(set(names_in_use(f"{run}/")) - {but, keeper_name(run)}, within_s=within_s)
-    remove_left(run)
+    kill_named(set(actor_names(f"{run}/")) - {exclude, job_supervisor_name(run)}, timeout_s=timeout_s)
+    remove_leftover_groups(run)
 
 
-def end_named(names: Collection[str], *, within_s: float) -> None:
-    """End the actors of these names, and wait at most so long until the names are free."""
-    until = time.monotonic() + within_s
-    while there := [actor for name in names if (actor := find_actor(name)) is not None]:
-        kill_actors(there)
+def kill_named(names: Collection[str], *, timeout_s: float) -> None:
+    """Kill the actors of these names and wait at most `timeout_s` seconds until the names are free."""
+    until = time.monotonic() + timeout_s
+    while actors := [actor for name in names if (actor := find_actor(name)) is not None]:
+        kill_actors(actors)
         if time.monotonic() > until:
             return
         time.sleep(0.05)
 
 
-def kill_actors(hosts: Sequence) -> None:
+def kill_actors(actors: Sequence[Any]) -> None:
     import ray
 
-    for host in hosts:
-        ray.kill(host, no_restart=True)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)

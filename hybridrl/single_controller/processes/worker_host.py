@@ -1,16 +1,13 @@
-"""`WorkerHost`: the one Ray actor class of this library. A process that holds the workers of one or several roles.
+"""`WorkerHost`: the Ray actor class of worker processes. One process has the workers of one or several roles.
 
-It is made empty, so that making it cannot fail for a user's reason; `setup` then gives it its place and constructs the
-workers. What goes wrong there, an import that is missing on this node included, reaches the caller with its own type
-and not as a dead process.
+The actor is created empty, so that its creation cannot fail because of user code. `setup` then gives it a rank and
+constructs the workers. An error there, such as a missing import on this node, reaches the caller with its own type
+instead of as a dead process.
 
-Which accelerators a worker process may see. Ray reserves them; this file makes the process agree with what was
-reserved.
-
-Ray writes the reserved devices into the visibility variable of the accelerator's maker, unless it is told not to
-(RAY_EXPERIMENTAL_NOSET_*, as clusters do whose containers renumber devices). Then the process would see every device of
-its node and all ranks would take the first one, so the variable is written here. Groups with fractions of one device
-see that same device.
+`setup` also makes the visible devices agree with what Ray reserved. Ray normally sets the visibility variable of the
+accelerator (`CUDA_VISIBLE_DEVICES`) itself. With RAY_EXPERIMENTAL_NOSET_*, used on clusters whose containers renumber
+devices, it does not. The process would then see every device of its node, and all ranks would use the first one.
+Groups with fractions of one device see that same device.
 """
 
 import itertools
@@ -23,60 +20,76 @@ from typing import Any
 import cloudpickle
 
 from hybridrl.errors import PlacementError
-from hybridrl.single_controller.cluster import slot_of
+from hybridrl.single_controller.cluster import slot_from_name
 from hybridrl.single_controller.invocation import invocations_of
-from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, Heartbeats
+from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
-from hybridrl.single_controller.references import finish, materialize
-from hybridrl.single_controller.worker import Worker, WorkerPlace
+from hybridrl.single_controller.references import materialize, resolve_awaitable
+from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.single_controller.worker_group import free_port
 
-CONCURRENT = "concurrent"  # Ray's group of threads for methods that run beside the others
-MOST_ENDED = 50  # calls whose seconds one heartbeat tells
+CONCURRENT = "concurrent"  # Ray's concurrency group for methods with `concurrency` > 1
+MAX_REPORTED_CALLS = 50  # per heartbeat
 
 
 class WorkerHost:
+    """Executes the calls of a `RayWorkerGroup` in a worker process, and sends heartbeats to the master if there is one.
+
+    Attributes:
+        rank_info: set by `setup`.
+        takes_futures: (role, method) of methods that get a `DataProtoFuture` itself.
+        busy_s: `role.method` -> seconds spent in it.
+        running: calls in progress by number, oldest first: `role.method` and its start.
+        num_calls: calls started so far.
+        calls_started: `role.method` -> calls started so far.
+        last_method: `role.method` of the call that ended last.
+        finished_calls: `role.method` and seconds of calls that no heartbeat has reported yet.
+        fencing_token: calls with a smaller one are refused.
+        ready: roles that were marked ready.
+    """
+
     def __init__(self) -> None:
         self.workers: dict[str, Any] = {}
-        self.place: WorkerPlace  # from `setup` on
+        self.rank_info: RankInfo
         self.takes_futures: set[tuple[str, str]] = set()
         self.busy_s: dict[str, float] = {}
-        self.running: dict[
-            int, tuple[str, float]
-        ] = {}  # calls in progress: `role.method` and when it began, oldest first
+        self.running: dict[int, tuple[str, float]] = {}
         self.call_numbers = itertools.count(1)
-        self.num_calls = 0  # begun so far
-        self.did: str | None = None  # the call that ended last
-        self.turns: dict[str, int] = {}  # calls of each `role.method` begun so far
-        self.ended: deque[tuple[str, float]] = deque(
-            maxlen=MOST_ENDED
-        )  # calls that no heartbeat has told yet, with their seconds
-        self.life = 1  # of the driver that may call
-        self.ready: set[str] = set()  # roles
+        self.num_calls = 0
+        self.calls_started: dict[str, int] = {}
+        self.last_method: str | None = None
+        self.finished_calls: deque[tuple[str, float]] = deque(maxlen=MAX_REPORTED_CALLS)
+        self.fencing_token = 1
+        self.ready: set[str] = set()
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return an address of this node and a free port, where rank 0 of a group may listen."""
+        """Return an address of this node and a free port, at which rank 0 of a group may listen."""
         return _node_address(), free_port()
 
-    def setup(self, recipes: bytes, place: WorkerPlace, environment: Mapping[str, str]) -> int:
-        """Enter the group and construct this process's workers, in the order of the recipes. Returns the process id.
+    def setup(self, recipes: bytes, rank_info: RankInfo, environment: Mapping[str, str]) -> int:
+        """Set the environment and construct this process's workers, in the order of the recipes.
 
-        recipes: cloudpickle of {role: recipe}, as bytes, so that the environment is complete before any of the user's
-        modules is imported and a failing import is an error of this method.
+        Args:
+            recipes: cloudpickle of {role: recipe}. Bytes, so that the environment is complete before any user module is
+                imported, and a failing import is an error of this method.
+
+        Returns:
+            The process id.
         """
-        os.environ.update({**environment, **place.environment(), **visible_devices(_reserved_devices(), os.environ)})
+        devices = visible_devices(_reserved_devices(), os.environ)
+        os.environ.update({**environment, **rank_info.environment(), **devices})
         if master := os.environ.get(MASTER_VARIABLE):
-            self._report_to(master, place)
+            self._start_heartbeats(master, rank_info)
         role = "worker"
         try:
             for role, recipe in cloudpickle.loads(recipes).items():
                 self.workers[role] = recipe()
         except Exception as error:
-            error.add_note(_address(role, place.rank, "setup"))
+            error.add_note(_address(role, rank_info.rank, "setup"))
             raise
-        self.place = place
+        self.rank_info = rank_info
         if directory := os.environ.get(DIRECTORY_VARIABLE):
-            start_recording(directory, f"{'+'.join(self.workers)}-{place.rank}")
+            start_recording(directory, f"{'+'.join(self.workers)}-{rank_info.rank}")
         for role, worker in self.workers.items():
             if isinstance(worker, Worker):
                 worker.fused_worker_dict = self.workers
@@ -85,131 +98,151 @@ class WorkerHost:
             }
         return os.getpid()
 
-    def _report_to(self, master: str, place: WorkerPlace) -> None:
+    def _start_heartbeats(self, master: str, rank_info: RankInfo) -> None:
         import ray
 
         context = ray.get_runtime_context()
         name, actor = context.get_actor_name() or "worker", context.get_actor_id()
-        introduction = {
-            "slot": slot_of(name),
+        hello = {
+            "slot": slot_from_name(name),
             "name": name,
             "actor": actor,
-            "rank": place.rank,
-            "group_size": place.world_size,
+            "rank": rank_info.rank,
+            "group_size": rank_info.world_size,
         }
-        self.heartbeats = Heartbeats(master, introduction, self.progress)
+        self.heartbeats = HeartbeatClient(master, hello, self.progress)
 
     def progress(self) -> dict[str, Any]:
-        """Return what this process does: the call that began first among those in progress, and its seconds; asked from
-        a thread.
+        """Return the content of a heartbeat; called from the heartbeat thread.
 
-        did: the call that ended last. turn: which one it is of its method, that in progress or the last one.
-        ended: `role.method` -> seconds of its calls that have ended since this was asked before.
+        Returns:
+            doing: `role.method` of the oldest call in progress, or None. elapsed_s: its seconds so far. calls: calls
+            started. last_method: `role.method` of the call that ended last. call_number: how many calls of `doing`, or
+            else of `last_method`, were started. ended: `role.method` -> seconds of calls that ended since the previous
+            heartbeat.
         """
         doing, start = next(iter(list(self.running.values())), (None, 0.0))
         ended: dict[str, list[float]] = {}
-        for method, seconds in [self.ended.popleft() for _ in range(len(self.ended))]:
+        for method, seconds in [self.finished_calls.popleft() for _ in range(len(self.finished_calls))]:
             ended.setdefault(method, []).append(round(seconds, 4))
-        for_s = round(time.perf_counter() - start, 3) if doing else 0.0
-        turn = self.turns.get(doing or self.did or "", 0)
-        return {"doing": doing, "for_s": for_s, "calls": self.num_calls, "did": self.did, "turn": turn, "ended": ended}
+        return {
+            "doing": doing,
+            "elapsed_s": round(time.perf_counter() - start, 3) if doing else 0.0,
+            "calls": self.num_calls,
+            "last_method": self.last_method,
+            "call_number": self.calls_started.get(doing or self.last_method or "", 0),
+            "ended": ended,
+        }
 
     def describe(self) -> dict[str, Any]:
-        """Return what a driver needs to attach to this process: the roles with their classes (cloudpickle), its place,
-        its id, its node.
+        """Return what a driver needs to attach to this process.
 
-        ready: the roles that were marked so. turns: calls of each `role.method` begun so far. Raises PlacementError
-        before `setup`.
+        Returns:
+            classes: cloudpickle of {role: worker class}. The other entries are named as the attributes.
+
+        Raises:
+            PlacementError: `setup` did not run.
         """
-        if not hasattr(self, "place"):
-            raise PlacementError("a process was started, and its driver was lost before it was set up")
+        if not hasattr(self, "rank_info"):
+            raise PlacementError("the driver of this process was lost before setting it up")
         classes = cloudpickle.dumps({role: type(worker) for role, worker in self.workers.items()})
-        known = {"classes": classes, "place": self.place, "process_id": os.getpid(), "node": _node()}
-        return known | {"life": self.life, "ready": sorted(self.ready), "turns": dict(self.turns)}
+        return {
+            "classes": classes,
+            "rank_info": self.rank_info,
+            "process_id": os.getpid(),
+            "node": _node(),
+            "fencing_token": self.fencing_token,
+            "ready": sorted(self.ready),
+            "calls_started": dict(self.calls_started),
+        }
 
     def mark_ready(self, role: str) -> None:
-        """Note that this role's worker has all that it is called with."""
+        """Mark a role's worker as fully initialized."""
         self.ready.add(role)
 
-    def obey(self, life: int) -> None:
-        """From now on do what this life of the driver says; what an earlier one said and nobody has
-        begun is refused.
-        """
-        self.life = max(self.life, life)
+    def accept_driver(self, fencing_token: int) -> None:
+        """Accept calls from this driver only; refuse queued calls with a smaller fencing token."""
+        self.fencing_token = max(self.fencing_token, fencing_token)
 
-    def call(self, life: int, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of one role's worker. References and futures among the arguments arrive as their values.
+    def call(self, fencing_token: int, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of one role's worker; references and futures among the arguments arrive as values.
 
-        life: of the driver who calls.
+        Args:
+            fencing_token: of the driver that made the call.
+
+        Raises:
+            PlacementError: another driver has replaced the caller.
         """
-        if life < self.life:
+        if fencing_token < self.fencing_token:
             raise PlacementError(
-                f"{role}-{self.place.rank}: {method}() was called by a driver that has been replaced meanwhile"
+                f"{role}-{self.rank_info.rank}: {method}() was called by a driver that another one has replaced"
             )
         start = time.perf_counter()
         number = self.num_calls = next(self.call_numbers)
         name = f"{role}.{method}"
         self.running[number] = (name, start)
-        self.turns[name] = self.turns.get(name, 0) + 1
+        self.calls_started[name] = self.calls_started.get(name, 0) + 1
         try:
-            with call_span(role, self.place.rank, method):
+            with call_span(role, self.rank_info.rank, method):
                 if (role, method) not in self.takes_futures:
                     args, kwargs = materialize(args, kwargs)
-                return finish(getattr(self.workers[role], method)(*args, **kwargs))
+                return resolve_awaitable(getattr(self.workers[role], method)(*args, **kwargs))
         except Exception as error:
-            error.add_note(_address(role, self.place.rank, method))
+            error.add_note(_address(role, self.rank_info.rank, method))
             raise
         finally:
             self.running.pop(number, None)
             seconds = time.perf_counter() - start
             self.busy_s[name] = self.busy_s.get(name, 0.0) + seconds
-            self.ended.append((name, seconds))
-            self.did = name
+            self.finished_calls.append((name, seconds))
+            self.last_method = name
 
-    def call_sized(self, life: int, role: str, method: str, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
-        """Return the answer and its number of rows, as two objects: who needs a part of several answers asks for the
-        numbers first.
+    def call_with_num_rows(
+        self, fencing_token: int, role: str, method: str, *args: Any, **kwargs: Any
+    ) -> tuple[Any, int | None]:
+        """Run `call` and return its result and number of rows, as two objects.
+
+        A caller that needs only some rows of several results fetches the numbers first.
         """
-        value = self.call(life, role, method, *args, **kwargs)
+        value = self.call(fencing_token, role, method, *args, **kwargs)
         return value, len(value) if hasattr(value, "__len__") else None
 
     def ping(self) -> None:
-        """Return when everything submitted before is done: a call that waits here fails the moment the process dies."""
+        """Return when all earlier calls are done; a pending ping fails as soon as the process dies."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """Return the seconds spent inside each `role.method` so far: what is left of a step's time is
-        the controller's.
-        """
+        """Return the seconds spent inside each `role.method` so far; the rest of a step is controller overhead."""
         return self.busy_s
 
 
 def _address(role: str, rank: int, method: str) -> str:
-    """A note for an exception, written where it happens because it may surface anywhere: a failed answer may be an
-    argument next.
-    """
+    # Added to an exception where it is raised: a failed result may be an argument of a later call elsewhere.
     return f"raised in {role}-{rank}, {method}()"
 
 
 def _reserved_devices() -> dict[str, list[str]]:
     import ray
 
-    return ray.get_runtime_context().get_accelerator_ids()
+    devices: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+    return devices
 
 
 def _node() -> str:
     import ray
 
-    return ray.get_runtime_context().get_node_id()
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def _node_address() -> str:
-    """The address at which Ray's own processes on other nodes find those of this one, so that other workers do."""
+    """Return the address that Ray uses for this node, which other nodes can therefore reach."""
     import ray
 
-    return ray.util.get_node_ip_address()
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
-# Ray's name of a resource -> the variables that hide its other devices from a process.
+# Ray's name of a resource -> the variables that restrict the devices a process sees.
 VISIBILITY_VARIABLES = {
     "GPU": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "NPU": ("ASCEND_RT_VISIBLE_DEVICES",),
@@ -220,14 +253,17 @@ VISIBILITY_VARIABLES = {
 
 
 def visible_devices(reserved: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set in a worker process, from the device ids that Ray reserved for it.
+    """Return the visibility variables to set in a worker process where Ray was told not to.
 
-    reserved: resource name -> ids, as Ray's runtime context reports them. environment: the process's own. A worker
-    without devices gets nothing: what hides devices from it is already set or not wanted.
+    A worker without reserved devices gets none.
+
+    Args:
+        reserved: resource name -> device ids, from Ray's runtime context.
+        environment: of the process.
     """
-    wanted: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for resource, ids in reserved.items():
         for variable in VISIBILITY_VARIABLES.get(resource, ()) if ids else ():
             if environment.get(f"RAY_EXPERIMENTAL_NOSET_{variable}", "").lower() in ("1", "true"):
-                wanted[variable] = ",".join(map(str, ids))
-    return wanted
+                variables[variable] = ",".join(map(str, ids))
+    return variables

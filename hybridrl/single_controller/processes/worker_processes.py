@@ -1,9 +1,8 @@
-"""`WorkerProcesses`: the running `WorkerHost`s behind one or several worker groups. Started on a pool, or found again
-by name.
+"""`WorkerProcesses`: the `WorkerHost` actors behind one or several worker groups, held by the driver.
 
-Starting: one process per slot of the pool, rank 0 tells an address, then all are told their place and construct their
-workers at once. Whatever goes wrong on the way, no process is left. Which roles they play is in the recipes; how roles
-are called, `ray_worker_group.py`.
+They are started on a pool, or attached to by name. Starting creates one process per slot and gets a rendezvous address
+from rank 0. Then all processes are set up in parallel. On an error, all of them are killed. The recipes define their
+roles; `ray_worker_group.py` calls them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,47 +12,58 @@ from typing import Any, Self
 import cloudpickle
 
 from hybridrl.errors import PlacementError
-from hybridrl.single_controller.awaiting import gather, introduce
+from hybridrl.single_controller.awaiting import register_actors, wait_all
 from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
 from hybridrl.single_controller.invocation import invocations_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.processes.worker_host import CONCURRENT, WorkerHost
-from hybridrl.single_controller.worker import WorkerPlace
+from hybridrl.single_controller.worker import RankInfo
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
-# Starting a process and importing torch takes seconds; minutes mean that the node is not answering.
+# Starting a process and importing torch takes seconds; minutes mean that the node does not answer.
 START_TIMEOUT_S = 300.0
 
 
 @dataclass
 class WorkerProcesses:
-    """label: the roles, joined by "+". hosts, names, process_ids: by rank. classes: worker class of each role."""
+    """The processes of a group.
+
+    Attributes:
+        label: the roles, joined by "+".
+        hosts, names, process_ids, rank_infos, nodes: by rank; nodes are Ray's ids.
+        classes: role -> worker class.
+        rendezvous_address: host and port at which rank 0 listens.
+        restart_recipe: None if another driver started the processes.
+        fencing_token: of this driver.
+        is_new: False after attaching.
+        ready: roles that were marked ready when this driver attached.
+    """
 
     label: str
-    hosts: list
+    hosts: list[Any]
     names: list[str]
-    classes: dict[str, type]
+    classes: dict[str, type[Any]]
     process_ids: list[int] = field(default_factory=list)
-    master: tuple[str, int] = ("", 0)
+    rendezvous_address: tuple[str, int] = ("", 0)
     pool: RayResourcePool | None = None
-    places: list[WorkerPlace] = field(default_factory=list)
-    start_again: "StartAgain | None" = None
-    nodes: list[str] = field(default_factory=list)  # Ray's id of each process's node
-    life: int = 1  # of the driver, as the processes know it
+    rank_infos: list[RankInfo] = field(default_factory=list)
+    restart_recipe: "RestartRecipe | None" = None
+    nodes: list[str] = field(default_factory=list)
+    fencing_token: int = 1
     is_new: bool = True
-    ready: frozenset[str] = frozenset()  # roles whose workers had been marked so when they were attached to
+    ready: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
-        introduce(self.addresses)
+        register_actors(self.addresses)
 
     @classmethod
     def start(
         cls,
         pool: RayResourcePool,
-        recipes: Mapping[str, ClassWithInitArgs],
+        recipes: Mapping[str, ClassWithInitArgs[Any]],
         *,
         label: str,
         name_prefix: str,
@@ -62,15 +72,17 @@ class WorkerProcesses:
         environment: Mapping[str, str],
         timeout_s: float = START_TIMEOUT_S,
     ) -> Self:
-        """Start one process per slot and construct the workers in them. A failure is raised when no process of them is
-        left.
+        """Start one process per slot and construct its workers; on an error, kill all processes before raising it.
 
-        share: of each slot. options: further options of the Ray actors. environment: set before anything is imported.
+        Args:
+            share: fraction of its slot that a process takes.
+            options: further options of the Ray actors.
+            environment: set in the processes before any import.
         """
         names = [f"{name_prefix}/{label}-{rank}" for rank in range(pool.world_size)]
         options = actor_options(pool, recipes, share=share, options=options, environment=environment)
-        pool.take(f"{name_prefix}/{label}", share)
-        hosts: list = []
+        pool.acquire_share(f"{name_prefix}/{label}", share)
+        hosts: list[Any] = []
         try:
             for name, slot in zip(names, pool.slots(), strict=True):
                 hosts.append(_start_host(name, slot, options))
@@ -82,169 +94,171 @@ class WorkerProcesses:
                 pool=pool,
                 nodes=_nodes_of(pool),
             )
-            environment = environment_of(name_prefix, environment)
+            environment = worker_environment(name_prefix, environment)
             started._set_up(pool, recipes, environment, timeout_s=timeout_s)
-            started.start_again = StartAgain(dict(recipes), options, environment)
+            started.restart_recipe = RestartRecipe(dict(recipes), options, environment)
             return started
         except BaseException:
             kill_actors(hosts)
-            pool.give_back(f"{name_prefix}/{label}")
+            pool.release_share(f"{name_prefix}/{label}")
             raise
 
     def _set_up(
         self,
         pool: RayResourcePool,
-        recipes: Mapping[str, ClassWithInitArgs],
+        recipes: Mapping[str, ClassWithInitArgs[Any]],
         environment: Mapping[str, str],
         *,
         timeout_s: float,
     ) -> None:
         import ray
 
-        [self.master] = gather(
+        [self.rendezvous_address] = wait_all(
             [self.hosts[0].rendezvous.remote()], role=self.label, method="rendezvous", timeout_s=timeout_s
         )
-        parcel = ray.put(cloudpickle.dumps(dict(recipes)))
+        pickled_recipes = ray.put(cloudpickle.dumps(dict(recipes)))
         local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
-        self.places = [
-            WorkerPlace(rank, len(self.hosts), *here, *self.master, pool.place_environment(rank))
-            for rank, here in enumerate(local)
+        self.rank_infos = [
+            RankInfo(rank, len(self.hosts), *local_ranks, *self.rendezvous_address, pool.rank_environment(rank))
+            for rank, local_ranks in enumerate(local)
         ]
         calls = [
-            host.setup.remote(parcel, place, environment) for host, place in zip(self.hosts, self.places, strict=True)
+            host.setup.remote(pickled_recipes, rank_info, environment)
+            for host, rank_info in zip(self.hosts, self.rank_infos, strict=True)
         ]
-        self.process_ids = gather(calls, role=self.label, method="setup", timeout_s=timeout_s)
+        self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s)
 
     def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """End these processes, whatever they are doing, and start new ones in their places, on the same slots and with
-        the same workers.
+        """Kill these processes and start new ones on the same slots, with newly constructed workers.
 
-        Each is called what the old one was called, with the number of its life behind a dot. Their peers are not told:
-        this is for groups whose processes do not talk to each other. Raises PlacementError for processes that another
-        driver started, and where a slot's node was lost and no other has room.
+        For groups whose processes do not communicate with each other: the other ranks are not informed. A new process
+        has the old one's name with the number of its incarnation after a dot.
+
+        Raises:
+            PlacementError: another driver started the processes, or a slot's node was lost and no other node has free
+                capacity.
         """
-        again, pool = self._require_own(ranks[0])
-        self._end_for_certain(ranks)
-        pool.move_from_lost_nodes()
-        self._start_next_lives(ranks, again, pool)
-        parcel = cloudpickle.dumps(again.recipes)
-        calls = [self.hosts[rank].setup.remote(parcel, self.places[rank], again.environment) for rank in ranks]
-        for rank, process_id in zip(
-            ranks, gather(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s), strict=True
-        ):
+        recipe, pool = self._require_startable(ranks[0])
+        self._kill_and_confirm(ranks)
+        pool.replace_lost_nodes()
+        self._start_replacements(ranks, recipe, pool)
+        recipes = cloudpickle.dumps(recipe.recipes)
+        calls = [self.hosts[rank].setup.remote(recipes, self.rank_infos[rank], recipe.environment) for rank in ranks]
+        process_ids = wait_all(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s)
+        for rank, process_id in zip(ranks, process_ids, strict=True):
             self.process_ids[rank] = process_id
 
     def rebuild(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """End all processes, whatever they are doing, and start new ones in their places, which meet at an address of
-        their own.
+        """Kill all processes and start new ones on the same slots, with a new rendezvous address.
 
-        For groups whose processes talk to each other: those that are well cannot go on with a new peer. Names as in
-        `respawn`.
+        For groups whose processes communicate with each other: a process group cannot continue with a new peer. Names
+        and errors as for `respawn`.
         """
-        again, pool = self._require_own(0)
-        self._end_for_certain(list(range(len(self.hosts))))
-        pool.move_from_lost_nodes()
-        self._start_next_lives(range(len(self.hosts)), again, pool)
-        self._set_up(pool, again.recipes, again.environment, timeout_s=timeout_s)
+        recipe, pool = self._require_startable(0)
+        self._kill_and_confirm(list(range(len(self.hosts))))
+        pool.replace_lost_nodes()
+        self._start_replacements(range(len(self.hosts)), recipe, pool)
+        self._set_up(pool, recipe.recipes, recipe.environment, timeout_s=timeout_s)
 
-    def _end_for_certain(self, ranks: Sequence[int]) -> None:
+    def _kill_and_confirm(self, ranks: Sequence[int]) -> None:
         kill_actors([self.hosts[rank] for rank in ranks])
         kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
 
-    def _require_own(self, rank: int) -> "tuple[StartAgain, RayResourcePool]":
-        if self.start_again is None or self.pool is None:
-            raise PlacementError(f"{self.names[rank]} was started by another driver, which alone can start it again")
-        return self.start_again, self.pool
+    def _require_startable(self, rank: int) -> "tuple[RestartRecipe, RayResourcePool]":
+        if self.restart_recipe is None or self.pool is None:
+            raise PlacementError(f"{self.names[rank]} was started by another driver; only that driver can restart it")
+        return self.restart_recipe, self.pool
 
-    def _start_next_lives(self, ranks: Iterable[int], again: "StartAgain", pool: RayResourcePool) -> None:
+    def _start_replacements(self, ranks: Iterable[int], recipe: "RestartRecipe", pool: RayResourcePool) -> None:
         slots = pool.slots()
         for rank in ranks:
-            again.lives[rank] = again.lives.get(rank, 1) + 1
-            stem = self.names[rank].split(f"/{self.label}-")[0]
-            self.names[rank] = f"{stem}/{self.label}-{rank}.{again.lives[rank]}"
-            self.hosts[rank] = _start_host(self.names[rank], slots[rank], again.options)
-            if self.life > 1:
-                self.hosts[rank].obey.remote(self.life)  # in the order of calls: before any other
+            incarnation = recipe.incarnations[rank] = recipe.incarnations.get(rank, 1) + 1
+            run = self.names[rank].split(f"/{self.label}-")[0]
+            self.names[rank] = f"{run}/{self.label}-{rank}.{incarnation}"
+            self.hosts[rank] = _start_host(self.names[rank], slots[rank], recipe.options)
+            if self.fencing_token > 1:
+                self.hosts[rank].accept_driver.remote(self.fencing_token)  # runs before any later call
             self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         self.nodes = _nodes_of(pool)
-        introduce(self.addresses)
+        register_actors(self.addresses)
 
     @classmethod
-    def attach(cls, hosts: Sequence, names: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> Self:
-        """Return the whole set of processes of which these are all, in any order.
+    def attach(cls, hosts: Sequence[Any], names: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Return the running processes of a group, given in any order.
 
-        Raises PlacementError when some are missing.
+        Raises:
+            PlacementError: some of the group's processes are not given.
         """
-        found = gather(
+        found = wait_all(
             [host.describe.remote() for host in hosts], role="worker", method="describe", timeout_s=timeout_s
         )
-        ranks = [entry["place"].rank for entry in found]
-        place = found[0]["place"]
-        if sorted(ranks) != list(range(place.world_size)):
+        ranks = [entry["rank_info"].rank for entry in found]
+        first: RankInfo = found[0]["rank_info"]
+        if sorted(ranks) != list(range(first.world_size)):
             raise PlacementError(
-                f"{list(names)} are the ranks {sorted(ranks)} of {place.world_size}; name every process of "
+                f"{list(names)} are the ranks {sorted(ranks)} of {first.world_size}; name every process of "
                 "the group once"
             )
-        order = [ranks.index(rank) for rank in range(place.world_size)]
+        order = [ranks.index(rank) for rank in range(first.world_size)]
         classes = cloudpickle.loads(found[0]["classes"])
         ids = [found[i]["process_id"] for i in order]
-        master = (place.master_addr, place.master_port)
+        address = (first.master_addr, first.master_port)
         attached = cls(
-            "+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, master, is_new=False
+            "+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, address, is_new=False
         )
-        attached.nodes, attached.places = [found[i]["node"] for i in order], [found[i]["place"] for i in order]
-        attached.life = max(entry["life"] for entry in found)
+        attached.nodes = [found[i]["node"] for i in order]
+        attached.rank_infos = [found[i]["rank_info"] for i in order]
+        attached.fencing_token = max(entry["fencing_token"] for entry in found)
         attached.ready = frozenset.intersection(*(frozenset(entry["ready"]) for entry in found))
         return attached
 
-    def end(self) -> None:
-        """End the processes, whatever they are doing and also if they are frozen, and give their share of the pool
-        back.
-        """
+    def shutdown(self) -> None:
+        """Kill the processes, also if they are frozen, and release their share of the pool."""
         kill_actors(self.hosts)
-        kill_processes(zip(self.nodes, self.process_ids, strict=False))  # there are no ids where not all were set up
+        kill_processes(zip(self.nodes, self.process_ids, strict=False))  # no ids if setup failed
         self.hosts.clear()
         self.process_ids = []
         if self.pool is not None:
-            self.pool.give_back(self.names[0].rpartition("-")[0])
+            self.pool.release_share(self.names[0].rpartition("-")[0])
 
 
 @dataclass
-class StartAgain:
-    """How the processes were started, and how often each was."""
+class RestartRecipe:
+    """How to start the processes again, and how often each rank was started."""
 
-    recipes: dict[str, ClassWithInitArgs]
+    recipes: dict[str, ClassWithInitArgs[Any]]
     options: dict[str, Any]
     environment: dict[str, str]
-    lives: dict[int, int] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
 
 
-def environment_of(run: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what the processes of a run find in their environment, besides their place."""
-    return {"WG_PREFIX": run, "WG_BACKEND": "ray", **_master_of(run), **environment}
+def worker_environment(run: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a run's processes, except those of the rank."""
+    # With MASTER_VARIABLE, a process sends heartbeats; a job without a master has none.
+    master = {MASTER_VARIABLE: master_name(run)} if find_actor(master_name(run)) is not None else {}
+    return {"WG_PREFIX": run, "WG_BACKEND": "ray", **master, **environment}
 
 
-def _master_of(run: str) -> dict[str, str]:
-    """The environment that has a process report to the master of its job; empty for a job without one."""
-    return {MASTER_VARIABLE: master_name(run)} if find_actor(master_name(run)) is not None else {}
+def find_host(name: str) -> Any:
+    """Return the running worker process of this name.
 
-
-def named_host(name: str):
-    """Return the running process of this name. Raises PlacementError when there is none."""
+    Raises:
+        PlacementError: there is none.
+    """
     if (host := find_actor(name)) is None:
-        raise PlacementError(f"no worker process called {name!r} is running on this cluster")
+        raise PlacementError(f"no worker process named {name!r} is running on this cluster")
     return host
 
 
 def actor_options(
     pool: RayResourcePool,
-    recipes: Mapping[str, ClassWithInitArgs],
+    recipes: Mapping[str, ClassWithInitArgs[Any]],
     *,
     share: float,
     options: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the options of the Ray actors behind a group, see `start`."""
+    """Return the options of a group's Ray actors; arguments as for `WorkerProcesses.start`."""
     chosen: dict[str, Any] = {"num_cpus": share, "num_gpus": share if pool.use_gpu else 0, "max_restarts": 0}
     threads = max(
         (call.concurrency for recipe in recipes.values() for call in invocations_of(recipe.cls).values()), default=1
@@ -258,7 +272,7 @@ def actor_options(
     return chosen | ({"runtime_env": runtime_env} if runtime_env else {})
 
 
-def _start_host(name: str, slot: Slot, options: Mapping[str, Any]):
+def _start_host(name: str, slot: Slot, options: Mapping[str, Any]) -> Any:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -270,14 +284,13 @@ def _start_host(name: str, slot: Slot, options: Mapping[str, Any]):
         if "already taken" not in str(error):
             raise
         raise PlacementError(
-            f"a worker process called {name!r} is running on this cluster already; attach to it with "
-            "RayWorkerGroup.from_detached, "
-            "end it, or choose another name_prefix"
+            f"a worker process named {name!r} is running on this cluster already; attach to it with "
+            "RayWorkerGroup.from_detached, end it, or choose another name_prefix"
         ) from None
 
 
 def _nodes_of(pool: RayResourcePool) -> list[str]:
-    """The node of every slot."""
+    """Return Ray's id of the node of every slot."""
     from ray.util.placement_group import placement_group_table
 
     slots = pool.slots()

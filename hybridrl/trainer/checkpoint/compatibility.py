@@ -1,5 +1,6 @@
-"""What a checkpoint was made of, so that a run does not go on with something else unnoticed: its data, its model, its
-settings.
+"""Decide whether a run may resume from a checkpoint: same data, same model; changed settings are logged.
+
+Called by the PPO and SFT trainers before they load a checkpoint, in the driver.
 """
 
 import glob
@@ -17,32 +18,31 @@ from hybridrl.errors import CheckpointError
 from hybridrl.trainer.checkpoint.store import CONFIG, read_trainer_state
 
 logger = logging.getLogger(__name__)
-IDENTITY = "identity"  # in a checkpoint's trainer.json
-WHOLE_BYTES = 64 * 1024**2  # a file up to this size is hashed whole
-NUM_SAMPLES, SAMPLE_BYTES = (
-    16,
-    1024**2,
-)  # of a larger one, spread evenly over it: a model must not cost minutes at every start
+FINGERPRINT_KEY = "identity"  # in a checkpoint's trainer.json
+MAX_FULL_HASH_BYTES = 64 * 1024**2  # up to this size, the whole file is hashed
+# Of a larger file, samples at even distances: hashing a whole model would cost minutes at every start.
+NUM_SAMPLES, SAMPLE_BYTES = 16, 1024**2
 MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
-NOT_OF_THE_RUN = {"trainer.resume_mode", "trainer.resume_from_path"}  # settings that a resumed run has to change
+RESUME_SETTINGS = {"trainer.resume_mode", "trainer.resume_from_path"}  # a resumed run has to change them
 
 
-def identity(config: PPOConfig | SFTConfig) -> dict[str, str]:
-    """Return a fingerprint of the training data and one of the model, by the keys that name them."""
+def run_fingerprint(config: PPOConfig | SFTConfig) -> dict[str, str]:
+    """Return setting key -> fingerprint, for the training data and for the model."""
     key, model = (
         ("model", config.model)
         if isinstance(config, SFTConfig)
         else ("actor_rollout_ref.model", config.actor_rollout_ref.model)
     )
     return {
-        "data.train_files": fingerprint(config.data.train_files),
-        f"{key}.path": fingerprint([model.path] if model.path else []),
+        "data.train_files": hash_files(config.data.train_files),
+        f"{key}.path": hash_files([model.path] if model.path else []),
     }
 
 
-def fingerprint(paths: Sequence[str]) -> str:
-    """Return a SHA-256 of the contents of files and model directories, in order; what is not here (a hub name) counts
-    by its name.
+def hash_files(paths: Sequence[str]) -> str:
+    """Return a SHA-256 over the contents of files and model directories, in order.
+
+    A path that is not on this machine (a name on the Hugging Face hub) counts by its name.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -55,7 +55,7 @@ def fingerprint(paths: Sequence[str]) -> str:
 def _content(file: str) -> bytes:
     size = os.path.getsize(file)
     with open(file, "rb") as f:
-        if size <= WHOLE_BYTES:
+        if size <= MAX_FULL_HASH_BYTES:
             return hashlib.file_digest(f, "sha256").digest()
         digest = hashlib.sha256(str(size).encode())
         for number in range(NUM_SAMPLES):
@@ -64,20 +64,19 @@ def _content(file: str) -> bytes:
     return digest.digest()
 
 
-def compare_run(path: str, config: PPOConfig | SFTConfig) -> None:
-    """Look at what the checkpoint at `path` was made of before a run goes on from it; tell in the log which settings
-    are others now.
+def check_compatible(path: str, config: PPOConfig | SFTConfig) -> None:
+    """Check that a run with these settings may resume from the checkpoint at `path`; log changed settings.
 
-    Raises CheckpointError for other data (its place in them would mean nothing) and for another model (which would not
-    be read).
+    Raises:
+        CheckpointError: The data differ (the saved position would mean nothing), or the model does (it could not be
+            loaded).
     """
-    saved = read_trainer_state(path).get(IDENTITY, {})
-    for key, value in identity(config).items():
+    saved = read_trainer_state(path).get(FINGERPRINT_KEY, {})
+    for key, value in run_fingerprint(config).items():
         if saved.get(key, value) != value:
             raise CheckpointError(
-                f"{path} was made with another {key}: the content has changed. Give what it was made with, "
-                "or start a run of its own: "
-                "set trainer.experiment_name or trainer.default_local_dir to something new"
+                f"{path} was made with another {key}: its content has changed. Use the original, or start a new run: "
+                "change trainer.experiment_name or trainer.default_local_dir"
             )
     changed = changed_settings(path, config)
     if changed:
@@ -85,11 +84,11 @@ def compare_run(path: str, config: PPOConfig | SFTConfig) -> None:
 
 
 def changed_settings(path: str, config: PPOConfig | SFTConfig) -> list[str]:
-    """Return "key old -> new" for every setting that is not as it was when the checkpoint at `path` was made."""
+    """Return "key old -> new" for every setting that differs from the checkpoint at `path`."""
     with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
         old = _flat(yaml.safe_load(f))
     new = _flat(yaml.safe_load(to_yaml(config)))
-    keys = [key for key in [*new, *(key for key in old if key not in new)] if key not in NOT_OF_THE_RUN]
+    keys = [key for key in [*new, *(key for key in old if key not in new)] if key not in RESUME_SETTINGS]
     return [f"{key} {_text(old, key)} -> {_text(new, key)}" for key in keys if _text(old, key) != _text(new, key)]
 
 

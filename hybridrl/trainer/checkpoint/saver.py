@@ -1,5 +1,7 @@
-"""`Saver`: when a run's checkpoints are written, and what happens when storage does not take one
-(`trainer.save_failure`).
+"""Save checkpoints of a run, and handle storage that does not accept one (`trainer.save_failure`).
+
+Used by the PPO and SFT trainers, in the driver. What is inside a checkpoint is the trainer's business, its format
+`store.py`'s.
 """
 
 import glob
@@ -11,59 +13,72 @@ from collections.abc import Callable
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CallTimeout, StorageError
-from hybridrl.trainer.checkpoint.store import CheckpointStore, size_of
+from hybridrl.trainer.checkpoint.store import CheckpointStore, directory_bytes
 
 logger = logging.getLogger(__name__)
-WAY_OUT = "free space there, set trainer.max_ckpt_to_keep, or set trainer.default_local_dir to another disk"
-ADAM_COPIES = 3  # parameters and two moments of each, all as wide as the parameters
+HINT = "free space there, set trainer.max_ckpt_to_keep, or set trainer.default_local_dir to another disk"
+ADAM_COPIES = 3  # parameters and two Adam moments, all of the same dtype
 
 
-class Saver:
-    """Commits to a `CheckpointStore`.
+class CheckpointSaver:
+    """Saves checkpoints to a `CheckpointStore`.
 
-    committed: the newest commit that this run made or goes on from. least_bytes: what a checkpoint takes at least, as
-    long as none has been made that shows what it takes.
+    Args:
+        store: Where to save.
+        config: `trainer.*` settings.
+        min_checkpoint_bytes: Lower bound of a checkpoint's size, used until a first one shows the real size.
+
+    Attributes:
+        committed: Path of the newest checkpoint that this run made or resumed from.
+        num_failed: Saves that failed.
     """
 
-    def __init__(self, store: CheckpointStore, config: TrainerConfig, *, least_bytes: int = 0):
-        self.store, self.config, self.least_bytes = store, config, least_bytes
+    def __init__(self, store: CheckpointStore, config: TrainerConfig, *, min_checkpoint_bytes: int = 0):
+        self.store, self.config, self.min_checkpoint_bytes = store, config, min_checkpoint_bytes
         self.committed: str | None = None
         self.num_failed = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return how many saves have failed, if any has."""
+        """Return the number of failed saves, if any."""
         return {"checkpoint/num_failed": float(self.num_failed)} if self.num_failed else {}
 
-    def save(self, step: int, write: Callable[[str], None], *, must: bool) -> None:
+    def save(self, step: int, write: Callable[[str], None], *, required: bool) -> None:
         """Commit `step` from what `write(directory)` writes.
 
-        Where storage does not take it, and the policy is to continue, one line says so and the run trains on. must:
-        there is no later save, so the failure is raised (StorageError, CallTimeout).
+        If storage fails and `trainer.save_failure=continue`, the failure is logged and the run trains on.
+
+        Args:
+            step: Completed step.
+            write: Writes the checkpoint's files into an empty directory.
+            required: No later save follows, so a failure is always raised.
+
+        Raises:
+            StorageError, CallTimeout: The save failed, and `required` or `trainer.save_failure=stop`.
         """
         try:
-            self._look_at_space()
-            self.committed = self.store.commit(step, write, seal_s=self.config.call_timeout_s)
+            self._check_free_space()
+            self.committed = self.store.commit(step, write, finish_timeout_s=self.config.call_timeout_s)
             logger.info("committed %s", self.committed)
         except (StorageError, CallTimeout) as error:
             self.num_failed += 1
-            if must or self.config.save_failure == "stop":
-                error.add_note(f"{self._what_is_there()}; {WAY_OUT}")
+            if required or self.config.save_failure == "stop":
+                error.add_note(f"{self._describe_newest()}; {HINT}")
                 raise
             logger.warning(
-                "no checkpoint of step %d: %s; %s; training goes on, and the next save tries again",
+                "no checkpoint of step %d: %s; %s; training continues, and the next save tries again",
                 step,
                 error,
-                self._what_is_there(),
+                self._describe_newest(),
             )
 
-    def _what_is_there(self) -> str:
+    def _describe_newest(self) -> str:
         newest = self.store.latest()
-        return "nothing is committed yet" if newest is None else f"{newest} is committed as before"
+        return "nothing is committed yet" if newest is None else f"{newest} is still committed"
 
-    def _look_at_space(self) -> None:
-        """Raise StorageError before anything is written if there is less space than the newest commit takes."""
+    def _check_free_space(self) -> None:
+        """Raise StorageError if less space is free than the newest checkpoint takes."""
         newest = self.store.latest()
-        needed = self.least_bytes if newest is None else size_of(newest)
+        needed = self.min_checkpoint_bytes if newest is None else directory_bytes(newest)
         try:
             os.makedirs(self.store.root, exist_ok=True)
             free = shutil.disk_usage(self.store.root).free
@@ -77,9 +92,10 @@ class Saver:
             )
 
 
-def least_bytes(model: ModelConfig) -> int:
-    """Return what a checkpoint of this model takes at least: its weights' files, and with an optimizer for all of them
-    twice that more.
+def min_checkpoint_bytes(model: ModelConfig) -> int:
+    """Return a lower bound of the checkpoint size in bytes, from the size of the model's weight files.
+
+    The bound is `ADAM_COPIES` times the files; once the files with LoRA, where the optimizer covers only the adapters.
     """
     files = glob.glob(os.path.join(glob.escape(model.path or ""), "*.safetensors"))
     return sum(map(os.path.getsize, files)) * (1 if model.lora_rank else ADAM_COPIES)

@@ -1,22 +1,25 @@
-"""The step ledger: what every step did, so that it can be shown that no step was done twice, or left out, and no prompt
-used twice.
+"""Step ledger: a record that proves that every step and every prompt was applied exactly once.
 
-    python -m hybridrl.trainer.checkpoint.step_ledger RUN          what the ledger of a run says; exit code 1 if
-    something happened not exactly once
+    python -m hybridrl.trainer.checkpoint.step_ledger RUN     print the audit of a run; exit code 1 if it found a
+    problem
 
-`ledger.jsonl` in the run's directory is only ever appended to. A line for every process that begins (or goes back), one
-for every step:
+`ledger.jsonl` in the run's directory is only ever appended to: one line per process that starts (or rewinds), one per
+step:
 
     {"begin": 4, "rows": 7473, "from": ".../global_step_4"}
     {"step": 5, "epoch": 0, "prompts": [17, 3], "stages": {"update_actor": 1, ...}, "updates": {"actor": 10}}
 
-begin: the step after which it goes on; lines of later steps before it count no more: what they did is not in the
-weights. prompts: rows of the training data that were trained on. stages: how often each stage that is not pure ran.
+begin: the step that the process resumes after; earlier lines of later steps no longer count, their updates are not in
+    the
+weights. prompts: rows of the training data that the step trained on. stages: how often each stage that is not pure ran.
 updates: optimizer steps in the weights, as the workers count them. Every line ends with a checksum of itself and all
-lines before it.
+    lines
+before it.
 
-A commit holds the checksum and the updates of its step. Writing one and going on from one compare the updates with what
-the engines, which keep a count of their own with their weights, say.
+A checkpoint holds the checksum and the updates of its step. When one is written or loaded, the updates are compared
+with the engines' own count, which is stored with their weights.
+
+Used by the PPO and SFT trainers, in the driver.
 """
 
 import collections
@@ -36,117 +39,143 @@ from hybridrl.framework.stage import StageFn, spec_of
 
 FILE = "ledger.jsonl"
 LEDGER = "ledger"  # in a checkpoint's trainer.json
-SUM = "sum"
+CHECKSUM = "sum"  # key of a line's checksum
 Updates = dict[str, int]
 
 
 class StepLedger:
-    """The ledger of the run in `directory`. rows: of the training data.
+    """Writes the ledger of one run. Also a stage wrapper (`Task.use_wrapper`) that counts stages that are not pure.
 
-    It is also a wrapper of stages (`Task.use_wrapper`) that counts those that are not pure.
+    Args:
+        directory: The run's directory.
+        rows: Rows of the training data.
     """
 
     def __init__(self, directory: str, *, rows: int):
         self.path, self.rows = os.path.join(directory, FILE), rows
-        self.step = 0  # the last one that ended
-        self.updates = Updates()  # as the workers have told this process
-        self._beginning: dict[str, Any] | None = None  # written with the first step: who only looks leaves no trace
-        self._sum = ""
-        self._runs: collections.Counter[str] = collections.Counter()
-        self._counting = threading.Lock()  # stages may run beside each other
+        self.step = 0  # the last completed one
+        self.updates = Updates()  # as the workers reported them to this process
+        self._start_entry: dict[str, Any] | None = (
+            None  # written with the first step, so that a run without steps writes nothing
+        )
+        self._checksum = ""
+        self._stage_runs: collections.Counter[str] = collections.Counter()
+        self._count_lock = threading.Lock()  # stages may run concurrently
         self._unwritten = b""
 
     def __call__(self, fn: StageFn) -> StageFn:
-        """Return `fn`, counted each time it is run, if it is not pure."""
+        """Return `fn`, with every run counted if it is not pure."""
         spec = spec_of(fn)
         if spec.pure:
             return fn
 
         @functools.wraps(fn)
         def counted(ctx: Any) -> Any:
-            with self._counting:
-                self._runs[spec.name] += 1
+            with self._count_lock:
+                self._stage_runs[spec.name] += 1
             return fn(ctx)
 
         return counted
 
-    # -- written as the run goes
+    # -- writing
 
-    def begin(self) -> None:
-        """Begin at step 0."""
-        self.go_on_from(None, path=None, step=0, taken={})
+    def start(self) -> None:
+        """Start a new run at step 0."""
+        self.resume_from(None, path=None, step=0, num_updates={})
 
-    def go_on_from(
-        self, committed: Mapping[str, Any] | None, *, path: str | None, step: int, taken: Mapping[str, Sequence[int]]
+    def resume_from(
+        self,
+        committed: Mapping[str, Any] | None,
+        *,
+        path: str | None,
+        step: int,
+        num_updates: Mapping[str, Sequence[int]],
     ) -> None:
-        """Go on after `step`, from the commit at `path`, which holds `committed` (None: it is older than the ledger).
+        """Resume after `step`.
 
-        taken: what every rank of each trained role says of the optimizer steps in its weights. Raises CheckpointError
-        if they are not those that the commit knows of, or if the ledger that is there is damaged.
+        Args:
+            committed: What `commit` returned for the checkpoint; None if the checkpoint is older than the ledger.
+            path: The checkpoint, for the record.
+            step: Completed step.
+            num_updates: Trained role -> optimizer steps in the weights, one value per rank.
+
+        Raises:
+            CheckpointError: The counts differ from the checkpoint's, or the existing ledger is damaged.
         """
         self.step, self.updates = step, {} if committed is None else dict(committed["updates"])
-        self.compare(taken)
-        self._sum = _end_of_file(self.path, expected=None if committed is None else (step, committed[SUM]))
-        self.go_back(step, path=path)
+        self.check_ranks_agree(num_updates)
+        self._checksum = _cut_partial_line(
+            self.path, expected=None if committed is None else (step, committed[CHECKSUM])
+        )
+        self.rewind(step, path=path)
 
-    def go_back(self, step: int, *, path: str | None = None) -> None:
-        """Note that it goes on after `step`, from the commit at `path` or from memory: what later steps did is in no
-        weights any more.
+    def rewind(self, step: int, *, path: str | None = None) -> None:
+        """Record that the run continues after `step`, from the checkpoint at `path` or from a snapshot (None).
+
+        Updates of later steps are no longer in the weights.
         """
         self.step, self.updates = step, {}
-        self._runs.clear()
-        self._beginning = {"begin": step, "rows": self.rows, "from": path}
+        self._stage_runs.clear()
+        self._start_entry = {"begin": step, "rows": self.rows, "from": path}
 
-    def note(self, role: str, updates: Mapping[str, Sequence[float]], *, prefix: str) -> None:
-        """Note what workers told of an update: `{prefix}/num_updates`, the optimizer steps in the role's weights after
-        each of its own.
+    def record_update(self, role: str, updates: Mapping[str, Sequence[float]], *, prefix: str) -> None:
+        """Record the optimizer steps in a role's weights.
+
+        Args:
+            role: The trained role.
+            updates: Metrics of an update; `{prefix}/num_updates` has one count per optimizer step, the last one counts.
+            prefix: Prefix of the role's metrics.
         """
-        if told := updates.get(f"{prefix}/num_updates"):
-            self.updates[role] = int(told[-1])
+        if counts := updates.get(f"{prefix}/num_updates"):
+            self.updates[role] = int(counts[-1])
 
     def metrics(self) -> dict[str, float]:
-        """Return how often a stage that may run only once has run in this step, at most."""
-        return {"ledger/runs_per_stage": float(max(self._runs.values(), default=0))}
+        """Return the largest number of runs, in this step, of a stage that may run only once."""
+        return {"ledger/runs_per_stage": float(max(self._stage_runs.values(), default=0))}
 
     def end_step(self, step: int, *, epoch: float | None, prompts: Iterable[int]) -> None:
-        """Note a step that has ended, but for its commit. epoch: None where it is not known."""
-        with self._counting:
-            runs, self._runs = dict(self._runs), collections.Counter()
-        if self._beginning is not None:
-            self._append(self._beginning)
-            self._beginning = None
+        """Record a step that is complete except for its checkpoint; `epoch` is None if unknown."""
+        with self._count_lock:
+            runs, self._stage_runs = dict(self._stage_runs), collections.Counter()
+        if self._start_entry is not None:
+            self._append(self._start_entry)
+            self._start_entry = None
         self.step = step
         entry = {"step": step, "epoch": None if epoch is None else int(epoch), "prompts": [int(row) for row in prompts]}
         self._append(entry | {"stages": runs, "updates": dict(self.updates)})
 
-    def commit(self, taken: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Return what a commit of the last step keeps. Raises as `compare` does, and OSError if the ledger cannot be
-        written.
+    def commit(self, num_updates: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return the ledger's part of a checkpoint of the last step.
 
-        taken: what every rank of each trained role says of the optimizer steps in its weights.
+        Args:
+            num_updates: Trained role -> optimizer steps in the weights, one value per rank.
+
+        Raises:
+            CheckpointError: See `check_ranks_agree`.
+            OSError: The ledger cannot be written.
         """
-        self.compare(taken)
+        self.check_ranks_agree(num_updates)
         self._flush(durable=True)
-        return {SUM: self._sum, "updates": {role: counts[0] for role, counts in taken.items() if counts}}
+        return {
+            CHECKSUM: self._checksum,
+            "updates": {role: counts[0] for role, counts in num_updates.items() if counts},
+        }
 
-    def compare(self, taken: Mapping[str, Sequence[int]]) -> None:
-        """Raise CheckpointError unless every rank has the optimizer steps in its weights that the ledger knows of."""
-        for role, counts in taken.items():
-            known = self.updates.get(role, counts[0] if counts else 0)
-            if counts and {*counts} != {known}:
+    def check_ranks_agree(self, num_updates: Mapping[str, Sequence[int]]) -> None:
+        """Raise CheckpointError unless every rank's count of optimizer steps equals the ledger's."""
+        for role, counts in num_updates.items():
+            expected = self.updates.get(role, counts[0] if counts else 0)
+            if counts and {*counts} != {expected}:
                 raise CheckpointError(
-                    f"the {role} has {sorted({*counts})} optimizer steps in its weights after step "
-                    f"{self.step}, and the ledger knows of "
-                    f"{known}: an update ran twice, or not at all. Go on from an earlier commit "
+                    f"the {role} has {sorted({*counts})} optimizer steps in its weights after step {self.step}, and "
+                    f"the ledger has {expected}: an update ran twice, or not at all. Resume from an earlier checkpoint "
                     "(trainer.resume_from_path)"
                 )
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self._sum = _checksum(self._sum, entry)
-        self._unwritten += json.dumps(entry | {SUM: self._sum}).encode() + b"\n"
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk: the lines are written with the next one, and a commit insists on it
+        self._checksum = _chained_checksum(self._checksum, entry)
+        self._unwritten += json.dumps(entry | {CHECKSUM: self._checksum}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # disk full: the lines are written with the next one, at latest for a commit
             self._flush()
 
     def _flush(self, *, durable: bool = False) -> None:
@@ -156,7 +185,7 @@ class StepLedger:
             end = os.lseek(file, 0, os.SEEK_END)
             try:
                 if os.write(file, self._unwritten) < len(self._unwritten):
-                    raise OSError("a part of the ledger's lines only")
+                    raise OSError("only a part of the ledger's lines was written")
             except OSError:
                 os.ftruncate(file, end)
                 raise
@@ -167,18 +196,18 @@ class StepLedger:
             os.close(file)
 
 
-# -- read
+# -- reading
 
 
-def _checksum(before: str, entry: Mapping[str, Any]) -> str:
+def _chained_checksum(before: str, entry: Mapping[str, Any]) -> str:
     return hashlib.sha256((before + json.dumps(entry)).encode()).hexdigest()[:16]
 
 
 def read_ledger(path: str) -> list[dict[str, Any]]:
-    """Return the entries of a ledger with their checksums. A last line that a killed process left half-written is not
-    one.
+    """Return the entries of a ledger with their checksums, without a half-written last line.
 
-    Raises CheckpointError naming the line that is damaged.
+    Raises:
+        CheckpointError: A line is damaged; the message has its number.
     """
     try:
         with open(path, "rb") as file:
@@ -191,10 +220,10 @@ def read_ledger(path: str) -> list[dict[str, Any]]:
         entry = _read_line(line, before)
         if entry is None:
             raise CheckpointError(
-                f"{path} is damaged in line {number}; move it away: the run goes on without it, from its "
-                "commit's own counts"
+                f"{path} is damaged in line {number}; move it away: the run then resumes without it, from its "
+                "checkpoint's own counts"
             )
-        before = entry[SUM]
+        before = entry[CHECKSUM]
         entries.append(entry)
     return entries
 
@@ -202,16 +231,21 @@ def read_ledger(path: str) -> list[dict[str, Any]]:
 def _read_line(line: bytes, before: str) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
-        said = entry.pop(SUM)
+        checksum = entry.pop(CHECKSUM)
     except (ValueError, KeyError, AttributeError):
         return None
-    return entry | {SUM: said} if said == _checksum(before, entry) else None
+    return entry | {CHECKSUM: checksum} if checksum == _chained_checksum(before, entry) else None
 
 
-def _end_of_file(path: str, *, expected: tuple[int, str] | None) -> str:
-    """Return the last checksum, after cutting a half-written last line off.
+def _cut_partial_line(path: str, *, expected: tuple[int, str] | None) -> str:
+    """Cut off a half-written last line, and return the last checksum.
 
-    expected: a step, and the checksum its line has to have.
+    Args:
+        path: The ledger.
+        expected: A step and the checksum that its line must have.
+
+    Raises:
+        CheckpointError: No line of that step has that checksum.
     """
     entries = read_ledger(path)
     if not entries:
@@ -222,30 +256,33 @@ def _end_of_file(path: str, *, expected: tuple[int, str] | None) -> str:
     if expected is not None and any("step" in entry for entry in entries):
         step, checksum = expected
         if not any(
-            entry[SUM] == checksum for entry in entries if entry.get("step") == step or entry.get("begin") == step
+            entry[CHECKSUM] == checksum for entry in entries if entry.get("step") == step or entry.get("begin") == step
         ):
             raise CheckpointError(
-                f"{path} has no line of step {step} with the checksum {checksum} that the commit of that "
-                "step holds: it is the ledger of "
-                "another run; move it away, or set trainer.default_local_dir to something new"
+                f"{path} has no line of step {step} with the checksum {checksum} of that step's checkpoint: it is the "
+                "ledger of another run; move it away, or set trainer.default_local_dir to a new value"
             )
-    return entries[-1][SUM]
+    return entries[-1][CHECKSUM]
 
 
 @dataclass
-class Account:
-    """What a ledger says.
+class LedgerAudit:
+    """What a ledger adds up to.
 
-    steps: entry of each step that is in the weights. again: steps that were done anew after a process ended.
+    Attributes:
+        steps: Step -> entry, for the steps that are in the weights.
+        num_repeated: Steps that ran again after a process ended or rewound.
+        first: Steps up to this one are in another run's ledger.
+        rows: Rows of the training data.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    again: int = 0
-    first: int = 0  # the steps up to this one are in another run's ledger
+    num_repeated: int = 0
+    first: int = 0
     rows: int = 0
 
     def problems(self) -> list[str]:
-        """What did not happen exactly once, as sentences."""
+        """Return one sentence per step, stage or prompt that was not applied exactly once."""
         found = [
             f"step {step} is missing"
             for step in range(self.first + 1, max(self.steps, default=self.first))
@@ -269,7 +306,7 @@ class Account:
         return found
 
     def prompts(self) -> dict[int, list[int]]:
-        """Rows that were trained on, by epoch."""
+        """Return epoch -> rows that were trained on."""
         found: dict[int, list[int]] = {}
         for entry in self.steps.values():
             if entry["epoch"] is not None:
@@ -281,7 +318,7 @@ class Account:
         mean = sum(runs) / max(1, len(runs))
         updates = self.steps[max(self.steps)]["updates"] if self.steps else {}
         lines = [
-            f"steps in the weights: {len(self.steps)}, done anew after a process ended or went back: {self.again}",
+            f"steps in the weights: {len(self.steps)}, run again after a process ended or rewound: {self.num_repeated}",
             f"runs of a stage per step: {mean:g} (of those that may run only once)",
             "optimizer steps in the weights: "
             f"{', '.join(f'{role} {number}' for role, number in updates.items()) or 'none'}",
@@ -291,14 +328,14 @@ class Account:
         return "\n".join([*lines, *(self.problems() or ["every stage and every prompt exactly once"])])
 
 
-def account(entries: Iterable[Mapping[str, Any]]) -> Account:
-    """Return what the entries of a ledger come to."""
-    result = Account()
+def audit(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
+    """Return the audit of a ledger's entries."""
+    result = LedgerAudit()
     for entry in entries:
         if "begin" in entry:
-            gone = [step for step in result.steps if step > entry["begin"]]
-            result.again += len(gone)
-            for step in gone:
+            undone = [step for step in result.steps if step > entry["begin"]]
+            result.num_repeated += len(undone)
+            for step in undone:
                 del result.steps[step]
             result.rows = entry["rows"]
             if not result.steps:
@@ -309,7 +346,7 @@ def account(entries: Iterable[Mapping[str, Any]]) -> Account:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what the ledger of a run says, and return the exit code."""
+    """Print the audit of a run's ledger, and return the exit code."""
     if len(argv) != 1 or not os.path.isfile(os.path.join(argv[0], FILE)):
         sys.stderr.write(
             "usage: python -m hybridrl.trainer.checkpoint.step_ledger RUN\nRUN: the directory that a run "
@@ -317,12 +354,12 @@ def main(argv: Sequence[str]) -> int:
         )
         return 2
     try:
-        told = account(read_ledger(os.path.join(argv[0], FILE)))
+        result = audit(read_ledger(os.path.join(argv[0], FILE)))
     except CheckpointError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    sys.stdout.write(f"{told}\n")
-    return 1 if told.problems() else 0
+    sys.stdout.write(f"{result}\n")
+    return 1 if result.problems() else 0
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Durable state: a checkpoint is a directory `global_step_N` that appears by one rename, complete or not at all.
+"""Checkpoints on storage: a directory `global_step_N` that appears by one rename, complete or not at all.
 
     global_step_12/
         actor/ critic/      engine shards (torch.distributed.checkpoint), one directory per trained role
-        ahead/              batches on their way (`trainer.lag`), with what of their responses was made
-        replay/             samples that may be used again (`trainer.replay`)
-        trainer.json        step, data cursor, controllers
+        ahead/              pending batches (`trainer.lag`), with the parts of their responses that exist
+        replay/             samples of the replay buffer (`trainer.replay`)
+        trainer.json        step, position in the data, controllers
         config.yaml         the settings that made it
         manifest.json       size and SHA-256 of every other file
 
-Latest is found by looking at the directory; there is no pointer file. Retention deletes only after a commit.
+The newest checkpoint is found by listing the directory; there is no pointer file. Older checkpoints are deleted only
+after a commit. The driver calls this; workers write the engine shards.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from dataclasses import replace
 import yaml
 
 from hybridrl.config import PPOConfig, from_dict
-from hybridrl.config.checks.megatron import in_one_process
+from hybridrl.config.checks.megatron import single_process_layout
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError, StorageError
 
@@ -32,12 +33,12 @@ logger = logging.getLogger(__name__)
 MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
 WORKING_DIRECTORY = "working_directory"
 ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pt)")
-"""File names of torch.distributed.checkpoint, and of the file that every Megatron rank writes beside them."""
+"""File names of torch.distributed.checkpoint, and of the file that each Megatron rank adds."""
 STEP_NAME, PARTIAL = re.compile(r"global_step_(\d+)"), ".partial"
 
 
 class CheckpointStore:
-    """The checkpoints of one run under `root`. keep: how many commits stay; None keeps all."""
+    """The checkpoints of one run under `root`; at most `keep` of them stay, None keeps all."""
 
     def __init__(self, root: str, *, keep: int | None = None):
         self.root, self.keep = os.path.abspath(root), keep
@@ -52,97 +53,106 @@ class CheckpointStore:
         return os.path.join(self.root, f"global_step_{step}")
 
     def latest(self) -> str | None:
-        """Return the newest commit, or None."""
+        """Return the path of the newest checkpoint, or None."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
-    def commit(self, step: int, write: Callable[[str], None], *, seal_s: float | None = None) -> str:
-        """Make `global_step_{step}` from what `write(directory)` puts into an empty directory, and return its path.
+    def commit(self, step: int, write: Callable[[str], None], *, finish_timeout_s: float | None = None) -> str:
+        """Make `global_step_{step}` from what `write(directory)` puts into an empty directory; return its path.
 
-        A failure or a kill at any moment leaves the previous commits as they were, and a failure leaves nothing else.
-        Raises CheckpointError where the step is there already: nothing that is committed is replaced; StorageError
-        where storage does not take it. seal_s: longest time for what follows the writing: hashing, and until everything
-        is on the disk.
+        A failure or a kill at any time leaves the previous checkpoints as they were, and a failure leaves nothing else.
+
+        Args:
+            step: Completed step.
+            write: Writes the checkpoint's files.
+            finish_timeout_s: Limit for hashing, manifest and fsync after `write`; None waits without limit.
+
+        Raises:
+            CheckpointError: A checkpoint of this step exists; committed ones are never replaced.
+            StorageError: Storage failed, or was too slow.
         """
         if os.path.exists(self.path(step)):
             raise CheckpointError(
-                f"{self.path(step)} is there already; set trainer.default_local_dir elsewhere, or remove it"
+                f"{self.path(step)} exists already; set trainer.default_local_dir elsewhere, or remove it"
             )
-        aside = f"{self.path(step)}{PARTIAL}"
+        partial = f"{self.path(step)}{PARTIAL}"
         try:
             self._clear()
-            os.makedirs(aside)
-            write(aside)
-            Seal(aside, self.path(step), step=step).within(seal_s)
+            os.makedirs(partial)
+            write(partial)
+            ManifestWriter(partial, self.path(step), step=step).finish_within(finish_timeout_s)
         except BaseException as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
-                raise StorageError(f"cannot write {aside}: {error}") from error
+                raise StorageError(f"cannot write {partial}: {error}") from error
             raise
         self._retain(step)
         return self.path(step)
 
     def _clear(self) -> None:
-        """Remove what processes that were killed, or storage that was too slow, left half-written."""
+        """Remove half-written checkpoints that killed processes or slow storage left."""
         for name in os.listdir(self.root) if os.path.isdir(self.root) else ():
             if name.endswith(PARTIAL) and STEP_NAME.fullmatch(name.removesuffix(PARTIAL)):
                 shutil.rmtree(os.path.join(self.root, name), ignore_errors=True)
 
     def _retain(self, committed: int) -> None:
-        """Remove all but the newest commits; the one just made is among those that stay, whatever its number."""
+        """Remove all but the newest checkpoints; the one just committed stays, whatever its step."""
         by_age = sorted(self.steps(), key=lambda step: (step == committed, step))
         for step in by_age[: -self.keep] if self.keep else []:
             shutil.rmtree(self.path(step), ignore_errors=True)
             logger.info("removed checkpoint %s, trainer.max_ckpt_to_keep=%d", self.path(step), self.keep)
 
 
-class Seal:
-    """The last part of a commit, in a thread that can be given up: a thread that waits for a disk cannot be
-    interrupted.
+class ManifestWriter:
+    """Finishes a commit (manifest, fsync, rename) in a thread that can be abandoned.
+
+    A thread that waits for a disk cannot be interrupted. If it is abandoned, it never renames.
     """
 
-    def __init__(self, aside: str, path: str, *, step: int):
-        self.aside, self.path, self.step = aside, path, step
-        self._lock, self._given_up = threading.Lock(), False
+    def __init__(self, partial: str, path: str, *, step: int):
+        self.partial, self.path, self.step = partial, path, step
+        self._lock, self._abandoned = threading.Lock(), False
         self._error: BaseException | None = None
 
-    def within(self, timeout_s: float | None) -> None:
-        """Seal; past the deadline: StorageError, and there will be no commit."""
+    def finish_within(self, timeout_s: float | None) -> None:
+        """Finish the commit; raises StorageError after `timeout_s`, and the commit then never appears."""
         thread = threading.Thread(target=self._run, name="commit", daemon=True)
         thread.start()
         thread.join(timeout_s)
         with self._lock:
-            self._given_up = self._given_up or thread.is_alive()
-        if self._given_up:
+            self._abandoned = self._abandoned or thread.is_alive()
+        if self._abandoned:
             raise StorageError(
-                f"{self.aside} was not on the disk within trainer.call_timeout_s={timeout_s:g} s: storage "
-                "is slow, or does not answer"
+                f"{self.partial} was not on the disk within trainer.call_timeout_s={timeout_s:g} s: storage "
+                "is slow or does not respond"
             )
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            _write_json(os.path.join(self.aside, MANIFEST), {"step": self.step, "files": _inventory(self.aside)})
-            _sync_tree(self.aside)
+            _write_json(os.path.join(self.partial, MANIFEST), {"step": self.step, "files": _inventory(self.partial)})
+            _sync_tree(self.partial)
             with self._lock:
-                if not self._given_up:
-                    os.rename(self.aside, self.path)
+                if not self._abandoned:
+                    os.rename(self.partial, self.path)
                     _sync(os.path.dirname(self.path))
-        except BaseException as error:  # raised where the thread is waited for
+        except BaseException as error:  # raised in `finish_within`
             self._error = error
 
 
-def size_of(path: str) -> int:
-    """Return the bytes of the commit at `path`, without its manifest."""
+def directory_bytes(path: str) -> int:
+    """Return the bytes of the checkpoint at `path`, without its manifest."""
     return sum(entry["size"] for entry in read_json(os.path.join(path, MANIFEST))["files"].values())
 
 
-def verify(path: str) -> int:
-    """Return the step of the commit at `path`; a missing, extra-short or changed file is a
-    CheckpointError naming it.
+def verify_manifest(path: str) -> int:
+    """Verify sizes and hashes of the checkpoint at `path`, and return its step.
+
+    Raises:
+        CheckpointError: A file is missing or changed; the message names it.
     """
-    way_out = "restore it, or remove the whole checkpoint: trainer.resume_mode=auto goes on from the one before"
+    hint = "restore it, or remove the whole checkpoint: trainer.resume_mode=auto resumes from the one before"
     manifest_path = os.path.join(path, MANIFEST)
     if not os.path.isfile(manifest_path):
         raise CheckpointError(
@@ -150,18 +160,18 @@ def verify(path: str) -> int:
         )
     manifest = read_json(manifest_path)
     if not any(os.path.basename(name) == ENGINE_STATE for name in manifest["files"]):
-        raise CheckpointError(f"checkpoint {path} holds no engine state; {way_out}")
+        raise CheckpointError(f"checkpoint {path} holds no engine state; {hint}")
     for name, expected in manifest["files"].items():
         file = os.path.join(path, name)
         if not os.path.isfile(file):
-            raise CheckpointError(f"checkpoint {path} lacks {name}; {way_out}")
+            raise CheckpointError(f"checkpoint {path} lacks {name}; {hint}")
         if os.path.getsize(file) != expected["size"] or _sha256(file) != expected["sha256"]:
-            raise CheckpointError(f"{name} in checkpoint {path} is damaged; {way_out}")
+            raise CheckpointError(f"{name} in checkpoint {path} is damaged; {hint}")
     return manifest["step"]
 
 
 def check_engine_state(directory: str, *, num_ranks: int) -> None:
-    """Raise CheckpointError unless this machine sees what every rank has just written to `directory`."""
+    """Raise CheckpointError unless this machine sees the files of every rank in `directory`."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     absent = set(range(num_ranks)) - {int(found[1]) for name in names if (found := RANKS_FILE.fullmatch(name))}
     if absent or ENGINE_STATE not in names:
@@ -172,26 +182,30 @@ def check_engine_state(directory: str, *, num_ranks: int) -> None:
         )
 
 
-def find_resume(store: CheckpointStore, config: TrainerConfig) -> str | None:
-    """Return the verified checkpoint to continue from, or None to start anew (`trainer.resume_mode`).
+def find_resume_checkpoint(store: CheckpointStore, config: TrainerConfig) -> str | None:
+    """Return the verified checkpoint to resume from, or None for a new run (`trainer.resume_mode`).
 
-    Raises ConfigError where this run would put its checkpoints among those of another, to be mistaken for them later.
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+        ConfigError: This run would save among later checkpoints of another run, which could then be mistaken for its
+            own.
     """
     found = {"disable": None, "auto": store.latest(), "resume_path": config.resume_from_path}[config.resume_mode]
-    step = 0 if found is None else verify(found)
+    step = 0 if found is None else verify_manifest(found)
     later = [other for other in store.steps() if other > step]
     if later and config.save_freq > 0 and not config.val_only:
         here = "trainer.resume_mode=disable" if found is None else f"trainer.resume_from_path={found}"
         raise ConfigError(
             f"{here}: {store.root} holds checkpoints of another run's later steps, the newest of step {later[-1]}; "
-            "set trainer.default_local_dir or trainer.experiment_name to something new, or remove them"
+            "set trainer.default_local_dir or trainer.experiment_name to a new value, or remove them"
         )
     return found
 
 
 def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
-    """Write the driver's part of a checkpoint: its JSON-able state and the settings of the run, whose paths are from
-    where it runs.
+    """Write the driver's part of a checkpoint: its JSON state, the settings, and the working directory.
+
+    Relative paths in the settings refer to that working directory.
     """
     _write_json(os.path.join(directory, TRAINER_STATE), state | {WORKING_DIRECTORY: os.getcwd()})
     with open(os.path.join(directory, CONFIG), "w", encoding="utf-8") as f:
@@ -199,8 +213,9 @@ def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
 
 
 def settings_for_export(path: str) -> PPOConfig:
-    """Return the settings of a PPO checkpoint for another machine: on the CPU, a relative model path from where the run
-    was started.
+    """Return the settings of a PPO checkpoint for an export on the CPU, in one process.
+
+    A relative model path is resolved from the working directory of the run, if it exists there.
     """
     with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
         config = from_dict(PPOConfig, yaml.safe_load(f))
@@ -210,7 +225,7 @@ def settings_for_export(path: str) -> PPOConfig:
     return replace(
         config,
         trainer=replace(config.trainer, device="cpu"),
-        actor_rollout_ref=in_one_process(replace(policy, model=model)),
+        actor_rollout_ref=single_process_layout(replace(policy, model=model)),
     )
 
 
@@ -254,5 +269,5 @@ def _sync(path: str) -> None:
 
 
 def newest_checkpoint(directory: str) -> str | None:
-    """Return the path of the newest committed checkpoint in a run's directory, or None."""
+    """Return the path of the newest checkpoint in a run's directory, or None."""
     return CheckpointStore(directory).latest()

@@ -1,1 +1,1 @@
-"""Datasets, prompts and tokenizers."""
+"""Training data: parquet files, datasets, the order of prompts, seeds and tokenizers."""

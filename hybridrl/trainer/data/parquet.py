@@ -1,4 +1,7 @@
-"""Rows of several parquet files as one sequence; complaints name the file and the row in it."""
+"""Read the rows of several parquet files as one sequence; errors name the file and the row in it.
+
+Used by the datasets of PPO and SFT, in the driver.
+"""
 
 import bisect
 import itertools
@@ -12,7 +15,7 @@ from hybridrl.errors import DataError
 
 
 class ParquetRows:
-    """The rows of `files`, one after the other. Files are memory-mapped, and may differ in columns and types.
+    """The rows of `files` in order. Files are memory-mapped and may differ in columns and types.
 
     Raises:
         DataError: No file was given, or one is missing or not parquet.
@@ -32,23 +35,23 @@ class ParquetRows:
         number, offset = self._locate(row)
         return self._tables[number].slice(offset, 1).to_pylist()[0]
 
-    def place(self, row: int) -> str:
-        """Say where a row comes from."""
+    def location(self, row: int) -> str:
+        """Return file and row number in it, for messages."""
         number, offset = self._locate(row)
         return f"{self.files[number]} row {offset}"
 
     def require(self, column: str, key: str) -> None:
-        """Raise DataError unless every file has `column`, which the setting `key` named."""
+        """Raise DataError unless every file has `column`, the value of the setting `key`."""
         for file, table in zip(self.files, self._tables, strict=True):
             if column not in table.column_names:
                 raise DataError(f"{file} has no column {column!r} ({key}); it has {', '.join(table.column_names)}")
 
     def first_filled(self, column: str) -> int | None:
-        """Return the first row in which `column` exists and holds something (not null, not empty)."""
+        """Return the first row with a value in `column` (neither null nor empty), None if there is none."""
         start = 0
         for table in self._tables:
             if column in table.column_names:
-                for offset, values in _pieces(table[column], 64):
+                for offset, values in _slices(table[column], 64):
                     filled = [offset + i for i, value in enumerate(values) if value]
                     if filled:
                         return start + filled[0]
@@ -56,12 +59,15 @@ class ParquetRows:
         return None
 
     def values(self, column: str, *, batch: int, limit: int) -> Iterator[tuple[int, list]]:
-        """Yield (number of the first row, values) of `column`, in pieces of up to `batch` rows of one file, `limit`
-        rows in all.
+        """Yield (number of the first row, values) of `column`.
+
+        Args:
+            batch: Most rows per item; an item never spans two files.
+            limit: Rows in all.
         """
         start = 0
         for table in self._tables:
-            for offset, values in _pieces(table[column].slice(0, max(0, limit - start)), batch):
+            for offset, values in _slices(table[column].slice(0, max(0, limit - start)), batch):
                 yield start + offset, values
             start += table.num_rows
 
@@ -72,7 +78,7 @@ class ParquetRows:
         return number, row - (self._ends[number - 1] if number else 0)
 
 
-def _pieces(column: pa.ChunkedArray, size: int) -> Iterator[tuple[int, list]]:
+def _slices(column: pa.ChunkedArray, size: int) -> Iterator[tuple[int, list]]:
     for offset in range(0, len(column), size):
         yield offset, column.slice(offset, size).to_pylist()
 
@@ -80,7 +86,9 @@ def _pieces(column: pa.ChunkedArray, size: int) -> Iterator[tuple[int, list]]:
 def _read(file: str) -> pa.Table:
     path = Path(file).expanduser()
     if not path.is_file():
-        raise DataError(f"no file {file}; python -m data_preprocess.gsm8k and its neighbours make such files")
+        raise DataError(
+            f"no file {file}; make one with python -m data_preprocess.gsm8k or another module of data_preprocess"
+        )
     try:
         return pq.read_table(path, memory_map=True)
     except (pa.ArrowInvalid, OSError) as error:

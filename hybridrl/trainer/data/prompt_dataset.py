@@ -1,9 +1,10 @@
 """Prompts for reinforcement learning: parquet rows to tokens, rows to a batch.
 
-The order of rows and its resumable place are in `prompt_loader`; conversations for supervised fine-tuning are in
-`sft_data`. Letters: B rows, P tokens of the batch's longest prompt.
+`load_prompt_data` returns the data of a PPO run: what `config.data` names, unless the caller passes its own datasets.
+Used by the PPO trainer, in the driver. The order of rows is `prompt_loader.py`'s; conversations for SFT are
+`sft/dataset.py`'s.
 
-The data of a PPO run: what `config.data` names, unless the caller brings datasets of its own.
+Shape letters: B rows, P tokens of the batch's longest prompt.
 """
 
 import logging
@@ -27,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RLHFDataset:
-    """The prompts of parquet files, tokenized once when the dataset is made, so that a prompt that cannot be used is
-    found before the run.
+    """The prompts of parquet files, tokenized when the dataset is made, so that a bad prompt is found before training.
 
     Args:
         data_files: Parquet files; one path or a list.
@@ -37,38 +37,35 @@ class RLHFDataset:
         max_samples: Use only the first rows; -1 means all.
 
     Raises:
-        DataError: A file or column is missing, a row is not a prompt, a row has images, a prompt is too long and
-        `data.truncation=error`,
-            or nothing is left.
+        DataError: A file or column is missing, a row is not a prompt, a row has images, no prompt is left, or a prompt
+            is too long and `data.truncation=error`.
     """
 
     def __init__(self, data_files: list[str] | str, tokenizer: Any, config: DataConfig, *, max_samples: int = -1):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
         self._rows.require(config.prompt_key, "data.prompt_key")
-        self._refuse_images()
+        self._reject_images()
         num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._tokens = self._tokenize(num_rows)
-        self._kept = self._fitting_rows()
-        if not self._kept:
-            way_out = f"raise data.max_prompt_length={config.max_prompt_length}" if num_rows else "give files with rows"
-            raise DataError(f"no prompts are left of {num_rows} rows in {', '.join(self._rows.files)}; {way_out}")
+        self._rows_in_use = self._fitting_rows()
+        if not self._rows_in_use:
+            hint = f"raise data.max_prompt_length={config.max_prompt_length}" if num_rows else "give files with rows"
+            raise DataError(f"no prompts are left of {num_rows} rows in {', '.join(self._rows.files)}; {hint}")
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._rows_in_use)
 
     def __getitem__(self, position: int) -> dict:
-        """Return one prompt: `input_ids` (its tokens, int64, not padded) and the non-tensor columns of
-        a prompt batch.
-        """
-        row = self._kept[position]
+        """Return one prompt: `input_ids` ((length,) int64, not padded) and the non-tensor columns of a prompt batch."""
+        row = self._rows_in_use[position]
         columns = self._rows[row]
         extra_info = columns.get("extra_info") or {}
         tokens = truncate(self._tokens[row], self.config.max_prompt_length, self.config.truncation)
         return {
             "input_ids": torch.from_numpy(tokens.astype(np.int64)),
             "raw_prompt_ids": tokens.tolist(),
-            "raw_prompt": as_messages(columns[self.config.prompt_key], self._rows.place(row)),
+            "raw_prompt": as_messages(columns[self.config.prompt_key], self._rows.location(row)),
             "data_source": columns.get("data_source") or "unknown",
             "reward_model": columns.get("reward_model") or {"ground_truth": None},
             "ability": columns.get("ability") or "",
@@ -78,30 +75,33 @@ class RLHFDataset:
             **({"agent_name": columns["agent_name"]} if "agent_name" in columns else {}),
         }
 
-    def _refuse_images(self) -> None:
+    def _reject_images(self) -> None:
         row = self._rows.first_filled(self.config.image_key)
         if row is not None:
             key = self.config.image_key
-            raise DataError(
-                f"{self._rows.place(row)} has images in column {key!r} (data.image_key); this release reads text only"
-            )
+            location = self._rows.location(row)
+            raise DataError(f"{location} has images in column {key!r} (data.image_key); this release reads text only")
 
     def _tokenize(self, num_rows: int) -> list[np.ndarray]:
-        """Return the untruncated tokens of the first rows, each (length,) int32."""
+        """Return the untruncated tokens of the first `num_rows` rows, each (length,) int32."""
         tokens: list[np.ndarray] = []
         for start, prompts in self._rows.values(self.config.prompt_key, batch=TOKENIZE_ROWS, limit=num_rows):
-            tokens.extend(np.array(ids, dtype=np.int32) for ids in self._tokenize_some(start, prompts))
+            tokens.extend(np.array(ids, dtype=np.int32) for ids in self._tokenize_rows(start, prompts))
         return tokens
 
-    def _tokenize_some(self, start: int, prompts: list) -> list[list[int]]:
+    def _tokenize_rows(self, start: int, prompts: list) -> list[list[int]]:
         if not getattr(self.tokenizer, "chat_template", None) and all(
             isinstance(prompt, str) and prompt for prompt in prompts
         ):
             return self.tokenizer(prompts)["input_ids"]
-        conversations = [as_messages(prompt, self._rows.place(start + i)) for i, prompt in enumerate(prompts)]
-        place = lambda i: self._rows.place(start + i)  # noqa: E731
+        conversations = [as_messages(prompt, self._rows.location(start + i)) for i, prompt in enumerate(prompts)]
+        location = lambda i: self._rows.location(start + i)  # noqa: E731
         rendered = render(
-            self.tokenizer, conversations, place, add_generation_prompt=True, **self.config.apply_chat_template_kwargs
+            self.tokenizer,
+            conversations,
+            location,
+            add_generation_prompt=True,
+            **self.config.apply_chat_template_kwargs,
         )
         return rendered["input_ids"]
 
@@ -111,20 +111,20 @@ class RLHFDataset:
         if self.config.filter_overlong_prompts:
             dropped, total = set(too_long), len(self._tokens)
             logger.info(
-                "%d of %d prompts are longer than data.max_prompt_length=%d and are left out",
+                "%d of %d prompts are longer than data.max_prompt_length=%d and are dropped",
                 len(dropped),
                 total,
                 limit,
             )
             return [row for row in range(total) if row not in dropped]
         if too_long and self.config.truncation == "error":
-            self._refuse_overlong(too_long)
+            self._reject_overlong(too_long)
         return list(range(len(self._tokens)))
 
-    def _refuse_overlong(self, rows: list[int]) -> None:
+    def _reject_overlong(self, rows: list[int]) -> None:
         limit, first, longest = self.config.max_prompt_length, rows[0], max(len(self._tokens[row]) for row in rows)
         raise DataError(
-            f"{self._rows.place(first)}: a prompt of {len(self._tokens[first])} tokens is longer than "
+            f"{self._rows.location(first)}: a prompt of {len(self._tokens[first])} tokens is longer than "
             f"data.max_prompt_length={limit}"
             f" ({len(rows)} of {len(self._tokens)} are, the longest has {longest});"
             " raise data.max_prompt_length, or set data.filter_overlong_prompts=true, or data.truncation "
@@ -132,18 +132,23 @@ class RLHFDataset:
         )
 
 
-def as_messages(prompt: Any, place: str) -> list[dict]:
-    """Return a prompt as chat messages; a string is what a user says."""
+def as_messages(prompt: Any, location: str) -> list[dict]:
+    """Return a prompt as chat messages; a string becomes one user message."""
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
-    return check_messages(prompt, place)
+    return check_messages(prompt, location)
 
 
 def collate_fn(rows: list[dict], pad_token_id: int) -> DataProto:
-    """Return a batch of rows as `RLHFDataset` gives them.
+    """Collate rows of `RLHFDataset` into a batch.
 
-    `input_ids`, `attention_mask`, `position_ids` are (B, P) int64, padded on the left; a token's position counts from
-    the first real one. Everything else in a row becomes an object array (B,).
+    Args:
+        rows: Items of the dataset.
+        pad_token_id: Fills unused positions.
+
+    Returns:
+        `input_ids`, `attention_mask`, `position_ids`: (B, P) int64, padded on the left; positions count from the first
+        real token. Every other field becomes an object array (B,).
     """
     width = max(len(row["input_ids"]) for row in rows)
     input_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
@@ -155,17 +160,16 @@ def collate_fn(rows: list[dict], pad_token_id: int) -> DataProto:
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     names = dict.fromkeys(name for row in rows for name in row if name != "input_ids")
-    return DataProto.from_dict(tensors, {name: object_array([row.get(name) for row in rows]) for name in names})
+    return DataProto.from_dict(tensors, {name: object_column([row.get(name) for row in rows]) for name in names})
 
 
-def object_array(values: list) -> np.ndarray:
-    """Return (B,) objects, also where the values are lists of equal length, which numpy would make a matrix of."""
+def object_column(values: list) -> np.ndarray:
+    """Return (B,) objects, also for lists of equal length, from which `np.array` would make a matrix."""
     return np.fromiter(values, dtype=object, count=len(values))
 
 
 def load_dataset(config: DataConfig, files: list[str] | str, tokenizer: Any, *, max_samples: int = -1) -> Any:
-    """Return the dataset over `files`: an `RLHFDataset`, or the class that `data.custom_cls` names, made with the same
-    arguments.
+    """Return the dataset over `files`: an `RLHFDataset`, or the class in `data.custom_cls` with the same arguments.
 
     Raises:
         ConfigError: The custom class cannot be found, or is no dataset (`__len__` and `__getitem__`).
@@ -185,12 +189,14 @@ def load_dataset(config: DataConfig, files: list[str] | str, tokenizer: Any, *, 
     return cls(files, tokenizer, config, max_samples=max_samples)
 
 
-def open_data(
+def load_prompt_data(
     data: DataConfig, tokenizer: Any, train: Any, val: Any, collate: Callable, sampler: Any
 ) -> tuple[PromptLoader, Any]:
     """Return the loader of training prompts, and the validation set or None.
 
-    train, val, sampler: None takes what the settings name.
+    Args:
+        train, val, sampler: None takes what the settings name.
+        collate: Rows to a `DataProto`.
     """
     train = load_dataset(data, data.train_files, tokenizer) if train is None else train
     if val is None and data.val_files:

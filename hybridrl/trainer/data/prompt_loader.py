@@ -1,6 +1,8 @@
-"""The order of a dataset's rows, batch by batch and epoch by epoch, and the place where a stopped run goes on.
+"""The order in which a run uses its prompts, and the position at which a resumed run continues.
 
-The prompts of each step: drawn in order, each with an id that its samples share and a seed of its own.
+`PromptLoader` iterates a dataset batch by batch and epoch by epoch. `StepPrompts` draws the prompts of each training
+step and gives each an id that its samples share and a seed of its own. Used by the trainers and by validation, in the
+driver.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +16,8 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, row_seeds
 
 
-class Rows(Protocol):
-    """What a loader needs of a dataset."""
+class RowDataset(Protocol):
+    """What a loader requires of a dataset."""
 
     def __len__(self) -> int: ...
 
@@ -23,7 +25,7 @@ class Rows(Protocol):
 
 
 class EpochSampler:
-    """The rows `0 .. num_rows-1`, each once an epoch; an epoch's order depends on `seed` and its number only."""
+    """The rows `0 .. num_rows-1`, each once per epoch; an epoch's order depends only on `seed` and its number."""
 
     def __init__(self, num_rows: int, *, shuffle: bool, seed: int):
         self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
@@ -46,20 +48,23 @@ class EpochSampler:
 
 
 class PromptLoader:
-    """Batches for ever, each from one epoch; an epoch's last batch may be smaller. Its place can be saved and restored
-    exactly.
+    """Endless batches, each from one epoch; the last batch of an epoch may be smaller. Its position can be saved.
 
     Args:
-        dataset: Rows by number. batch_size: Rows of a batch. shuffle: Another order each epoch (for the built-in
-        order). seed: Seed of that order. collate: Rows to a `DataProto`. sampler: Row numbers of an epoch, in place of
-        the built-in order: an iterable, iterated once per epoch. If it has `state_dict`
-            and `load_state_dict` they keep its place; else if it has `set_epoch` it is called before each epoch; else a
-            resumed run iterates a new one from its first epoch again, so it must repeat itself.
+        dataset: Rows by number.
+        batch_size: Rows of a batch.
+        shuffle: Use another order in each epoch (built-in order only).
+        seed: Seed of that order.
+        collate: Rows to a `DataProto`.
+        sampler: Row numbers of an epoch, instead of the built-in order: an iterable, iterated once per epoch. A sampler
+            with `state_dict` and `load_state_dict` saves its own position. A sampler with `set_epoch` receives the
+            epoch before each one. Any other sampler is iterated again from the first epoch when a run resumes, so it
+            must be reproducible.
     """
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: RowDataset,
         *,
         batch_size: int,
         shuffle: bool,
@@ -72,18 +77,18 @@ class PromptLoader:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self.dataset, self.batch_size, self.collate = dataset, batch_size, collate
-        self.rows: list[int] = []  # of the dataset, in the batch that was returned last
-        self.epoch = 0  # whole passes done: the epoch of the next batch
+        self.rows: list[int] = []  # of the dataset, in the latest batch
+        self.epoch = 0  # of the next batch, counted from 0
         self._rows_taken = 0  # in that epoch
         self._iterator: Iterator[int] | None = None
-        self._identity = {"num_rows": len(dataset)} | (
+        self._fingerprint = {"num_rows": len(dataset)} | (
             {} if sampler is not None else {"seed": seed, "shuffle": shuffle}
         )
         self._sampler: Any = EpochSampler(len(dataset), shuffle=shuffle, seed=seed) if sampler is None else sampler
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of one epoch.
+        """Return the number of batches of one epoch.
 
         Raises:
             ConfigError: The sampler has no length.
@@ -92,12 +97,12 @@ class PromptLoader:
         if length is None:
             name = type(self._sampler).__name__
             raise ConfigError(
-                f"an epoch of the sampler {name} has no known end; give it __len__, or set trainer.total_training_steps"
+                f"the sampler {name} has no length; add __len__ to it, or set trainer.total_training_steps"
             )
         return -(-length // self.batch_size)
 
     def batch_sizes(self, num_batches: int) -> list[int]:
-        """Return how many rows each of a run's first batches has, as far as the sampler tells its length."""
+        """Return the rows of each of a run's first batches; `batch_size` for all if the sampler has no length."""
         length = self._epoch_length()
         if length is None:
             return [self.batch_size] * num_batches
@@ -108,14 +113,14 @@ class PromptLoader:
         """Return the next batch.
 
         Raises:
-            DataError: A sampler of the user's gives no rows in an epoch, or more than its length.
+            DataError: A custom sampler yields no rows in an epoch, or more than its length.
         """
         rows = list(islice(self._epoch_iterator(), self.batch_size))
-        if not rows and self._rows_taken:  # a sampler of unknown length shows its epoch's end only now
+        if not rows and self._rows_taken:  # without a length, the end of an epoch shows only now
             self._finish_epoch()
             rows = list(islice(self._epoch_iterator(), self.batch_size))
         if not rows:
-            raise DataError(f"the sampler {type(self._sampler).__name__} gives no rows in epoch {self.epoch}")
+            raise DataError(f"the sampler {type(self._sampler).__name__} yields no rows in epoch {self.epoch}")
         self._rows_taken += len(rows)
         length = self._epoch_length()
         if len(rows) < self.batch_size or (length is not None and self._rows_taken >= length):
@@ -124,20 +129,19 @@ class PromptLoader:
         return self.collate([self.dataset[row] for row in self.rows])
 
     def state_dict(self) -> dict:
-        """Return the place of the next batch as JSON-able values (a user's sampler's own state as it gives it)."""
-        state = {"epoch": self.epoch, "rows_taken": self._rows_taken} | self._identity
-        return state | ({"sampler": self._sampler.state_dict()} if self._keeps_own_place() else {})
+        """Return the position of the next batch as JSON-able values, with a stateful sampler's own state."""
+        state = {"epoch": self.epoch, "rows_taken": self._rows_taken} | self._fingerprint
+        return state | ({"sampler": self._sampler.state_dict()} if self._is_stateful() else {})
 
     def load_state_dict(self, state: dict) -> None:
-        """Take a new loader to a place that `state_dict` returned, usually in another process. The batch size may have
-        changed.
+        """Move a new loader to a position from `state_dict`, usually of another process; the batch size may differ.
 
         Raises:
-            CheckpointError: The place is one of another dataset, seed, order or kind of sampler.
+            CheckpointError: The position is of another dataset, seed, order or kind of sampler.
         """
         self._check_state(state)
         self.epoch, self._rows_taken, self._iterator = state["epoch"], state["rows_taken"], None
-        if self._keeps_own_place():
+        if self._is_stateful():
             self._sampler.load_state_dict(state["sampler"])
             self._iterator = iter(self._sampler) if self._rows_taken else None
             return
@@ -149,19 +153,20 @@ class PromptLoader:
             pass
 
     def _check_state(self, state: dict) -> None:
-        expected = {"epoch", "rows_taken", *self._identity} | ({"sampler"} if self._keeps_own_place() else set())
+        expected = {"epoch", "rows_taken", *self._fingerprint} | ({"sampler"} if self._is_stateful() else set())
         if set(state) != expected:
             name = type(self._sampler).__name__
             raise CheckpointError(
-                f"the saved place in the data ({', '.join(state)}) is not one of {name} ({', '.join(sorted(expected))})"
+                f"the saved position in the data ({', '.join(state)}) is not one of {name} "
+                f"({', '.join(sorted(expected))})"
             )
-        for name, value in self._identity.items():
+        for name, value in self._fingerprint.items():
             if state[name] != value:
                 raise CheckpointError(
-                    f"the saved place in the data is for {name}={state[name]}, but this run has {name}={value}"
+                    f"the saved position in the data is for {name}={state[name]}, but this run has {name}={value}"
                 )
 
-    def _keeps_own_place(self) -> bool:
+    def _is_stateful(self) -> bool:
         return hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict")
 
     def _epoch_length(self) -> int | None:
@@ -175,40 +180,44 @@ class PromptLoader:
         return self._iterator
 
     def _finish_epoch(self) -> None:
-        if (
-            next(self._epoch_iterator(), None) is not None
-        ):  # asked past its end also because a sampler may prepare its next epoch there
+        # Iterate past the end also because a sampler may prepare its next epoch there.
+        if next(self._epoch_iterator(), None) is not None:
             raise DataError(
-                f"the sampler {type(self._sampler).__name__} gives more rows than its length {self._epoch_length()}"
+                f"the sampler {type(self._sampler).__name__} yields more rows than its length {self._epoch_length()}"
             )
         self.epoch, self._rows_taken, self._iterator = self.epoch + 1, 0, None
 
 
-ROW = "dataset_row"  # column: which row of the training data a prompt is
+ROW = "dataset_row"  # column: a prompt's row in the training data
 
 
 class StepPrompts:
-    """Draws a batch for each step up to `total_steps`, in order. drawn: the last step that has its prompts."""
+    """Draws one batch per step up to `total_steps`, in order.
+
+    Attributes:
+        num_drawn: The last step whose prompts were drawn.
+    """
 
     def __init__(self, loader: PromptLoader, *, seed: int, total_steps: int):
-        self.loader, self.seed, self.total_steps, self.drawn = loader, seed, total_steps, 0
+        self.loader, self.seed, self.total_steps, self.num_drawn = loader, seed, total_steps, 0
 
-    def draw(self, *, until: int) -> DataProto | None:
-        """Return the prompts of the next step, with `step` and `epoch` in meta_info; None behind step `until` and at
-        the end.
+    def next_batch(self, *, until: int) -> DataProto | None:
+        """Return the prompts of the next step; None beyond step `until` and at the end of the run.
+
+        `meta_info` has `step` and `epoch`.
         """
-        step, epoch = self.drawn + 1, self.loader.epoch
+        step, epoch = self.num_drawn + 1, self.loader.epoch
         if step > min(until, self.total_steps):
             return None
         batch = self.loader.next_batch()
         batch.meta_info = {"step": step, "epoch": epoch}
-        identify(batch, seed=self.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step)
+        assign_uids_and_seeds(batch, seed=self.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step)
         batch.non_tensor_batch[ROW] = np.array(self.loader.rows, dtype=object)
-        self.drawn = step
+        self.num_drawn = step
         return batch
 
 
-def identify(batch: DataProto, *, seed: int, purpose: Purpose, step: int) -> None:
-    """Give every prompt an id that its samples share, and a seed that depends only on run, purpose, step and row."""
+def assign_uids_and_seeds(batch: DataProto, *, seed: int, purpose: Purpose, step: int) -> None:
+    """Add ids that samples of one prompt share, and seeds that depend only on run seed, purpose, step and row."""
     batch.non_tensor_batch["uid"] = np.array([f"{step}-{i}" for i in range(len(batch))], dtype=object)
     batch.batch["seeds"] = row_seeds(len(batch), seed=seed, purpose=purpose, step=step)

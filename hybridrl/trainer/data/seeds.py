@@ -1,6 +1,6 @@
-"""Seeds that depend only on what they are for: run, step and purpose.
+"""Random seeds that depend only on their use: run seed, step and purpose.
 
-A resumed run draws what the uninterrupted one drew.
+So a resumed run draws the same numbers as an uninterrupted one. Used by the trainers, in the driver.
 """
 
 import enum
@@ -10,7 +10,7 @@ import torch
 
 
 class Purpose(enum.IntEnum):
-    """What a stream of random numbers is for; its number is part of the seed, so it must never change."""
+    """What a stream of random numbers is for. The value is part of the seed: never change it."""
 
     TRAIN_ROLLOUT = 1
     VALIDATION = 2

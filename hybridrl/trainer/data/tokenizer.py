@@ -1,23 +1,31 @@
-"""Loading a tokenizer, with an error a person can act on."""
+"""Load a tokenizer, with an error that names the setting and the fix.
+
+Used by `main_ppo`, `main_sft` and `hybridrl serve`, in the driver.
+"""
 
 import os
 from typing import Any
 
 from hybridrl.errors import ConfigError
 
-PROBE_TIMEOUT_S = 10.0  # for one question to the hub; its client would ask five times, ever slower
+PROBE_TIMEOUT_S = 10.0  # for one request to the hub; its client would retry five times with growing delays
 
 
 def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> Any:
-    """Return the Hugging Face tokenizer of a model directory or name, padding on the left. key: the setting that holds
-    `path`.
+    """Return the Hugging Face tokenizer of a model directory or hub name, padding on the left.
 
-    Raises ConfigError naming key and path, for a mistyped directory at once.
+    Args:
+        path: Directory or name.
+        key: Setting that holds `path`, for errors.
+        trust_remote_code: Allow the model's own tokenizer code.
+
+    Raises:
+        ConfigError: No tokenizer can be loaded; for a mistyped directory without waiting for the hub's client.
     """
     from transformers import AutoTokenizer
 
     if not os.path.isdir(path):
-        _check_is_on_the_hub(path, key=key)
+        _check_on_hub(path, key=key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -30,23 +38,22 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
     return tokenizer
 
 
-def _check_is_on_the_hub(name: str, *, key: str) -> None:
+def _check_on_hub(name: str, *, key: str) -> None:
     """Raise ConfigError unless the hub, or its cache on this machine, has a model of this name."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=PROBE_TIMEOUT_S)
-    except Exception as error:  # no root is common to "no such model", "not a name", "no network" and "not allowed"
+    except (
+        Exception
+    ) as error:  # "no such model", "not a name", "no network" and "not allowed" have no common base class
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{key}={name}: there is no such directory, and as a name of the Hugging Face hub it cannot be "
-            f"had ({reason})"
+            f"{key}={name}: no such directory, and not available as a name of the Hugging Face hub ({reason})"
         ) from error
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """Return the id that fills unused places: the tokenizer's own, or its end of sequence, since masks say what is
-    padding.
-    """
+    """Return the id for padding: the tokenizer's own, else its end of sequence (masks mark the padding)."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

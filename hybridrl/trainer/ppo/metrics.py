@@ -1,11 +1,8 @@
-"""What a step's batch, its timing and a validation say in numbers, under verl's metric names. Pure functions: nothing
-is logged here.
+"""Metrics of a step's batch, of its timing and of a validation, under verl's metric names.
 
-Shapes: B rows, R response columns. A row whose response is empty (aborted), or whose reward is not valid, takes no part
-in reward, advantage, return and value figures. A figure that no row contributes to is nan, so that every step has the
-same names.
-
-The figures that every PPO step has, whatever its algorithm.
+Pure functions, called by the trainer in the driver. Nothing is logged here. Shapes: B rows, R response columns. Rows
+with an empty (aborted) response or without a valid reward are left out of reward, advantage, return and value metrics.
+A metric without any row is nan, so every step has the same names.
 """
 
 import math
@@ -34,12 +31,12 @@ NUM_RESAMPLES = 1000  # of the majority vote, verl's number
 def compute_data_metrics(
     batch: DataProto, *, use_critic: bool, max_response_length: int, max_prompt_length: int
 ) -> Metrics:
-    """Return `critic/*`, `response_length/*`, `response_length_non_aborted/*`, `response/aborted_ratio`,
-    `prompt_length/*`.
+    """Return the metrics of rewards, advantages, returns, values and lengths.
 
-    The batch has `attention_mask`, `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`,
-    `returns`, with `use_critic` also `values`, and optionally `reward_valid`. `clip_ratio` is the share of rows at the
-    length limit.
+    Names: `critic/*`, `response_length/*`, `response_length_non_aborted/*`, `response/aborted_ratio`,
+    `prompt_length/*`. `clip_ratio` is the share of rows at the length limit. The batch has `attention_mask`,
+    `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`, `returns`, with `use_critic` also
+    `values`, and optionally `reward_valid`.
     """
     columns = batch.batch
     prompt_lengths, response_lengths = _lengths(batch)
@@ -64,9 +61,7 @@ def compute_data_metrics(
 
 
 def global_seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) -> Metrics:
-    """Return `global_seqlen/*`: tokens per rank if rows were dealt out in order, and as `partitions` (row indices)
-    deals them.
-    """
+    """Return `global_seqlen/*`: tokens per rank with rows in order, and with `partitions` (row indices per rank)."""
     size, longer = divmod(len(lengths), len(partitions))
     cuts = [rank * size + min(rank, longer) for rank in range(len(partitions) + 1)]
     in_order = [sum(lengths[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -82,11 +77,11 @@ def global_seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[
 
 
 def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
-    """Return how far the trainer's probabilities of the sampled tokens are from the rollout's, over response tokens.
+    """Return differences between the trainer's and the rollout's probabilities of the response tokens.
 
     The batch has `rollout_log_probs`, `old_log_probs` and `response_mask`. The correlation is nan when either side is
-    constant. `rollout_corr/kl` and `k3_kl` estimate KL(rollout | trainer); `eff_sample_size` is the share of tokens
-    that would be left if their importance weights, not truncated, were applied: 1 where both agree.
+    constant. `rollout_corr/kl` and `k3_kl` estimate KL(rollout | trainer); `eff_sample_size` is the
+    effective sample size under untruncated importance weights, as a share of the tokens: 1 where both agree.
     """
     mask = batch.batch["response_mask"].bool()
     rollout, actor = batch.batch["rollout_log_probs"][mask].double(), batch.batch["old_log_probs"][mask].double()
@@ -95,7 +90,7 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     return {
         "training/rollout_probs_diff_max": _or_nan(differences, torch.Tensor.max),
         "training/rollout_probs_diff_mean": _or_nan(differences, torch.Tensor.mean),
-        "training/rollout_probs_diff_std": _or_nan(differences, torch.Tensor.std, least=2),
+        "training/rollout_probs_diff_std": _or_nan(differences, torch.Tensor.std, min_count=2),
         "training/rollout_actor_probs_pearson_corr": torch.corrcoef(both)[0, 1].item() if mask.sum() > 1 else math.nan,
         "training/rollout_log_probs_diff_max": _or_nan((rollout - actor).abs(), torch.Tensor.max),
         "training/rollout_log_probs_diff_mean": _or_nan((rollout - actor).abs(), torch.Tensor.mean),
@@ -104,7 +99,7 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
 
 
 def _divergence(actor: torch.Tensor, rollout: torch.Tensor) -> Metrics:
-    """Of log-probs (N,) float64 of the same tokens."""
+    """Return divergence metrics of two policies from log-probs (N,) float64 of the same tokens."""
     if not len(actor):
         return {f"rollout_corr/{name}": math.nan for name in ("kl", "k3_kl", "eff_sample_size")}
     everywhere = torch.ones_like(actor)
@@ -119,10 +114,10 @@ def _divergence(actor: torch.Tensor, rollout: torch.Tensor) -> Metrics:
 
 
 def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> Metrics:
-    """Return `timing_s/{stage}` for every entry of `timing` (seconds), and `timing_per_token_ms/{stage}` where tokens
-    are its work.
+    """Return `timing_s/{stage}` for every entry of `timing` (seconds), and `timing_per_token_ms/{stage}`.
 
-    Generation is divided by response tokens, the stages that read whole sequences by prompt and response tokens.
+    Per-token times exist for generation (per response token) and for stages that read whole sequences (per prompt and
+    response token).
     """
     prompt_lengths, response_lengths = _lengths(batch)
     num_responses = int(response_lengths.sum())
@@ -158,26 +153,32 @@ def validation_metrics(
 ) -> Metrics:
     """Return `val-core/{data_source}/{acc or reward}/...` and `val-aux/...` over prompts with N samples each.
 
-    data_sources, uids: one entry per sample; samples of one prompt share a uid. infos: columns with an entry per
-    sample; numeric ones (`reward`, `acc`, ...) are measured, `pred` holds the answers that majority voting counts. None
-    and nan are missing entries; a sample without a `reward` could not be scored: it is left out of every column, and
-    counted in `val-aux/{data_source}/reward/invalid_ratio`.
-
     For every column: `mean@N`; with N > 1 `std@N`, and for k = 2, 4, ... and N `best@k`, `worst@k`, `maj@k` (`/mean`,
     `/std`) and, for 0/1 columns, `pass@k` over the prompts that have k samples left. best and worst are the exact
-    values of what verl estimates by resampling; maj is resampled. The core is mean, best and maj at N of `acc`, or of
-    `reward` where there is no `acc`.
+    values of what verl estimates by resampling; maj is resampled. `val-core` has mean, best and maj at N of `acc`, or
+    of `reward` without `acc`; `val-aux` has all other metrics.
+
+    Args:
+        data_sources: Data source of each sample.
+        uids: Prompt of each sample; samples of one prompt share a uid.
+        infos: Columns with an entry per sample. Numeric ones (`reward`, `acc`, ...) are measured; `pred` has the
+            answers for majority voting. None and nan are missing entries. A sample without a `reward` was not scored:
+            it is left out of every column and counted in `val-aux/{data_source}/reward/invalid_ratio`.
+        seed: Seed of the resampling.
+
+    Raises:
+        DataError: A column has another length than `uids`, or `reward` is missing.
     """
     for name, column in infos.items():
         if len(column) != len(uids):
             raise DataError(f"validation column {name!r} has {len(column)} entries for {len(uids)} samples")
     if "reward" not in infos:
-        raise DataError(f"validation needs the column 'reward'; there are {', '.join(infos) or 'none'}")
+        raise DataError(f"validation needs the column 'reward'; columns are {', '.join(infos) or 'none'}")
     rewards = infos["reward"]
     metrics: Metrics = {}
     for source, prompts in _rows_by_prompt(data_sources, uids).items():
         num_samples = max(len(rows) for rows in prompts)
-        usable = [[row for row in rows if _is_there(rewards[row])] for rows in prompts]
+        usable = [[row for row in rows if _has_value(rewards[row])] for rows in prompts]
         names = [name for name in infos if name != "pred" and _is_numeric(infos[name], usable)]
         core = "acc" if "acc" in names else "reward"
         for name in names:
@@ -194,7 +195,7 @@ def validation_metrics(
 
 
 def expected_best(values: np.ndarray, k: int) -> tuple[float, float]:
-    """Return mean and standard deviation of the largest of k draws with replacement from `values`, exactly.
+    """Return the exact mean and standard deviation of the largest of k draws with replacement from `values`.
 
     With values in ascending order x_1..x_n, P(largest = x_i) = (i/n)^k - ((i-1)/n)^k.
     """
@@ -206,8 +207,9 @@ def expected_best(values: np.ndarray, k: int) -> tuple[float, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return 1 - C(n-c, k) / C(n, k): the unbiased estimate, from n samples of which c are correct, of the chance that
-    one of k is (arXiv 2107.03374). Needs k <= n.
+    """Return the unbiased pass@k estimate 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374).
+
+    The estimate from n samples, c of them correct, is the probability that at least one of k is correct. Needs k <= n.
     """
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
@@ -215,7 +217,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_vote(values: np.ndarray, answers: Sequence[Any], k: int, *, seed: int) -> tuple[float, float]:
     """Return mean and standard deviation of the value of the most frequent answer among k draws with replacement.
 
-    Estimated with 1000 resamples; of equally frequent answers the one drawn first wins.
+    Estimated with `NUM_RESAMPLES` resamples. Of equally frequent answers the one drawn first wins.
     """
     codes = np.unique([str(answer) for answer in answers], return_inverse=True)[1]
     draws = np.random.default_rng(seed).integers(len(values), size=(NUM_RESAMPLES, k))
@@ -230,19 +232,19 @@ def majority_vote(values: np.ndarray, answers: Sequence[Any], k: int, *, seed: i
 def _column_metrics(
     column: Sequence, answers: Sequence | None, prompts: list[list[int]], num_samples: int, seed: int
 ) -> Metrics:
-    """Return the mean of every metric of one column over the prompts that have it."""
-    prompts = [present for rows in prompts if (present := [row for row in rows if _is_there(column[row])])]
+    """Return every metric of one column, averaged over the prompts that have it."""
+    prompts = [present for rows in prompts if (present := [row for row in rows if _has_value(column[row])])]
     is_binary = all(column[row] in (0, 1) for rows in prompts for row in rows)
     collected: defaultdict[str, list[float]] = defaultdict(list)
     for rows in prompts:
         values = np.array([float(column[row]) for row in rows])
-        found = _spread_metrics(values, num_samples)
+        of_prompt = _spread_metrics(values, num_samples)
         if answers is not None and num_samples > 1:
-            found |= _vote_metrics(values, [answers[row] for row in rows], num_samples, seed)
+            of_prompt |= _vote_metrics(values, [answers[row] for row in rows], num_samples, seed)
         if is_binary:
             sizes = [k for k in _sample_sizes(num_samples) if k <= len(rows)]
-            found |= {f"pass@{k}": pass_at_k(len(rows), int(values.sum()), k) for k in sizes}
-        for metric, value in found.items():
+            of_prompt |= {f"pass@{k}": pass_at_k(len(rows), int(values.sum()), k) for k in sizes}
+        for metric, value in of_prompt.items():
             collected[metric].append(value)
     return {metric: float(np.mean(values)) for metric, values in collected.items()}
 
@@ -271,7 +273,7 @@ def _vote_metrics(values: np.ndarray, votes: Sequence, num_samples: int, seed: i
 
 
 def _sample_sizes(num_samples: int) -> list[int]:
-    """Return 2, 4, 8, ... below `num_samples`, and `num_samples`; nothing for a single sample."""
+    """Return 2, 4, 8, ... below `num_samples`, then `num_samples`. Empty for a single sample."""
     if num_samples == 1:
         return []
     return [2**power for power in range(1, num_samples.bit_length()) if 2**power < num_samples] + [num_samples]
@@ -285,20 +287,38 @@ def _rows_by_prompt(data_sources: Sequence[str], uids: Sequence[str]) -> dict[st
 
 
 def _is_numeric(column: Sequence, prompts: list[list[int]]) -> bool:
-    """Say whether `column` has entries in these rows and all of them are numbers."""
-    present = [column[row] for rows in prompts for row in rows if _is_there(column[row])]
+    """Return whether `column` has entries in these rows and all of them are numbers."""
+    present = [column[row] for rows in prompts for row in rows if _has_value(column[row])]
     return bool(present) and all(isinstance(value, numbers.Real | np.bool_) for value in present)
 
 
-def _is_there(value: Any) -> bool:
+def _has_value(value: Any) -> bool:
     return value is not None and value == value  # nan is not equal to itself
 
 
-# -- pieces
+# -- a step
+
+
+def step_metrics(ctx: OnlineRLContext, config: PPOConfig, *, num_gpus: int) -> Metrics:
+    """Return data metrics of the new samples, and timing and throughput metrics of all samples."""
+    metrics = compute_data_metrics(
+        ctx.batch[: ctx.get("num_new")],
+        use_critic=uses_critic(config),
+        max_response_length=config.data.max_response_length,
+        max_prompt_length=config.data.max_prompt_length,
+    )
+    return (
+        metrics
+        | compute_timing_metrics(ctx.batch, ctx.timing)
+        | compute_throughput_metrics(ctx.batch, ctx.timing, num_gpus)
+    )
+
+
+# -- helpers
 
 
 def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompt and response lengths (B,) in tokens, tokens that are not trained on included."""
+    """Return prompt and response lengths (B,) in tokens, including tokens that are not trained on."""
     mask = batch.batch["attention_mask"]
     num_columns = batch.batch["responses"].shape[-1]
     return mask[:, :-num_columns].sum(-1), mask[:, -num_columns:].sum(-1)
@@ -313,20 +333,5 @@ def _mean_max_min(group: str, values: torch.Tensor) -> Metrics:
     return {f"{group}/{name}": _or_nan(values, reduce) for name, reduce in reductions.items()}
 
 
-def _or_nan(values: torch.Tensor, reduce: Any, *, least: int = 1) -> float:
-    return float(reduce(values.double())) if values.numel() >= least else math.nan
-
-
-def step_metrics(ctx: OnlineRLContext, config: PPOConfig, *, num_gpus: int) -> Metrics:
-    """Return figures of the samples that are no replayed ones, of the time that all took, and of tokens per second."""
-    metrics = compute_data_metrics(
-        ctx.batch[: ctx.get("num_new")],
-        use_critic=uses_critic(config),
-        max_response_length=config.data.max_response_length,
-        max_prompt_length=config.data.max_prompt_length,
-    )
-    return (
-        metrics
-        | compute_timing_metrics(ctx.batch, ctx.timing)
-        | compute_throughput_metrics(ctx.batch, ctx.timing, num_gpus)
-    )
+def _or_nan(values: torch.Tensor, reduce: Any, *, min_count: int = 1) -> float:
+    return float(reduce(values.double())) if values.numel() >= min_count else math.nan

@@ -1,7 +1,7 @@
-"""How old the weights are that made a sample, counted in versions, and what is done about it.
+"""Off-policy samples: token ages in weight versions, their metrics, their mask and importance weights.
 
-Shapes: S rows, R response tokens. The age of a token is the version of the policy that is about to be trained minus the
-version that made the token: 0 is on-policy.
+Pure functions on a batch, called by the trainer in the driver. Shapes: S rows, R response tokens. The age of a token is
+the version of the policy that is about to be trained minus the version that generated the token: 0 is on-policy.
 """
 
 import torch
@@ -12,7 +12,7 @@ from hybridrl.protocol import DataProto
 
 
 def token_ages(batch: DataProto, *, version: int) -> torch.Tensor:
-    """Return (S, R) int64, meaningful where `response_mask` is 1."""
+    """Return the age of each token, (S, R) int64, meaningful where `response_mask` is 1."""
     columns = batch.batch
     if "token_versions" in columns.keys():
         return version - columns["token_versions"]
@@ -20,7 +20,7 @@ def token_ages(batch: DataProto, *, version: int) -> torch.Tensor:
 
 
 def staleness_metrics(batch: DataProto, *, version: int) -> dict[str, float]:
-    """Return mean and largest age over generated tokens, and the share of tokens that older weights made."""
+    """Return mean and maximum age over generated tokens, and the share of off-policy tokens."""
     ages = token_ages(batch, version=version)[batch.batch["response_mask"].bool()]
     if not len(ages):
         return {}
@@ -32,12 +32,12 @@ def staleness_metrics(batch: DataProto, *, version: int) -> dict[str, float]:
 
 
 def fresh_mask(batch: DataProto, *, version: int, staleness: int) -> torch.Tensor:
-    """Return `response_mask` (S, R) without the tokens that are older than `staleness`."""
+    """Return `response_mask` (S, R) without the tokens older than `staleness`."""
     mask = batch.batch["response_mask"]
     return torch.where(token_ages(batch, version=version) <= staleness, mask, torch.zeros_like(mask))
 
 
-def correct(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
+def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
     """Add `rollout_is_weights` (S, R) float32 to the batch, in place; return `rollout_corr/...` metrics."""
     columns = batch.batch
     old, rollout, mask = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]

@@ -1,12 +1,13 @@
-"""`PolicyGroups`: the policy's worker groups behind one face, whether actor and rollout share processes or not.
+"""One interface to the policy's worker groups, whether actor and rollout share processes or not.
 
-Hybrid (`Role.ActorRollout`, `Role.ActorRolloutRef`): weights go from engine to rollout inside each process. Separated
-(`Role.Actor` and `Role.Rollout` on their own pools): rank 0 of the actor sends them, every rollout process receives
-them; how is `weight_sync.py`'s business. Either way a push ends with the version and fingerprint each rollout process
-reports, compared with what was sent; and whoever is asked to generate is told which version that has to be.
+`RayPPOTrainer` uses it in the driver.
 
-The policy of a job, from its groups and where they are: does the rollout share devices with training, does it generate
-meanwhile?
+* Hybrid (`Role.ActorRollout`, `Role.ActorRolloutRef`): weights go from engine to rollout inside each process.
+* Separated (`Role.Actor` and `Role.Rollout`): rank 0 of the actor sends weights, every rollout process receives them,
+  see `weight_sync.py`.
+
+Each push ends with a check: every rollout process reports the version and fingerprint of its weights, which must match
+what was sent. Every generation request names the weight version it expects.
 """
 
 from collections.abc import Mapping
@@ -18,18 +19,24 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto, DataProtoFuture
-from hybridrl.trainer.ppo.weight_sync import InProcessSync, WeightSync
+from hybridrl.trainer.ppo.weight_sync import InProcessWeightSync, WeightSync
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
 
 
 class PolicyGroups:
-    """groups: role name -> worker group, as `launch` returns them. sleep: free the rollout's device memory while
-    training, which is on the same device.
+    """The policy's worker groups: actor, rollout, reference.
 
-    weight_sync: the settings of pushes between processes. ahead: a rollout in processes of its own generates while the
-    actor trains. agent_loops: who makes responses, where they are not made by one batched call (`AgentLoopManager`).
+    Args:
+        groups: Role name -> worker group, as `launch` returns them.
+        sleep: Whether to free the rollout's device memory during training on the same device.
+        weight_sync: Settings of pushes between processes.
+        overlaps_training: Whether a rollout in separate processes generates while the actor trains.
+        agent_loops: `AgentLoopManager` that generates the responses. None: one batched call to the rollout.
+
+    Raises:
+        ConfigError: A role of the policy is missing.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class PolicyGroups:
         *,
         sleep: bool = False,
         weight_sync: WeightSyncConfig | None = None,
-        ahead: bool = False,
+        overlaps_training: bool = False,
         agent_loops: Any = None,
     ):
         self.hybrid = next((groups[str(role)] for role in HYBRID if str(role) in groups), None)
@@ -48,116 +55,113 @@ class PolicyGroups:
         self.sleep = sleep
         self.agent_loops = agent_loops
         self._asleep = False
-        self._version: int | None = None  # of the weights that were pushed last
+        self._version: int | None = None  # of the last push
         if self.actor is None or self.rollout is None:
             raise ConfigError(
                 "the policy needs Role.ActorRollout, or both Role.Actor and Role.Rollout, in role_worker_mapping"
             )
         settings = weight_sync or WeightSyncConfig()
         if self.hybrid is not None:
-            self._sync: Any = InProcessSync(self.hybrid, settings)
+            self._sync: Any = InProcessWeightSync(self.hybrid, settings)
         else:
-            self._sync = WeightSync(self.actor, self.rollout, settings, ahead=ahead)
-            self.rest()  # beside an actor it starts asleep, and its first push wakes it
-        self._beside = ahead and agent_loops is not None and self.hybrid is None
+            self._sync = WeightSync(self.actor, self.rollout, settings, overlaps_training=overlaps_training)
+            self.sleep_rollout()  # next to an actor it starts asleep; its first push wakes it
+        self._concurrent = overlaps_training and agent_loops is not None and self.hybrid is None
         self._open_agent_loops()
 
     def _open_agent_loops(self) -> None:
         if self.agent_loops is not None:
-            self.agent_loops.open(self.rollout, refill=None if self.hybrid else self._refill, beside=self._beside)
+            self.agent_loops.open(
+                self.rollout, resync=None if self.hybrid else self._resync_rank, concurrent=self._concurrent
+            )
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """Return responses; see `ActorRolloutRefWorker.generate_sequences`."""
+        """Return responses, see `ActorRolloutRefWorker.generate_sequences`."""
         self._wake_up()
         if self.agent_loops is not None:
-            return self.agent_loops.generate_later(prompts, version=self._version).get()
+            return self.agent_loops.generate_async(prompts, version=self._version).get()
         return self.rollout.generate_sequences(prompts, weights_version=self._version)
 
-    def generate_later(self, prompts: DataProto) -> DataProtoFuture:
-        """Have responses made, after whatever the rollout was told before."""
+    def generate_async(self, prompts: DataProto) -> DataProtoFuture:
+        """Start generating responses, after all calls submitted to the rollout before."""
         self._wake_up()
         if self.agent_loops is not None:
-            return self.agent_loops.generate_later(prompts, version=self._version)
-        return self.rollout.generate_sequences.later(prompts, weights_version=self._version)
+            return self.agent_loops.generate_async(prompts, version=self._version)
+        return self.rollout.generate_sequences.submit(prompts, weights_version=self._version)
 
-    def begin_later(self, prompts: DataProto, max_new_tokens: int) -> DataProtoFuture:
-        """Have the first tokens of responses made; see `workers/rollout/partial.py`."""
+    def begin_partial_async(self, prompts: DataProto, max_new_tokens: int) -> DataProtoFuture:
+        """Start generating the first tokens of responses, see `workers/rollout/partial.py`."""
         if self.agent_loops is not None:
-            return self.agent_loops.begin_later(prompts, max_new_tokens, version=self._version)
-        return self.rollout.begin_sequences.later(prompts, max_new_tokens, weights_version=self._version)
+            return self.agent_loops.begin_async(prompts, max_new_tokens, version=self._version)
+        return self.rollout.begin_sequences.submit(prompts, max_new_tokens, weights_version=self._version)
 
-    def continue_later(self, begun: DataProtoFuture, max_new_tokens: int) -> DataProtoFuture:
-        """Have more tokens made for responses that are open, by the weights the rollout has then."""
+    def continue_partial_async(self, partial: DataProtoFuture, max_new_tokens: int) -> DataProtoFuture:
+        """Start generating more tokens for open responses, with the weights the rollout has at that time."""
         if self.agent_loops is not None:
-            return self.agent_loops.continue_later(begun, max_new_tokens, version=self._version)
-        return self.rollout.continue_sequences.later(begun, max_new_tokens, weights_version=self._version)
+            return self.agent_loops.continue_async(partial, max_new_tokens, version=self._version)
+        return self.rollout.continue_sequences.submit(partial, max_new_tokens, weights_version=self._version)
 
-    def _refill(self, rank: int) -> None:
-        """Give a rollout process that was started anew the weights that the others have."""
-        if self._beside:  # the actor may have newer ones
-            self.rollout.execute_rank(rank, "receive_weights", *self._sync.held)
+    def _resync_rank(self, rank: int) -> None:
+        """Push the other ranks' weights to a restarted rollout process."""
+        if self._concurrent:  # the actor may have newer weights
+            self.rollout.execute_rank(rank, "receive_weights", *self._sync.last_push)
             return
-        self.rollout.execute_rank(rank, "receive_weights", self._version, self.actor.store_weights.later()[0])
-        self._sync.reopen()
+        self.rollout.execute_rank(rank, "receive_weights", self._version, self.actor.store_weights.submit()[0])
+        self._sync.reset_channel()
 
-    def rest(self) -> None:
-        """Give the rollout's device memory to training until it generates or receives weights again."""
+    def sleep_rollout(self) -> None:
+        """Free the rollout's device memory until the next generation or push."""
         if self.sleep and not self._asleep:
             self.rollout.rollout_sleep()
             self._asleep = True
 
     def push_weights(self, version: int) -> None:
-        """Make every rollout process hold the actor's weights as `version`.
+        """Push the actor's weights to every rollout process as `version`, and wait.
 
-        Raises StaleWeightsError naming who does not.
+        Raises:
+            StaleWeightsError: Some rollout processes do not hold them; names the ranks.
         """
-        self.push_weights_later(version).check()
+        self.push_weights_async(version).wait()
 
-    def push_weights_later(self, version: int) -> Any:
-        """Have every rollout process take the actor's weights as they are now. Between pools they go from process to
-        process.
+    def push_weights_async(self, version: int) -> Any:
+        """Start a push of the actor's weights as they are now.
 
-        Returns something with a `check()` that waits for it and raises StaleWeightsError.
+        Returns an object whose `wait()` waits for the push and raises StaleWeightsError.
         """
         self._wake_up()
         self._version = version
-        if self._beside:
-            sent = self._sync.send_later(version)
-            return self.agent_loops.push_later(version, lambda: self._sync.receive_later(version, sent).check())
-        return self._sync.push_later(version)
+        if self._concurrent:
+            sent = self._sync.send_async(version)
+            return self.agent_loops.push_async(version, lambda: self._sync.receive_async(version, sent).wait())
+        return self._sync.push_async(version)
 
     @property
-    def channel(self) -> Any:
-        """The address of the channel that pushes go over now, None where there is none.
-
-        It means the same to another driver.
-        """
+    def weight_channel(self) -> Any:
+        """Address of the channel for pushes, None without one. Valid in other drivers, too."""
         return self._sync.address
 
     def disconnect(self, reason: str) -> None:
-        """Processes of the actor or the rollout will be replaced: end pushes and agent loops that are under way.
+        """Cancel pushes and close agent loops before processes of actor or rollout are replaced.
 
         Safe to call twice.
         """
-        self._sync.abandon(reason)
+        self._sync.cancel(reason)
         if self.agent_loops is not None:
             self.agent_loops.close(wait=True)
 
     def reconnect(self) -> None:
-        """They were, after `disconnect`: the next push is one of everything, over a new channel.
+        """Prepare for the replaced processes, after `disconnect`.
 
-        Agent loops begin anew, too. A rollout that sleeps between steps is woken by the push, whether it was replaced
-        or not.
+        The next push is a full one over a new channel, and agent loops are opened again. The push also wakes a rollout
+        that sleeps between steps, whether it was replaced or not.
         """
-        self._sync.reopen()
+        self._sync.reset_channel()
         self._asleep = self.sleep
         self._open_agent_loops()
 
-    def gather_later(self) -> Any:
-        """Return a reference to the actor's full weights as they are now, as `receive_weights` takes it, whenever that
-        is.
-        """
-        return self.actor.store_weights.later()[0]
+    def export_weights_async(self) -> Any:
+        """Return a reference to the actor's full weights as they are now, an argument for `receive_weights`."""
+        return self.actor.store_weights.submit()[0]
 
     def _wake_up(self) -> None:
         if self._asleep:
@@ -170,11 +174,17 @@ class PolicyGroups:
 def make_policy(
     groups: Mapping[str, Any], manager: ResourcePoolManager, config: PPOConfig, *, agent_loops: Any
 ) -> PolicyGroups:
-    """Return the policy's groups behind one face. groups: role name -> worker group, initialised."""
+    """Return the `PolicyGroups` of a job. `groups`: role name -> initialised worker group."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
     on_cuda |= trainer.backend == "local" and trainer.device != "cpu" and torch.cuda.is_available()
-    # Generation that runs ahead in the same process is not over when training begins.
-    sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.on_one_pool(Role.Actor, Role.Rollout)
-    ahead = trainer.lag > 0 or rollout.endpoint_port > 0
-    return PolicyGroups(groups, sleep=sleep, weight_sync=rollout.weight_sync, ahead=ahead, agent_loops=agent_loops)
+    # With a lag, generation in the same process may not be finished when training begins: do not sleep.
+    sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.share_a_pool(Role.Actor, Role.Rollout)
+    overlaps_training = trainer.lag > 0 or rollout.endpoint_port > 0
+    return PolicyGroups(
+        groups,
+        sleep=sleep,
+        weight_sync=rollout.weight_sync,
+        overlaps_training=overlaps_training,
+        agent_loops=agent_loops,
+    )

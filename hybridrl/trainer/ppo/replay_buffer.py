@@ -1,11 +1,10 @@
-"""Samples used more than once: groups of earlier steps that fill up a batch, never older than `trainer.staleness`.
+"""Replay buffer: sample groups of earlier steps that are added to a batch, never older than `trainer.staleness`.
 
-A group is the responses to one prompt with their rewards, as they were when they were new. Everything that depends on
-the policy (log-probs, values, advantages) is computed again by the same stages that do it for new samples, so a
-replayed sample goes through the same loss, and `algorithm.rollout_correction` weighs it by how far the policy has moved
-from the weights that made it.
+A group is the responses to one prompt with their original rewards. The stages recompute everything that depends on the
+policy (log-probs, values, advantages), as for new samples, so a replayed sample goes through the same loss.
+`algorithm.rollout_correction` weights it by how far the policy has moved from the weights that generated it.
 
-Shapes: S rows, n of them a group, R response tokens.
+Lives in the driver. The trainer's stage `replay` calls it. Shapes: S rows, n of them per group, R response tokens.
 """
 
 import os
@@ -22,7 +21,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.off_policy import token_ages
 
 FILE = "groups"
-STARTING_WITH_PROMPT = (
+LEFT_PADDED_COLUMNS = (
     "prompts",
     "input_ids",
     "attention_mask",
@@ -31,8 +30,14 @@ STARTING_WITH_PROMPT = (
 
 
 @dataclass
-class Group:
-    """rows: n samples. version: of the weights that made its oldest token. uses: how often it was replayed."""
+class SampleGroup:
+    """Responses to one prompt.
+
+    Attributes:
+        rows: n samples.
+        version: Version of the weights that generated the oldest token.
+        uses: How often the group was replayed.
+    """
 
     rows: DataProto
     version: int
@@ -40,37 +45,45 @@ class Group:
 
 
 class ReplayBuffer:
-    """The newest `config.size` groups.
+    """Buffer of the newest `config.size` groups.
 
-    staleness: age in versions at which a group is thrown away. n: samples per group.
+    Args:
+        config: Settings `trainer.replay`.
+        n: Samples per group.
+        staleness: Maximum age in versions; older groups are dropped.
+        pad_token_id: Token that pads prompts on the left.
     """
 
     def __init__(self, config: ReplayConfig, *, n: int, staleness: int, pad_token_id: int):
         self.config, self.n, self.staleness, self.pad_token_id = config, n, staleness, pad_token_id
-        self._groups: deque[Group] = deque(maxlen=config.size)
+        self._groups: deque[SampleGroup] = deque(maxlen=config.size)
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def filled_up(self, batch: DataProto, *, version: int, seed: int) -> DataProto:
-        """Return a batch of new samples with `draw`n ones behind them, and keep the new ones for later."""
-        replayed = self.draw(version=version, seed=seed)
+    def mix_into(self, batch: DataProto, *, version: int, seed: int) -> DataProto:
+        """Return the new samples followed by replayed ones, and add the new ones to the buffer."""
+        replayed = self.sample(version=version, seed=seed)
         self.add(batch)
-        return batch if replayed is None else self.joined([batch.select(meta_info_keys=[]), replayed])
+        return batch if replayed is None else self.concat_padded([batch.select(meta_info_keys=[]), replayed])
 
     def add(self, batch: DataProto) -> None:
-        """Keep the groups that have a token and a reward; the oldest make room for them."""
-        made_by = -token_ages(batch, version=0)  # (S, R); meaningful where a token is
+        """Add the groups that have a token and a reward. A full buffer drops its oldest groups."""
+        token_versions = -token_ages(batch, version=0)  # (S, R); meaningful where response_mask is 1
         for start in range(0, len(batch), self.n):
             rows = torch.arange(start, start + self.n)
-            tokens = made_by[rows][batch.batch["response_mask"][rows].bool()]
-            if len(tokens) and batch.batch["reward_valid"][rows].any():
-                self._groups.append(Group(batch.select_idxs(rows).select(meta_info_keys=[]), version=int(tokens.min())))
+            versions = token_versions[rows][batch.batch["response_mask"][rows].bool()]
+            if len(versions) and batch.batch["reward_valid"][rows].any():
+                self._groups.append(
+                    SampleGroup(batch.select_idxs(rows).select(meta_info_keys=[]), version=int(versions.min()))
+                )
 
-    def draw(self, *, version: int, seed: int) -> DataProto | None:
-        """Return `config.groups` groups, or as many as there are; None if there is none.
+    def sample(self, *, version: int, seed: int) -> DataProto | None:
+        """Return up to `config.groups` random groups, or None if there is none. Drops unusable groups.
 
-        version: of the policy they will train.
+        Args:
+            version: Version of the policy that they will train.
+            seed: Seed of the random choice.
         """
         usable = [g for g in self._groups if version - g.version <= self.staleness and g.uses < self.config.max_uses]
         self._groups = deque(usable, maxlen=self.config.size)
@@ -78,47 +91,48 @@ class ReplayBuffer:
         chosen = [usable[i] for i in sorted(order)]
         for group in chosen:
             group.uses += 1
-        return self.joined([group.rows for group in chosen]) if chosen else None
+        return self.concat_padded([group.rows for group in chosen]) if chosen else None
 
-    def joined(self, pieces: Sequence[DataProto]) -> DataProto:
-        """Return the rows of all pieces, their prompts padded on the left to one width."""
-        width = max(piece.batch["prompts"].shape[1] for piece in pieces)
-        return DataProto.concat([_widened(piece, width, self.pad_token_id) for piece in pieces])
+    def concat_padded(self, batches: Sequence[DataProto]) -> DataProto:
+        """Return the rows of all batches, with prompts padded on the left to one width."""
+        width = max(batch.batch["prompts"].shape[1] for batch in batches)
+        return DataProto.concat([_pad_to(batch, width, self.pad_token_id) for batch in batches])
 
-    # -- going back a step
+    # -- step retry
 
-    def remember(self) -> list[Group]:
-        """Return what is held now, for `go_back`."""
+    def snapshot(self) -> list[SampleGroup]:
+        """Return the present groups, for `rewind`."""
         return [replace(group) for group in self._groups]
 
-    def go_back(self, groups: Sequence[Group]) -> None:
+    def rewind(self, groups: Sequence[SampleGroup]) -> None:
+        """Replace the groups by those of a `snapshot`."""
         self._groups = deque((replace(group) for group in groups), maxlen=self.config.size)
 
-    # -- durable state
+    # -- checkpoint
 
     def save(self, directory: str) -> list[dict[str, int]]:
-        """Write the groups to `directory` and return what `restore` needs besides, as JSON-able values."""
+        """Write the groups to `directory` and return the rest of the state for `load`, JSON-serializable."""
         if self._groups:
             os.makedirs(directory, exist_ok=True)
-            self.joined([group.rows for group in self._groups]).save_to_disk(os.path.join(directory, FILE))
+            self.concat_padded([group.rows for group in self._groups]).save_to_disk(os.path.join(directory, FILE))
         return [{"version": group.version, "uses": group.uses} for group in self._groups]
 
-    def restore(self, directory: str, state: Iterable[dict[str, Any]]) -> None:
-        """Hold what was saved."""
+    def load(self, directory: str, state: Iterable[dict[str, Any]]) -> None:
+        """Replace the groups by those that `save` wrote."""
         entries = list(state)
         self._groups.clear()
         rows = DataProto.load_from_disk(os.path.join(directory, FILE)) if entries else None
         for i, entry in enumerate(entries):
             own = torch.arange(i * self.n, (i + 1) * self.n)
-            self._groups.append(Group(rows.select_idxs(own), entry["version"], entry["uses"]))
+            self._groups.append(SampleGroup(rows.select_idxs(own), entry["version"], entry["uses"]))
 
 
-def _widened(piece: DataProto, width: int, pad_token_id: int) -> DataProto:
-    missing = width - piece.batch["prompts"].shape[1]
+def _pad_to(batch: DataProto, width: int, pad_token_id: int) -> DataProto:
+    missing = width - batch.batch["prompts"].shape[1]
     if missing == 0:
-        return piece
-    wider = piece.select()
-    for name in STARTING_WITH_PROMPT:
+        return batch
+    wider = batch.select()
+    for name in LEFT_PADDED_COLUMNS:
         fill = pad_token_id if name in ("prompts", "input_ids") else 0
         wider.batch[name] = torch.nn.functional.pad(wider.batch[name], (missing, 0), value=fill)
     return wider

@@ -1,9 +1,7 @@
-"""What every token is worth: rewards with their KL penalty, advantages and returns, from the columns that the stages
-before have added.
+"""Scores of responses, token rewards with their KL penalty, advantages and returns.
 
-Shapes: B rows, T response tokens.
-
-Scores for a batch of responses: from a reward model, a rule, or a rule that reads the model's score.
+Each function adds columns to a batch. The trainer calls them in the driver. The formulas are in `algos/`. Scores come
+from a reward model, a rule, or a rule that reads the model's score. Shapes: B rows, T response tokens.
 """
 
 from collections.abc import Callable
@@ -19,6 +17,8 @@ from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 
 KLController = FixedKLController | AdaptiveKLController
+RewardFn = Callable[[DataProto], Any]
+MAX_UNREWARDED_BATCHES = 3  # in a row: one may be a restart of the reward model, three mean that it is gone
 
 
 def make_kl_controller(config: KLCtrlConfig) -> KLController:
@@ -29,10 +29,9 @@ def make_kl_controller(config: KLCtrlConfig) -> KLController:
 
 
 def add_token_rewards(batch: DataProto, controller: KLController | None, *, kl_penalty: str) -> dict[str, float]:
-    """Add `token_level_rewards` (B, T) float32: the scores, less the KL to the reference policy where a controller is
-    given.
+    """Add `token_level_rewards` (B, T) float32: the scores, minus the KL penalty if there is a controller.
 
-    The controller sees the KL it has caused. Returns the metrics of it.
+    Updates the controller with the KL to the reference policy. Returns the metrics of the penalty.
     """
     columns = batch.batch
     if controller is None:
@@ -67,20 +66,28 @@ def add_advantages(batch: DataProto, estimator: AdvantageEstimator, config: Algo
     )
 
 
-RewardFn = Callable[[DataProto], Any]
-UNREWARDED_BATCHES = 3  # in a row: one may be a judge that is restarted, three are a judge that is gone
-
-
-def score(
-    batch: DataProto, reward_fn: RewardFn | None, *, judge: Any, model_input: tuple[str, ...], metrics: dict[str, float]
+def score_batch(
+    batch: DataProto,
+    reward_fn: RewardFn | None,
+    *,
+    reward_model: Any,
+    model_input: tuple[str, ...],
+    metrics: dict[str, float],
 ) -> dict[str, list]:
-    """Add `token_level_scores` and `reward_valid` to the batch; return what the reward function added per row.
+    """Add `token_level_scores` (B, T) and `reward_valid` (B,) to the batch.
 
-    judge: the reward model's group, or None; it reads the columns `model_input`. metrics: what the reward function
-    counted is added.
+    Args:
+        batch: Responses to score.
+        reward_fn: Reward function. None: the reward model's scores are the rewards.
+        reward_model: Worker group of the reward model, or None.
+        model_input: Columns that the reward model reads.
+        metrics: The reward function's metrics are added to it.
+
+    Returns:
+        The reward function's extra columns, one value per row.
     """
-    if judge is not None:
-        batch.union(judge.compute_rm_score(batch.select(batch_keys=list(model_input), non_tensor_batch_keys=[])))
+    if reward_model is not None:
+        batch.union(reward_model.compute_rm_score(batch.select(batch_keys=list(model_input), non_tensor_batch_keys=[])))
     if reward_fn is None:
         scores_BR = batch.batch["rm_scores"]
         valid_B = scores_BR.isfinite().all(-1)
@@ -95,24 +102,24 @@ def score(
     return out.extra
 
 
-class RewardWatch:
-    """Stops a run that learns nothing."""
+class NoRewardGuard:
+    """Stop a run whose samples get no rewards."""
 
     def __init__(self) -> None:
-        self._rewarded = False  # whether any sample has had a reward yet
+        self._rewarded = False  # whether any sample had a reward so far
         self._batches_without = 0  # in a row
 
-    def look_at(self, valid: torch.Tensor) -> None:
-        """Raise DataError if no sample of the first batch got a reward, or none of several batches in a row.
+    def check(self, valid: torch.Tensor) -> None:
+        """Check the `reward_valid` column (B,) bool of a batch.
 
-        valid: (B,) bool.
+        Raises:
+            DataError: No sample of the first batch, or of several batches in a row, got a reward.
         """
         self._rewarded = self._rewarded or bool(valid.any())
         self._batches_without = 0 if bool(valid.any()) else self._batches_without + 1
-        if self._batches_without and (not self._rewarded or self._batches_without == UNREWARDED_BATCHES):
+        if self._batches_without and (not self._rewarded or self._batches_without == MAX_UNREWARDED_BATCHES):
             which = f"the last {self._batches_without} batches of" if self._rewarded else "the first"
             raise DataError(
-                f"none of {which} {len(valid)} samples got a reward, so nothing can be learnt; the log "
-                "above names the reasons. "
-                "Mend the reward function (custom_reward_function.path), or raise reward_model.timeout_s"
+                f"none of {which} {len(valid)} samples got a reward, so the run stops; the log above has the reasons. "
+                "Fix the reward function (custom_reward_function.path), or raise reward_model.timeout_s"
             )

@@ -1,8 +1,7 @@
-"""The step of PPO and its relatives, as a table: its stages in order, whose work each is, and which columns it reads
-and writes.
+"""The step of PPO and its relatives, as a table of stages with their roles and columns.
 
-The table is the dataflow of a job. The trainer runs it (`RayPPOTrainer.stages` binds each line to the method of that
-name), overlap and failover are derived from it, and `hybridrl job graph` draws it. Nothing is started here.
+The table is the dataflow of a job. `RayPPOTrainer.stages` binds each line to the method of that name. Overlap and
+failover are derived from it, and `hybridrl job graph` draws it. Nothing is started here.
 """
 
 from collections.abc import Collection
@@ -13,14 +12,14 @@ from hybridrl.errors import ConfigError
 from hybridrl.framework import StageSpec
 from hybridrl.trainer.roles import Role
 
-# Columns that a model reads; whatever else a batch has stays with the driver.
+# Columns that a model reads. All other columns of a batch stay in the driver.
 MODEL_INPUT = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 PROMPT_INPUT = ("input_ids", "attention_mask", "position_ids", "seeds")
 SCORES = ("token_level_scores", "reward_valid")
 
 
 def uses_critic(config: PPOConfig) -> bool:
-    """Whether a critic is trained: as `critic.enable` says, by default if the advantage estimator needs one."""
+    """Return whether a critic is trained: `critic.enable`, or if unset, whether the advantage estimator needs one."""
     return (
         get_adv_estimator(config.algorithm.adv_estimator).needs_critic
         if config.critic.enable is None
@@ -29,47 +28,55 @@ def uses_critic(config: PPOConfig) -> bool:
 
 
 def uses_reference(config: PPOConfig) -> bool:
-    """Whether the KL to a reference policy is in the loss or in the reward."""
+    """Return whether the KL to a reference policy is in the loss or in the reward."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def corrects_rollout(config: PPOConfig) -> bool:
-    """Whether samples are weighed by how likely the trainer finds them."""
+    """Return whether samples get importance weights of the trainer's policy over the rollout's."""
     return config.algorithm.rollout_correction.rollout_is is not None
 
 
 def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool, has_agent_loops: bool) -> None:
-    """Raise ConfigError if a stage would have nobody to do its work. has_reward: a reward function is given."""
+    """Raise ConfigError if a stage has no role or function to execute it.
+
+    Args:
+        config: Settings of the job.
+        roles: Roles with a worker class.
+        has_reward: Whether a reward function is given.
+        has_agent_loops: Whether an `AgentLoopManager` is given.
+    """
     estimator, mode = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.mode
     if has_agent_loops == (mode == "sync"):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.mode={mode}: agent_loops=AgentLoopManager(...) belongs to async, and only to it"
+            f"actor_rollout_ref.rollout.mode={mode}: agent_loops={'given' if has_agent_loops else 'None'}; pass "
+            "agent_loops=AgentLoopManager(...) with mode=async, and only then"
         )
     if uses_critic(config) and Role.Critic not in roles:
         raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")
     if uses_reference(config) and not {Role.RefPolicy, Role.ActorRolloutRef} & set(roles):
         raise ConfigError(
-            "KL to the reference policy is on, but no role holds one; map Role.RefPolicy to a worker class"
+            "KL to the reference policy is on, but no role has a reference policy; map Role.RefPolicy to a worker class"
         )
     if not has_reward and Role.RewardModel not in roles:
-        raise ConfigError("there is no reward: give reward_fn, or map Role.RewardModel to a worker class")
+        raise ConfigError("no reward is configured; pass reward_fn, or map Role.RewardModel to a worker class")
 
 
 def ppo_stages(config: PPOConfig, roles: Collection[Role]) -> list[tuple[str, StageSpec]]:
-    """Return (method of the trainer, what the stage says about itself) for every stage of a step, in order.
+    """Return (method of the trainer, stage spec) for every stage of a step, in order.
 
-    A stage that is not pure runs exactly once per step. Roles are those that do the work; None is the driver itself.
+    A stage that is not pure runs exactly once per step. A stage without a role runs in the driver itself.
     """
     actor = next((str(role) for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in roles), None)
     rollout = str(Role.Rollout) if Role.Rollout in roles else actor
     reference = str(Role.RefPolicy) if Role.RefPolicy in roles else actor
-    critic, judge = str(Role.Critic), str(Role.RewardModel) if Role.RewardModel in roles else None
+    critic, reward_model = str(Role.Critic), str(Role.RewardModel) if Role.RewardModel in roles else None
     values = ("values",) if uses_critic(config) else ()
     weights = ("rollout_is_weights",) if corrects_rollout(config) else ()
     kl_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
     kl_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
     sampled = ("rollout_log_probs",) if config.actor_rollout_ref.rollout.calculate_log_probs else ()
-    made = ("prompts", *MODEL_INPUT, *sampled, *SCORES)
+    replayed = ("prompts", *MODEL_INPUT, *sampled, *SCORES)
     trained = (*MODEL_INPUT, "old_log_probs", "advantages", "reward_valid", *weights, *kl_loss)
 
     table = [
@@ -77,8 +84,8 @@ def ppo_stages(config: PPOConfig, roles: Collection[Role]) -> list[tuple[str, St
         _stage(
             "gen", "generate", rollout, PROMPT_INPUT, ("prompts", *MODEL_INPUT, *sampled), once=config.trainer.lag > 0
         ),
-        _stage("reward", "reward", judge, ("prompts", "responses", "response_mask"), SCORES),
-        *([_stage("replay", "replay", None, made, made, once=True)] if config.trainer.replay.groups else ()),
+        _stage("reward", "reward", reward_model, ("prompts", "responses", "response_mask"), SCORES),
+        *([_stage("replay", "replay", None, replayed, replayed, once=True)] if config.trainer.replay.groups else ()),
         _stage("old_log_prob", "old_log_prob", actor, (*MODEL_INPUT, *sampled), ("old_log_probs",)),
     ]
     if weights:
@@ -99,7 +106,7 @@ def ppo_stages(config: PPOConfig, roles: Collection[Role]) -> list[tuple[str, St
     table += [
         _stage("update_actor", "update_actor", actor, trained, once=True),
         _stage("update_weights", "update_weights", rollout, once=True),
-        _stage("testing", "testing", rollout),
+        _stage("testing", "validate", rollout),
         _stage("log", "log", once=True),
         _stage("save_checkpoint", "save_checkpoint", once=True),
     ]

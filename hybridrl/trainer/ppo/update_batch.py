@@ -1,6 +1,6 @@
-"""How a step's rows become optimizer steps: how many there are, and what the workers are told about them.
+"""Select the rows and columns that workers get, and count optimizer steps.
 
-Which rows go where: dealt over the ranks of a group, and chosen for an update.
+Pure functions, called by the trainer in the driver. `workers/mini_batch.py` cuts the selected rows into mini-batches.
 """
 
 import math
@@ -17,29 +17,34 @@ from hybridrl.trainer.roles import Role
 
 
 def num_optimizer_steps(config: PPOConfig, batch_sizes: Sequence[int], *, role: str) -> int:
-    """Return the optimizer steps of a whole run, for learning-rate schedules.
+    """Return the number of optimizer steps of a whole run, for learning-rate schedules.
 
-    batch_sizes: prompts of every step of training.
+    Args:
+        config: Settings of the job.
+        batch_sizes: Prompts in each training step.
+        role: Role that is updated; all but the critic skip the critic's warm-up steps.
     """
-    waits = 0 if role == str(Role.Critic) else config.trainer.critic_warmup
+    num_skipped = 0 if role == str(Role.Critic) else config.trainer.critic_warmup
     replayed = config.trainer.replay.groups
-    steps = sum(math.ceil((size + replayed) / prompts_per_update(config, role)) for size in batch_sizes[waits:])
+    steps = sum(math.ceil((size + replayed) / prompts_per_update(config, role)) for size in batch_sizes[num_skipped:])
     return steps * config.actor_rollout_ref.actor.ppo_epochs
 
 
 def prompts_per_update(config: PPOConfig, role: str) -> int:
-    """Return how many prompts, with all their samples, one optimizer step of this role takes."""
+    """Return the prompts, with all their samples, in one optimizer step of this role."""
     actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
     return config.critic.ppo_mini_batch_size or actor if role == str(Role.Critic) else actor
 
 
-def training_rows(batch: DataProto, columns: Sequence[str], config: PPOConfig, *, role: str, step: int) -> DataProto:
-    """Return these columns of the rows whose reward is valid, with what `workers/mini_batch.py` needs to cut them into
-    optimizer steps.
+def select_training_rows(
+    batch: DataProto, columns: Sequence[str], config: PPOConfig, *, role: str, step: int
+) -> DataProto:
+    """Return these columns of the rows with a valid reward, ready for an update.
 
-    With `trainer.stale_tokens=drop`, tokens that are too old in this step are masked.
+    `meta_info` tells `workers/mini_batch.py` how to cut the rows. With `trainer.stale_tokens=drop`, tokens older than
+    `trainer.staleness` in this step are masked.
     """
-    data, trainer = columns_of(batch, columns), config.trainer
+    data, trainer = select_columns(batch, columns), config.trainer
     if trainer.stale_tokens == "drop" and trainer.staleness is not None:
         data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
     data = data.select_idxs(batch.batch["reward_valid"])
@@ -52,16 +57,16 @@ def training_rows(batch: DataProto, columns: Sequence[str], config: PPOConfig, *
     return data
 
 
-def columns_of(batch: DataProto, names: Collection[str]) -> DataProto:
-    """Return these columns and nothing else of the batch."""
+def select_columns(batch: DataProto, names: Collection[str]) -> DataProto:
+    """Return a batch with these columns only, without `meta_info`."""
     return batch.select(batch_keys=list(names), non_tensor_batch_keys=[], meta_info_keys=[])
 
 
-def on_ranks(method: Callable, data: DataProto, *, num_ranks: int, balance: bool) -> DataProto:
-    """Call a pure method of a group with rows dealt so that every rank computes about the same tokens; rows come back
-    in their order.
+def call_balanced(method: Callable, data: DataProto, *, num_ranks: int, balance: bool) -> DataProto:
+    """Call a pure method of a group with about the same number of tokens on every rank.
 
-    The batch itself is not reordered: which rows form a mini-batch must not depend on the number of ranks.
+    The batch is not reordered, and the result has its row order: which rows form a mini-batch must not depend on the
+    number of ranks.
     """
     if num_ranks == 1 or not balance:
         return method(data)

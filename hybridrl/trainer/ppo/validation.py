@@ -1,11 +1,8 @@
-"""Validation: the whole validation set through the current policy, scored by rule, summed up per data source.
+"""Validation of the policy: generate for the whole validation set, score, and aggregate per data source.
 
-Validation in processes of its own, beside training. Training never waits for it, and what it finds says which weights
-it saw.
-
-The newest request wins: weights that become due while an older evaluation is running replace those that are still
-waiting. The driver's part (decoding, scoring) runs in a thread. What goes wrong there is raised in the training loop at
-its next look.
+The trainer calls `validate` between two steps. With `trainer.eval_n_gpus`, `RemoteEvaluator` runs it on the evaluator's
+own processes instead, and training does not wait for it. The driver's part (decoding, scoring) then runs in a thread.
+A newer request replaces one that still waits. An error in the thread is raised in the training loop at its next `poll`.
 """
 
 import functools
@@ -18,19 +15,19 @@ from typing import Any
 
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.data.prompt_loader import PromptLoader, identify
+from hybridrl.trainer.data.prompt_loader import PromptLoader, assign_uids_and_seeds
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.metrics import validation_metrics
-from hybridrl.trainer.ppo.weight_sync import check_health
+from hybridrl.trainer.ppo.weight_sync import verify_push
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.samples import (
     MAX_EXAMPLES,
     Example,
-    answered,
-    asked,
     first_examples,
-    keep_examples,
+    format_answer,
+    format_prompt,
     sample_rows,
+    save_examples,
     write_samples,
 )
 from hybridrl.trainer.run.setup import run_directory
@@ -39,10 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataProto] | None = None) -> dict[str, float]:
-    """Return `val-core/...` and `val-aux/...` metrics. Same seeds each time; nothing is trained. One sample of each
-    data source is shown.
+    """Return `val-core/...` and `val-aux/...` metrics. Every validation uses the same seeds.
 
-    generate: who responds; by default the rollout, with the policy as it stands.
+    Logs one sample of each data source, and writes all to `trainer.validation_data_dir` if set.
+
+    Args:
+        trainer: A `RayPPOTrainer`.
+        step: Step to record the samples under.
+        generate: Generates the responses. None: the rollout, with the present policy.
     """
     config = trainer.config
     seed = call_seed(seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=0)
@@ -50,15 +51,17 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     examples: dict[str, Example] = {}
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
     for number, batch in enumerate(_batches(trainer)):
-        identify(batch, seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=number)
-        batch = trainer.respond(batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, generate=generate)
+        assign_uids_and_seeds(batch, seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=number)
+        batch = trainer.generate_responses(
+            batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, generate=generate
+        )
         extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
         _collect(columns, batch, extra)
         rows = list(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
         examples = {example["data_source"]: example for example in first_examples(batch, rows)} | examples
         records.extend(rows)
     if generate is None:
-        trainer.policy.rest()
+        trainer.policy.sleep_rollout()
     if config.trainer.validation_data_dir:
         write_samples(os.path.join(config.trainer.validation_data_dir, f"{step}.jsonl"), iter(records))
     _show(list(examples.values())[:MAX_EXAMPLES], step=step, directory=run_directory(config.trainer))
@@ -66,25 +69,25 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     return validation_metrics(columns["data_source"], columns["uid"], values)
 
 
-def validate_elsewhere(trainer: Any, version: int, weights: Any) -> dict[str, float]:
-    """Return the metrics of these weights, validated in the evaluator's processes."""
+def validate_on_evaluator(trainer: Any, version: int, weights: Any) -> dict[str, float]:
+    """Return the metrics of these weights, validated on the evaluator's processes."""
     evaluator, loops = trainer.groups[str(Role.Evaluator)], trainer.agent_loops
-    check_health(evaluator.receive_weights(version, weights), version)
+    verify_push(evaluator.receive_weights(version, weights), version)
     if loops is None:
         return validate(trainer, step=version, generate=evaluator.generate_sequences)
 
     def refill(rank: int) -> None:
         evaluator.execute_rank(rank, "receive_weights", version, weights)
 
-    generate = functools.partial(loops.generate_on, evaluator, version=version, refill=refill)
+    generate = functools.partial(loops.generate_on, evaluator, version=version, resync=refill)
     return validate(trainer, step=version, generate=generate)
 
 
 def _show(examples: list[Example], *, step: int, directory: str) -> None:
-    """Write the examples to the log, and keep them for the closing report."""
+    """Log the examples, and save them for the final report."""
     for example in examples:
-        logger.info("%s\n  %s", asked(example), answered(example))
-    keep_examples(directory, examples, step=step)
+        logger.info("%s\n  %s", format_prompt(example), format_answer(example))
+    save_examples(directory, examples, step=step)
 
 
 def _batches(trainer: Any):
@@ -97,38 +100,38 @@ def _batches(trainer: Any):
 
 
 def _collect(columns: dict[str, list], batch: DataProto, extra: dict[str, list]) -> None:
-    """Append a scored batch's rows; a row whose scoring failed counts as missing, not as zero."""
+    """Append a scored batch's rows. A row whose scoring failed counts as missing, not as zero."""
     valid = batch.batch["reward_valid"].tolist()
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     columns["data_source"].extend(batch.non_tensor_batch["data_source"].tolist())
     columns["uid"].extend(batch.non_tensor_batch["uid"].tolist())
     columns["reward"].extend(score if ok else float("nan") for score, ok in zip(scores, valid, strict=True))
     for name in (extra.keys() | columns.keys()) - {"data_source", "uid", "reward"}:
-        # A column that some batches lack is there with gaps.
+        # A batch without this column gets None.
         column = columns.setdefault(name, [None] * (len(columns["reward"]) - len(batch)))
         column.extend(extra.get(name, [None] * len(batch)))
 
 
 Evaluate = Callable[[int, Any], dict[str, float]]  # version, weights (a reference) -> metrics
-FINISH_TIMEOUT_S = 1800.0  # for the last evaluation when training is over
+DRAIN_TIMEOUT_S = 1800.0  # for the last evaluation after training
 
 
-class Evaluation:
-    """Runs `evaluate(version, weights)` in a thread, one at a time."""
+class RemoteEvaluator:
+    """Run `evaluate(version, weights)` in a thread, one call at a time."""
 
     def __init__(self, evaluate: Evaluate):
         self._evaluate = evaluate
         self._requests: queue.Queue = queue.Queue(maxsize=1)
         self._results: queue.Queue = queue.Queue()
-        self._lost: tuple[int, Any] | None = None  # what was asked for when a process of the evaluator was lost
+        self._lost: tuple[int, Any] | None = None  # request that a lost evaluator process interrupted
         self._start()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
         self._thread.start()
 
-    def request(self, version: int, weights: Any) -> None:
-        """Evaluate these weights as soon as the running evaluation is over, instead of any that were waiting."""
+    def submit(self, version: int, weights: Any) -> None:
+        """Queue these weights for evaluation, replacing a request that still waits."""
         if not self._thread.is_alive():
             self._start()
         while True:
@@ -136,34 +139,37 @@ class Evaluation:
                 self._requests.put_nowait((version, weights))
                 return
             except queue.Full:
-                _take(self._requests)
+                _get_nowait(self._requests)
 
-    def ask_again(self) -> None:
-        """Evaluate what was lost with a process of the evaluator, which has a new one now, unless newer weights are
-        waiting.
-        """
+    def resubmit(self) -> None:
+        """Submit the request again that a lost evaluator process interrupted, unless a newer one waits."""
         lost, self._lost = self._lost, None
         if lost is not None and self._requests.empty():
-            self.request(*lost)
+            self.submit(*lost)
 
-    def finished(self) -> list[dict[str, float]]:
-        """Return the metrics of evaluations that ended since the last look, oldest first, each with `val/version`;
-        waits for nothing.
+    def poll(self) -> list[dict[str, float]]:
+        """Return the metrics of evaluations finished since the last call, oldest first, without waiting.
+
+        Each has `val/version`, the version of the evaluated weights. Raises the error of a failed evaluation.
         """
-        found = []
-        while (result := _take(self._results)) is not None:
+        finished = []
+        while (result := _get_nowait(self._results)) is not None:
             if isinstance(result, BaseException):
                 raise result
-            found.append(result)
-        return found
+            finished.append(result)
+        return finished
 
-    def finish(self) -> list[dict[str, float]]:
-        """Wait for what is running and waiting, and return its metrics. Raises TimeoutError when it does not end."""
-        self._requests.put(None, timeout=FINISH_TIMEOUT_S)
-        self._thread.join(FINISH_TIMEOUT_S)
+    def drain(self) -> list[dict[str, float]]:
+        """Wait for the running and the waiting evaluation; return their metrics.
+
+        Raises:
+            TimeoutError: They are not finished after `DRAIN_TIMEOUT_S`.
+        """
+        self._requests.put(None, timeout=DRAIN_TIMEOUT_S)
+        self._thread.join(DRAIN_TIMEOUT_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"the last evaluation did not end within {FINISH_TIMEOUT_S:g} s of the end of training")
-        return self.finished()
+            raise TimeoutError(f"the last evaluation was not finished {DRAIN_TIMEOUT_S:g} s after the end of training")
+        return self.poll()
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
@@ -175,7 +181,7 @@ class Evaluation:
                 self._results.put(error)
 
 
-def _take(source: queue.Queue) -> Any:
+def _get_nowait(source: queue.Queue) -> Any:
     try:
         return source.get_nowait()
     except queue.Empty:

@@ -1,8 +1,8 @@
-"""`WeightSync`: pushes of weights from the actor's processes to the rollout's, and the check that ends each of them.
+"""Weight pushes from the actor's processes to the rollout's, each verified at its end.
 
-The driver moves nothing. It tells rank 0 of the actor to send and every rollout process to receive, and both do so when
-their turn comes: calls on a process are carried out in the order in which they were made. How the bytes travel is
-`workers/rollout/transport`.
+`PolicyGroups` uses it in the driver, which moves no bytes. The driver submits a send to rank 0 of the actor and a
+receive to every rollout process. Calls to a process execute in submission order. The bytes travel through
+`workers/weight_transfer`.
 """
 
 from collections.abc import Callable
@@ -12,51 +12,60 @@ from typing import Any
 
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
-from hybridrl.single_controller.references import References
+from hybridrl.single_controller.references import OutputRefs
 
-LIVE = ("shared_memory", "broadcast")  # sender and receivers are at work at the same time, over a channel
+STREAMING_TRANSPORTS = ("shared_memory", "broadcast")  # sender and receivers run at the same time, over a channel
 
 
 class WeightSync:
-    """actor, rollout: groups in processes of their own. ahead: generation runs ahead of training, which should not wait
-    for it.
+    """Pushes between an actor and a rollout in separate processes.
 
-    held: version and whereabouts of what the rollout has taken last, as `receive_weights` takes them.
+    Args:
+        actor: Worker group of the actor.
+        rollout: Worker group of the rollout.
+        settings: Settings `actor_rollout_ref.rollout.weight_sync`.
+        overlaps_training: Whether the rollout generates while the actor trains; training must not wait for it then.
+
+    Attributes:
+        address: Address of the open channel, None if the transport has none.
+        last_push: Version and source of the weights that the rollout loaded last; arguments for `receive_weights`.
     """
 
-    def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, ahead: bool):
-        self._actor, self._rollout, self._settings, self._ahead = actor, rollout, settings, ahead
-        self._transport: str | None = None  # chosen, and open
-        self.address: Any = None  # of the channel, if it has one
-        self.held: tuple[int, Any] | None = None
+    def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, overlaps_training: bool):
+        self._actor, self._rollout, self._settings = actor, rollout, settings
+        self._overlaps_training = overlaps_training
+        self._transport: str | None = None  # None: to be chosen and opened by the next push
+        self.address: Any = None
+        self.last_push: tuple[int, Any] | None = None
 
-    def push_later(self, version: int) -> "Push":
-        """Have the actor's weights taken as `version`. After a push that failed, a new channel is opened first.
+    def push_async(self, version: int) -> "PendingPush":
+        """Start a push of the actor's weights as `version`.
 
-        With weight_sync.lora=adapter only the adapters go over a channel that everything has gone over before.
+        Opens a new channel first if the last push failed. With weight_sync.lora=adapter, a channel carries only the
+        adapters after its first full push.
         """
         adapters = self._settings.lora == "adapter" and self._transport is not None
-        return self.receive_later(version, self.send_later(version, adapters=adapters), adapters=adapters)
+        return self.receive_async(version, self.send_async(version, adapters=adapters), adapters=adapters)
 
-    def send_later(self, version: int, *, adapters: bool = False) -> list:
-        """The actor's half of a push: have its weights sent as they are now."""
+    def send_async(self, version: int, *, adapters: bool = False) -> list:
+        """Start the actor's half of a push, with its weights as they are now."""
         if self._transport is None:
             self._transport = self._open()
-        return self._actor.send_weights.later(version, adapters)
+        return self._actor.send_weights.submit(version, adapters)
 
-    def receive_later(self, version: int, sent: list, *, adapters: bool = False) -> "Push":
-        """The rollout's half: have it take what `send_later` returned."""
-        where = None if self._transport in LIVE else sent[0]
-        health = self._rollout.receive_weights.later(version, where, adapters)
-        return Push(self._rollout, health, version, sent=sent, after=partial(self._after, where))
+    def receive_async(self, version: int, sent: list, *, adapters: bool = False) -> "PendingPush":
+        """Start the rollout's half of a push. `sent` is what `send_async` returned."""
+        where = None if self._transport in STREAMING_TRANSPORTS else sent[0]
+        health = self._rollout.receive_weights.submit(version, where, adapters)
+        return PendingPush(self._rollout, health, version, sent=sent, after=partial(self._after, where))
 
-    def abandon(self, reason: str) -> None:
-        """Have an actor that waits for rollout processes wait no longer: one of them will never answer."""
+    def cancel(self, reason: str) -> None:
+        """Release an actor that waits for rollout processes: one of them was lost."""
         if self.address is not None:
-            self.address.abandon(reason)
+            self.address.cancel(reason)
 
-    def reopen(self) -> None:
-        """Open a new channel before the next push: a process at its other end was replaced."""
+    def reset_channel(self) -> None:
+        """Open a new channel before the next push, because a process was replaced."""
         self._transport = None
 
     def _open(self) -> str:
@@ -69,56 +78,60 @@ class WeightSync:
         return transport
 
     def _choose(self) -> str:
-        """Weights in the object store wait for a rollout that is busy; else what is fastest where the processes are."""
-        if self._ahead:
+        """Return the object store if the rollout may be busy, else the fastest transport between the machines."""
+        if self._overlaps_training:
             return "object_store"
-        machines = {*self._actor.machine(), *self._rollout.machine()}
+        machines = {*self._actor.machine_id(), *self._rollout.machine_id()}
         return "shared_memory" if len(machines) == 1 else "broadcast"
 
     def _after(self, where: Any, version: int, error: BaseException | None) -> None:
         if error is not None:
             self._transport = None
             return
-        self.held = version, where
+        self.last_push = version, where
         if self._transport == "disk":
-            self._actor.forget_weights.later(version)
+            self._actor.drop_stored_weights.submit(version)
 
 
-class InProcessSync:
-    """Pushes inside of processes that have actor and rollout both."""
+class InProcessWeightSync:
+    """Pushes inside processes that hold both actor and rollout."""
 
-    address = None  # nobody waits for another process
+    address = None  # no channel between processes
 
     def __init__(self, group: Any, settings: WeightSyncConfig):
         self._group, self._settings = group, settings
-        self._complete = False  # the rollouts hold everything that adapters alone could not bring
+        self._complete = False  # whether the rollouts have had a full push, which adapters need
 
-    def push_later(self, version: int) -> "Push":
-        """Have the actor's weights taken as `version`: all of them, or the adapters alone, see
-        `WeightSync.push_later`.
-        """
+    def push_async(self, version: int) -> "PendingPush":
+        """Start a push of all weights or of the adapters alone, see `WeightSync.push_async`."""
         adapters = self._settings.lora == "adapter" and self._complete
         self._complete = True
-        return Push(self._group, self._group.update_weights.later(version, adapters), version, after=self._after)
+        return PendingPush(
+            self._group, self._group.update_weights.submit(version, adapters), version, after=self._after
+        )
 
-    def abandon(self, reason: str) -> None:
-        """Nothing: there is no channel."""
+    def cancel(self, reason: str) -> None:
+        """Do nothing: there is no channel."""
 
-    def reopen(self) -> None:
-        """Push everything next: a process was replaced."""
+    def reset_channel(self) -> None:
+        """Make the next push a full one, because a process was replaced."""
         self._complete = False
 
     def _after(self, version: int, error: BaseException | None) -> None:
         if error is not None:
-            self.reopen()
+            self.reset_channel()
 
 
 @dataclass
-class Push:
-    """Weights on their way to the rollout as `version`.
+class PendingPush:
+    """A submitted push of weights as `version`.
 
-    health: what each process will report. sent: what each of the actor's processes will say it sent, None inside one
-    process. after: told the version, and what went wrong with it.
+    Attributes:
+        group: Group that fetches the results.
+        health: References to the `RolloutHealth` of each rollout process.
+        version: Version of the weights.
+        sent: References to the receipts of the actor's processes, None inside one process.
+        after: Called at the end with the version and the error, if any.
     """
 
     group: Any
@@ -127,11 +140,15 @@ class Push:
     sent: list | None = None
     after: Callable[[int, BaseException | None], None] | None = None
 
-    def check(self) -> None:
-        """Wait until they are there. Raises StaleWeightsError naming the processes that do not hold them."""
+    def wait(self) -> None:
+        """Wait for the push and verify it.
+
+        Raises:
+            StaleWeightsError: Some rollout processes do not hold these weights.
+        """
         error: BaseException | None = None
         try:
-            self._check()
+            self._fetch_and_verify()
         except BaseException as raised:
             error = raised
             raise
@@ -139,21 +156,25 @@ class Push:
             if self.after is not None:
                 self.after(self.version, error)
 
-    def _check(self) -> None:
+    def _fetch_and_verify(self) -> None:
         if self.sent is None:
-            check_health(self.group.fetch(self.health, method="load_weights"), self.version)
+            verify_push(self.group.fetch(self.health, method="load_weights"), self.version)
             return
-        # Both ends at once: whichever fails first says why.
-        ends = References(
+        # Both ends at once: the first failure has the cause.
+        ends = OutputRefs(
             [*self.health, *self.sent], ranks=[*range(len(self.health)), *range(len(self.sent))], fetch=self.group.fetch
         )
-        answers = self.group.fetch(ends, method="receive_weights")
-        check_health(answers[: len(self.health)], self.version, sent=answers[len(self.health)].fingerprint)
+        results = self.group.fetch(ends, method="receive_weights")
+        verify_push(results[: len(self.health)], self.version, sent=results[len(self.health)].fingerprint)
 
 
-def check_health(health: list, version: int, *, sent: int | None = None) -> None:
-    """Raise StaleWeightsError unless every rollout process holds `version` with one and the same fingerprint, and has
-    received what was `sent`: the weights that it holds, or adapters that it merged itself.
+def verify_push(health: list, version: int, *, sent: int | None = None) -> None:
+    """Raise StaleWeightsError unless every rollout process holds the pushed weights.
+
+    Args:
+        health: `RolloutHealth` of each rollout process. All must have the same version, fingerprint and receipt.
+        version: Version that they must hold.
+        sent: Fingerprint of what the actor sent: the weights, or adapters that each rollout merges itself.
     """
     stale = [rank for rank, h in enumerate(health) if h.version != version]
     if stale:
@@ -164,9 +185,9 @@ def check_health(health: list, version: int, *, sent: int | None = None) -> None
         held = ", ".join(
             f"rank {rank}: {_hex(h.fingerprint)}, received {_hex(h.received)}" for rank, h in enumerate(health)
         )
-        said = "" if sent is None else f"; {_hex(sent)} was sent"
+        expected = "" if sent is None else f"; {_hex(sent)} was sent"
         raise StaleWeightsError(
-            f"rollout ranks hold different weights after a push of version {version} ({held}{said})"
+            f"rollout ranks hold different weights after a push of version {version} ({held}{expected})"
         )
 
 

@@ -1,1 +1,1 @@
-"""What a trainer does when a process is lost or an update is not finite."""
+"""Recovery of a trainer: from lost workers, from a lost driver, and from updates that are not finite."""

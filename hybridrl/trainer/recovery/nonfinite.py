@@ -1,14 +1,13 @@
-"""What a run does with an update whose loss or gradient is not finite (`trainer.nonfinite`).
+"""Handle an update whose loss or gradient is not finite (`trainer.nonfinite`).
 
-Workers leave such an optimizer step out under every policy: it touches neither parameters nor optimizer nor schedule,
-on any rank. So
-no checkpoint ever holds anything of it. The policy says what the driver does then:
+Under every policy the workers skip such an optimizer step on all ranks: parameters, optimizer and schedule stay as they
+were. So no checkpoint ever contains it. The policy decides what the driver does then:
 
-    skip      goes on; after MAX_SPOILT_STEPS steps in a row without one whole update it ends the run, which learns
-    nothing
-    rollback  goes back to the newest commit and trains on from there; after MAX_ROLLBACKS times to the same one it ends
-    the run
-    stop      ends the run
+    skip      continue; after MAX_SKIPPED_STEPS steps in a row without one applied update the run ends
+    rollback  load the newest checkpoint and train on from there; after MAX_ROLLBACKS to the same one the run ends
+    stop      end the run
+
+Used by the PPO and SFT trainers, in the driver.
 """
 
 import logging
@@ -19,11 +18,9 @@ import numpy as np
 from hybridrl.errors import NonFiniteError
 
 logger = logging.getLogger(__name__)
-MAX_SPOILT_STEPS = 10
-MAX_ROLLBACKS = (
-    3  # a run is deterministic: what comes a second time from the same state is no accident of the machine's
-)
-LOOK_AT = {
+MAX_SKIPPED_STEPS = 10
+MAX_ROLLBACKS = 3  # to one checkpoint; runs are deterministic, so only a hardware fault goes away by a rollback
+HINTS = {
     "actor": "critic/advantages/*, actor/ppo_kl and actor/grad_norm of the steps before (metrics.jsonl), then lower "
     "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip",
     "critic": "critic/returns/* and critic/grad_norm of the steps before (metrics.jsonl), then lower "
@@ -32,36 +29,42 @@ LOOK_AT = {
 }
 
 
-class UpdateWatch:
-    """Looks at what every update reports. policy: `trainer.nonfinite`."""
+class NonFiniteGuard:
+    """Checks every update against the policy `trainer.nonfinite`."""
 
     def __init__(self, policy: str):
         self.policy = policy
-        self._spoilt: dict[str, int] = {}  # steps in a row without a whole update, by whose
+        self._skipped_in_a_row: dict[str, int] = {}  # consecutive steps without an applied update, by metric prefix
 
-    def look_at(self, updates: Mapping[str, Sequence[float]], *, prefix: str, step: int) -> None:
-        """Raise NonFiniteError where the policy does not go on from this update.
+    def check(self, updates: Mapping[str, Sequence[float]], *, prefix: str, step: int) -> None:
+        """Check one update.
 
-        updates: metric -> one value per optimizer step, under `{prefix}/`, as `EngineWorker` reports them. step: of
-        training.
+        Args:
+            updates: Metric -> one value per optimizer step, under `{prefix}/`, as `EngineWorker` reports them.
+            prefix: `actor`, `critic` or `train`.
+            step: Training step.
+
+        Raises:
+            NonFiniteError: The policy does not continue after this update.
         """
         skipped = _values(updates, f"{prefix}/skipped")
-        self._spoilt[prefix] = self._spoilt.get(prefix, 0) + 1 if skipped.size and skipped.all() else 0
+        self._skipped_in_a_row[prefix] = (
+            self._skipped_in_a_row.get(prefix, 0) + 1 if skipped.size and skipped.all() else 0
+        )
         if not skipped.any():
             return
-        found = f"step {step}: {_what(updates, prefix)}; that optimizer step is not applied on any rank"
+        found = f"step {step}: {_describe_update(updates, prefix)}; that optimizer step is skipped on all ranks"
         if self.policy != "skip":
-            raise NonFiniteError(f"{found}, and trainer.nonfinite={self.policy}. Look at {LOOK_AT[prefix]}")
-        if self._spoilt[prefix] >= MAX_SPOILT_STEPS:
+            raise NonFiniteError(f"{found}, and trainer.nonfinite={self.policy}. Check {HINTS[prefix]}")
+        if self._skipped_in_a_row[prefix] >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{found}, as in each of the {MAX_SPOILT_STEPS} steps before: nothing is learnt. Look at "
-                f"{LOOK_AT[prefix]}"
+                f"{found}, as in each of the {MAX_SKIPPED_STEPS} steps before: nothing is learnt. Check {HINTS[prefix]}"
             )
-        logger.warning("%s; trainer.nonfinite=skip goes on", found)
+        logger.warning("%s; training continues (trainer.nonfinite=skip)", found)
 
 
-def _what(updates: Mapping[str, Sequence[float]], prefix: str) -> str:
-    """Say whose loss or gradient it was, and in how many of the update's optimizer steps."""
+def _describe_update(updates: Mapping[str, Sequence[float]], prefix: str) -> str:
+    """Return whose loss or gradient is not finite, and in which share of the update's optimizer steps."""
     skipped, by_loss = (_values(updates, f"{prefix}/{name}") for name in ("skipped", "nonfinite_loss"))
     norms = _values(updates, f"{prefix}/grad_norm")[skipped > 0]
     what = "loss" if by_loss.any() else "gradient"
@@ -74,11 +77,15 @@ def _values(updates: Mapping[str, Sequence[float]], name: str) -> np.ndarray:
 
 
 def train_with_rollbacks(
-    train: Callable[[], None], *, policy: str, newest: Callable[[], str | None], go_back: Callable[[str], None]
+    train: Callable[[], None], *, policy: str, newest: Callable[[], str | None], roll_back: Callable[[str], None]
 ) -> None:
-    """Run `train`; with the policy rollback, after a NonFiniteError `go_back` to the newest commit and run it again.
+    """Run `train`; with policy rollback, load the newest checkpoint after a NonFiniteError and run it again.
 
-    newest: the path of the commit to go back to, None if there is none.
+    Args:
+        train: Trains from the current step to the last one.
+        policy: `trainer.nonfinite`.
+        newest: Returns the path of the checkpoint to roll back to, None if there is none.
+        roll_back: Loads the checkpoint at a path.
     """
     last, times = None, 0
     while True:
@@ -90,11 +97,13 @@ def train_with_rollbacks(
             if policy != "rollback":
                 raise
             if path is None:
-                error.add_note("there is no commit to go back to yet; trainer.save_freq=N commits every N steps")
+                error.add_note(
+                    "there is no checkpoint to roll back to yet; trainer.save_freq=N commits one every N steps"
+                )
                 raise
             if times > MAX_ROLLBACKS:
-                error.add_note(f"it came again after each of {MAX_ROLLBACKS} rollbacks to {path}")
+                error.add_note(f"it happened again after each of {MAX_ROLLBACKS} rollbacks to {path}")
                 raise
             last = path
             logger.warning("%s; rollback %d of %d to %s", error, times, MAX_ROLLBACKS, path)
-            go_back(path)
+            roll_back(path)

@@ -1,17 +1,20 @@
-"""`Failover`: a step that lost a process is taken again, from what the object store remembers of the step before.
+"""Retry a training step after a worker process was lost.
 
-At the end of a step every rank of the trained roles leaves its state (parameters, optimizer, schedule, random
-generators) in the object store, and the driver keeps its own beside it: a `Moment`. The store is a process of its own,
-so a rank may die and its state does not. When a call raises `WorkerLost`, the processes of that role are ended and
-started anew, all trained roles go back to the moment (those that are well, too: they may have taken their step
-already), the rollout gets the weights of the moment, and the step begins again, with the same prompts and the same
-random numbers. Nothing is left of the step that was lost, so every step that ends was taken exactly once.
+After each step (every `trainer.snapshot_freq` steps) all trained ranks store a snapshot of their state in Ray's object
+store: parameters, optimizer, schedule, random generators. The driver stores its own (`StepSnapshot`). The object store
+is a process of its own, so a snapshot survives the rank that made it. When a call raises `WorkerLost`, `StepRetry`
 
-What is tried, and how often: a process that was lost, three times between two steps that end well; one that does not
-answer before the deadline of its call (`trainer.call_timeout_s`), once: it is ended, as if it had been lost. Everything
-else that a worker raises is raised to the user at once: a mistake would only be made again. What the store of a lost
-machine held is gone with it; then, and when three times were not enough, the newest commit is where a new start of the
-job goes on. `failures.jsonl` in the run's directory tells what was lost, and when the run was back.
+  1. kills and restarts all processes of the lost role,
+  2. loads the snapshot into every trained role, also the healthy ones (they may have applied the update already),
+  3. pushes the snapshot's weights to the rollout, and
+  4. runs the step again with the same prompts and random numbers.
+
+So every completed step was applied exactly once. Limits: 3 losses, or 1 call timeout (`trainer.call_timeout_s`), per
+completed step; then the error is raised. Exceptions in user code are never retried, because they would only repeat. A
+lost node takes the snapshots in its object store with it; then, and beyond the limits, a new job resumes from the
+newest checkpoint.
+
+Called by the PPO trainer; runs in the driver. Every recovery is one line of `failures.jsonl` in the run directory.
 """
 
 import copy
@@ -22,194 +25,214 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hybridrl.driver.lifecycle import LIFE
+from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.master.state.events import TRAINER
-from hybridrl.trainer.recovery.step_snapshot import Moment
+from hybridrl.trainer.recovery.step_snapshot import StepSnapshot
 
 logger = logging.getLogger(__name__)
-MOST_LOSSES, MOST_TIMEOUTS = 3, 1
+MAX_LOSSES, MAX_TIMEOUTS = 3, 1  # per completed step
 FILE = "failures.jsonl"
 
 
-class Failover:
-    """every: steps from one moment to the next; 0 remembers nothing, and a lost process ends the run.
+class StepRetry:
+    """Snapshots of a run's steps, and the recovery of lost workers from them.
 
-    directory: of the run.
+    Args:
+        trainer: The PPO trainer.
+        snapshot_freq: Steps between two snapshots. 0: no snapshots, and a lost worker ends the run.
+        directory: Run directory, for `failures.jsonl`.
     """
 
-    def __init__(self, trainer: Any, *, every: int, directory: str):
-        self._trainer, self._every, self._path = trainer, every, os.path.join(directory, FILE)
-        self._moment: Moment | None = None
-        self._losses = self._timeouts = 0  # since the last moment
-        self._newest = -1  # step that has ended
+    def __init__(self, trainer: Any, *, snapshot_freq: int, directory: str):
+        self._trainer, self._snapshot_freq, self._path = trainer, snapshot_freq, os.path.join(directory, FILE)
+        self._snapshot: StepSnapshot | None = None
+        self._losses = self._timeouts = 0  # since the last snapshot
+        self._newest = -1  # completed step
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do `work`, which goes on from the trainer's step; after the loss of a process go back to the moment and do it
-        again.
+    def run_with_retry(self, work: Callable[[], None]) -> None:
+        """Run `work`, which starts at the trainer's current step; after a loss restore the snapshot and run it again.
+
+        Raises:
+            WorkerLost, CallTimeout: There is no snapshot, or the limits are used up.
         """
         while True:
             try:
                 return work()
             except (WorkerLost, CallTimeout) as error:
-                if self._moment is None:
+                if self._snapshot is None:
                     raise
-                self._recover(self._loss(error), self._moment)
+                self._recover(self._loss(error), self._snapshot)
 
-    def remember(self, *, whatever_step: bool = False) -> None:
-        """Have the end of this step remembered, if it is its turn. Returns when every rank has given its part."""
-        trainer = self._trainer
-        if not self._every or (trainer.global_steps % self._every and not whatever_step):
-            return
-        start = time.perf_counter()
-        engines = {role: trainer.past.ask(group, "take_snapshot") for role, group in trainer.trained_groups().items()}
-        for parts in engines.values():
-            parts.fetch(parts.sizes or [])  # small, and there when the parts are; the parts stay where they are
-        self._moment = Moment(
-            trainer.global_steps, engines, driver_state(trainer), trainer.pipeline.remember(), trainer.policy.channel
-        )
-        trainer.past.keep(self._moment)
-        LIFE.reached(trainer.global_steps)
-        self._losses, self._timeouts, self._snapshot_s = 0, 0, time.perf_counter() - start
+    def take_snapshot(self, *, force: bool = False) -> None:
+        """Store a snapshot of this step if one is due; returns when every rank has stored its part.
 
-    def begin(self, moment: Moment | None) -> None:
-        """Have everybody begin at the same step: the trainer's, or the end of the one at which another
-        driver was lost.
+        Args:
+            force: Take one at any step (never with `snapshot_freq` 0).
         """
         trainer = self._trainer
-        if moment is None:
-            trainer.prompts.drawn = trainer.global_steps + len(trainer.pipeline)
+        if not self._snapshot_freq or (trainer.global_steps % self._snapshot_freq and not force):
+            return
+        start = time.perf_counter()
+        engine_refs = {
+            role: trainer.resume_state.call_surviving(group, "take_snapshot")
+            for role, group in trainer.trained_groups().items()
+        }
+        for parts in engine_refs.values():
+            parts.fetch(parts.sizes or [])  # waits for all ranks; sizes are small, the parts stay in the store
+        self._snapshot = StepSnapshot(
+            trainer.global_steps,
+            engine_refs,
+            trainer_state(trainer),
+            trainer.pipeline.snapshot(),
+            trainer.policy.weight_channel,
+        )
+        trainer.resume_state.store(self._snapshot)
+        LIFECYCLE.report_step(trainer.global_steps)
+        self._losses, self._timeouts, self._snapshot_s = 0, 0, time.perf_counter() - start
+
+    def start(self, snapshot: StepSnapshot | None) -> None:
+        """Bring all roles to the same step: the trainer's, or that of a previous driver's snapshot."""
+        trainer = self._trainer
+        if snapshot is None:
+            trainer.prompts.num_drawn = trainer.global_steps + len(trainer.pipeline)
             trainer.policy.push_weights(trainer.global_steps)
             return
-        start, self._newest, trainer.global_steps = time.time(), moment.step, moment.step
-        self._go_back([], moment)
+        start, self._newest, trainer.global_steps = time.time(), snapshot.step, snapshot.step
+        self._rewind([], snapshot)
         seconds = time.time() - start
-        logger.warning("the next driver goes on at the end of step %d, after %.1f s", moment.step, seconds)
+        logger.warning(
+            "driver attempt %d resumed at the end of step %d after %.1f s", LIFECYCLE.attempt, snapshot.step, seconds
+        )
         self._record(
             {
-                "step": moment.step + 1,
+                "step": snapshot.step + 1,
                 "lost": [TRAINER],
                 "told_at": start,
                 "seconds": seconds,
-                "back_at_step": moment.step,
+                "back_at_step": snapshot.step,
             }
         )
-        if moment.step and trainer.commit_is_due() and moment.step not in trainer.store.steps():
+        if snapshot.step and trainer.commit_is_due() and snapshot.step not in trainer.store.steps():
             trainer.commit()
 
-    def is_news(self, step: int) -> bool:
-        """Whether this step ends for the first time."""
-        news, self._newest = step > self._newest, max(step, self._newest)
-        return news
+    def is_first_completion(self, step: int) -> bool:
+        """Return whether this step completes for the first time."""
+        is_first, self._newest = step > self._newest, max(step, self._newest)
+        return is_first
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds that the last moment took, and once there was a loss, how many there were and the seconds
-        they took.
-        """
-        survived = (
+        """Return the seconds of the last snapshot and, after a loss, number and seconds of all recoveries."""
+        recoveries = (
             {"failover/recoveries": float(self._recoveries), "failover/seconds": self._seconds}
             if self._recoveries
             else {}
         )
-        return survived | ({"timing_s/snapshot": self._snapshot_s} if self._moment is not None else {})
+        return recoveries | ({"timing_s/snapshot": self._snapshot_s} if self._snapshot is not None else {})
 
-    def _recover(self, lost: WorkerLost, moment: Moment) -> None:
-        """Bring back what was lost, and what is lost meanwhile. Raises the loss that was one too many."""
-        told_at, step, dead = time.time(), self._trainer.global_steps, [lost]
-        self._go_back(dead, moment)
-        seconds = time.time() - told_at
+    def _recover(self, lost: WorkerLost, snapshot: StepSnapshot) -> None:
+        """Rebuild lost roles, including any lost during recovery; raises WorkerLost beyond the limits."""
+        detected_at, step, losses = time.time(), self._trainer.global_steps, [lost]
+        self._rewind(losses, snapshot)
+        seconds = time.time() - detected_at
         self._recoveries, self._seconds = self._recoveries + 1, self._seconds + seconds
-        logger.warning("back at the end of step %d after %.1f s", moment.step, seconds)
-        names = [f"{one.role}-{one.rank}" for one in dead]
+        logger.warning(
+            "recovered after %.1f s: all roles are at the end of step %d; training continues from there",
+            seconds,
+            snapshot.step,
+        )
+        names = [f"{one.role}-{one.rank}" for one in losses]
         self._record(
             {
                 "step": step,
                 "lost": names,
-                "method": dead[0].method,
-                "told_at": told_at,
+                "method": losses[0].method,
+                "told_at": detected_at,
                 "seconds": seconds,
-                "back_at_step": moment.step,
+                "back_at_step": snapshot.step,
             }
         )
 
-    def _go_back(self, dead: list[WorkerLost], moment: Moment) -> None:
-        """Bring back the dead, to whom those are added that are lost meanwhile, and take everybody to the moment."""
+    def _rewind(self, losses: list[WorkerLost], snapshot: StepSnapshot) -> None:
+        """Rebuild the roles of `losses`, append losses that happen meanwhile, and restore the snapshot."""
         step = self._trainer.global_steps
         while True:
-            if dead:
-                self._count(dead[-1], step, moment)
+            if losses:
+                self._check_budget(losses[-1], step, snapshot)
             try:
-                self._trainer.policy.disconnect(str(dead[-1]) if dead else "its driver was lost")
-                self._rebuild({role for one in dead for role in one.role.split("+")})
-                return self._restore(moment)
+                self._trainer.policy.disconnect(str(losses[-1]) if losses else "its driver was lost")
+                self._rebuild({role for one in losses for role in one.role.split("+")})
+                return self._restore(snapshot)
             except (WorkerLost, CallTimeout) as another:
-                dead.append(self._loss(another))
+                losses.append(self._loss(another))
 
     def _loss(self, error: WorkerLost | CallTimeout) -> WorkerLost:
-        """The loss that an error is. Raises a timeout that is none of a worker's, or one too many."""
+        """Return the error as a loss; raises a timeout without a worker, or one beyond the limit."""
         if isinstance(error, WorkerLost):
             return error
         self._timeouts += 1
-        if not error.role or self._timeouts > MOST_TIMEOUTS:
+        if not error.role or self._timeouts > MAX_TIMEOUTS:
             raise error
-        return WorkerLost(error.role, error.ranks[0], error.method, f"{error}; its processes are ended")
+        return WorkerLost(error.role, error.ranks[0], error.method, f"{error}; its processes are killed")
 
-    def _count(self, lost: WorkerLost, step: int, moment: Moment) -> None:
+    def _check_budget(self, lost: WorkerLost, step: int, snapshot: StepSnapshot) -> None:
         self._losses += 1
-        if self._losses > MOST_LOSSES:
+        if self._losses > MAX_LOSSES:
             lost.add_note(
-                f"it was the loss number {self._losses} since step {moment.step} ended; what comes so "
-                "often is no accident"
+                f"{self._losses} workers were lost since step {snapshot.step} completed (limit: {MAX_LOSSES}). The "
+                "failure repeats, so the run stops; resume with trainer.resume_mode=auto"
             )
             raise lost
-        logger.warning("step %d: %s; going back to the end of step %d", step, lost, moment.step)
+        logger.warning(
+            "step %d: %s; rebuilding its role and going back to the end of step %d", step, lost, snapshot.step
+        )
 
     def _record(self, entry: dict[str, Any]) -> None:
         try:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
-        except OSError as error:  # a full disk must not end what a lost process did not
+        except OSError as error:  # a full disk must not end a run that survived a loss
             logger.warning("%s: cannot be written (%s)", self._path, error.strerror)
 
     def _rebuild(self, roles: set[str]) -> None:
-        """Start the processes of these roles anew, with all roles that they hold."""
+        """Restart the processes of these roles, and initialize all roles that share them."""
         groups, done = self._trainer.groups, []
         for role in sorted(roles):
             processes = groups[role].processes
-            if any(processes is one for one in done):
+            if any(processes is other for other in done):
                 continue
             done.append(processes)
             groups[role].rebuild()
-            for held in processes.classes:
-                self._trainer.init_role(held)
+            for colocated in processes.classes:
+                self._trainer.init_role(colocated)
 
-    def _restore(self, moment: Moment) -> None:
+    def _restore(self, snapshot: StepSnapshot) -> None:
         trainer = self._trainer
         for role, group in trainer.trained_groups().items():
-            group.load_snapshot(moment.engines[role])
-        load_driver_state(trainer, moment.driver)
-        trainer.ledger.go_back(moment.step)
+            group.load_snapshot(snapshot.engine_refs[role])
+        load_trainer_state(trainer, snapshot.trainer_state)
+        trainer.ledger.rewind(snapshot.step)
         trainer.policy.reconnect()
-        trainer.policy.push_weights(moment.step)
-        trainer.pipeline.go_back(moment.ahead)
-        if trainer.evaluation is not None:
-            trainer.evaluation.ask_again()
+        trainer.policy.push_weights(snapshot.step)
+        trainer.pipeline.rewind(snapshot.pending_batches)
+        if trainer.remote_evaluator is not None:
+            trainer.remote_evaluator.resubmit()
 
 
-def driver_state(trainer: Any) -> dict[str, Any]:
-    """Return what a trainer itself knows between two steps, for `load_driver_state` of the same one."""
+def trainer_state(trainer: Any) -> dict[str, Any]:
+    """Return the driver's own state between two steps, for `load_trainer_state`."""
     return {
         "global_steps": trainer.global_steps,
-        "drawn": trainer.prompts.drawn,
+        "drawn": trainer.prompts.num_drawn,
         "data": copy.deepcopy(trainer.train_loader.state_dict()),
         "kl_ctrl": copy.deepcopy(trainer.kl_ctrl.state_dict()),
-        "replay": trainer.replay_buffer.remember(),
+        "replay": trainer.replay_buffer.snapshot(),
     }
 
 
-def load_driver_state(trainer: Any, state: dict[str, Any]) -> None:
-    trainer.global_steps, trainer.prompts.drawn = state["global_steps"], state["drawn"]
+def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
+    trainer.global_steps, trainer.prompts.num_drawn = state["global_steps"], state["drawn"]
     trainer.train_loader.load_state_dict(copy.deepcopy(state["data"]))
     trainer.kl_ctrl.load_state_dict(copy.deepcopy(state["kl_ctrl"]))
-    trainer.replay_buffer.go_back(state["replay"])
+    trainer.replay_buffer.rewind(state["replay"])

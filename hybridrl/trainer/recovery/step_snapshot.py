@@ -1,8 +1,11 @@
-"""`Moment`: the end of a step, in memory; and where it is kept so that the next driver finds it when this one is lost.
+"""Step snapshots: the state at the end of a step, held in memory for a restarted driver.
 
-A driver that somebody keeps running (`life.py`) has its moments kept by a `JobMemory`. In its next life it finds the
-newest there, takes up the worker processes, and goes on at the end of that step. Without one there is nothing to go on
-from but the newest commit: the job is then a new run on the cluster, and what is left of the old one is ended.
+A supervised driver (`driver/lifecycle.py`) has its snapshots held in Ray's object store by a snapshot store, an actor
+that outlives it. The next attempt loads the newest snapshot there, reattaches to the worker processes, and resumes at
+the end of that step. Without a snapshot only the newest checkpoint is left: the job is then a new run on the cluster,
+and the processes of the old one are killed.
+
+Used by the PPO trainer and by `StepRetry`, in the driver.
 """
 
 import logging
@@ -15,9 +18,14 @@ import cloudpickle
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.driver.lifecycle import LIFE
-from hybridrl.single_controller.monitoring.snapshot_store import find_memory, keep, kept, start_memory
-from hybridrl.single_controller.processes.termination import end_run
+from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.single_controller.monitoring.snapshot_store import (
+    find_snapshot_store,
+    load_snapshot,
+    start_snapshot_store,
+    store_snapshot,
+)
+from hybridrl.single_controller.processes.termination import kill_run
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import run_directory
 
@@ -25,106 +33,113 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The end of a step.
+class StepSnapshot:
+    """State at the end of a step.
 
-    engines: role -> one reference per rank to what `take_snapshot` returned. driver: of the trainer itself. ahead:
-    batches on their way. channel: that weights were pushed over, see `PolicyGroups.channel`.
+    Attributes:
+        step: The completed step.
+        engine_refs: Role -> one reference per rank to what `take_snapshot` returned.
+        trainer_state: State of the driver itself, see `trainer_state` in `step_retry.py`.
+        pending_batches: Batches whose generation has been submitted (`trainer.lag`).
+        channel: Channel that weights were pushed over, see `PolicyGroups.weight_channel`.
     """
 
     step: int
-    engines: Mapping[str, list]
-    driver: Mapping[str, Any]
-    ahead: list[Any]
+    engine_refs: Mapping[str, list]
+    trainer_state: Mapping[str, Any]
+    pending_batches: list[Any]
     channel: Any = None
 
 
-class Past:
-    """What a driver finds when it begins.
+class ResumeState:
+    """What a driver resumes from, and the store for its own snapshots.
 
-    run: the name of its run on the cluster. moment: what to go on from, not in a first life.
+    Args:
+        run_name: Name of the run on the cluster.
+        snapshot: Snapshot of the previous driver; None in a first attempt.
+        store: Snapshot store of the run, None while there is none.
+        is_supervised: Whether a supervisor restarts this driver, so that snapshots must outlive it.
     """
 
-    def __init__(self, run: str, *, moment: Moment | None = None, memory: Any = None, is_kept: bool = False):
-        self.run, self.moment, self.is_kept = run, moment, is_kept
-        self._memory = memory
+    def __init__(
+        self, run_name: str, *, snapshot: StepSnapshot | None = None, store: Any = None, is_supervised: bool = False
+    ):
+        self.run_name, self.snapshot, self.is_supervised = run_name, snapshot, is_supervised
+        self._store = store
 
-    def take_moment(self) -> Moment | None:
-        """Return what to go on from, the first time; a driver that goes back later goes back to a commit."""
-        moment, self.moment = self.moment, None
-        return moment
+    def pop_snapshot(self) -> StepSnapshot | None:
+        """Return the snapshot to resume from and clear it. Later rollbacks use the newest checkpoint."""
+        snapshot, self.snapshot = self.snapshot, None
+        return snapshot
 
-    def ask(self, group: Any, method: str) -> Any:
-        """Call a method on all ranks of a group, with answers that outlive this driver, if somebody starts another."""
-        if not self.is_kept:
-            return getattr(group, method).later()
+    def call_surviving(self, group: Any, method: str) -> Any:
+        """Call a method on all ranks of a group; the results outlive a supervised driver."""
+        if not self.is_supervised:
+            return getattr(group, method).submit()
         import ray
 
         for _ in range(2):
-            self._memory = self._memory or start_memory(self.run)
+            self._store = self._store or start_snapshot_store(self.run_name)
             try:
-                return group.ask_through(self._memory, method)
-            except (
-                ray.exceptions.RayActorError
-            ):  # it died, and what it kept is gone; the next moment is its successor's
-                logger.warning("the memory of %s was lost; another one is started", self.run)
-                self._memory = None
-        raise RuntimeError(f"the memory of {self.run} was lost twice")
+                return group.call_through_actor(self._store, method)
+            except ray.exceptions.RayActorError:
+                logger.warning(
+                    "snapshot store of %s was lost; started a new one (no snapshot until the next step)", self.run_name
+                )
+                self._store = None
+        raise RuntimeError(f"the snapshot store of {self.run_name} was lost twice in a row; resume from a checkpoint")
 
-    def keep(self, moment: Moment) -> None:
-        """Have the next driver find this moment."""
-        if not self.is_kept:
+    def store(self, snapshot: StepSnapshot) -> None:
+        """Store this snapshot for the next driver, if there is a supervisor."""
+        if not self.is_supervised:
             return
-        described = replace(moment, engines={}, ahead=[batch.begun_again() for batch in moment.ahead])
-        parts = {role: list(references) for role, references in moment.engines.items()}
-        if not keep(self._memory, cloudpickle.dumps(described), parts):
-            logger.warning("the memory of %s was lost; the next step has another one", self.run)
-            self._memory = None
+        description = replace(
+            snapshot, engine_refs={}, pending_batches=[batch.as_unsubmitted() for batch in snapshot.pending_batches]
+        )
+        parts = {role: list(references) for role, references in snapshot.engine_refs.items()}
+        if not store_snapshot(self._store, cloudpickle.dumps(description), parts):
+            logger.warning("snapshot store of %s was lost; the next step starts a new one", self.run_name)
+            self._store = None
 
-    def forget(self) -> None:
-        """End the memory."""
-        if self._memory is None:
+    def drop(self) -> None:
+        """End the snapshot store, and with it all snapshots."""
+        if self._store is None:
             return
         import ray
 
-        ray.kill(self._memory, no_restart=True)
-        self._memory = None
+        ray.kill(self._store, no_restart=True)
+        self._store = None
 
 
-def is_kept_running(config: TrainerConfig) -> bool:
-    """Return whether a driver with these settings is to be started again when it is lost; it has to
-    remember something.
-    """
+def is_supervisable(config: TrainerConfig) -> bool:
+    """Return whether a driver with these settings can be restarted: it needs a master and snapshots on Ray."""
     return config.backend == "ray" and config.master and config.snapshot_freq > 0
 
 
-def go_on_with(config: PPOConfig) -> PPOConfig:
-    """Return the settings for this life: in a later one, what this run has committed comes before
-    `trainer.resume_mode`.
-    """
+def with_resume_overrides(config: PPOConfig) -> PPOConfig:
+    """Return the settings for this attempt: after a restart, resume from the run's own checkpoints."""
     trainer = config.trainer
-    if LIFE.number > 1 and CheckpointStore(run_directory(trainer)).latest() is not None:
+    if LIFECYCLE.attempt > 1 and CheckpointStore(run_directory(trainer)).latest() is not None:
         return replace(config, trainer=replace(trainer, resume_mode="auto", resume_from_path=None))
     return config
 
 
-def look_back(config: TrainerConfig) -> Past:
-    """Return what there is from earlier lives of this driver. Needs a connection to Ray where `config` says Ray."""
-    if not (LIFE.is_kept and config.backend == "ray"):
-        return Past(f"{config.experiment_name}-{uuid.uuid4().hex[:6]}")
-    run = f"{config.experiment_name}-{LIFE.run}"
-    if LIFE.number == 1:
-        return Past(run, is_kept=True)
-    memory = find_memory(run)
-    found = kept(memory)
+def load_resume_state(config: TrainerConfig) -> ResumeState:
+    """Return what earlier attempts of this driver have left. Needs a connection to Ray if the backend is Ray."""
+    if not (LIFECYCLE.is_supervised and config.backend == "ray"):
+        return ResumeState(f"{config.experiment_name}-{uuid.uuid4().hex[:6]}")
+    run_name = f"{config.experiment_name}-{LIFECYCLE.run_id}"
+    if LIFECYCLE.attempt == 1:
+        return ResumeState(run_name, is_supervised=True)
+    store = find_snapshot_store(run_name)
+    found = load_snapshot(store)
     if found is None:
-        logger.warning("the last driver left nothing in memory to go on from: everything is started anew")
-        end_run(run)
-        return Past(f"{run}.{LIFE.number}", is_kept=True)
+        logger.warning("driver attempt %d: the previous driver left no snapshot; starting a new job", LIFECYCLE.attempt)
+        kill_run(run_name)
+        return ResumeState(f"{run_name}.{LIFECYCLE.attempt}", is_supervised=True)
     description, parts = found
-    moment = replace(cloudpickle.loads(description), engines=parts)
-    if (
-        moment.channel is not None
-    ):  # an actor that was told to send weights, and no rollout to take them, waits no longer
-        moment.channel.abandon("the driver was lost")
-    return Past(run, moment=moment, memory=memory, is_kept=True)
+    snapshot = replace(cloudpickle.loads(description), engine_refs=parts)
+    if snapshot.channel is not None:
+        # The previous driver may have died between send and receive: release the actor that still waits for a receiver.
+        snapshot.channel.cancel("the driver was lost")
+    return ResumeState(run_name, snapshot=snapshot, store=store, is_supervised=True)

@@ -1,1 +1,1 @@
-"""What surrounds a training loop: run directory, tracking, console, report."""
+"""What surrounds a training loop: run directory, stages, metrics, tracking, console, report."""

@@ -1,4 +1,4 @@
-"""Metrics of an update, for every trainer."""
+"""Reduce the metrics of an update to one value each, for every trainer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,9 +6,10 @@ import numpy as np
 
 
 def mean_metrics(updates: Mapping[str, Sequence]) -> dict[str, float]:
-    """Return the mean over the optimizer steps of an update; of the learning rate and of counts, the last one.
+    """Return the mean over an update's optimizer steps; the last value for learning rate and counts.
 
-    updates: metric name -> values, possibly nested by rank, as worker groups collect them.
+    Args:
+        updates: Metric name -> values, possibly nested by rank, as worker groups collect them.
     """
     columns = {name: np.asarray(values, dtype=np.float64).ravel() for name, values in updates.items()}
     return {

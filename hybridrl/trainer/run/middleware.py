@@ -1,9 +1,10 @@
-"""Functions of the user's that change the stages of the loop: `trainer.middleware=[path.py:fn]`.
+"""Middleware: user functions that change the stages of the training loop (`trainer.middleware=[path.py:fn]`).
 
     def use(task, trainer):
         task.insert_after("adv", clip_advantages)       # or insert_before, replace, use_wrapper, on_exit
 
-The context of a step whose batch is a `DataProto`: stages that run side by side each work on a shallow copy of it.
+`BatchContext` is the loop's context: stages that run concurrently each work on a shallow copy of the batch. Used by the
+trainers and by `hybridrl job graph`, in the driver.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.import_path import load_object
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StageSpec, Task
-from hybridrl.framework.context import set_changed
+from hybridrl.framework.context import apply_changes
 from hybridrl.framework.stage import with_spec
 from hybridrl.protocol import DataProto
 
@@ -24,17 +25,18 @@ Middleware = Callable[[Task, Any], None]
 def load_middleware(paths: Sequence[str]) -> list[Middleware]:
     """Return the functions named as `path.py:fn` or `package.module:fn`.
 
-    Raises ConfigError for what is not there or no function.
+    Raises:
+        ConfigError: A name cannot be loaded, or is no function.
     """
     return [_load(path) for path in paths]
 
 
 def _load(path: str) -> Middleware:
-    place, _, name = path.rpartition(":")
-    if not place or not name:
+    module, _, name = path.rpartition(":")
+    if not module or not name:
         raise ConfigError(f"trainer.middleware={path}: write it as path.py:fn or package.module:fn")
     try:
-        loaded = load_object(place, name)
+        loaded = load_object(module, name)
     except ConfigError as error:
         raise ConfigError(f"trainer.middleware={path}: {error}") from error
     if not callable(loaded):
@@ -43,31 +45,29 @@ def _load(path: str) -> Middleware:
 
 
 def apply_middleware(task: Task, trainer: Any) -> None:
-    """Let the trainer's middleware change its loop."""
+    """Apply the trainer's middleware to its loop."""
     for change in trainer.middleware:
         change(task, trainer)
 
 
-def changed_stages(specs: Iterable[StageSpec], config: PPOConfig) -> list[StageSpec]:
-    """Return what the stages say about themselves once `trainer.middleware` has changed the loop. Nothing is run."""
+def preview_stages(specs: Iterable[StageSpec], config: PPOConfig) -> list[StageSpec]:
+    """Return the specs of the loop's stages after `trainer.middleware` is applied; runs no stage."""
     task = Task()
     for spec in specs:
         task.use(with_spec(_nothing, spec))
     for change in load_middleware(config.trainer.middleware):
-        change(task, Outline(config))
+        change(task, TrainerStub(config))
     return task.stages
 
 
-class Outline:
-    """Stands for the trainer where the loop is looked at and not run: it has the settings and nothing else."""
+class TrainerStub:
+    """Replaces the trainer when the loop is only inspected; has nothing but the settings."""
 
     def __init__(self, config: PPOConfig):
         self.config = config
 
     def __getattr__(self, name: str) -> Any:
-        raise ConfigError(
-            f"trainer.middleware: trainer.{name} is there when the loop runs and not before; use it inside of a stage"
-        )
+        raise ConfigError(f"trainer.middleware: trainer.{name} exists only while the loop runs; use it inside a stage")
 
 
 def _nothing(ctx: Any) -> None:
@@ -76,21 +76,21 @@ def _nothing(ctx: Any) -> None:
 
 @dataclass(repr=False, eq=False)
 class BatchContext(OnlineRLContext):
-    """`OnlineRLContext` for stages that run beside others. Columns are added or replaced, never changed in place."""
+    """`OnlineRLContext` for concurrent stages: columns are added or replaced, never changed in place."""
 
-    def copied(self, value: Any) -> Any:
+    def copy(self, value: Any) -> Any:
         if not isinstance(value, DataProto):
-            return super().copied(value)
+            return super().copy(value)
         batch = None if value.batch is None else value.batch.clone(recurse=False)
         return DataProto(batch, dict(value.non_tensor_batch), dict(value.meta_info))
 
-    def take_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
+    def merge_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
         if not all(isinstance(value, DataProto) for value in (mine, before, theirs)) or len(mine) != len(theirs):
-            return super().take_changes(mine, before, theirs)
+            return super().merge_changes(mine, before, theirs)
         if theirs.batch is not None:
             _set_changed_columns(mine, before, theirs)
-        set_changed(mine.non_tensor_batch, before.non_tensor_batch, theirs.non_tensor_batch)
-        set_changed(mine.meta_info, before.meta_info, theirs.meta_info)
+        apply_changes(mine.non_tensor_batch, before.non_tensor_batch, theirs.non_tensor_batch)
+        apply_changes(mine.meta_info, before.meta_info, theirs.meta_info)
         return True
 
 
@@ -98,4 +98,4 @@ def _set_changed_columns(mine: DataProto, before: DataProto, theirs: DataProto) 
     if mine.batch is None:
         mine.batch = theirs.batch
         return
-    set_changed(mine.batch, {} if before.batch is None else before.batch, theirs.batch)
+    apply_changes(mine.batch, {} if before.batch is None else before.batch, theirs.batch)

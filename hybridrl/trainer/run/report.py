@@ -1,6 +1,6 @@
-"""What is left for a person when a run ends: a picture of its curves, and lines that say from what to what.
+"""Write the closing report of a run: a picture of its learning curves, and lines with first and last values.
 
-Reads only metrics.
+Called by `main_ppo` and `main_sft` at the end, in the driver. Reads only logged metrics and examples.
 """
 
 import math
@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.trainer.run.console import VALIDATION_LOSS, split_validation_name
-from hybridrl.trainer.run.samples import answered, asked, read_examples
+from hybridrl.trainer.run.samples import format_answer, format_prompt, read_examples
 from hybridrl.trainer.run.tracking import METRICS_FILE, TENSORBOARD_DIRECTORY, read_metrics
 
 History = Sequence[Mapping[str, float]]
 Series = tuple[list[int], list[float]]  # steps, values
 CURVE_FILE = "learning_curve.png"
-SMOOTHING = 0.1  # of a run's steps: the width of the moving average drawn over a noisy curve
+SMOOTHING = 0.1  # width of the moving average over a noisy curve, as a share of the steps
 COLOURS = ("#1f6fb4", "#d95f02", "#2a9d5c", "#8e5bb0", "#c0392b", "#6b6b6b")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: training curves by metric name with their labels, in the units of one axis each side."""
+    """One plot: (metric, label) of its curves, for the left and the right axis."""
 
     title: str
     left: tuple[tuple[str, str], ...]
     left_label: str
     right: tuple[tuple[str, str], ...] = ()
     right_label: str = ""
-    from_zero: bool = False  # the left axis starts at zero: shares of a whole are to be compared
+    from_zero: bool = False  # start the left axis at zero, to compare parts of a whole
 
 
 PANELS = (
@@ -67,45 +67,51 @@ PANELS = (
 def report_run(
     directory: str | Path, *, checkpoint: str | None, written: Mapping[str, str | None] | None = None
 ) -> str:
-    """Draw the curves of the run that wrote to `directory`, and return its closing lines, the last one ended.
+    """Draw the curves of the run that wrote to `directory`, and return its closing lines.
 
-    checkpoint: the run's newest. written: what else the run has written, what -> path; None where it has not.
+    Args:
+        directory: The run's directory.
+        checkpoint: Path of the run's newest checkpoint.
+        written: Other outputs of the run, name -> path; None if the run did not write it.
     """
     directory = Path(directory).absolute()
     metrics = directory / METRICS_FILE
     history = read_metrics(metrics) if metrics.exists() else []
     curves = write_report(directory, history, title=f"{directory.parent.name}/{directory.name}")
-    places = {
+    outputs = {
         "last checkpoint": checkpoint or "none: trainer.save_freq=N commits every N steps and at the end",
-        "metrics": metrics if history else "not kept: put jsonl into trainer.logger to have them, and learning curves",
+        "metrics": metrics if history else "not stored: add jsonl to trainer.logger for metrics and learning curves",
         "learning curve": curves[0] if curves else None,
         "TensorBoard": directory / TENSORBOARD_DIRECTORY if (directory / TENSORBOARD_DIRECTORY).exists() else None,
     } | dict(written or {})
     lines = [
-        final_report(history, written={what: where for what, where in places.items() if where}),
+        final_report(history, written={what: where for what, where in outputs.items() if where}),
         *_examples(directory, history),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _examples(directory: Path, history: History) -> list[str]:
-    """The first and last answer to the same problem, for each data source."""
+    """Return, per data source, the first and last answer to the same problem."""
     steps = {step for curve in _validation_curves(merge_steps(history)).values() for step in curve[0]}
     by_source: dict[str, list[dict[str, Any]]] = {}
     for example in read_examples(directory):
         if example["step"] in steps:
             by_source.setdefault(example["data_source"], []).append(example)
     lines = []
-    for first, *later in by_source.values():
-        lines += [asked(first), *(f"  {answered(example)}" for example in [first, *later[-1:]])]
+    for first, *others in by_source.values():
+        lines += [format_prompt(first), *(f"  {format_answer(example)}" for example in [first, *others[-1:]])]
     return lines
 
 
 def write_report(directory: str | Path, history: History | str | Path, *, title: str = "") -> list[Path]:
-    """Draw the curves of a run into `directory`/learning_curve.png and return the paths written.
+    """Draw the curves of a run into `directory`/learning_curve.png, and return the paths written.
 
-    history: the logged metrics, each with its `step`, or the path of a metrics.jsonl. Panels without data are left out;
-    with no data at all nothing is written.
+    Args:
+        directory: Where to write.
+        history: The logged metrics, each entry with its `step`, or the path of a metrics.jsonl. Panels without data are
+            omitted; without any data nothing is written.
+        title: Of the picture.
     """
     merged = merge_steps(load_history(history))
     panels = [panel for panel in PANELS if _curves(merged, panel.left + panel.right)]
@@ -119,8 +125,13 @@ def write_report(directory: str | Path, history: History | str | Path, *, title:
 
 
 def final_report(history: History | str | Path, *, written: Mapping[str, str | Path] | None = None) -> str:
-    """Return the closing lines of a run: where things were written (`written`: what -> path, in the order to show),
-    then the training reward or loss and every core validation metric from its first to its last value.
+    """Return the closing lines of a run: its outputs, then first and last values.
+
+    The values are the training reward or loss and every core validation metric.
+
+    Args:
+        history: As for `write_report`.
+        written: Name -> path of the outputs, in the order to show.
     """
     merged = merge_steps(load_history(history))
     lines = [f"{what}: {path}" for what, path in (written or {}).items()]
@@ -145,27 +156,29 @@ def load_history(history: History | str | Path) -> History:
 
 
 def merge_steps(history: History) -> list[dict[str, float]]:
-    """Return one entry per step in ascending order; where a step was logged twice, later values count.
+    """Return one entry per step in ascending order; if a step was logged twice, later values count.
 
-    What a separate evaluation found is put at the step whose weights it saw (`val/version`), not at the one that heard
-    of it.
+    Results of a remote evaluation are assigned to the step of its weights (`val/version`), not to the step that logged
+    them.
     """
     steps: dict[int, dict[str, float]] = {}
     for entry in history:
-        seen = int(entry.get("val/version", entry["step"]))
+        evaluated_step = int(entry.get("val/version", entry["step"]))
         found = (
-            {name: value for name, value in entry.items() if name.startswith("val-")} if seen != entry["step"] else {}
+            {name: value for name, value in entry.items() if name.startswith("val-")}
+            if evaluated_step != entry["step"]
+            else {}
         )
         steps.setdefault(int(entry["step"]), {}).update(
             {name: value for name, value in entry.items() if name not in found}
         )
         if found:
-            steps.setdefault(seen, {"step": seen}).update(found)
+            steps.setdefault(evaluated_step, {"step": evaluated_step}).update(found)
     return [steps[step] for step in sorted(steps)]
 
 
 def series(history: History, name: str) -> Series:
-    """Return steps and values of one metric where it is a finite number."""
+    """Return steps and values of one metric, without values that are not finite."""
     points = [(int(entry["step"]), float(entry[name])) for entry in history if math.isfinite(entry.get(name, math.nan))]
     return [step for step, _ in points], [value for _, value in points]
 
@@ -173,8 +186,8 @@ def series(history: History, name: str) -> Series:
 def moving_average(values: Sequence[float], width: int) -> list[float]:
     """Return the mean over `width` (made odd) values around each one.
 
-    At the beginning, where curves are steep, over as many before as behind it; at the end, where one step's noise would
-    be taken for the result, over all of those before it that belong to the window.
+    At the start, where curves are steep, the window shrinks on both sides. At the end it keeps all values before, so
+    that the noise of one step is not mistaken for the result.
     """
     half = width // 2
     windows = (values[max(0, i - half) : i + min(i, half) + 1] for i in range(len(values)))
@@ -189,9 +202,7 @@ def _training_curve(history: History) -> tuple[str, Series] | None:
 
 
 def _validation_curves(history: History) -> dict[str, Series]:
-    """Return the core validation metrics by a label for the legend; the data source is named where
-    there are several.
-    """
+    """Return label -> core validation metric; labels name the data source if there are several."""
     names = dict.fromkeys(name for entry in history for name in entry if name.startswith("val-core/"))
     sources = {split_validation_name(name)[0] for name in names}
     curves = {}
@@ -212,7 +223,7 @@ def _change(what: str, points: Series) -> str:
 
 
 def _ends(points: Series) -> Series:
-    """Return first and last step with the means over the first and last tenth: one step's reward is noise."""
+    """Return first and last step with the means over the first and last tenth, to average out noise."""
     steps, values = points
     size = max(1, len(values) // 10)
     return (
@@ -224,7 +235,7 @@ def _ends(points: Series) -> Series:
 
 
 def _draw(history: History, panels: Sequence[Panel], path: Path, *, title: str, has_progress: bool) -> None:
-    from matplotlib.figure import Figure  # without pyplot: no window system is looked for
+    from matplotlib.figure import Figure  # without pyplot, which would look for a window system
 
     count = len(panels) + has_progress
     columns = 2 if count > 1 else 1
@@ -232,20 +243,20 @@ def _draw(history: History, panels: Sequence[Panel], path: Path, *, title: str, 
     figure = Figure(figsize=(6.4 * columns, 3.8 * rows), layout="constrained")
     wide_last = count % columns != 0  # an odd number of panels: the last one takes the whole row
     grid = figure.add_gridspec(rows, columns)
-    places = [
+    cells = [
         grid[i // columns, :] if wide_last and i == count - 1 else grid[i // columns, i % columns] for i in range(count)
     ]
     if has_progress:
-        _draw_progress(figure.add_subplot(places.pop(0)), history)
-    for place, panel in zip(places, panels, strict=True):
-        _draw_panel(figure.add_subplot(place), history, panel)
+        _draw_progress(figure.add_subplot(cells.pop(0)), history)
+    for cell, panel in zip(cells, panels, strict=True):
+        _draw_panel(figure.add_subplot(cell), history, panel)
     if title:
         figure.suptitle(title, fontweight="bold")
     figure.savefig(path, dpi=130)
 
 
 def _draw_progress(axes: Any, history: History) -> None:
-    """Training reward (or loss) with its moving average, and the validations as points."""
+    """Draw training reward (or loss) with its moving average, and validations as points."""
     training, validations = _training_curve(history), _validation_curves(history)
     labels = [training[0]] if training else []
     if training:
@@ -277,17 +288,17 @@ def _draw_panel(axes: Any, history: History, panel: Panel) -> None:
         axes.set_ylim(bottom=0)
     _finish(axes, title=panel.title, unit=axes.get_ylabel())
     handles = [handle for side, _, _ in sides for handle in side.get_legend_handles_labels()[0]]
-    # Below the picture: no place inside is free of the curves of both axes.
+    # Below the plot: inside, it would cover curves of one of the axes.
     axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
 
 
 def _curves(history: History, names: Sequence[tuple[str, str]]) -> list[tuple[str, Series]]:
-    """Return label and points of what was measured and was not zero all the time."""
+    """Return label and points of the metrics that have a value other than zero."""
     return [(label, points) for name, label in names if any((points := series(history, name))[1])]
 
 
 def _draw_curve(axes: Any, steps: list[int], values: list[float], *, label: str, colour: str) -> None:
-    """A moving average over the faint single steps, or the steps alone where they are few."""
+    """Draw a moving average over the faint single steps, or only the steps if they are few."""
     width = round(len(steps) * SMOOTHING)
     if width < 3:
         axes.plot(steps, values, color=colour, label=label, marker="." if len(steps) < 20 else "")
@@ -297,7 +308,7 @@ def _draw_curve(axes: Any, steps: list[int], values: list[float], *, label: str,
 
 
 def _cut_margin_below_zero(axes: Any, curves: Sequence[tuple[str, Series]]) -> None:
-    """Let the axis begin at zero where only its margin is below: there are no negative lengths, shares and seconds."""
+    """Start the axis at zero if only its margin is below: lengths, shares and seconds are not negative."""
     if axes.get_ylim()[0] < 0 <= min((min(values) for _, (_, values) in curves), default=-1):
         axes.set_ylim(bottom=0)
 

@@ -1,8 +1,7 @@
-"""Rollouts as people read them: one JSON line per sample, with prompt, response, score and what the reward function
-added.
+"""Write rollouts as JSON lines for people: prompt, response, score, and the reward function's extra values.
 
-And a few of every validation, the same problems each time, so that one sees the answers change: `examples.jsonl` in the
-run's directory.
+Also a few examples of every validation, of the same problems each time, to compare answers over the run
+(`examples.jsonl` in the run's directory). Used by the trainer, validation and the report, in the driver.
 """
 
 import json
@@ -17,18 +16,18 @@ import torch
 from hybridrl.protocol import DataProto
 
 EXAMPLES_FILE = "examples.jsonl"
-MAX_EXAMPLES = 3  # data sources of which one is shown
-MAX_SHOWN = 240  # characters of a prompt or a response; of longer ones the beginning and the end
+MAX_EXAMPLES = 3  # data sources with one example each
+MAX_SHOWN = 240  # characters of a prompt or response; longer ones are cut in the middle
 Example = Mapping[str, Any]  # step, data_source, question, response, ground_truth, score (None: not scored)
 
 
 def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list]) -> Iterator[dict[str, Any]]:
     """Yield one record per row of a scored batch."""
     width = batch.batch["prompts"].size(1)
-    is_there = batch.batch["attention_mask"].bool()
-    prompts = tokenizer.batch_decode(_ids(batch.batch["prompts"], is_there[:, :width]), skip_special_tokens=True)
-    # Also what a tool said in the middle of a response, where response_mask is 0.
-    responses = tokenizer.batch_decode(_ids(batch.batch["responses"], is_there[:, width:]), skip_special_tokens=True)
+    is_token = batch.batch["attention_mask"].bool()
+    prompts = tokenizer.batch_decode(_ids(batch.batch["prompts"], is_token[:, :width]), skip_special_tokens=True)
+    # Includes tool output inside a response, where response_mask is 0.
+    responses = tokenizer.batch_decode(_ids(batch.batch["responses"], is_token[:, width:]), skip_special_tokens=True)
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     truths = [
         r.get("ground_truth") if isinstance(r, dict) else None
@@ -40,18 +39,18 @@ def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list
         }
 
 
-def _ids(tokens: torch.Tensor, is_there: torch.Tensor) -> list[list[int]]:
-    return [row[keep].tolist() for row, keep in zip(tokens, is_there, strict=True)]
+def _ids(tokens: torch.Tensor, is_token: torch.Tensor) -> list[list[int]]:
+    return [row[keep].tolist() for row, keep in zip(tokens, is_token, strict=True)]
 
 
 def write_samples(path: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Write the records as JSON lines to a file that appears complete or not at all."""
+    """Write records as JSON lines to a file that appears complete or not at all."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    aside = f"{path}.partial"
-    with open(aside, "w", encoding="utf-8") as f:
+    partial = f"{path}.partial"
+    with open(partial, "w", encoding="utf-8") as f:
         for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
-    os.replace(aside, path)
+    os.replace(partial, path)
 
 
 def _plain(value: Any) -> Any:
@@ -59,7 +58,7 @@ def _plain(value: Any) -> Any:
 
 
 def first_examples(batch: DataProto, records: Sequence[Mapping[str, Any]]) -> Iterator[Example]:
-    """Yield one example for each data source of a scored batch, its first row. records: the batch's `sample_rows`."""
+    """Yield the first row of each data source in a scored batch; `records` are the batch's `sample_rows`."""
     sources, valid = batch.non_tensor_batch["data_source"].tolist(), batch.batch["reward_valid"].tolist()
     chats = batch.non_tensor_batch.get("raw_prompt", [None] * len(batch))
     for source in dict.fromkeys(sources):
@@ -75,9 +74,10 @@ def first_examples(batch: DataProto, records: Sequence[Mapping[str, Any]]) -> It
         }
 
 
-def keep_examples(directory: str, examples: Sequence[Example], *, step: int) -> None:
-    """Add the examples of a validation to the run's; those of this step and later ones are of a run that was killed or
-    is over.
+def save_examples(directory: str, examples: Sequence[Example], *, step: int) -> None:
+    """Append a validation's examples to the run's file.
+
+    Drops examples of this step and later ones: they are of a killed or finished run.
     """
     earlier = [example for example in read_examples(directory) if example["step"] < step]
     write_samples(os.path.join(directory, EXAMPLES_FILE), [*earlier, *examples])
@@ -89,14 +89,14 @@ def read_examples(directory: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def asked(example: Example) -> str:
-    """Return one line about the problem."""
+def format_prompt(example: Example) -> str:
+    """Return one line with the problem and its ground truth."""
     truth = "" if example["ground_truth"] is None else f"  [{_short(str(example['ground_truth']))}]"
     return f"asked ({example['data_source']}): {_short(str(example['question']))}{truth}"
 
 
-def answered(example: Example) -> str:
-    """Return one line about the response."""
+def format_answer(example: Example) -> str:
+    """Return one line with step, score and response."""
     score = "not scored" if example["score"] is None else f"score {example['score']:g}"
     return f"step {example['step']} answered, {score}: {_short(example['response']) or '(nothing)'}"
 

@@ -1,4 +1,7 @@
-"""What every trainer's run has: a directory, a record, and steps that are due for something. Knows no algorithm."""
+"""Set up and run any trainer's loop: run directory, tracking, tracing, stages. Knows no algorithm.
+
+Used by `main_ppo`, `main_sft` and the trainers, in the driver.
+"""
 
 import functools
 import logging
@@ -11,7 +14,7 @@ from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StepTimer, Task
 from hybridrl.framework.graph.timeline import DRIVER, TRACE, StageTracer
-from hybridrl.framework.overlap import Places
+from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, is_recording, start_recording
 from hybridrl.trainer.checkpoint.store import CheckpointStore
@@ -22,23 +25,23 @@ logger = logging.getLogger(__name__)
 
 
 def run_directory(config: TrainerConfig) -> str:
-    """Return where a run writes."""
+    """Return the directory that a run writes to."""
     return config.default_local_dir or os.path.join("checkpoints", config.project_name, config.experiment_name)
 
 
-def claim_directory(config: TrainerConfig) -> str:
-    """Make the run's directory and return it.
+def prepare_run_directory(config: TrainerConfig) -> str:
+    """Create the run's directory and return it; called before anything starts.
 
-    Raises ConfigError, before anything starts, where nothing can be written, and where a new run would replace the
-    record of an older one whose checkpoints are there.
+    Raises:
+        ConfigError: The directory cannot be written, or a new run would overwrite the record of an older one whose
+            checkpoints are there.
     """
     directory = run_directory(config)
     newest = CheckpointStore(directory).latest()
     if config.resume_mode == "disable" and newest is not None:
         raise ConfigError(
-            f"trainer.resume_mode=disable: {newest} is of an earlier run, which trainer.resume_mode=auto "
-            "goes on with; for a new run set "
-            "trainer.experiment_name or trainer.default_local_dir to something new"
+            f"trainer.resume_mode=disable: {newest} is of an earlier run, which trainer.resume_mode=auto resumes; for "
+            "a new run set trainer.experiment_name or trainer.default_local_dir to a new value"
         )
     try:
         os.makedirs(directory, exist_ok=True)
@@ -51,26 +54,27 @@ def claim_directory(config: TrainerConfig) -> str:
     return directory
 
 
-def own_checkpoint(config: TrainerConfig) -> str | None:
-    """Return the newest commit of this run, or None if it made none and goes on from none in its directory."""
+def newest_checkpoint_of_run(config: TrainerConfig) -> str | None:
+    """Return the newest checkpoint of this run; None if it saves none and resumes none in its directory."""
     of_this_run = config.save_freq > 0 or config.resume_mode == "auto"
     return CheckpointStore(run_directory(config)).latest() if of_this_run else None
 
 
-def tell_what_is_left_out(config: PPOConfig | SFTConfig) -> None:
-    """Say at the start what would be missed at the end."""
+def warn_about_disabled_outputs(config: PPOConfig | SFTConfig) -> None:
+    """Warn at the start about outputs that the settings disable."""
     trainer = config.trainer
     if trainer.save_freq < 0 and not trainer.val_only:
-        logger.warning("trainer.save_freq=-1: no checkpoint will be written, the trained weights end with the run")
+        logger.warning(
+            "trainer.save_freq=-1: no checkpoint will be written, the trained weights are lost at the end of the run"
+        )
     if trainer.test_freq < 0 and config.data.val_files and not trainer.val_only:
         logger.warning(
-            "trainer.test_freq=-1: there will be no validation after training; trainer.test_freq=N "
-            "validates every N steps"
+            "trainer.test_freq=-1: no validation after training; trainer.test_freq=N validates every N steps"
         )
 
 
-def tell_what_is_smaller(config: PPOConfig | SFTConfig, *, num_rows: int) -> None:
-    """Say where batches will be smaller than was asked for. num_rows: of the training data."""
+def warn_about_small_batches(config: PPOConfig | SFTConfig, *, num_rows: int) -> None:
+    """Warn if batches will be smaller than configured; `num_rows` is of the training data."""
     batch, size = config.data.train_batch_size, min(config.data.train_batch_size, num_rows)
     if size < batch:
         logger.warning(
@@ -83,7 +87,7 @@ def tell_what_is_smaller(config: PPOConfig | SFTConfig, *, num_rows: int) -> Non
 
 
 def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps: int) -> Tracking:
-    """Return the run's loggers, going on behind `start_step`."""
+    """Return the run's loggers, which continue after `start_step`."""
     trainer = config.trainer
     return Tracking(
         trainer.project_name,
@@ -96,11 +100,13 @@ def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps
     )
 
 
-def open_trace(config: TrainerConfig, job: str) -> dict[str, str]:
-    """Begin to record this process if `trainer.trace` says so, and return the environment that makes its workers record
-    too.
+def enable_tracing(config: TrainerConfig, job: str) -> dict[str, str]:
+    """Start to record a trace of this process if `trainer.trace` is set; `stop_recording` ends it.
 
-    Every process of the job writes a file of its own in the run's `trace/{job}`. `stop_recording` ends it here.
+    Every process of the job writes a file of its own in the run's `trace/{job}`.
+
+    Returns:
+        Environment variables that make the workers record too.
     """
     if not config.trace:
         return {}
@@ -115,14 +121,18 @@ def run_stages(
     max_step: int,
     first_step: int = 1,
     change: Callable[[Task], None] = lambda task: None,
-    places: Places | None = None,
+    device_slots: DeviceSlots | None = None,
     wrappers: Sequence[Callable[[StageFn], StageFn]] = (),
 ) -> None:
     """Run the stages in order, `max_step` times, and time each of them.
 
-    first_step: number of the first step, for those who look at the run. change: what is done to the loop before it
-    runs. places: role -> device slots; stages that do not need each other then run side by side, see
-    `framework/overlap.py`. wrappers: put around every stage of the run's own.
+    Args:
+        stages: The loop.
+        max_step: Number of steps.
+        first_step: Number of the first step, for traces.
+        change: Applied to the loop before it runs.
+        device_slots: Role -> device slots; independent stages then run concurrently, see `framework/overlap.py`.
+        wrappers: Applied to every stage of the run.
     """
     with Task(ctx=BatchContext()) as task:
         task.use_wrapper(StepTimer())
@@ -131,7 +141,7 @@ def run_stages(
         for fn in stages:
             task.use(functools.reduce(_wrapped, wrappers, fn))
         change(task)
-        task.run(max_step=max_step, overlap=places)
+        task.run(max_step=max_step, overlap=device_slots)
 
 
 def _wrapped(fn: StageFn, wrapper: Callable[[StageFn], StageFn]) -> StageFn:
@@ -139,5 +149,5 @@ def _wrapped(fn: StageFn, wrapper: Callable[[StageFn], StageFn]) -> StageFn:
 
 
 def is_due(freq: int, step: int, *, total_steps: int) -> bool:
-    """Return whether something done every `freq` steps and at the end is due; -1 is never."""
+    """Return whether something is due that is done every `freq` steps and at the end; -1 means never."""
     return freq > 0 and (step % freq == 0 or step == total_steps)

@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: one class per back end, in a dictionary by the names that `trainer.logger` takes.
+"""Send a run's metrics to logging back ends: one class per back end, by the names in `trainer.logger`.
 
-The back ends' packages are imported when a run asks for them, never before. Nothing is computed here.
+A back end's package is imported only if a run uses it. Used by the trainers, in the driver. Computes no metrics.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Protocol, Self
 
 from hybridrl.errors import ConfigError
-from hybridrl.trainer.run.console import Progress
+from hybridrl.trainer.run.console import ConsoleProgress
 
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
@@ -28,21 +28,21 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a back end knows of the run it records."""
+class RunInfo:
+    """The run, as its back ends see it."""
 
     project_name: str
     experiment_name: str
     directory: Path
     config: Mapping[str, Any] = field(default_factory=dict)
-    start_step: int = 0  # the last step that counts; later ones were logged by a process that died, and come again
+    start_step: int = 0  # last valid step; later ones were logged by a process that died, and will be logged again
     total_steps: int | None = None
 
 
 class Tracker(Protocol):
-    """A back end. It is made when the run starts, in the driver, and closed once."""
+    """A back end: constructed when the run starts, closed once."""
 
-    def __init__(self, run: Run) -> None: ...
+    def __init__(self, run: RunInfo) -> None: ...
     def log(self, metrics: Metrics, step: int) -> None: ...
     def close(self) -> None: ...
 
@@ -50,9 +50,17 @@ class Tracker(Protocol):
 class Tracking:
     """The loggers of a run.
 
-    loggers: names from `TRACKERS`; directory: where the local ones write; config: nested settings, kept with the run.
-    start_step: 0 begins a new record, replacing what is in `directory`; k > 0 goes on behind step k.
-    Raises ConfigError for an unknown logger or one whose package is missing, before anything is written.
+    Args:
+        project_name: Name of the project.
+        experiment_name: Name of the run in it.
+        loggers: Names from `TRACKERS`.
+        directory: Where the local ones write.
+        config: Nested settings, stored with the run.
+        start_step: 0 starts a new record and replaces the one in `directory`; k > 0 continues after step k.
+        total_steps: Steps of the whole run, None if unknown.
+
+    Raises:
+        ConfigError: A logger is unknown or its package is missing; nothing has been written then.
     """
 
     def __init__(
@@ -68,22 +76,22 @@ class Tracking:
     ) -> None:
         for name in loggers:
             _check(name)
-        run = Run(project_name, experiment_name, Path(directory).absolute(), config, start_step, total_steps)
+        run = RunInfo(project_name, experiment_name, Path(directory).absolute(), config, start_step, total_steps)
         run.directory.mkdir(parents=True, exist_ok=True)
         self._trackers: list[Tracker] = []
-        with contextlib.ExitStack() as started:  # if a later one cannot start, the earlier ones are closed
+        with contextlib.ExitStack() as started:  # closes the earlier ones if a later one cannot start
             for name in dict.fromkeys(loggers):
                 self._trackers.append(TRACKERS[name](run))
                 started.callback(self._trackers[-1].close)
             self._open = started.pop_all()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Record numbers of `step`, infinite and nan ones as they are. Call it once per step, in ascending order."""
+        """Log the metrics of `step`, infinite and nan values unchanged. Call once per step, in ascending order."""
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
     def close(self) -> None:
-        """Flush and close every logger, also if one of them fails. A second call does nothing."""
+        """Flush and close every logger, even if one of them fails. A second call does nothing."""
         self._open.close()
 
     def __enter__(self) -> Self:
@@ -96,8 +104,8 @@ class Tracking:
 class ConsoleTracker:
     """One line per step on standard output; a bar on a terminal."""
 
-    def __init__(self, run: Run) -> None:
-        self._progress = Progress(run.total_steps, start_step=run.start_step)
+    def __init__(self, run: RunInfo) -> None:
+        self._progress = ConsoleProgress(run.total_steps, start_step=run.start_step)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._progress.update(metrics, step)
@@ -107,18 +115,17 @@ class ConsoleTracker:
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one object per step, `{"step": 3, "critic/score/mean": 0.5, ...}`; a line has left the process
-    when `log` returns.
+    """`metrics.jsonl`: one object per step, `{"step": 3, "critic/score/mean": 0.5, ...}`, flushed by every `log`.
 
-    Not finite numbers are written as NaN and Infinity, which Python and pandas read.
+    Values that are not finite are written as NaN and Infinity, which Python and pandas read.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         path = run.directory / METRICS_FILE
         if run.start_step == 0 and path.exists() and path.stat().st_size:
             logger.warning("%s of an earlier run without a checkpoint is replaced", path)
         _keep_steps(path, last=run.start_step if run.start_step > 0 else -1)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until `close`
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._file.write(json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n")
@@ -131,9 +138,9 @@ class JsonlTracker:
 class TensorBoardTracker:
     """Event files under `tensorboard/`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         tensorboard = import_module("torch.utils.tensorboard")
-        first = run.start_step + 1 if run.start_step else 0  # what dead processes logged from this step on is hidden
+        first = run.start_step + 1 if run.start_step else 0  # hides what dead processes logged from this step on
         self._writer = tensorboard.SummaryWriter(str(run.directory / TENSORBOARD_DIRECTORY), purge_step=first)
         self._writer.add_text(
             "config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```", run.start_step
@@ -151,10 +158,10 @@ class TensorBoardTracker:
 class WandbTracker:
     """Weights & Biases, online or as WANDB_MODE says.
 
-    A resumed run goes on under its id; repeated steps keep their first values.
+    A resumed run continues under its id; repeated steps keep their first values.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         run_id = _run_id(run, "wandb_run_id") or uuid.uuid4().hex[:8]
         self._run = import_module("wandb").init(
             project=run.project_name,
@@ -174,13 +181,13 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow, at MLFLOW_TRACKING_URI or in the run's own `mlflow.db` (`mlflow ui --backend-store-uri
-    sqlite:///.../mlflow.db`).
+    """MLflow, at MLFLOW_TRACKING_URI or in the run's own `mlflow.db`.
 
-    MLflow allows no `@` and few other signs in names: `mean@4` becomes `mean_at_4`.
+    View it with `mlflow ui --backend-store-uri sqlite:///.../mlflow.db`. MLflow forbids `@` and other characters in
+    names: `mean@4` becomes `mean_at_4`.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self._mlflow = import_module("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.directory / 'mlflow.db'}"
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
@@ -192,14 +199,14 @@ class MlflowTracker:
             ]
             for first in range(
                 0, len(parameters), 100
-            ):  # MLflow's limits: 100 parameters in a call, 6000 characters in one
+            ):  # MLflow's limits: 100 parameters per call, 6000 characters each
                 self._client.log_batch(run_id, params=parameters[first : first + 100])
             (run.directory / "mlflow_run_id").write_text(run_id)
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id = run_id
 
-    def _experiment(self, run: Run) -> str:
+    def _experiment(self, run: RunInfo) -> str:
         found = self._client.get_experiment_by_name(run.project_name)
         return found.experiment_id if found else self._client.create_experiment(run.project_name)
 
@@ -231,7 +238,7 @@ PACKAGES = {
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the lines of a `metrics.jsonl`; a line that a killed process left half-written is skipped."""
+    """Return the lines of a `metrics.jsonl`, without a half-written one that a killed process left."""
     history = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -249,7 +256,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _check(name: str) -> None:
-    """Refuse a logger that is not known, or whose package is not installed."""
+    """Raise ConfigError for a logger that is unknown or whose package is missing."""
     if name not in TRACKERS:
         nearest = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"trainer.logger has {name!r}; known are {', '.join(TRACKERS)}; did you mean {nearest!r}?")
@@ -261,27 +268,27 @@ def _require(name: str, package: str) -> ModuleType:
     try:
         return import_module(package)
     except ImportError as error:
-        way_out = f"in the checkout: pip install -e '.[{package}]', or take {name} out of trainer.logger"
+        hint = f"in the checkout: pip install -e '.[{package}]', or take {name} out of trainer.logger"
         raise ConfigError(
-            f"trainer.logger has {name!r}, but the package {package} cannot be imported ({error}): {way_out}"
+            f"trainer.logger has {name!r}, but the package {package} cannot be imported ({error}): {hint}"
         ) from error
 
 
 def _keep_steps(path: Path, *, last: int) -> None:
-    """Drop what was logged behind step `last`, and half-written lines. The file is replaced by one rename."""
+    """Drop half-written lines and steps after `last`; the file is replaced by one rename."""
     if not path.exists():
         return
-    kept = [entry for entry in read_metrics(path) if entry["step"] <= last]
-    aside = path.with_suffix(".tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(entry) + "\n" for entry in kept)
+    valid = [entry for entry in read_metrics(path) if entry["step"] <= last]
+    partial = path.with_suffix(".tmp")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in valid)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    os.replace(partial, path)
 
 
-def _run_id(run: Run, file_name: str) -> str | None:
-    """Return the id under which a service knows the run that is resumed, or None for a new run."""
+def _run_id(run: RunInfo, file_name: str) -> str | None:
+    """Return a service's id of the run that is resumed, None for a new run."""
     path = run.directory / file_name
     return path.read_text().strip() if run.start_step > 0 and path.exists() else None
 

@@ -1,7 +1,7 @@
-"""Conversations for supervised fine-tuning: tokens, and which of them the assistant wrote.
+"""Dataset for supervised fine-tuning: tokenized conversations with a loss mask over the assistant's tokens.
 
-Which tokens count is read off the template's generation markers, or found by templating the conversation turn by turn.
-Letters: B rows, L tokens of the batch's longest conversation, R = L - 1.
+`SFTTrainer` uses it in the driver. The mask comes from the chat template's generation markers, or from templating the
+conversation turn by turn. Shapes: B rows, L tokens of the batch's longest conversation, R = L - 1.
 """
 
 import logging
@@ -19,23 +19,22 @@ from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, r
 from hybridrl.trainer.data.parquet import ParquetRows
 
 logger = logging.getLogger(__name__)
-Place = Callable[[int], str]  # says where the i-th conversation comes from
+Locate = Callable[[int], str]  # position of a conversation -> its file and row, for errors
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SFTDataset:
-    """The conversations of parquet files, tokenized once when the dataset is made, with a loss mask over the
-    assistant's tokens.
+    """Conversations of parquet files, tokenized at construction, with a loss mask.
 
     Args:
         data_files: Parquet files; one path or a list.
         tokenizer: A Hugging Face tokenizer with a chat template.
-        config: Which column, which limit, what to do with longer conversations.
+        config: Settings `data`: column, length limit, truncation.
 
     Raises:
-        DataError: A file or column is missing, a row is no conversation or has no assistant in it, the assistant's
-        tokens cannot be told
-            from the template's, a conversation is too long and `data.truncation=error`, or nothing is left.
+        DataError: A file or column is missing. A row is no conversation or has no assistant message. The assistant's
+            tokens cannot be separated from the template's. A conversation is too long with `data.truncation=error`. No
+            conversation is left.
     """
 
     def __init__(self, data_files: list[str] | str, tokenizer: Any, config: SFTDataConfig):
@@ -46,27 +45,26 @@ class SFTDataset:
         self._masks: list[np.ndarray] = []  # each (length,) bool
         for start, column in self._rows.values(config.messages_key, batch=TOKENIZE_ROWS, limit=len(self._rows)):
             self._tokenize(start, column)
-        self._kept = self._fitting_rows()
-        if not self._kept:
-            way_out = f"raise data.max_length={config.max_length}" if len(self._rows) else "give files with rows"
+        self._selected_rows = self._select_rows()
+        if not self._selected_rows:
+            hint = f"raise data.max_length={config.max_length}" if len(self._rows) else "give files with rows"
             raise DataError(
-                f"no conversations are left of {len(self._rows)} rows in {', '.join(self._rows.files)}; {way_out}"
+                f"no conversations are left of {len(self._rows)} rows in {', '.join(self._rows.files)}; {hint}"
             )
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._selected_rows)
 
     def __getitem__(self, position: int) -> dict:
-        """Return `input_ids` and `loss_mask`, both (length,) int64: 1 on what the assistant wrote, its end-of-turn
-        token included.
+        """Return `input_ids` and `loss_mask`, both (length,) int64.
+
+        The mask is 1 on the assistant's tokens, including its end-of-turn token.
         """
-        row = self._kept[position]
+        row = self._selected_rows[position]
         return {"input_ids": self._cut(self._tokens[row]), "loss_mask": self._cut(self._masks[row])}
 
     def collate(self, rows: list[dict]) -> DataProto:
-        """Return `collate_sft` of the rows with the tokenizer's padding token (without one: its
-        end-of-sequence token).
-        """
+        """Return `collate_sft` of the rows, padded with the tokenizer's padding or end-of-sequence token."""
         pad = self.tokenizer.pad_token_id
         return collate_sft(rows, self.tokenizer.eos_token_id if pad is None else pad)
 
@@ -74,67 +72,71 @@ class SFTDataset:
         return torch.from_numpy(truncate(values, self.config.max_length, self.config.truncation).astype(np.int64))
 
     def _tokenize(self, start: int, column: list) -> None:
-        conversations = [check_messages(value, self._rows.place(start + i)) for i, value in enumerate(column)]
-        place = lambda i: self._rows.place(start + i)  # noqa: E731
-        marked = GENERATION_MARKER.search(getattr(self.tokenizer, "chat_template", None) or "")
-        tokens, masks = (read_markers if marked else template_by_turns)(self.tokenizer, conversations, place)
+        conversations = [check_messages(value, self._rows.location(start + i)) for i, value in enumerate(column)]
+        locate = lambda i: self._rows.location(start + i)  # noqa: E731
+        has_markers = GENERATION_MARKER.search(getattr(self.tokenizer, "chat_template", None) or "")
+        tokens, masks = (assistant_mask_from_markers if has_markers else mask_by_turns)(
+            self.tokenizer, conversations, locate
+        )
         for i, mask in enumerate(masks):
             if not any(mask):
-                raise DataError(f"{place(i)}: the assistant says nothing in this conversation")
+                raise DataError(f"{locate(i)}: this conversation has no assistant tokens; remove or complete the row")
         self._tokens.extend(np.array(ids, dtype=np.int32) for ids in tokens)
         self._masks.extend(np.array(mask, dtype=bool) for mask in masks)
 
-    def _fitting_rows(self) -> list[int]:
-        limit, how = self.config.max_length, self.config.truncation
+    def _select_rows(self) -> list[int]:
+        limit, truncation = self.config.max_length, self.config.truncation
         too_long = [row for row, tokens in enumerate(self._tokens) if len(tokens) > limit]
-        if too_long and how == "error":
-            self._refuse_overlong(too_long)
-        if how == "filter":
+        if too_long and truncation == "error":
+            self._raise_too_long(too_long)
+        if truncation == "filter":
             dropped, total = set(too_long), len(self._tokens)
             logger.info(
-                "%d of %d conversations are longer than data.max_length=%d and are left out", len(dropped), total, limit
+                "left out %d of %d conversations, which are longer than data.max_length=%d", len(dropped), total, limit
             )
             return [row for row in range(total) if row not in dropped]
-        silent = sum(not truncate(self._masks[row], limit, how).any() for row in too_long)
-        if silent:
+        num_untrained = sum(not truncate(self._masks[row], limit, truncation).any() for row in too_long)
+        if num_untrained:
             logger.warning(
-                "%d of %d conversations keep no assistant token within data.max_length=%d",
-                silent,
+                "%d of %d conversations keep no assistant token within data.max_length=%d and train nothing; raise the "
+                "limit, or set data.truncation",
+                num_untrained,
                 len(self._tokens),
                 limit,
             )
         return list(range(len(self._tokens)))
 
-    def _refuse_overlong(self, rows: list[int]) -> None:
+    def _raise_too_long(self, rows: list[int]) -> None:
         first, longest = rows[0], max(len(self._tokens[row]) for row in rows)
         raise DataError(
-            f"{self._rows.place(first)}: a conversation of {len(self._tokens[first])} tokens is longer than"
+            f"{self._rows.location(first)}: a conversation of {len(self._tokens[first])} tokens is longer than"
             f" data.max_length={self.config.max_length} ({len(rows)} of {len(self._tokens)} are, the "
             f"longest has {longest});"
             " raise data.max_length, or set data.truncation to left, right or filter"
         )
 
 
-def read_markers(
-    tokenizer: Any, conversations: list[list[dict]], place: Place
+def assistant_mask_from_markers(
+    tokenizer: Any, conversations: list[list[dict]], locate: Locate
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return tokens and masks of conversations by the template's `{% generation %}` markers."""
-    rendered = render(tokenizer, conversations, place, return_assistant_tokens_mask=True)
+    rendered = render(tokenizer, conversations, locate, return_assistant_tokens_mask=True)
     return rendered["input_ids"], rendered["assistant_masks"]
 
 
-def template_by_turns(
-    tokenizer: Any, conversations: list[list[dict]], place: Place
+def mask_by_turns(
+    tokenizer: Any, conversations: list[list[dict]], locate: Locate
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return tokens and masks of conversations by templating each up to every assistant turn, without and with that
-    turn.
+    """Return tokens and masks of conversations by templating prefixes.
+
+    Each conversation is templated up to every assistant turn, without and with that turn. The difference is the
+    assistant's.
 
     Raises:
-        DataError: The tokens of a beginning are not the beginning of the tokens: the template rewrites earlier turns,
-        or the tokenizer
-            merges across turns, and there is no telling whose a token is.
+        DataError: A prefix's tokens are not a prefix of the conversation's tokens, because the template rewrites
+            earlier turns or the tokenizer merges across turns.
     """
-    whole = render(tokenizer, conversations, place)["input_ids"]
+    whole = render(tokenizer, conversations, locate)["input_ids"]
     masks = [[0] * len(tokens) for tokens in whole]
     turns = [
         (i, k)
@@ -144,17 +146,16 @@ def template_by_turns(
     ]
     if not turns:
         return whole, masks
-    turn_place = lambda t: place(turns[t][0])  # noqa: E731
-    before = render(tokenizer, [conversations[i][:k] for i, k in turns], turn_place, add_generation_prompt=True)[
+    locate_turn = lambda t: locate(turns[t][0])  # noqa: E731
+    before = render(tokenizer, [conversations[i][:k] for i, k in turns], locate_turn, add_generation_prompt=True)[
         "input_ids"
     ]
-    until = render(tokenizer, [conversations[i][: k + 1] for i, k in turns], turn_place)["input_ids"]
+    until = render(tokenizer, [conversations[i][: k + 1] for i, k in turns], locate_turn)["input_ids"]
     for (i, k), head, tokens in zip(turns, before, until, strict=True):
         if tokens[: len(head)] != head or whole[i][: len(tokens)] != tokens:
             raise DataError(
-                f"{place(i)} message {k}: the tokens up to this turn are not the beginning of the whole "
-                "conversation's, so the"
-                " assistant's cannot be told; put {% generation %} and {% endgeneration %} around them in "
+                f"{locate(i)} message {k}: the tokens up to this turn are not a prefix of the whole conversation's, so "
+                "the assistant's tokens cannot be found; put {% generation %} and {% endgeneration %} around them in "
                 "the chat template"
             )
         end = end_of_turn(tokens, len(head), tokenizer.eos_token_id)
@@ -163,18 +164,18 @@ def template_by_turns(
 
 
 def end_of_turn(tokens: list[int], start: int, eos: int | None) -> int:
-    """Return where the assistant's tokens end: after the last end-of-sequence token if there is one; what follows is
-    the template's.
+    """Return the end of the assistant's tokens: after the last end-of-sequence token, or the end of all tokens.
+
+    Tokens after an end-of-sequence token are the template's.
     """
     return max((t + 1 for t in range(start, len(tokens)) if tokens[t] == eos), default=len(tokens))
 
 
 def collate_sft(rows: list[dict], pad_token_id: int) -> DataProto:
-    """Return a batch in the shape that training engines take: what is predicted at each position, and whether it
-    counts.
+    """Return a batch in the format of training engines.
 
-    `input_ids`, `attention_mask`, `position_ids` are (B, L) int64, padded on the right; `responses` (B, R) are the
-    tokens after the first, `response_mask` (B, R) int64 is 1 on those that the assistant wrote.
+    `input_ids`, `attention_mask`, `position_ids` are (B, L) int64, padded on the right. `responses` (B, R) int64 are
+    the tokens after the first. `response_mask` (B, R) int64 is 1 on the assistant's.
     """
     input_ids = pad_right([row["input_ids"] for row in rows], pad_token_id)
     attention_mask = pad_right([torch.ones_like(row["input_ids"]) for row in rows], 0)

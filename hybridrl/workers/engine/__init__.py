@@ -1,7 +1,8 @@
-"""Training engines: what one is (`base`), the FSDP2 one (`fsdp`) and the Megatron-core one (`megatron`), imported by
-whoever chooses it.
+"""Training engines: the interface (`base`), the FSDP2 engine (`fsdp`) and the Megatron-core engine (`megatron`).
+
+A worker imports the engine that its settings name. This package imports neither of them.
 """
 
-from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching, Place
+from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MeshPosition, MicroBatching
 
-__all__ = ["Engine", "EngineConfig", "LossFn", "MicroBatching", "Place"]
+__all__ = ["Engine", "EngineConfig", "LossFn", "MicroBatching", "MeshPosition"]

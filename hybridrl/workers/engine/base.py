@@ -1,7 +1,7 @@
-"""What a training engine is: its settings and its methods.
+"""Interface of a training engine: its settings and its methods.
 
-An engine says *how* a model is parallel (FSDP2, Megatron-core); the worker that owns it says *what* is computed, by
-naming the outputs it wants and handing in a loss. Nothing here imports an engine.
+An engine decides *how* a model is parallel (FSDP2, Megatron-core). The worker that owns it decides *what* is computed:
+it names the outputs and passes a loss function. Engines run in worker processes. This module imports no engine.
 
 Shapes: B rows of a batch on this rank, b rows of one micro-batch, R response width.
 """
@@ -17,33 +17,33 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.lora import LoRA
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, torch.Tensor | float]]]
-"""`loss_fn(outputs, rows) -> (loss, stats)`: outputs (b,R) with gradient and rows of one micro-batch.
+"""`loss_fn(outputs, rows) -> (loss, stats)`: outputs (b,R) with gradient, and the rows, of one micro-batch.
 
 Both are on the engine's device. The scalar loss depends on `outputs` and is already divided by counts over all ranks
-and micro-batches: engines sum gradients.
+and micro-batches, because engines sum gradients.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine needs to know; the worker makes it from the user's settings.
+    """Settings of one engine; the worker builds them from the user's settings.
 
-    kind         what the head computes: "causal_lm" (log-probs), "value" (one number per token), "score" (one number
-    per row)
-    path         directory or Hugging Face name of the model
-    device       "cpu" or "cuda"; torch.distributed is initialised with a backend for it if there is more than one rank
-    dtype        "float32", "bfloat16" or "auto" (bfloat16 on CUDA, float32 on the CPU): what is computed in. With an
-    optimizer,
-                 parameters, their gradients' reduction and the optimizer's state stay float32; without, parameters have
-                 this dtype
-    packed       lay sequences end to end in one row, without padding, instead of sorting them by length and padding to
-    the longest
-    temperature  log-probs and entropy are those of softmax(logits / temperature)
-    optim        None makes an engine that only runs forward (reference policy, reward model)
-    total_steps  optimizer steps of the whole run, for learning-rate schedules
-    seed         of a new value head, if the checkpoint has none (a score head has to be there), and of new adapters
-    lora         train low-rank adapters and leave the model's own parameters as they are; None trains all of them
-    megatron     how the Megatron engine is parallel; others do not read it
+    Attributes:
+        kind: What the head computes: "causal_lm" (log-probs), "value" (one number per token), "score" (one number per
+            row).
+        path: Directory or Hugging Face name of the model.
+        device: "cpu" or "cuda". With more than one rank, torch.distributed must already have a backend for it.
+        dtype: "float32", "bfloat16" or "auto" (bfloat16 on CUDA, float32 on the CPU): the dtype of the computation.
+            With an optimizer, parameters, gradient reduction and optimizer state stay float32. Without one, parameters
+            have this dtype.
+        packed: Concatenate sequences in one row without padding. Otherwise sort them by length and pad to the longest.
+        temperature: Log-probs and entropy are those of softmax(logits / temperature).
+        optim: None makes a forward-only engine (reference policy, reward model).
+        total_steps: Optimizer steps of the whole run, for learning-rate schedules.
+        seed: Seed of new adapters and of a value head that the checkpoint lacks. A score head must be in the
+            checkpoint.
+        lora: Train low-rank adapters and freeze the model's own parameters. None trains all parameters.
+        megatron: Parallel layout of the Megatron engine. Other engines ignore it.
     """
 
     kind: str
@@ -67,115 +67,134 @@ class EngineConfig:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of the model's computation, with "auto" resolved."""
+        """Return the dtype of the model's computation, with "auto" resolved."""
         if self.dtype == "auto":
             return torch.bfloat16 if self.device == "cuda" else torch.float32
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A process among the data-parallel ranks. Peers, which share a model's tensors or layers, have the same `dp_rank`,
-    get the same rows and return the same outputs; exactly one of them answers.
+class MeshPosition:
+    """Position of a process in the data-parallel mesh.
+
+    Processes that share a model's tensors or layers (peers) have the same `dp_rank`, receive the same rows and return
+    the same outputs. Exactly one of them has `is_output_rank`: the dispatcher collects its outputs and ignores the
+    others.
     """
 
     dp_rank: int
     dp_size: int
-    answers: bool
+    is_output_rank: bool
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a rank's rows are cut into micro-batches: at most `max_rows` rows and `max_tokens` computed tokens; None is
-    no limit.
-    """
+    """Limits of a micro-batch: at most `max_rows` rows and `max_tokens` computed tokens. None is no limit."""
 
     max_rows: int | None = None
     max_tokens: int | None = None
 
 
-class Durable(NamedTuple):
-    """modules, optimizers: those whose tensors on this rank are its part of the durable state, but for random
-    generators.
-    """
+class StateTensors(NamedTuple):
+    """Modules and optimizers whose local tensors are this rank's checkpointed state, without random generators."""
 
     modules: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
 
 
 class Engine(Protocol):
-    """One model on all ranks of the process group. Every method but `to` and `durable` is collective: all ranks call
-    it, in the same order.
+    """One model on all ranks of the process group.
 
-    `place` and `num_updates` (optimizer steps that were taken, not skipped; part of the durable state) are there after
-    `setup`.
+    Every method except `to` and `state_tensors` is collective: all ranks call it, in the same order. After `setup`, the
+    engine has `mesh_position` and `num_updates`. The latter counts applied (not skipped) optimizer steps and is
+    checkpointed.
     """
 
-    place: Place
+    mesh_position: MeshPosition
     num_updates: int
 
     def setup(self) -> None:
-        """Load the model, shard it, and make the optimizer; engines do nothing before."""
+        """Load and shard the model and build the optimizer. The constructor does none of this."""
         ...
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return the named outputs without gradient, float32 on the CPU, rows in the order of `batch`.
+        """Return the named outputs without gradient, float32 on the CPU, in the row order of `batch`.
 
-        outputs: of "log_probs", "entropy" (kind causal_lm), "values" (kind value): (B,R), 0 where response_mask is 0;
-        "scores" (kind score): (B,). Ranks may hold different numbers of rows, also none.
+        Ranks may hold different numbers of rows, also none.
+
+        Args:
+            outputs: "log_probs" and "entropy" for kind causal_lm, "values" for kind value: (B,R), 0 where response_mask
+                is 0. "scores" for kind score: (B,).
         """
         ...
 
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
     ) -> list[dict[str, float]]:
-        """Add this batch's gradients, summed over micro-batches and ranks, to those already there.
+        """Add this batch's gradients, summed over micro-batches and ranks, to the existing ones.
 
-        Returns the loss function's stats, one dict per micro-batch of this rank (none on a rank without rows, or that
-        does not answer).
+        Returns:
+            The loss function's stats, one dict per micro-batch of this rank. Empty on a rank without rows and on a peer
+            that is
+            not the output rank.
         """
         ...
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
-        """Clip, update, advance the schedule, drop gradients. Returns "grad_norm" (before clipping), "lr", "skipped".
+        """Clip gradients, update the parameters, advance the schedule and clear the gradients.
 
-        "skipped" is 1.0, and parameters, optimizer state and schedule stay as they were, if the gradient norm is not
-        finite, or if the caller says so (the same on all ranks). Equal on all ranks.
+        Args:
+            skip: Do not update. The same on all ranks.
+
+        Returns:
+            "grad_norm" (before clipping), "lr" and "skipped", equal on all ranks. "skipped" is 1.0 if the gradient norm
+            is not
+            finite or `skip` is set. Parameters, optimizer state and schedule are then unchanged.
         """
         ...
 
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter whole under its Hugging Face name, tied ones once; all ranks must exhaust it together.
+        """Yield every full parameter under its Hugging Face name, tied ones once.
 
-        lora: what becomes of adapters, where there are any: "merged" into the weights, "apart" (they come first, and
-        the weights are those below them), or "adapters" alone; see `lora.py` for their names. A tensor may share memory
-        with the model and is valid until the next one is asked for: copy what is kept.
+        All ranks must exhaust the iterator together. A tensor may share memory with the model and is valid only until
+        the next one is requested: copy it to keep it.
+
+        Args:
+            lora: How adapters are exported: "merged" into the weights, "base_and_adapters" (adapters first, then the
+                base weights), or "adapters" alone. See `lora.py` for their names.
         """
         ...
 
     def save(self, directory: str) -> None:
-        """Write model, optimizer, schedule and every rank's random state into `directory`; the caller makes it durable
-        by a rename.
+        """Write model, optimizer, schedule and every rank's random state into `directory`.
 
-        Raises NonFiniteError on all ranks, before anything is written, if a parameter or the optimizer's state is not
-        finite anywhere, and StorageError on all ranks if any of them cannot write.
+        The caller publishes the directory by renaming it.
+
+        Raises:
+            NonFiniteError: A parameter or optimizer state is not finite on some rank. Raised on all ranks, before any
+                write.
+            StorageError: Some rank cannot write. Raised on all ranks.
         """
         ...
 
     def load(self, directory: str) -> None:
-        """Read what `save` wrote, also with another number of ranks. Raises CheckpointError if something is missing."""
+        """Read what `save` wrote, also with another number of ranks.
+
+        Raises:
+            CheckpointError: Part of the state is missing.
+        """
         ...
 
-    def durable(self) -> Durable:
-        """Return where the state is that `save` would write.
+    def state_tensors(self) -> StateTensors:
+        """Return the modules and optimizers whose state `save` would write.
 
         Optimizers have a state for each parameter, also before the first step.
         """
         ...
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
-        """Move parameters and optimizer state to "cpu" or the engine's device.
+        """Move parameters and optimizer state to "cpu" or to the engine's device.
 
-        What a call needs and finds moved away, it moves back.
+        Other methods move back whatever they need.
         """
         ...

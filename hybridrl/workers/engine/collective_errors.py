@@ -1,7 +1,7 @@
-"""Writing state together: what goes wrong on one rank is raised on every one, so that none waits for the others in a
-collective.
+"""Errors that must be raised on all ranks, so that no rank waits for another in a collective.
 
-What is not finite: the optimizer step that is left out for it, and the checkpoint that does not take it.
+Engines call these functions in worker processes: storage errors while writing a checkpoint, and state that is not
+finite. The log line of a skipped optimizer step is here too.
 """
 
 import logging
@@ -15,68 +15,72 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.errors import CheckpointError, NonFiniteError, StorageError
 
-STREAM_ERRORS = (
-    "PytorchStreamWriter",
-    "inline_container.cc",
-)  # in the RuntimeErrors of torch's file format where a file cannot be written
+# torch's file format raises RuntimeError with one of these words when a file cannot be written.
+STREAM_ERRORS = ("PytorchStreamWriter", "inline_container.cc")
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def writing(directory: str) -> Iterator[None]:
-    """Turn what torch.distributed.checkpoint raises in the block, on every rank, into one StorageError that says why in
-    a line.
+def collective_write(directory: str) -> Iterator[None]:
+    """Raise one error on every rank when a DCP write in the block fails.
+
+    DCP is torch.distributed.checkpoint. The error is StorageError if storage failed, else CheckpointError. It states
+    the failed rank and the reason in one line.
     """
     try:
         yield
     except CheckpointException as failed:
         rank, (error, _) = next(iter(failed.failures.items()))
-        kind = StorageError if _is_of_storage(error) else CheckpointError
-        raise kind(f"rank {rank} cannot write {directory}: {_in_a_line(error)}") from error
+        kind = StorageError if _is_storage_error(error) else CheckpointError
+        raise kind(f"rank {rank} cannot write {directory}: {_one_line(error)}") from error
 
 
-def raise_together(problem: Exception | None, directory: str) -> None:
-    """Raise StorageError on every rank if any of them has a problem. Collective."""
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem and _in_a_line(problem))
-    for rank, said in enumerate(everyone):
-        if said is not None:
-            raise StorageError(f"rank {rank} cannot write {directory}: {said}") from problem
+def raise_on_all_ranks(problem: Exception | None, directory: str) -> None:
+    """Raise StorageError on every rank if any rank has a problem. Collective."""
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, problem and _one_line(problem))
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise StorageError(f"rank {rank} cannot write {directory}: {message}") from problem
 
 
-def _is_of_storage(error: BaseException) -> bool:
+def _is_storage_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or any(name in str(error) for name in STREAM_ERRORS)
 
 
-def _in_a_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join((str(error) or type(error).__name__).split())[:300]
 
 
-logger = logging.getLogger(__name__)
+def log_skipped_updates(num_updates: int, norm: float) -> None:
+    """Log that an optimizer step is skipped.
 
-
-def log_skipped(num_updates: int, norm: float) -> None:
-    """Say that an optimizer step is left out. num_updates: optimizer steps before it."""
+    Args:
+        num_updates: Optimizer steps applied before it.
+        norm: Gradient norm that was found.
+    """
     logger.warning(
-        "The optimizer step after %d others is skipped: the loss or the gradient is not finite (norm %s).",
+        "Skipped the optimizer step after update %d: the loss or the gradient is not finite (norm %s). "
+        "Parameters are unchanged.",
         num_updates,
         norm,
     )
 
 
-def tensors_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """Return the optimizer's state of every parameter."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Return all state tensors of an optimizer."""
     states = [] if optimizer is None else optimizer.state.values()
     return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def check_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Raise NonFiniteError on every rank if any rank's part of any tensor holds a NaN or an infinity. Collective."""
+    """Raise NonFiniteError on every rank if any rank's shard of any tensor is not finite. Collective."""
     own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     found = torch.tensor(int(any(not bool(tensor.isfinite().all()) for tensor in own)), device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if found:
         raise NonFiniteError(
-            "the model's parameters or its optimizer's state are not finite, although every gradient that "
-            "was applied was; they are not "
-            "written into a checkpoint. Lower the learning rate, and go on from the newest commit"
+            "the model's parameters or its optimizer's state are not finite, although every applied gradient was "
+            "finite; no checkpoint is written. Lower the learning rate and resume from the newest checkpoint"
         )

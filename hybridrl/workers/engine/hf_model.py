@@ -1,6 +1,6 @@
-"""Hugging Face models for engines: which class, which settings, loading, new heads, decoder blocks.
+"""Build Hugging Face models for engines: config, class, weights, new heads, decoder blocks.
 
-Not how they are sharded.
+Both engines call it in worker processes. Sharding is in `fsdp/` and `megatron/`.
 """
 
 import contextlib
@@ -24,26 +24,34 @@ AUTO_CLASSES = {
     "value": "AutoModelForTokenClassification",
     "score": "AutoModelForSequenceClassification",
 }
-NO_SCORE_HEAD = "; it is no trained reward model, so give one with a head in reward_model.model.path"
+NO_SCORE_HEAD = "; it is not a trained reward model: set reward_model.model.path to a model with a score head"
 
 
 def overridden_config(path: str, override_config: dict, *, trust_remote_code: bool) -> Any:
-    """Return the `PretrainedConfig` at `path` with these entries replaced; `attn_implementation`, which says how a
-    model is run and not what it is, is left out. Raises ConfigError for what the model does not know.
+    """Return the `PretrainedConfig` at `path` with the overrides applied.
+
+    `attn_implementation` is skipped: it selects a kernel and does not describe the model.
+
+    Raises:
+        ConfigError: The model cannot be read, or has no such entry.
     """
     from transformers import AutoConfig
 
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path!r} is not a model that transformers can read: {error}") from error
+        raise ConfigError(f"model.path={path!r}: transformers cannot read it as a model: {error}") from error
     overrides = {name: value for name, value in override_config.items() if name != "attn_implementation"}
     _override(found, overrides, key="model.override_config")
     return found
 
 
 def hf_config(config: EngineConfig) -> Any:
-    """Return the model's `PretrainedConfig` as the engine runs it. Raises ConfigError for what it does not know."""
+    """Return the model's `PretrainedConfig` as the engine runs it.
+
+    Raises:
+        ConfigError: The model cannot be read, or has no overridden entry.
+    """
     found = overridden_config(config.path, config.override_config, trust_remote_code=config.trust_remote_code)
     if attention := config.override_config.get("attn_implementation", _attention(config)):
         found._attn_implementation = attention
@@ -55,8 +63,9 @@ def hf_config(config: EngineConfig) -> Any:
 
 
 def _attention(config: EngineConfig) -> str | None:
-    """Flash attention where it can run; None leaves the choice to transformers (SDPA, or eager for
-    models without it).
+    """Choose flash attention where it can run.
+
+    None leaves the choice to transformers: SDPA, or eager for models without it.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -78,10 +87,12 @@ def _override(target: Any, overrides: dict, *, key: str) -> None:
 
 
 def load_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Module:
-    """Return the whole model on the CPU, without dropout. A value head that the checkpoint lacks is drawn from
-    `config.seed`.
+    """Return the whole model on the CPU, in eval mode and hence without dropout.
 
-    Raises CheckpointError if the checkpoint lacks anything else: scores of a head that nobody trained are noise.
+    A value head that the checkpoint lacks is drawn from `config.seed`.
+
+    Raises:
+        CheckpointError: The checkpoint lacks anything else. Scores of an untrained head would be noise.
     """
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(config.seed)
@@ -94,17 +105,13 @@ def load_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Mo
         what = f"{config.path} lacks {len(needed)} weights of {type(model).__name__}: {', '.join(needed[:5])}"
         raise CheckpointError(what + (NO_SCORE_HEAD if config.kind == "score" else ""))
     if missing:
-        logger.info(
-            "%s has no value head; %s is new, drawn with seed %d.", config.path, ", ".join(missing), config.seed
-        )
+        logger.info("%s has no value head: created %s with seed %d.", config.path, ", ".join(missing), config.seed)
     return _with_float32_heads(model, config).eval()
 
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Neither a progress bar per worker nor transformers' table of new weights, which `load_model` reports in a
-    sentence.
-    """
+    """Hide transformers' progress bars and its table of new weights, which `load_model` logs in one line."""
     from transformers.utils import logging as log
 
     verbosity, bar = log.get_verbosity(), log.is_progress_bar_enabled()
@@ -125,10 +132,11 @@ def empty_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.M
     return _with_float32_heads(model, config).eval()
 
 
-def number_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
-    """Return the layers that turn states into values or scores. They compute in float32 whatever the model does: it
-    costs nothing for one output, and in bfloat16, with its 2 to 3 digits, the scores of close answers would be the
-    same.
+def scalar_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
+    """Return the layers that turn hidden states into values or scores.
+
+    They compute in float32 in every dtype of the model. That costs nothing for one output, while bfloat16, with its 2
+    to 3 digits, would give close answers the same score.
     """
     if kind == "causal_lm":
         return []
@@ -137,7 +145,7 @@ def number_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
 
 
 def _with_float32_heads(model: nn.Module, config: EngineConfig) -> nn.Module:
-    for head in number_heads(model, kind=config.kind):
+    for head in scalar_heads(model, kind=config.kind):
         head.float()
     return model
 
@@ -149,18 +157,18 @@ def _auto_class(config: EngineConfig) -> Any:
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise ConfigError for a recurrent model: its packed sequences would see each other."""
+    """Raise ConfigError for a recurrent model, which would mix packed sequences."""
     if getattr(model, "_is_stateful", False):
         raise ConfigError(
-            f"model.use_remove_padding=True: {type(model).__name__} would carry state from one sequence "
-            "into the next; use False"
+            f"model.use_remove_padding=True: {type(model).__name__} is recurrent and would carry state "
+            "from one sequence into the next; set it to False"
         )
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a transformer, the unit of sharding and recomputation, in order.
+    """Return the repeated transformer blocks in order: the unit of sharding and recomputation.
 
-    By the class names a model declares unsplittable, else its longest ModuleList.
+    These are the modules of the class names that a model declares unsplittable, or else its longest ModuleList.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     declared = [module for module in model.modules() if type(module).__name__ in names]
@@ -171,10 +179,9 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_activations(blocks: list[nn.Module]) -> None:
-    """Make each block keep only its input for the backward pass and run again there.
+    """Make each block keep only its input and recompute its activations in the backward pass.
 
-    Not transformers' own switch: that acts in train mode only, and engines stay in eval mode so that forward and
-    training agree.
+    transformers' own switch acts in train mode only. Engines stay in eval mode, so that forward and training agree.
     """
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): W stays as it is, B A is learned, the layer computes with W +
-(alpha / rank) B A.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): W is frozen, B A is trained.
 
-An adapted layer is the layer that was there, with two more parameters: names, checkpoints and sharding stay what they
-are. Exports get `merged_weights`; rollouts get them, too, or the frozen base once (`base_weights`) and then only
-`adapter_weights`, which are a few percent of the bytes. Nothing here is specific to a model family or to FSDP.
+The layer computes with W + (alpha / rank) B A. An adapted layer is the original layer with two more parameters, so
+names, checkpoints and sharding do not change. Exports use `merged_weights`. Rollouts use them too, or they receive the
+frozen base once (`base_weights`) and then only `adapter_weights`, a few percent of the bytes. Nothing here is specific
+to a model family or to FSDP.
 """
 
 import math
@@ -19,15 +19,18 @@ from hybridrl.errors import ConfigError
 ALL_LINEAR = "all-linear"
 PARTS = ("lora_A", "lora_B")
 
-Whole = Callable[[torch.Tensor], torch.Tensor]
-"""Returns a parameter whole; it may be a collective of all ranks, who make the same calls in the same order."""
+GatherFn = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the full tensor of a parameter. It may be collective: all ranks make the same calls in the same order."""
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """rank: of the learned change, r.
+    """Settings of the adapters.
 
-    alpha: its scale is alpha / r. target_modules: last names of layers, or "all-linear".
+    Attributes:
+        rank: Rank r of the trained change.
+        alpha: The change is scaled by alpha / r.
+        target_modules: Last name components of the adapted layers, or "all-linear".
     """
 
     rank: int
@@ -36,7 +39,7 @@ class LoRA:
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter: lora_A (r, in), lora_B (out, r), both float like the weight."""
+    """Linear layer with an adapter: lora_A (r, in) and lora_B (out, r), in the weight's dtype."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -47,11 +50,13 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
-    """Freeze the model and give the chosen linear layers adapters, in place; it computes what it did, because B starts
-    at 0.
+    """Freeze the model and add adapters to the chosen linear layers, in place.
 
-    A is drawn from `seed` as nn.Linear draws its weight, and without touching the global generators; on the meta device
-    it is not drawn. Raises ConfigError for a target that the model does not have.
+    The model's outputs do not change, because B starts at 0. A is drawn from `seed` as nn.Linear draws its weight,
+    without using the global generators. On the meta device A is not drawn.
+
+    Raises:
+        ConfigError: The model has no such target.
     """
     layers = _layers(model)
     chosen = _chosen(layers, lora.target_modules)
@@ -68,41 +73,40 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
             nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5), generator=generator)
 
 
-def merged_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the model saves, under the names it had before `add_adapters`, with the adapters' changes in the
-    weights.
-    """
+def merged_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's saved tensors under their original names, with the adapters merged in."""
     adapted = {f"{name}.weight": layer for name, layer in _adapted(model).items()}
-    for name, value in base_weights(model, whole):
+    for name, value in base_weights(model, gather):
         if layer := adapted.get(name):
-            value = torch.addmm(value, whole(layer.lora_B.detach()), whole(layer.lora_A.detach()), alpha=layer.scale)
+            value = torch.addmm(value, gather(layer.lora_B.detach()), gather(layer.lora_A.detach()), alpha=layer.scale)
         yield name, value
 
 
-def base_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the model saves, under the names it had before `add_adapters`, without the adapters' changes."""
+def base_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's saved tensors under their original names, without the adapters."""
     saved = model.state_dict().keys()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in saved and name.rpartition(".")[2] not in PARTS:
-            yield name, whole(tensor.detach())
+            yield name, gather(tensor.detach())
 
 
-def adapter_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield {layer}.lora_A (r, in) and {layer}.lora_B (out, r) of every adapted layer; the scale is in B, so W + B A is
-    the new weight.
+def adapter_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield {layer}.lora_A (r, in) and {layer}.lora_B (out, r) of every adapted layer.
+
+    The scale is in B, so W + B A is the new weight.
     """
     for name, layer in _adapted(model).items():
-        yield f"{name}.lora_A", whole(layer.lora_A.detach())
-        yield f"{name}.lora_B", whole(layer.lora_B.detach()) * layer.scale
+        yield f"{name}.lora_A", gather(layer.lora_A.detach())
+        yield f"{name}.lora_B", gather(layer.lora_B.detach()) * layer.scale
 
 
-def apart_weights(model: nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the adapters, then the weights that they change and all others."""
-    yield from adapter_weights(model, whole)
-    yield from base_weights(model, whole)
+def base_and_adapter_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the adapters first, then all base weights."""
+    yield from adapter_weights(model, gather)
+    yield from base_weights(model, gather)
 
 
-WEIGHTS = {"merged": merged_weights, "apart": apart_weights, "adapters": adapter_weights}
+WEIGHTS = {"merged": merged_weights, "base_and_adapters": base_and_adapter_weights, "adapters": adapter_weights}
 
 
 def _adapted(model: nn.Module) -> dict[str, LoRALinear]:
@@ -110,21 +114,23 @@ def _adapted(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the plain linear layers by name, without the output head: it is often the embedding's twin."""
+    """Return the plain linear layers by name.
+
+    The output head is left out, because it is often tied to the embedding.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
 
 
 def _chosen(layers: dict[str, nn.Linear], targets: Sequence[str]) -> list[str]:
-    known = sorted({name.rpartition(".")[2] for name in layers})
-    if not known:
+    available = sorted({name.rpartition(".")[2] for name in layers})
+    if not available:
         raise ConfigError(
-            "actor_rollout_ref.model.lora_rank: this model has no linear layers (nn.Linear) that could "
-            "take an adapter; use 0"
+            "actor_rollout_ref.model.lora_rank: this model has no linear layer (nn.Linear) to adapt; set it to 0"
         )
-    unknown = sorted(set(targets) - {ALL_LINEAR} - set(known))
+    unknown = sorted(set(targets) - {ALL_LINEAR} - set(available))
     if unknown:
         raise ConfigError(
-            f"model.target_modules={unknown}: the model's linear layers are {', '.join(known)}; or use {ALL_LINEAR}"
+            f"model.target_modules={unknown}: the model's linear layers are {', '.join(available)}; or use {ALL_LINEAR}"
         )
     return [name for name in layers if ALL_LINEAR in targets or name.rpartition(".")[2] in targets]

@@ -1,4 +1,7 @@
-"""Learning rates: a pure function of the optimizer step. Not a scheduler object: the engine counts steps and asks."""
+"""Learning rate as a pure function of the optimizer step.
+
+The engine counts the steps. There is no scheduler object and no state.
+"""
 
 import math
 
@@ -18,16 +21,16 @@ def learning_rate(optim: OptimConfig, step: int, *, total_steps: int) -> float:
 
 
 def lr_factor(step: int, *, shape: str, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) as a share of the peak.
+    """Return the learning rate of optimizer step `step` (from 0) as a fraction of the peak.
 
-    Warm-up: (step + 1) / warmup_steps, so that no step is wasted at 0 and the last warm-up step has the peak. After it,
-    with x = (step - warmup_steps) / (total_steps - warmup_steps) and m = min_lr_ratio:
+    Warm-up: (step + 1) / warmup_steps, so that no step runs at 0 and the last warm-up step has the peak. After it, with
+    x = (step - warmup_steps) / (total_steps - warmup_steps) and m = min_lr_ratio:
 
         constant  1
         linear    m + (1 - m) (1 - x)
         cosine    m + (1 - m) (1 + cos(pi x)) / 2
 
-    x stays 1 after `total_steps`: a run that goes on longer keeps the smallest rate.
+    x stays 1 after `total_steps`, so a longer run keeps the smallest rate.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

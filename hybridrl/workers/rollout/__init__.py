@@ -1,4 +1,4 @@
-"""Rollouts: engines that generate with a copy of the policy.
+"""Rollouts: engines that generate with a copy of the policy, inside a worker process.
 
 `make_rollout("hf" | "vllm", RolloutSetup(...))` starts one.
 """

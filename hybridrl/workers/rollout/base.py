@@ -1,11 +1,11 @@
-"""What every rollout is: the five calls, the versions of its weights, and the shape of what it returns.
+"""The rollout interface: its calls, weight versions, output batch, registry, and special tokens.
 
-An engine (`hf`, `vllm`) adds how weights are copied in, read back, and how tokens are generated. Not here: sampling
-(`sampler`) and what is sampled for (the trainer).
+`VersionedRollout` implements what all engines share. An engine (`hf`, `vllm`) adds copying weights in, fingerprinting
+them, and generating tokens. A rollout lives in a worker process (`ActorRolloutRefWorker`, `ReplicaWorker`), which makes
+its calls. Not here: sampling (`sampling`), single requests (`request_server`), and weight transport
+(`weight_transfer`).
 
 Shapes: B prompt rows, P prompt width, n samples per prompt, S = B * n sequences, R response width (max_new_tokens).
-
-Which token ids end a response and fill its rest, read from a model's tokenizer and generation config.
 """
 
 import difflib
@@ -19,24 +19,25 @@ import torch
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.rollout.memory_release import warn_if_kept
+from hybridrl.workers.rollout.memory_release import warn_if_not_released
 from hybridrl.workers.rollout.requests import RequestEngine
-from hybridrl.workers.rollout.sampling.logits import Ends, StopStrings, load_stop_strings
+from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStrings, load_stop_strings
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
-from hybridrl.workers.weight_transfer.adapter_merge import Merging
-from hybridrl.workers.weight_transfer.fingerprint import Named, WeightNames
+from hybridrl.workers.weight_transfer.adapter_merge import AdapterMerger
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames
 
-VERSION_ON_DISK = 0  # what a rollout holds that read its weights from the model's directory
+VERSION_ON_DISK = 0  # of weights that the engine read from the model's directory
 
 
 @dataclass(frozen=True)
 class RolloutSetup:
     """What a rollout needs to start.
 
-    model_path: directory (or Hugging Face name) with the model's config, and its weights where load_format is "auto".
-    load_format: "auto" reads the weights there, "dummy" leaves them random: nothing is generated before the first
-    `load_weights`. override_config: entries that replace those of the model's own config. seed: of random ("dummy")
-    weights; samples depend on `SamplingParams.seed` or the batch's `seeds`.
+    model_path: directory (or Hugging Face name) with the model's config, and with its weights if load_format is "auto".
+    load_format: "auto" reads those weights. "dummy" leaves them random, and the rollout generates nothing before the
+        first `load_weights`.
+    override_config: entries that replace those of the model's own config.
+    seed: of random ("dummy") weights. Samples depend on `SamplingParams.seed` or the batch's `seeds`.
     """
 
     model_path: str
@@ -61,7 +62,7 @@ class RolloutSetup:
 
 
 def weights_dtype(config: RolloutConfig, device: str) -> torch.dtype:
-    """Return the dtype of a rollout's weights: the configured one; "auto" is bfloat16 on CUDA and float32 on CPU."""
+    """Return the dtype of a rollout's weights; "auto" is bfloat16 on CUDA and float32 on CPU."""
     if config.dtype == "auto":
         return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     return getattr(torch, config.dtype)
@@ -69,11 +70,12 @@ def weights_dtype(config: RolloutConfig, device: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RolloutHealth:
-    """What a rollout holds now, read from the engine's own tensors.
+    """The weights that a rollout holds now, read from the engine's own tensors.
 
-    version: of the weights it would generate with; None if it would refuse. fingerprint: of the tensors it holds; None
-    while they are put away (asleep). received: of what the push of that version brought. The same, unless that were
-    adapters, which the rollout merges itself.
+    version: of the weights that it would generate with; None if it would refuse.
+    fingerprint: of the tensors that it holds; None while it sleeps.
+    received: fingerprint of what the push of that version brought. It differs from `fingerprint` only after a push with
+        adapters, which the rollout merges itself.
     """
 
     version: int | None
@@ -85,41 +87,51 @@ class RolloutHealth:
 class Rollout(Protocol):
     """A copy of the policy that generates.
 
-    Calls block and are made one at a time, by the process that owns the rollout.
+    The process that owns the rollout makes the calls, one at a time. They block.
     """
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return the n samples of each prompt row in adjacent rows; StaleWeightsError if the weights are not the pushed
-        ones.
+        """Return the n samples of each prompt row in adjacent rows.
+
+        Raises:
+            StaleWeightsError: the rollout holds no complete, verified weights.
         """
 
     def load_weights(
-        self, version: int, weights: Iterable[Named], *, sent: Callable[[], int] | None = None, adapters: bool = False
+        self,
+        version: int,
+        weights: Iterable[NamedTensor],
+        *,
+        sent: Callable[[], int] | None = None,
+        adapters: bool = False,
     ) -> None:
-        """Hold exactly these weights (all of them, under Hugging Face names), or raise StaleWeightsError and hold none.
+        """Load exactly these weights as `version`, or raise StaleWeightsError and generate nothing.
 
-        sent: asked when all have arrived for the fingerprint of what their sender sent; None where there is no way
-        between. adapters: only low-rank adapters come, for weights that an earlier push brought together with their
-        first adapters.
+        Args:
+            version: of the push.
+            weights: all weights of the model, under Hugging Face names.
+            sent: called after the last weight; returns the fingerprint of what the sender sent. None without transport.
+            adapters: `weights` are only low-rank adapters, for weights that an earlier full push brought with adapters.
         """
 
     def sleep(self) -> None:
-        """Give memory to training, where `free_cache_engine` says so: on CUDA weights and cache, on CPU the cache.
+        """Release memory for training if `free_cache_engine` is set: on CUDA weights and cache, on CPU the cache.
 
-        What was freed is measured; a warning names the engine if that is less than it holds.
+        The released memory is measured. A warning names the engine if it is less than the engine holds.
         """
 
     def wake_up(self) -> None:
-        """Take it back; needed before `load_weights` and `generate`."""
+        """Reclaim the memory; required before `load_weights` and `generate`."""
 
     def health(self) -> RolloutHealth:
-        """Return version and fingerprint of what is really held; damaged weights lose their version."""
+        """Return version and fingerprint of the engine's tensors; damaged weights lose their version."""
 
 
 @dataclass
-class Generated:
-    """Tokens (S, R) int64 padded on the right, mask (S, R) int64 with 1 on generated tokens, log_probs (S, R) float32
-    with 0 on padding.
+class GeneratedTokens:
+    """Generated sequences, padded on the right.
+
+    tokens: (S, R) int64. mask: (S, R) int64, 1 on generated tokens. log_probs: (S, R) float32, 0 on padding.
     """
 
     tokens: torch.Tensor
@@ -129,7 +141,7 @@ class Generated:
     @classmethod
     def empty(
         cls, num_sequences: int, width: int, *, pad_token_id: int, device: torch.device | str = "cpu"
-    ) -> "Generated":
+    ) -> "GeneratedTokens":
         shape = (num_sequences, width)
         return cls(
             tokens=torch.full(shape, pad_token_id, dtype=torch.int64, device=device),
@@ -137,14 +149,14 @@ class Generated:
             log_probs=torch.zeros(shape, dtype=torch.float32, device=device),
         )
 
-    def to(self, device: torch.device | str) -> "Generated":
-        return Generated(self.tokens.to(device), self.mask.to(device), self.log_probs.to(device))
+    def to(self, device: torch.device | str) -> "GeneratedTokens":
+        return GeneratedTokens(self.tokens.to(device), self.mask.to(device), self.log_probs.to(device))
 
 
 class VersionedRollout(ABC):
-    """A `Rollout` that knows which weights it holds, and generates with no others.
+    """A `Rollout` that tracks the version of its weights and generates only with verified ones.
 
-    Engines fill in the abstract methods.
+    Engines implement the abstract methods.
     """
 
     engine_name: str
@@ -155,91 +167,95 @@ class VersionedRollout(ABC):
         self._version: int | None = None
         self._fingerprint: int | None = None
         self._received: int | None = None
-        self._merging = Merging(names, dtype=setup.dtype)
+        self._merger = AdapterMerger(names, dtype=setup.dtype)
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
     @abstractmethod
     def request_engine(self) -> RequestEngine:
-        """Return a new engine that serves single requests with this rollout, for `RequestServer`."""
+        """Return a new engine for `RequestServer` that serves single requests with this rollout."""
 
     @abstractmethod
     def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy named weights into the engine; raise for a name or shape that it does not have."""
+        """Copy named weights into the engine; raise for an unknown name or a wrong shape."""
 
     @abstractmethod
-    def _held_fingerprint(self) -> int:
+    def _engine_fingerprint(self) -> int:
         """Return the fingerprint of the tensors that the engine computes with."""
 
     @abstractmethod
     def _generate(
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
-    ) -> Generated:
-        """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU; keys (S,) as `uniforms` wants
-        them.
+    ) -> GeneratedTokens:
+        """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU.
+
+        keys: (S,) int64, for `uniforms`.
         """
 
     @abstractmethod
     def _used_bytes(self) -> int:
-        """Return how much memory is in use where this engine has its own."""
+        """Return the bytes in use in the kind of memory that `_release_memory` frees."""
 
     @abstractmethod
     def _release_memory(self) -> int:
-        """Give memory away, weights kept elsewhere; return how many bytes less `_used_bytes` has to be."""
+        """Release memory but keep the weights; return the bytes by which `_used_bytes` must fall."""
 
     @abstractmethod
     def _reclaim_memory(self) -> None:
-        """Be as before `_release_memory`."""
+        """Restore the state before `_release_memory`."""
 
     def load_weights(
-        self, version: int, weights: Iterable[Named], *, sent: Callable[[], int] | None = None, adapters: bool = False
+        self,
+        version: int,
+        weights: Iterable[NamedTensor],
+        *,
+        sent: Callable[[], int] | None = None,
+        adapters: bool = False,
     ) -> None:
         self._require_awake("load_weights")
         before, self._version = self._version, None
         weights = iter(weights)
         try:
-            stream = self._merging.adapters(weights) if adapters else self._merging.everything(weights)
-            self._copy_weights(self._merging.merged(stream))
+            stream = self._merger.expect_adapters(weights) if adapters else self._merger.expect_full_push(weights)
+            self._copy_weights(self._merger.merge(stream))
         finally:
-            # iterating may be a collective call of all training ranks: one that stops early leaves the others waiting
+            # Iterating may be a collective call of all training ranks. A rank that stops early would block the others.
             for _ in weights:
                 pass
         pushed, arrived = stream.fingerprint if sent is None else sent(), stream.fingerprint
-        held, expected = self._held_fingerprint(), self._merging.expected(stream)
-        if stream.missing or arrived != pushed or held != expected:
-            lacks = (
+        loaded, expected = self._engine_fingerprint(), self._merger.expected_fingerprint(stream)
+        if stream.missing or arrived != pushed or loaded != expected:
+            missing = (
                 f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})"
                 if stream.missing
                 else ""
             )
             raise StaleWeightsError(
-                f"{self.engine_name} rollout: version {version} was pushed{lacks} with fingerprint "
-                f"{pushed:016x}, and {arrived:016x} "
-                f"arrived; the engine holds {held:016x} instead of {expected:016x} (version {before} "
-                "before the push). Push all weights "
-                "again; it generates nothing until then."
+                f"{self.engine_name} rollout: version {version} was pushed{missing} with fingerprint {pushed:016x}, "
+                f"and {arrived:016x} arrived; the engine holds {loaded:016x} instead of {expected:016x} (version "
+                f"{before} before the push). Push all weights again; the rollout generates nothing until then."
             )
-        self._version, self._fingerprint, self._received = version, held, pushed
+        self._version, self._fingerprint, self._received = version, loaded, pushed
 
-    def _adopt_weights_on_disk(self) -> None:
-        """Take the weights that the engine read at its start as version 0, unless they are dummies."""
+    def _use_weights_on_disk(self) -> None:
+        """Mark the weights that the engine read at its start as version 0, unless they are random ("dummy")."""
         if self.setup.load_format == "auto":
-            self._version, self._fingerprint = VERSION_ON_DISK, self._held_fingerprint()
+            self._version, self._fingerprint = VERSION_ON_DISK, self._engine_fingerprint()
             self._received = self._fingerprint
 
     def health(self) -> RolloutHealth:
         if not self._awake:
             return RolloutHealth(version=self._version, fingerprint=None, awake=False)
-        held = self._held_fingerprint()
-        if held != self._fingerprint:
+        fingerprint = self._engine_fingerprint()
+        if fingerprint != self._fingerprint:
             self._version = None
-        return RolloutHealth(version=self._version, fingerprint=held, received=self._received)
+        return RolloutHealth(version=self._version, fingerprint=fingerprint, received=self._received)
 
     def sleep(self) -> None:
         if self._awake and self.frees_memory:
             before = self._used_bytes()
             expected = self._release_memory()
             self._awake = False
-            warn_if_kept(self.engine_name, expected=expected, freed=before - self._used_bytes())
+            warn_if_not_released(self.engine_name, expected=expected, freed=before - self._used_bytes())
 
     def wake_up(self) -> None:
         if not self._awake:
@@ -249,31 +265,34 @@ class VersionedRollout(ABC):
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         self._require_awake("generate")
         version = self.current_version()
-        self._require_room(sampling, prompts)
+        self._require_lengths_fit(sampling, prompts)
         seeds = prompts.batch["seeds"] if "seeds" in prompts.batch else row_seeds(sampling.seed, len(prompts))
         if len(prompts) == 0:
-            generated = Generated.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
+            generated = GeneratedTokens.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
         else:
             generated = self.generate_tokens(_token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
         return with_responses(prompts, generated, sampling=sampling, version=version)
 
     def generate_tokens(
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
-    ) -> Generated:
-        """Return `sampling.n` samples of each of B >= 1 token lists; `keys` (B * n,) as `uniforms` wants them. For what
-        builds on it.
+    ) -> GeneratedTokens:
+        """Return `sampling.n` samples of each of B >= 1 token lists, for callers that continue or serve responses.
 
-        num_done: how many of each list's last tokens belong to the response, as penalties, `min_tokens` and `stop`
-        count.
+        Args:
+            prompts: token ids without padding.
+            keys: (B * n,) int64, for `uniforms`.
+            sampling: how to sample.
+            num_done: how many of each list's last tokens belong to the response; penalties, `min_tokens` and `stop`
+                count them.
         """
         self._require_awake("generate")
         self.current_version()
         generated = self._generate(prompts, keys, sampling, num_done=num_done)
-        # Engines compute in inference mode; what they return must be a tensor like any other, that may be written to.
-        return Generated(generated.tokens.clone(), generated.mask.clone(), generated.log_probs.clone())
+        # Engines compute in inference mode; clones are plain tensors that callers may write to.
+        return GeneratedTokens(generated.tokens.clone(), generated.mask.clone(), generated.log_probs.clone())
 
-    def ends(self, sampling: SamplingParams) -> Ends:
-        """Return what ends a response."""
+    def stop_condition(self, sampling: SamplingParams) -> StopCondition:
+        """Return what ends a response with these parameters."""
         strings = None
         if sampling.stop:
             if sampling.stop not in self._stop_strings:
@@ -282,11 +301,13 @@ class VersionedRollout(ABC):
                     sampling.stop, model_path=path, trust_remote_code=trust
                 )
             strings = self._stop_strings[sampling.stop]
-        return Ends((() if sampling.ignore_eos else self.setup.eos_token_ids) + sampling.stop_token_ids, strings)
+        return StopCondition(
+            (() if sampling.ignore_eos else self.setup.eos_token_ids) + sampling.stop_token_ids, strings
+        )
 
     @property
     def frees_memory(self) -> bool:
-        """Whether `sleep` does anything."""
+        """Whether `sleep` releases memory."""
         return self.setup.config.free_cache_engine and self.on_cuda
 
     @property
@@ -298,29 +319,32 @@ class VersionedRollout(ABC):
             raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
 
     def current_version(self) -> int:
-        """Return the version of the weights it generates with; StaleWeightsError if it holds none that were pushed
-        whole.
+        """Return the version of the rollout's weights.
+
+        Raises:
+            StaleWeightsError: the rollout holds no weights that were pushed completely.
         """
         if self._version is None:
             raise StaleWeightsError(
-                f"{self.engine_name} rollout: it holds no weights that were pushed whole (dummy weights at "
-                "the start, a failed push, or "
-                "damage found by health()); call load_weights() before generate()"
+                f"{self.engine_name} rollout: it holds no weights that were pushed completely (dummy weights at the "
+                "start, a failed push, or damage found by health()); call load_weights() before generate()"
             )
         return self._version
 
     def require_version(self, version: int | None, *, holder: str) -> None:
-        """Raise StaleWeightsError unless it holds this version; None is any that was pushed whole.
+        """Raise StaleWeightsError unless the rollout holds this version.
 
-        holder: whose rollout it is.
+        Args:
+            version: None accepts any version that was pushed completely.
+            holder: name of the process, for the error.
         """
-        if version is not None and (held := self.current_version()) != version:
+        if version is not None and (current := self.current_version()) != version:
             raise StaleWeightsError(
-                f"{holder} holds weights of version {held}, and version {version} was pushed: that push "
-                "never arrived here; push again"
+                f"{holder} holds weights of version {current}, and version {version} was pushed: that push never "
+                "arrived here; push again"
             )
 
-    def _require_room(self, sampling: SamplingParams, prompts: DataProto) -> None:
+    def _require_lengths_fit(self, sampling: SamplingParams, prompts: DataProto) -> None:
         width = prompts.batch["input_ids"].shape[1]
         if width > self.setup.max_prompt_length:
             raise DataError(
@@ -335,12 +359,14 @@ class VersionedRollout(ABC):
             )
 
 
-def with_responses(prompts: DataProto, generated: Generated, *, sampling: SamplingParams, version: int) -> DataProto:
-    """Return the batch of S rows that the trainer works on: the prompts' columns repeated, and those of the responses.
+def with_responses(
+    prompts: DataProto, generated: GeneratedTokens, *, sampling: SamplingParams, version: int
+) -> DataProto:
+    """Return the batch of S rows for the trainer: the prompts' columns repeated, and the response columns.
 
     Adds `prompts` (S, P), `responses` (S, R), `response_mask` (S, R), `weights_version` (S,) and, with
     sampling.logprobs, `rollout_log_probs` (S, R); `input_ids`, `attention_mask` and `position_ids` grow to (S, P + R).
-    Does not change `prompts`.
+    `prompts` itself is not changed.
     """
     rows = prompts.repeat(sampling.n, interleave=True)
     columns = dict(rows.batch.items())
@@ -363,22 +389,20 @@ def with_responses(prompts: DataProto, generated: Generated, *, sampling: Sampli
 
 
 def _token_lists(prompts: DataProto) -> list[list[int]]:
-    """Return the prompts' token ids without padding; a prompt with no token is a DataError."""
+    """Return the prompts' token ids without padding; raise DataError for a prompt without tokens."""
     masks = prompts.batch["attention_mask"].bool()
     lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], masks, strict=True)]
     empty = [row for row, tokens in enumerate(lists) if not tokens]
     if empty:
-        raise DataError(
-            f"prompt rows {empty[:8]} have no token (attention_mask is all 0); a model cannot start from nothing"
-        )
+        raise DataError(f"prompt rows {empty[:8]} have no token (attention_mask is all 0); a model needs at least one")
     return lists
 
 
 def load_hf_config(setup: RolloutSetup) -> Any:
-    """Return the model's Hugging Face config with the overrides in it.
+    """Return the model's Hugging Face config with the overrides applied.
 
-    Errors: ConfigError for an override of an entry that the config does not have, and for a model too short for the
-    batch.
+    Raises:
+        ConfigError: an override names an unknown entry, or the model has too few positions for the batch.
     """
     from transformers import AutoConfig
 
@@ -404,7 +428,7 @@ ROLLOUTS: dict[str, Callable[[RolloutSetup], Rollout]] = {}
 
 
 def register_rollout(name: str) -> Callable[[Callable[[RolloutSetup], Rollout]], Callable[[RolloutSetup], Rollout]]:
-    """Make a rollout known as `actor_rollout_ref.rollout.name=<name>`."""
+    """Register a rollout as `actor_rollout_ref.rollout.name=<name>`."""
 
     def register(make: Callable[[RolloutSetup], Rollout]) -> Callable[[RolloutSetup], Rollout]:
         ROLLOUTS[name] = make
@@ -414,7 +438,7 @@ def register_rollout(name: str) -> Callable[[Callable[[RolloutSetup], Rollout]],
 
 
 def make_rollout(name: str, setup: RolloutSetup) -> Rollout:
-    """Return a started rollout engine; an unknown name is a ConfigError that lists the known ones."""
+    """Return a started rollout engine; raise ConfigError for an unknown name."""
     if name not in ROLLOUTS:
         near = difflib.get_close_matches(name, ROLLOUTS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -426,15 +450,17 @@ def make_rollout(name: str, setup: RolloutSetup) -> Rollout:
 
 @dataclass(frozen=True)
 class SpecialTokens:
+    """Token ids that end a response and fill its padding."""
+
     eos_ids: tuple[int, ...]
     pad_id: int
 
 
 def load_special_tokens(path: str, *, trust_remote_code: bool = False) -> SpecialTokens:
-    """Return the ids of a model directory: the tokenizer's end of sequence and every further one its generation config
-    names.
+    """Return the end-of-sequence and padding ids of a model directory.
 
-    A tokenizer without a padding token pads with the end of sequence, which is safe because masks say what is padding.
+    The end-of-sequence ids are the tokenizer's and those of the generation config. A tokenizer without a padding token
+    pads with the end of sequence, which is safe because masks mark the padding.
     """
     from transformers import AutoTokenizer, GenerationConfig
 

@@ -1,28 +1,32 @@
-"""Requests served by any rollout that generates whole batches: in pieces, see `PieceEngine`."""
+"""Serve requests with any rollout that generates whole batches: each step is one chunk of one batch.
+
+`HFRollout.request_engine` returns it; `RequestServer` drives it in the rollout's worker process. It is not continuous
+batching: a request waits until the current chunk is done, and every chunk computes its prompts again.
+"""
 
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from hybridrl.workers.rollout.base import VersionedRollout
-from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput, looks_back
-from hybridrl.workers.rollout.sampling.logits import Ends
+from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput, needs_history
+from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance
 
-# Tokens that a piece adds to each of its requests. Fewer, and prompts are computed again more often; more, and new
+# Tokens that a chunk adds to each of its requests. With fewer, prompts are computed again more often. With more, new
 # requests wait longer.
-PIECE_TOKENS = 64
+CHUNK_TOKENS = 64
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     request: Request
     version: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
     @property
-    def left(self) -> int:
+    def tokens_left(self) -> int:
         return self.request.sampling.max_new_tokens - len(self.tokens)
 
     @property
@@ -33,17 +37,15 @@ class _Open:
         return TokenOutput(self.request.request_id, self.tokens, self.log_probs, reason, self.version)
 
 
-class PieceEngine:
-    """Serves with any rollout's batched generation: a step is one piece of `PIECE_TOKENS` tokens for what can be
-    batched together.
-    """
+class BatchedRequestEngine:
+    """A `RequestEngine` whose step generates `CHUNK_TOKENS` tokens for the requests that fit into one batch."""
 
     def __init__(self, rollout: VersionedRollout):
         self.rollout = rollout
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
 
     def add(self, request: Request) -> None:
-        self._open[request.request_id] = _Open(request, self.rollout.current_version())
+        self._open[request.request_id] = _OpenRequest(request, self.rollout.current_version())
 
     def num_open(self) -> int:
         return len(self._open)
@@ -57,49 +59,60 @@ class PieceEngine:
 
     def step(self) -> list[TokenOutput]:
         batch = self._next_batch()
-        width = min(PIECE_TOKENS, max(entry.left for entry in batch))
+        width = min(CHUNK_TOKENS, max(entry.tokens_left for entry in batch))
         sampling, done = replace(batch[0].request.sampling, max_new_tokens=width), batch[0].num_done
         keys = torch.cat([advance(entry.request.key, len(entry.tokens)) for entry in batch])
-        ends = self.rollout.ends(sampling)
+        stop_condition = self.rollout.stop_condition(sampling)
         prompts = [[*entry.request.prompt_ids, *entry.tokens] for entry in batch]
-        made = self.rollout.generate_tokens(prompts, keys, sampling, num_done=done if looks_back(sampling, ends) else 0)
-        rows = zip(batch, made.tokens.tolist(), made.log_probs.tolist(), made.mask.sum(-1).tolist(), strict=True)
+        generated = self.rollout.generate_tokens(
+            prompts, keys, sampling, num_done=done if needs_history(sampling, stop_condition) else 0
+        )
+        rows = zip(
+            batch,
+            generated.tokens.tolist(),
+            generated.log_probs.tolist(),
+            generated.mask.sum(-1).tolist(),
+            strict=True,
+        )
         return [
             output
             for entry, tokens, log_probs, length in rows
-            if (output := self._take(entry, tokens[:length], log_probs, ends))
+            if (output := self._append_tokens(entry, tokens[:length], log_probs, stop_condition))
         ]
 
-    def _next_batch(self) -> list[_Open]:
-        """The oldest request and those that can be computed with it."""
-        kinds = {name: self._kind(entry) for name, entry in self._open.items()}
-        oldest = next(iter(kinds.values()))
-        return [self._open[name] for name, kind in kinds.items() if kind == oldest][
+    def _next_batch(self) -> list[_OpenRequest]:
+        """Return the oldest request and those that can be computed with it."""
+        batch_keys = {name: self._batch_key(entry) for name, entry in self._open.items()}
+        oldest = next(iter(batch_keys.values()))
+        return [self._open[name] for name, batch_key in batch_keys.items() if batch_key == oldest][
             : self.rollout.setup.config.max_num_seqs
         ]
 
-    def _kind(self, entry: _Open) -> tuple[SamplingParams, int]:
+    def _batch_key(self, entry: _OpenRequest) -> tuple[SamplingParams, int]:
+        """Return what requests of one batch must have in common."""
         sampling = replace(entry.request.sampling, max_new_tokens=1, seed=0)
-        return sampling, entry.num_done if looks_back(sampling, self.rollout.ends(sampling)) else 0
+        return sampling, entry.num_done if needs_history(sampling, self.rollout.stop_condition(sampling)) else 0
 
-    def _take(self, entry: _Open, tokens: list[int], log_probs: list[float], ends: Ends) -> TokenOutput | None:
-        """Add a piece's tokens to a request; return its output if that was the end of it."""
-        tokens = tokens[: entry.left]
+    def _append_tokens(
+        self, entry: _OpenRequest, tokens: list[int], log_probs: list[float], stop_condition: StopCondition
+    ) -> TokenOutput | None:
+        """Append a chunk's tokens to a request; return its output if it has finished."""
+        tokens = tokens[: entry.tokens_left]
         entry.tokens += tokens
         entry.log_probs += log_probs[: len(tokens)]
-        if not _has_ended(entry, ends) and entry.left:
+        if not _has_stopped(entry, stop_condition) and entry.tokens_left:
             return None
         del self._open[entry.request.request_id]
-        return entry.output("stop" if _has_ended(entry, ends) else "length")
+        return entry.output("stop" if _has_stopped(entry, stop_condition) else "length")
 
 
-def _has_ended(entry: _Open, ends: Ends) -> bool:
-    if entry.tokens[-1] in ends.ids:
+def _has_stopped(entry: _OpenRequest, stop_condition: StopCondition) -> bool:
+    if entry.tokens[-1] in stop_condition.ids:
         return True
-    if ends.strings is None or entry.num_done <= entry.request.sampling.min_tokens:
+    if stop_condition.strings is None or entry.num_done <= entry.request.sampling.min_tokens:
         return False
-    # What an earlier turn or a tool wrote is looked at, too, as `History` does.
+    # Tokens of earlier turns and of tools count, too, as in `TokenHistory`.
     tail = [*entry.request.prompt_ids[len(entry.request.prompt_ids) - entry.request.num_done :], *entry.tokens][
-        -ends.strings.window :
+        -stop_condition.strings.window :
     ]
-    return ends.strings.completed_by_last(tail)
+    return stop_condition.strings.completed_by_last(tail)

@@ -1,10 +1,12 @@
 """The `hf` rollout: batched generation with a Hugging Face causal LM, in the calling process, on any device.
 
-Prompts are prefilled once and expanded to n samples; the key-value cache grows in place; finished sequences are dropped
-from the batch, so a batch costs what its tokens cost and not what its longest response costs. It is not a serving
-engine: a batch is filled once (at most max_num_seqs sequences) and runs down, nothing joins it.
+Prompts are prefilled once and expanded to n samples. The key-value cache grows in place. Finished sequences are dropped
+from the batch, so the cost follows the number of tokens and not the longest response.
 
-Shapes: S sequences decoded together, P width of their prompts, R most new tokens, V vocabulary.
+It does not batch continuously: a batch of at most max_num_seqs sequences is filled once, and no sequence joins it
+    later.
+
+Shapes: S sequences decoded together, P width of their prompts, R maximum new tokens, V vocabulary.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,18 +18,24 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.rollout.base import Generated, RolloutSetup, VersionedRollout, load_hf_config, register_rollout
-from hybridrl.workers.rollout.batched_request_engine import PieceEngine
+from hybridrl.workers.rollout.base import (
+    GeneratedTokens,
+    RolloutSetup,
+    VersionedRollout,
+    load_hf_config,
+    register_rollout,
+)
+from hybridrl.workers.rollout.batched_request_engine import BatchedRequestEngine
 from hybridrl.workers.rollout.requests import RequestEngine
-from hybridrl.workers.rollout.sampling.logits import History
+from hybridrl.workers.rollout.sampling.logits import TokenHistory
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, uniforms
 from hybridrl.workers.weight_transfer.fingerprint import WeightNames, fingerprint
 
-# Finished rows are dropped when they are this share of the batch: rarer, and they are computed for nothing; more often,
-# and the cache is copied too often (one drop costs about as much as one decode step).
+# Finished rows are dropped when they reach this share of the batch. A higher share computes finished rows for nothing.
+# A lower one copies the cache too often (one drop costs about as much as one decode step).
 DROP_SHARE = 0.25
 
-# Free places a cache gets when it is full. Larger wastes memory, smaller copies the cache more often (once in so many
+# Free token slots that a full cache gets. Larger wastes memory; smaller copies the cache more often (once in so many
 # steps).
 CACHE_GROWTH_TOKENS = 64
 
@@ -43,12 +51,12 @@ class HFRollout(VersionedRollout):
         self._device = torch.device(setup.device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
         super().__init__(setup, names=WeightNames.of(self._model))
-        self._adopt_weights_on_disk()
+        self._use_weights_on_disk()
+
+    def request_engine(self) -> RequestEngine:
+        return BatchedRequestEngine(self)
 
     @torch.no_grad()
-    def request_engine(self) -> RequestEngine:
-        return PieceEngine(self)
-
     def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         targets = self._model.state_dict()
         for name, tensor in weights:
@@ -59,17 +67,19 @@ class HFRollout(VersionedRollout):
                 )
             targets[name].copy_(tensor)
 
-    def _held_fingerprint(self) -> int:
+    def _engine_fingerprint(self) -> int:
         return fingerprint(self._model.state_dict().items(), self.setup.dtype)
 
     def _used_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
 
     def _release_memory(self) -> int:
-        held = sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.is_cuda)
+        num_bytes = sum(
+            tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.is_cuda
+        )
         self._model.to("cpu")
         torch.cuda.empty_cache()
-        return held
+        return num_bytes
 
     def _reclaim_memory(self) -> None:
         self._model.to(self._device)
@@ -77,10 +87,12 @@ class HFRollout(VersionedRollout):
     @torch.inference_mode()
     def _generate(
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
-    ) -> Generated:
-        history = History.start(prompts, sampling, self.ends(sampling), num_done=num_done, device=self._device)
+    ) -> GeneratedTokens:
+        history = TokenHistory.create_if_needed(
+            prompts, sampling, self.stop_condition(sampling), num_done=num_done, device=self._device
+        )
         keys = keys.to(self._device)
-        out = Generated.empty(
+        out = GeneratedTokens.empty(
             len(keys), sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id, device=self._device
         )
         for rows in torch.arange(len(keys), device=self._device).split(self.setup.config.max_num_seqs):
@@ -90,53 +102,51 @@ class HFRollout(VersionedRollout):
 
     def _prefill(
         self, prompts: list[list[int]], rows: torch.Tensor, keys: torch.Tensor, sampling: SamplingParams
-    ) -> tuple["_Decoding", torch.Tensor]:
-        """Run the prompts of these sequences once each; return the sequences ready to decode and their first logits (S,
-        V).
-        """
-        owners = rows // sampling.n
-        first = int(owners[0])
-        ids, mask = _left_padded(prompts[first : int(owners[-1]) + 1], self.setup.pad_token_id, self._device)
+    ) -> tuple["_DecodeBatch", torch.Tensor]:
+        """Compute each prompt of these sequences once; return the batch to decode and its first logits (S, V)."""
+        prompt_rows = rows // sampling.n
+        first = int(prompt_rows[0])
+        ids, mask = _left_padded(prompts[first : int(prompt_rows[-1]) + 1], self.setup.pad_token_id, self._device)
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
         kv_cache = _new_cache(self._model.config)
         logits = self._forward(ids, mask, positions, kv_cache)
-        owners -= first
-        kv_cache.batch_select_indices(owners)
-        room = mask.new_ones(len(rows), sampling.max_new_tokens)
-        batch = _Decoding(
+        prompt_rows -= first
+        kv_cache.batch_select_indices(prompt_rows)
+        response_mask = mask.new_ones(len(rows), sampling.max_new_tokens)
+        batch = _DecodeBatch(
             rows=rows,
             keys=keys,
             kv_cache=kv_cache,
-            mask=torch.cat([mask[owners], room], dim=1),
-            lengths=mask.sum(-1)[owners],
+            mask=torch.cat([mask[prompt_rows], response_mask], dim=1),
+            lengths=mask.sum(-1)[prompt_rows],
             width=ids.shape[1],
             finished=torch.zeros_like(rows, dtype=torch.bool),
         )
-        return batch, logits[owners]
+        return batch, logits[prompt_rows]
 
     def _decode(
         self,
-        batch: "_Decoding",
+        batch: "_DecodeBatch",
         logits: torch.Tensor,
         sampling: SamplingParams,
-        out: Generated,
-        history: History | None,
+        out: GeneratedTokens,
+        history: TokenHistory | None,
     ) -> None:
-        """Draw tokens into `out` until every sequence has stopped or has max_new_tokens."""
-        stop_ids = torch.tensor(self.ends(sampling).ids, dtype=torch.int64, device=self._device)
+        """Draw tokens into `out` until every sequence has stopped or reached max_new_tokens."""
+        stop_ids = torch.tensor(self.stop_condition(sampling).ids, dtype=torch.int64, device=self._device)
         for step in range(sampling.max_new_tokens):
             steps = torch.full_like(batch.rows, step)
-            shaped = None if history is None else history.shape(logits, batch.rows, steps)
-            tokens, log_probs = draw_tokens(logits, uniforms(batch.keys, step), sampling, shaped=shaped)
-            alive = ~batch.finished
-            rows = batch.rows[alive]
-            out.tokens[rows, step] = tokens[alive]
-            out.log_probs[rows, step] = log_probs[alive]
+            processed = None if history is None else history.process_logits(logits, batch.rows, steps)
+            tokens, log_probs = draw_tokens(logits, uniforms(batch.keys, step), sampling, processed_logits=processed)
+            unfinished = ~batch.finished
+            rows = batch.rows[unfinished]
+            out.tokens[rows, step] = tokens[unfinished]
+            out.log_probs[rows, step] = log_probs[unfinished]
             out.mask[rows, step] = 1
             batch.finished |= (tokens[:, None] == stop_ids).any(-1)
             if history is not None:
-                history.record(rows, steps[alive], tokens[alive])
-                batch.finished |= history.ended(batch.rows, steps + 1)
+                history.record(rows, steps[unfinished], tokens[unfinished])
+                batch.finished |= history.stopped_before(batch.rows, steps + 1)
             num_finished = int(batch.finished.sum())
             if num_finished == len(tokens) or step + 1 == sampling.max_new_tokens:
                 return
@@ -146,8 +156,8 @@ class HFRollout(VersionedRollout):
             logits = self._forward(tokens[:, None], mask, positions, batch.kv_cache)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kv_cache: Any) -> torch.Tensor:
-        """Return the logits (S, V) after the last of ids (S, q), which the cache takes up. mask: (S, cached + q)."""
-        # A model with ALiBi takes no positions, an older one computes all logits.
+        """Append ids (S, q) to the cache and return the logits (S, V) after the last. mask: (S, cached + q)."""
+        # A model with ALiBi accepts no positions, and an older model always computes all logits.
         optional = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in optional.items() if name in self._accepted}
         output = self._model(input_ids=ids, attention_mask=mask, past_key_values=kv_cache, use_cache=True, **options)
@@ -155,12 +165,14 @@ class HFRollout(VersionedRollout):
 
 
 @dataclass
-class _Decoding:
+class _DecodeBatch:
     """The sequences that are decoded together.
 
-    rows (S,) int64: their rows in the output. keys (S,) int64. mask (S, P + R) int64: attention, with ones where
-    responses will be. lengths (S,) int64: tokens so far, which is the next token's position. width: columns of the mask
-    in use.
+    rows: (S,) int64, rows in the output.
+    keys: (S,) int64, of the random streams.
+    mask: (S, P + R) int64, attention, with ones where responses will be.
+    lengths: (S,) int64, tokens so far, which is the next token's position.
+    width: columns of the mask in use.
     """
 
     rows: torch.Tensor
@@ -172,7 +184,7 @@ class _Decoding:
     finished: torch.Tensor
 
     def drop_finished(self) -> torch.Tensor:
-        """Keep only the sequences that go on; return their indices."""
+        """Keep only the unfinished sequences; return their indices."""
         kept = (~self.finished).nonzero().squeeze(-1)
         self.kv_cache.batch_select_indices(kept)
         self.rows, self.keys, self.mask, self.lengths, self.finished = (
@@ -181,7 +193,7 @@ class _Decoding:
         return kept
 
     def next_column(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention mask (S, width + 1) and position ids (S, 1) of the token to be computed next."""
+        """Return attention mask (S, width + 1) and position ids (S, 1) of the next token."""
         self.width += 1
         positions = self.lengths[:, None]
         self.lengths = self.lengths + 1
@@ -199,7 +211,10 @@ def _left_padded(
 
 
 def _build_model(setup: RolloutSetup) -> torch.nn.Module:
-    """Return the model on its device, ready to generate; random weights leave the global random state as it was."""
+    """Return the model on its device, ready to generate.
+
+    Random weights do not change the global random state.
+    """
     from transformers import AutoModelForCausalLM
 
     config = load_hf_config(setup)
@@ -220,7 +235,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _new_cache(config: Any) -> Any:
-    """Return an empty cache with the layer kinds of the model; full-attention layers grow in place."""
+    """Return an empty cache with the model's layer types, whose full-attention layers grow in place."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
@@ -234,17 +249,17 @@ def _growing_layer_class() -> type:
     from transformers.cache_utils import DynamicLayer
 
     class GrowingLayer(DynamicLayer):
-        """A cache layer with spare places behind the used ones.
+        """A cache layer with spare capacity behind the used tokens.
 
-        `DynamicLayer` copies every key and value at every token, into new memory (measured at 256 sequences: up to 10
-        times the time of the model, in page faults). `keys` and `values` are views of the used part, so everything else
-        is inherited.
+        `DynamicLayer` copies every key and value into new memory at every token. At 256 sequences the page faults took
+        up to 10 times as long as the model. `keys` and `values` are views of the used part, so everything else is
+        inherited.
         """
 
         _stores: tuple[torch.Tensor, torch.Tensor] | None = None
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
-            if not self.is_initialized:  # the prompts: `batch_select_indices` comes next and makes the stores
+            if not self.is_initialized:  # prefill: `batch_select_indices` comes next and allocates the stores
                 return super().update(key_states, value_states, *args, **kwargs)
             used = self.keys.shape[-2]
             end = used + key_states.shape[-2]
@@ -261,13 +276,13 @@ def _growing_layer_class() -> type:
             self._make_stores(self.keys.shape[-2] + CACHE_GROWTH_TOKENS)
 
         def _make_stores(self, capacity: int) -> None:
-            self._stores = _roomy_copy(self.keys, capacity), _roomy_copy(self.values, capacity)
+            self._stores = _copy_with_capacity(self.keys, capacity), _copy_with_capacity(self.values, capacity)
 
     return GrowingLayer
 
 
-def _roomy_copy(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Return (S, heads, capacity, dim) that begins with states (S, heads, used, dim)."""
+def _copy_with_capacity(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return (S, heads, capacity, dim) whose first tokens are states (S, heads, used, dim)."""
     store = states.new_empty(*states.shape[:2], capacity, states.shape[-1])
     store[:, :, : states.shape[-2]] = states
     return store

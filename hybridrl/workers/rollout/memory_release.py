@@ -1,8 +1,8 @@
-"""Memory that is given away between two phases of a step, counted and not believed.
+"""Release rollout memory between phases, and measure what was actually released.
 
-Pages of host memory can be given back while the tensors in them stay where they are: the kernel takes them, and whoever
-touches them again finds zeros. That is all a CPU rollout needs for its key-value cache, which holds nothing between two
-calls.
+A rollout's `sleep` calls this in its worker process. Host pages can be released while their tensors stay in place: the
+kernel takes the pages, and the next access reads zeros. This suffices for a CPU rollout's key-value cache, which holds
+nothing between two calls.
 """
 
 import ctypes
@@ -15,29 +15,32 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Allocators round up, and other threads allocate meanwhile; an engine that kept its weights or its cache frees far less
-# than this.
-LEAST_SHARE = 0.9
+# Allocators round up, and other threads allocate meanwhile. An engine that kept its weights or its cache frees far
+# less.
+MIN_RELEASED_SHARE = 0.9
 MADV_DONTNEED = 4
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process has now."""
+    """Return the resident memory of this process."""
     with open("/proc/self/statm") as figures:
         return int(figures.read().split()[1]) * mmap.PAGESIZE
 
 
 def device_bytes() -> int:
-    """Return how much of this process's CUDA device is in use, by whomever: memory of vLLM is not torch's."""
+    """Return how much of this process's CUDA device is in use, by all processes.
+
+    torch's own count would miss vLLM's memory.
+    """
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
-def give_back_pages(tensors: Iterable[torch.Tensor]) -> int:
-    """Give the kernel the whole pages of CPU tensors that it has filled, their content is lost, zeros are read instead.
+def release_pages(tensors: Iterable[torch.Tensor]) -> int:
+    """Release the whole host pages of CPU tensors to the kernel and return the number of resident bytes released.
 
-    Returns bytes.
+    The content is lost: the tensors read as zeros afterwards.
     """
     num_bytes = 0
     for start, length in _pages(tensors):
@@ -49,13 +52,12 @@ def give_back_pages(tensors: Iterable[torch.Tensor]) -> int:
     return num_bytes
 
 
-def warn_if_kept(engine: str, *, expected: int, freed: int) -> None:
-    """Log a warning that names the engine if it gave away less than it said it holds."""
-    if freed < LEAST_SHARE * expected:
+def warn_if_not_released(engine: str, *, expected: int, freed: int) -> None:
+    """Log a warning if an engine freed less than `MIN_RELEASED_SHARE` of the expected bytes."""
+    if freed < MIN_RELEASED_SHARE * expected:
         logger.warning(
-            "%s rollout: it went to sleep and freed %.1f MB of the %.1f MB that its weights and its cache "
-            "take; training has less memory "
-            "than it should. If it runs out, lower actor_rollout_ref.rollout.gpu_memory_utilization or "
+            "%s rollout: sleep() freed %.1f MB of the %.1f MB that its weights and its cache take. Training continues "
+            "with less free memory. If it runs out, lower actor_rollout_ref.rollout.gpu_memory_utilization or "
             "kv_cache_memory_mb",
             engine,
             freed / 1e6,
@@ -64,7 +66,7 @@ def warn_if_kept(engine: str, *, expected: int, freed: int) -> None:
 
 
 def _pages(tensors: Iterable[torch.Tensor]) -> set[tuple[int, int]]:
-    """Return address and length of the whole pages of every storage, once."""
+    """Return address and length of the whole pages of every storage, each once."""
     found = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,12 +1,14 @@
-"""Token-in/token-out requests that come and go: what one rollout process does for the router and its agent loops.
+"""Serve token-in/token-out requests from a rollout, in time slices.
 
-Its caller drives it: `Server.serve` takes new requests, works for a moment and returns what has ended meanwhile.
-Between two such calls the process does whatever else it is told, a push of weights for instance, and a call that does
-not return says that the process is stuck. The `hf` engine works on batches of what waits, in pieces (`PieceEngine`);
-vLLM batches continuously (`serving_vllm`).
+A rollout worker (`ActorRolloutRefWorker`, `ReplicaWorker`) owns one `RequestServer`. The router calls it again and
+again: each call adds requests, works for one time slice and returns the finished ones. Between two calls the process
+can serve other calls, for example a weight push. A call that does not return means that the process is stuck.
 
-A request's tokens depend on its seed, sample and place in the response, and not on who makes them, beside what, in how
-many pieces: so a request may be given up and made again elsewhere, and its answer is the same.
+The `hf` engine generates in batches (`BatchedRequestEngine`), vLLM batches continuously (`VLLMRequestEngine`).
+
+A request's tokens depend only on its seed, its sample number and their position in the response. They do not depend on
+the process, on concurrent requests or on the number of chunks. A request can therefore be aborted and repeated on
+another replica with the same result.
 """
 
 import time
@@ -16,42 +18,43 @@ from hybridrl.errors import DataError
 from hybridrl.workers.rollout.base import VersionedRollout
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
-SLICE_S = (
-    0.05  # a replica works so long before it takes up new requests; about what a decode step of a large model takes
-)
+SLICE_S = 0.05  # Seconds a replica works before it accepts new requests; about one decode step of a large model.
 
 
-class Server:
-    """The serving side of a rollout that also generates whole batches, one or the other at a time."""
+class RequestServer:
+    """Serves requests with a rollout. Whole batches can be generated too, but not at the same time."""
 
     def __init__(self, rollout: VersionedRollout):
         self.rollout, self.engine = rollout, rollout.request_engine()
 
     def serve(self, requests: Sequence[Request], aborted: Sequence[str], *, slice_s: float) -> list[TokenOutput]:
-        """Take up requests, end those in `aborted`, work for about `slice_s` seconds or until one has ended; return
-        what has ended.
+        """Add requests, abort others, work for one time slice, and return what finished.
+
+        Args:
+            requests: to add; their ids must not be open.
+            aborted: ids of requests to end now. Unknown ids are ignored.
+            slice_s: seconds to work, at least one engine step; returns earlier when no request is open.
         """
         for request in requests:
-            self._require_room(request)
+            self._require_lengths_fit(request)
         for request in requests:
             if self.engine.is_open(request.request_id):
                 raise ValueError(f"request {request.request_id} is open already; ids must differ")
             self.engine.add(request)
         done = [output for name in aborted if (output := self.engine.abort(name)) is not None]
-        until = time.monotonic() + slice_s
+        deadline = time.monotonic() + slice_s
         while self.engine.num_open():
             self.rollout.current_version()
             done += self.engine.step()
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 break
         return done
 
-    def _require_room(self, request: Request) -> None:
+    def _require_lengths_fit(self, request: Request) -> None:
         setup, new = self.rollout.setup, request.sampling.max_new_tokens
         if new > setup.max_response_length or len(request.prompt_ids) + new > setup.max_length:
             raise DataError(
-                f"request {request.request_id}: {len(request.prompt_ids)} tokens and {new} to come; the "
-                "rollout was built for "
-                f"{setup.max_length} in all, at most {setup.max_response_length} of them new (data.max_prompt_length, "
-                "data.max_response_length)"
+                f"request {request.request_id}: {len(request.prompt_ids)} tokens and up to {new} new ones; the rollout "
+                f"was built for {setup.max_length} in all, at most {setup.max_response_length} of them new "
+                "(data.max_prompt_length, data.max_response_length)"
             )

@@ -1,5 +1,8 @@
-"""Token-in/token-out requests: what a rollout process is asked for, what it returns, and what an
-engine does with them.
+"""Token-in/token-out requests: the request, its output, and the engine interface that serves them.
+
+The router and the agent loops (driver) build requests. `RequestServer` (worker process) hands them to a
+`RequestEngine`.
+Not here: text, templates and stop strings, which serving turns into token ids and `SamplingParams`.
 """
 
 from dataclasses import dataclass
@@ -8,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 
 from hybridrl.errors import DataError
-from hybridrl.workers.rollout.sampling.logits import Ends
+from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 
 FinishReason = Literal["stop", "length", "abort", "pause"]
@@ -16,12 +19,13 @@ FinishReason = Literal["stop", "length", "abort", "pause"]
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be made, or its next part.
+    """One response to generate, or the next part of one.
 
-    prompt_ids: all tokens so far. sampling: with n = 1; `max_new_tokens` is this request's own. seed, sample: it is
-    sample number `sample` of the prompt with this seed, as in a batch with `n` of them. num_done: how many of the last
-    prompt_ids belong to the response already (what was sampled in earlier turns, and what tools said): random numbers
-    go on from there.
+    prompt_ids: all tokens so far.
+    sampling: with n = 1; `max_new_tokens` is this request's own limit.
+    seed, sample: the response is number `sample` of the prompt with this seed, as in a batch with `n` samples.
+    num_done: how many of the last prompt_ids already belong to the response (sampled in earlier turns, or returned by
+        tools). Random numbers continue from there.
     """
 
     request_id: str
@@ -39,25 +43,25 @@ class Request:
             )
         if not 0 <= self.num_done < len(self.prompt_ids):
             raise DataError(
-                f"request {self.request_id}: {len(self.prompt_ids)} tokens, {self.num_done} of them "
-                "response, leave no prompt"
+                f"request {self.request_id}: {len(self.prompt_ids)} tokens with num_done={self.num_done} of them in "
+                "the response leave no prompt"
             )
 
     @property
     def key(self) -> torch.Tensor:
-        """The key (1,) int64 of its stream of random numbers, as `uniforms` wants it."""
+        """Return the key (1,) int64 of its stream of random numbers, for `uniforms`."""
         keys = sequence_keys(torch.tensor([self.seed], dtype=torch.int64), self.sample + 1)
         return advance(keys[self.sample :], self.num_done)
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What was sampled for a request.
+    """The tokens sampled for a request.
 
-    finish_reason: "stop" ended by a token or text that ends responses (it is included), "length" at max_new_tokens,
-    "abort" as told, with what there was, "pause" the same because of a push of weights. version: of the oldest weights
-    that made a token of it, -1 if nothing was made. mixed: the version of each token, where not all are of the same
-    weights.
+    finish_reason: "stop": ended by a stop token or stop string, which is included. "length": reached max_new_tokens.
+        "abort": aborted by the caller, with the tokens so far. "pause": the same, because of a weight push.
+    version: of the oldest weights that produced one of the tokens; -1 if there are none.
+    mixed: the version of each token, if they differ.
     """
 
     request_id: str
@@ -69,26 +73,26 @@ class TokenOutput:
 
     @property
     def token_versions(self) -> list[int]:
-        """The version of the weights that made each token."""
+        """Return the version of the weights that produced each token."""
         return list(self.mixed) or [self.version] * len(self.token_ids)
 
 
 class RequestEngine(Protocol):
-    """Requests in, tokens out, in steps that take a moment."""
+    """Serves requests in short steps; `RequestServer` calls it, one call at a time."""
 
     def add(self, request: Request) -> None: ...
 
     def step(self) -> list[TokenOutput]:
-        """Work on the open requests for a moment; return those that ended."""
+        """Run one short step on the open requests and return those that finished."""
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """End an open request; None if there is none of this name."""
+        """End an open request and return its output, or None if no such request is open."""
 
     def num_open(self) -> int: ...
 
     def is_open(self, request_id: str) -> bool: ...
 
 
-def looks_back(sampling: SamplingParams, ends: Ends) -> bool:
-    """Whether the next token depends on how many the response has."""
-    return sampling.penalises or sampling.min_tokens > 0 or ends.strings is not None
+def needs_history(sampling: SamplingParams, stop_condition: StopCondition) -> bool:
+    """Return whether the next token depends on the response so far or on its length."""
+    return sampling.penalises or sampling.min_tokens > 0 or stop_condition.strings is not None

@@ -1,13 +1,13 @@
-"""How weights get from a trainer to rollouts in other processes: one seam (`base`), four ways through it.
+"""Transport of weights from the trainer to rollouts in other processes: one interface (`base`), four transports.
 
-    stored   object_store   Ray's object store; the trainer goes on, receivers fetch when they have time
-             disk           safetensors in a directory that all machines see; other programs can read them, too
-    live     shared_memory  one machine; the bytes are written once and read in place, on a GPU they never leave it
-             broadcast      any number of machines; a collective of its own (NCCL or gloo)
+    stored     object_store   Ray's object store; training continues, and receivers fetch later
+               disk           safetensors in a directory that all machines can access; other programs can read them, too
+    streaming  shared_memory  one machine; bytes are written once and read in place, and on a GPU they never leave it
+               broadcast      any number of machines; a collective on a process group of its own (NCCL or gloo)
 
-`make_sender` and `Receivers` are what the worker uses. Inside one process there is nothing to transport: the rollout
-iterates over the engine's weights. `actor_rollout_ref.rollout.weight_sync.transport` says which,
-`benchmarks/weight_sync.py` what each costs.
+`ActorRolloutRefWorker` uses `make_sender` and `Receivers`. The setting
+`actor_rollout_ref.rollout.weight_sync.transport` chooses the transport; `benchmarks/weight_sync.py` measures the cost
+of each. Inside one process there is no transport: the rollout iterates over the engine's weights.
 """
 
 from typing import Any
@@ -15,18 +15,28 @@ from typing import Any
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.workers.weight_transfer import disk, object_store
-from hybridrl.workers.weight_transfer.base import Incoming, Receiver, Sender, Sent
+from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt, Receiver, Sender
 from hybridrl.workers.weight_transfer.broadcast import BroadcastReceiver, BroadcastSender
-from hybridrl.workers.weight_transfer.buckets import Outgoing
-from hybridrl.workers.weight_transfer.channel import Address
+from hybridrl.workers.weight_transfer.buckets import OutgoingWeights
+from hybridrl.workers.weight_transfer.channel import ChannelAddress
 from hybridrl.workers.weight_transfer.disk import DiskSender
 from hybridrl.workers.weight_transfer.object_store import ObjectStoreSender
 from hybridrl.workers.weight_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from hybridrl.workers.weight_transfer.streaming import LiveReceiver, LiveSender, this_machine
+from hybridrl.workers.weight_transfer.streaming import StreamingReceiver, StreamingSender, shared_memory_id
 
-__all__ = ["Address", "Incoming", "Outgoing", "Receiver", "Receivers", "Sender", "Sent", "make_sender", "this_machine"]
+__all__ = [
+    "ChannelAddress",
+    "IncomingWeights",
+    "OutgoingWeights",
+    "Receiver",
+    "Receivers",
+    "Sender",
+    "PushReceipt",
+    "make_sender",
+    "shared_memory_id",
+]
 
-LIVE: dict[str, tuple[type[LiveSender], type[LiveReceiver]]] = {
+STREAMING_TRANSPORTS: dict[str, tuple[type[StreamingSender], type[StreamingReceiver]]] = {
     "shared_memory": (SharedMemorySender, SharedMemoryReceiver),
     "broadcast": (BroadcastSender, BroadcastReceiver),
 }
@@ -37,40 +47,53 @@ def make_sender(
 ) -> Any:
     """Return the sender of transport `name`.
 
-    A live one has an `address` that its receivers connect to; `host` is where it listens. timeout_s: how long it waits
-    for them.
+    Args:
+        name: a key of `STREAMING_TRANSPORTS`, "object_store" or "disk".
+        settings: bucket size and directory.
+        host: where a streaming sender listens; its `address` is for the receivers.
+        num_receivers: of a streaming sender.
+        device: "cpu" or "cuda", of this process.
+        timeout_s: how long a streaming sender waits for its receivers.
     """
     size = settings.bucket_mb << 20
     if name == object_store.NAME:
         return ObjectStoreSender(bucket_bytes=size)
     if name == disk.NAME:
         return DiskSender(settings.directory, bucket_bytes=size)
-    return LIVE[name][0](host=host, num_receivers=num_receivers, device=device, bucket_bytes=size, timeout_s=timeout_s)
+    return STREAMING_TRANSPORTS[name][0](
+        host=host, num_receivers=num_receivers, device=device, bucket_bytes=size, timeout_s=timeout_s
+    )
 
 
 class Receivers:
-    """What a rollout process receives with: the channel it joined, if any, and whatever was stored for it.
+    """The receiving side of a rollout process, for all transports; it is in at most one channel at a time.
 
-    rank: of this process in its group. device: where it computes. timeout_s: how long it waits for the sender.
+    rank: of this process in its group. device: where it computes. timeout_s: how long it waits for stored weights.
     """
 
     def __init__(self, *, rank: int, device: str, timeout_s: float):
         self._rank, self._device, self._timeout_s = rank, device, timeout_s
-        self._live: LiveReceiver | None = None
+        self._streaming: StreamingReceiver | None = None
 
-    def join(self, address: Address) -> None:
-        """Connect to a live sender, instead of the one connected to before."""
+    def join(self, address: ChannelAddress) -> None:
+        """Connect to a streaming sender, in place of an earlier one."""
         self.close()
-        self._live = LIVE[address.transport][1](address, rank=self._rank, device=self._device)
+        self._streaming = STREAMING_TRANSPORTS[address.transport][1](address, rank=self._rank, device=self._device)
 
-    def receive(self, version: int, sent: Sent | None) -> Incoming:
-        """Return the weights of `version` as they arrive: from where `sent` says, or (None) from the live sender."""
+    def receive(self, version: int, sent: PushReceipt | None) -> IncomingWeights:
+        """Return the weights of `version` as they arrive.
+
+        Args:
+            version: of the push.
+            sent: the receipt of a stored push; None receives from the streaming sender.
+        """
         if sent is None:
-            if self._live is None:
+            if self._streaming is None:
                 raise StaleWeightsError(
-                    f"version {version} is to come over a channel, but this rollout was never told to join one"
+                    f"version {version} should arrive over a channel, but this rollout has joined none; call "
+                    "join_weight_channel() first"
                 )
-            return self._live.receive(version)
+            return self._streaming.receive(version)
         return (
             object_store.receive(sent, timeout_s=self._timeout_s)
             if sent.transport == object_store.NAME
@@ -79,6 +102,6 @@ class Receivers:
 
     def close(self) -> None:
         """Leave the channel."""
-        if self._live is not None:
-            self._live.close()
-        self._live = None
+        if self._streaming is not None:
+            self._streaming.close()
+        self._streaming = None

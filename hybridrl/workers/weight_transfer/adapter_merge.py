@@ -1,10 +1,9 @@
-"""Pushes of adapters alone: the rollout keeps the frozen weights below them and makes merged ones itself, so that only
-A and B travel.
+"""Merge pushed low-rank adapters into the frozen base weights that the rollout keeps, so that only A and B are sent.
 
-The engine computes with merged weights and knows nothing of adapters: requests, tensor parallelism and fingerprints are
-as without them, and so is its speed. (vLLM's own LoRA layers give the same tokens; on the CPU they take 4 to 5 times as
-long for a model of 1M parameters, and about as long for one of 50M.) Price: the weights that adapters change are kept
-once more, in host memory.
+`VersionedRollout` uses it in the rollout's process. The engine computes with merged weights. Requests, tensor
+parallelism, fingerprints and speed are the same as without adapters. (vLLM's own LoRA layers give the same tokens. On
+the CPU they take 4 to 5 times as long for a model of 1M parameters, and about as long for one of 50M.) Cost: a second
+copy, in host memory, of the weights that adapters change.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ import torch
 from hybridrl.errors import StaleWeightsError
 from hybridrl.workers.weight_transfer.fingerprint import (
     ADAPTER_ENDINGS,
-    Named,
+    NamedTensor,
     WeightNames,
     WeightStream,
     adapted_weight,
@@ -23,70 +22,70 @@ from hybridrl.workers.weight_transfer.fingerprint import (
 )
 
 
-class Merging:
-    """What a rollout keeps between pushes: the weights below adapters, and a hash of every weight that its engine was
-    given.
+class AdapterMerger:
+    """Keeps, between pushes, the base weights of adapters and a hash of every weight passed to the engine.
 
-    dtype: the rollout's. A push of everything has adapters first, then every weight of the model; one without adapters
-    is passed on as it is. A push of adapters alone needs one of everything before it.
+    A full push has its adapters first, then every weight of the model. Without adapters it is passed on unchanged. A
+    push of adapters alone needs an earlier full push with adapters. dtype: the rollout's.
     """
 
     def __init__(self, names: WeightNames, *, dtype: torch.dtype):
         self._names, self._dtype = names, dtype
-        self._below: dict[str, torch.Tensor] = {}
+        self._base_weights: dict[str, torch.Tensor] = {}
         self._hashes: dict[str, int] = {}
 
-    def everything(self, weights: Iterable[Named]) -> WeightStream:
-        """Return what a push of everything has to bring, to be passed through `merged`. What was kept is forgotten."""
-        self._below, self._hashes = {}, {}
+    def expect_full_push(self, weights: Iterable[NamedTensor]) -> WeightStream:
+        """Drop all kept state and return the stream of a full push, for `merge`."""
+        self._base_weights, self._hashes = {}, {}
         return WeightStream(weights, self._names, dtype=self._dtype)
 
-    def adapters(self, weights: Iterable[Named]) -> WeightStream:
-        """Return what a push of adapters alone has to bring: A and B of every layer that had them.
+    def expect_adapters(self, weights: Iterable[NamedTensor]) -> WeightStream:
+        """Return the stream of a push of adapters alone: A and B of every layer that had them.
 
-        StaleWeightsError if none had.
+        Raises:
+            StaleWeightsError: no earlier full push brought adapters.
         """
-        if not self._below:
+        if not self._base_weights:
             raise StaleWeightsError(
-                "adapters were pushed alone, and this rollout keeps no weights that they could change; push everything"
+                "adapters were pushed alone, and this rollout keeps no weights to merge them into; push everything"
             )
-        awaited = [name.removesuffix(".weight") + ending for name in self._below for ending in ADAPTER_ENDINGS]
-        return WeightStream(weights, self._names, dtype=self._dtype, awaited=awaited)
+        expected = [name.removesuffix(".weight") + ending for name in self._base_weights for ending in ADAPTER_ENDINGS]
+        return WeightStream(weights, self._names, dtype=self._dtype, expected=expected)
 
-    def merged(self, stream: WeightStream) -> Iterator[Named]:
-        """Yield the weights that change, as the engine has to hold them."""
+    def merge(self, stream: WeightStream) -> Iterator[NamedTensor]:
+        """Yield the weights to load into the engine, with adapters merged."""
         matrices: dict[str, torch.Tensor] = {}
-        kept = dict(self._below)
+        earlier = dict(self._base_weights)
         for name, tensor in stream:
             if is_adapter(name):
-                matrices[name] = tensor.detach().clone()  # valid only until the next one is asked for
-            elif adapted := _pair(matrices, name):
-                self._below[name] = tensor.detach().to("cpu", self._dtype, copy=True)
-                yield self._counted(name, self._merge(tensor.to(self._dtype), *adapted))
+                matrices[name] = tensor.detach().clone()  # valid only until the next one is requested
+            elif adapted := _adapter_pair(matrices, name):
+                self._base_weights[name] = tensor.detach().to("cpu", self._dtype, copy=True)
+                yield self._hashed(name, self._merge_one(tensor.to(self._dtype), *adapted))
             else:
-                yield self._counted(name, tensor) if matrices else (name, tensor)
-        alone = {adapted_weight(name) for name in matrices} - self._below.keys()
-        if alone:
-            names = ", ".join(sorted(alone)[:3])
-            raise StaleWeightsError(f"adapters of {names} came without these weights, or not in pairs: push everything")
-        for name, below in kept.items():
-            if adapted := _pair(matrices, name):
-                yield self._counted(name, self._merge(below.to(adapted[0].device), *adapted))
+                yield self._hashed(name, tensor) if matrices else (name, tensor)
+        unmatched = {adapted_weight(name) for name in matrices} - self._base_weights.keys()
+        if unmatched:
+            names = ", ".join(sorted(unmatched)[:3])
+            raise StaleWeightsError(f"adapters of {names} came without these weights, or not in pairs; push everything")
+        for name, base in earlier.items():
+            if adapted := _adapter_pair(matrices, name):
+                yield self._hashed(name, self._merge_one(base.to(adapted[0].device), *adapted))
 
-    def expected(self, stream: WeightStream) -> int:
-        """Return the fingerprint that the engine must have after all of `stream` went through `merged`."""
-        return sum(self._hashes.values()) % (1 << 64) if self._below else stream.fingerprint
+    def expected_fingerprint(self, stream: WeightStream) -> int:
+        """Return the fingerprint that the engine must have after all of `stream` went through `merge`."""
+        return sum(self._hashes.values()) % (1 << 64) if self._base_weights else stream.fingerprint
 
-    def _merge(self, below: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(below.float(), lora_b.float(), lora_a.float()).to(self._dtype)
+    def _merge_one(self, base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(base.float(), lora_b.float(), lora_a.float()).to(self._dtype)
 
-    def _counted(self, name: str, tensor: torch.Tensor) -> Named:
+    def _hashed(self, name: str, tensor: torch.Tensor) -> NamedTensor:
         self._hashes[name] = tensor_hash(tensor, self._dtype)
         return name, tensor
 
 
-def _pair(matrices: dict[str, torch.Tensor], weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return A and B of a weight, if both are there."""
+def _adapter_pair(matrices: dict[str, torch.Tensor], weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return A and B of a weight, if both have arrived."""
     layer, _, kind = weight.rpartition(".")
     names = [f"{layer}{ending}" for ending in ADAPTER_ENDINGS]
     if kind != "weight" or not all(name in matrices for name in names):

@@ -1,12 +1,14 @@
-"""What every transport of weights is: a sender beside the training engine, a receiver beside each rollout.
+"""The transport interface: a sender beside the training engine, and a receiver beside each rollout.
 
-Two kinds. *Stored* (`object_store`, `disk`): the sender leaves the weights somewhere and returns where; who wants them
-fetches them when it has time, and the sender goes on at once. *Live* (`shared_memory`, `broadcast`): sender and
-receivers work on the same buckets at the same time, over a `Channel` that both opened before; nothing is stored, and
-whoever comes first waits for the others, up to a deadline.
+There are two kinds of transport:
 
-Either way what arrives ends with the fingerprint of what was sent, and `Rollout.load_weights` compares it with what it
-holds.
+  - *Stored* (`object_store`, `disk`): the sender stores the weights, returns a receipt and continues at once. A
+    receiver fetches them later.
+  - *Streaming* (`shared_memory`, `broadcast`): sender and receivers process the same buckets at the same time, over a
+    channel opened before. Nothing is stored. Early processes wait for late ones, up to a deadline.
+
+Both deliver the fingerprint of what was sent after the last tensor. `Rollout.load_weights` compares it with the weights
+it loaded.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,15 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridrl.workers.weight_transfer.buckets import Bucket, Outgoing, fill_buckets
-from hybridrl.workers.weight_transfer.fingerprint import Named
+from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, fill_buckets
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 
 KEY = "actor_rollout_ref.rollout.weight_sync"
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What a push put on its way. parts: where a stored transport left them, None for a live one."""
+class PushReceipt:
+    """The result of sending a push. parts: where a stored transport put the weights; None for a streaming one."""
 
     transport: str
     fingerprint: int
@@ -33,49 +35,50 @@ class Sent:
 
 
 class Sender(Protocol):
-    """The trainer's side of a transport; one process (rank 0) has it."""
+    """The trainer's side of a transport, in the process of rank 0."""
 
-    def send(self, version: int, weights: Outgoing) -> Sent:
-        """Put all of `weights` on their way as `version`. A live sender returns when every receiver has taken them.
+    def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
+        """Send all of `weights` as `version`. A streaming sender returns when every receiver has received them.
 
-        Raises CallTimeout naming the receivers that did not in time; after an error the sender is not used again.
+        After an error the sender must not be used again.
+
+        Raises:
+            CallTimeout: a receiver of a streaming sender was too late; the error names it.
         """
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what the sender holds."""
 
 
 class Receiver(Protocol):
-    """A rollout's side of a live transport."""
+    """A rollout's side of a streaming transport."""
 
-    def receive(self, version: int) -> "Incoming":
-        """Return the weights of `version` as they arrive.
-
-        Raises CallTimeout while iterating when they do not in time.
-        """
+    def receive(self, version: int) -> "IncomingWeights":
+        """Return the weights of `version` as they arrive. Iterating raises CallTimeout if they are late."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what the receiver holds."""
 
 
-class Incoming:
-    """Weights as they arrive: iterate once over (name, tensor), each valid until the next is asked for, then ask for
-    `fingerprint`.
+class IncomingWeights:
+    """Weights as they arrive. Iterate once over (name, tensor), then call `fingerprint`.
+
+    A tensor is valid only until the next one is requested.
     """
 
-    def __init__(self, tensors: Iterator[Named], *, fingerprint: Callable[[], int]):
+    def __init__(self, tensors: Iterator[NamedTensor], *, fingerprint: Callable[[], int]):
         self._tensors, self._fingerprint = tensors, fingerprint
 
-    def __iter__(self) -> Iterator[Named]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         return self._tensors
 
     def fingerprint(self) -> int:
-        """Return the fingerprint of what was sent, known when everything has arrived."""
+        """Return the fingerprint of what was sent; available after the last tensor."""
         return self._fingerprint()
 
 
-class Reused:
-    """One buffer that grows to the largest size asked for."""
+class GrowableBuffer:
+    """One reusable buffer that grows to the largest requested size."""
 
     def __init__(self, device: str = "cpu"):
         self._device = device
@@ -87,7 +90,7 @@ class Reused:
         return self._data
 
 
-def store_buckets(weights: Outgoing, *, num_bytes: int, store: Callable[[int, Bucket], Any]) -> list[Any]:
-    """Call `store(number, bucket)` with every bucket in turn, and return its answers."""
-    buckets: Iterable[Bucket] = fill_buckets(weights, num_bytes=num_bytes, buffer=Reused())
+def store_buckets(weights: OutgoingWeights, *, num_bytes: int, store: Callable[[int, Bucket], Any]) -> list[Any]:
+    """Call `store(number, bucket)` for each bucket in turn and return the results."""
+    buckets: Iterable[Bucket] = fill_buckets(weights, num_bytes=num_bytes, buffer=GrowableBuffer())
     return [store(number, bucket) for number, bucket in enumerate(buckets)]

@@ -1,8 +1,7 @@
-"""Weights on their way, bucket by bucket: named tensors laid end to end in a flat buffer of bytes, so that one copy or
-one collective carries many of them and no process ever needs room for the whole model twice.
+"""Buckets of weights: named tensors end to end in a flat byte buffer, so that one copy or collective moves many.
 
-The way out: `Outgoing` casts to the rollout's dtype, counts and fingerprints; `fill_buckets` packs. The way in:
-`unpack`.
+No process ever needs memory for the whole model twice. On the sender `OutgoingWeights` casts to the rollout's dtype,
+counts bytes and fingerprints, and `fill_buckets` packs. On the receiver `unpack` returns the tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,14 +10,14 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.weight_transfer.fingerprint import Named, pushed_dtype, tensor_hash
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, pushed_dtype, tensor_hash
 
-ALIGNMENT = 64  # bytes: a tensor of any dtype may start there, and copies are as fast as they get
+ALIGNMENT = 64  # bytes: suits a tensor of any dtype, and gives the fastest copies
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where in a bucket's bytes a tensor lies."""
+class TensorEntry:
+    """The position of a tensor in a bucket's bytes."""
 
     name: str
     dtype: str
@@ -28,24 +27,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors and their bytes: data (n,) uint8, valid until the next bucket is asked for."""
+    """Some tensors and their bytes: data (n,) uint8, valid until the next bucket is requested."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     data: torch.Tensor
 
 
-class Outgoing:
-    """Weights as they leave the trainer: floating-point ones in `pushed_dtype`.
+class OutgoingWeights:
+    """Weights as they leave the trainer; floating-point ones are cast to `pushed_dtype`.
 
-    Iterate once, then ask for `fingerprint`.
+    Iterate once, then read `fingerprint` and `num_bytes`.
     """
 
-    def __init__(self, weights: Iterable[Named], dtype: torch.dtype):
+    def __init__(self, weights: Iterable[NamedTensor], dtype: torch.dtype):
         self._weights, self._dtype = iter(weights), dtype
         self._total = 0
         self.num_bytes = 0
 
-    def __iter__(self) -> Iterator[Named]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         for name, tensor in self._weights:
             sent, dtype = tensor.detach(), pushed_dtype(name, self._dtype)
             if sent.is_floating_point():
@@ -55,27 +54,31 @@ class Outgoing:
             yield name, sent
 
     def drain(self) -> None:
-        """Take what is left without sending it: iterating may be a collective of all training ranks, who must not be
-        left waiting.
+        """Consume the remaining weights without sending them.
+
+        Iterating may be a collective call of all training ranks, so a rank that stops early would block the others.
         """
         for _ in self._weights:
             pass
 
     @property
     def fingerprint(self) -> int:
-        """Return the fingerprint of what was passed on so far; see `fingerprint`."""
+        """The fingerprint of the tensors yielded so far; see `fingerprint.fingerprint`."""
         return self._total % (1 << 64)
 
 
 def fill_buckets(
-    weights: Iterable[Named], *, num_bytes: int, buffer: Callable[[int], torch.Tensor]
+    weights: Iterable[NamedTensor], *, num_bytes: int, buffer: Callable[[int], torch.Tensor]
 ) -> Iterator[Bucket]:
-    """Yield buckets of at most `num_bytes` bytes; a tensor that is larger gets a bucket of its own.
+    """Yield buckets of at most `num_bytes` bytes; a larger tensor gets a bucket of its own.
 
-    buffer: called with a size in bytes when a bucket is begun; returns (at least) that much memory, uint8, aligned,
-    which may be that of an earlier bucket.
+    Args:
+        weights: to pack, in order.
+        num_bytes: size of a bucket.
+        buffer: called with a size in bytes at the start of a bucket. Returns at least that much memory (uint8,
+            aligned), which may be that of an earlier bucket.
     """
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     data, used = torch.empty(0, dtype=torch.uint8), 0
     for name, tensor in weights:
         end = used + tensor.nbytes
@@ -85,13 +88,13 @@ def fill_buckets(
         if not entries:
             data = buffer(max(num_bytes, end))
         data[used:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used))
+        entries.append(TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used))
         used = min(len(data), -(-end // ALIGNMENT) * ALIGNMENT)
     if entries:
         yield Bucket(tuple(entries), data[:used])
 
 
-def unpack(bucket: Bucket) -> Iterator[Named]:
+def unpack(bucket: Bucket) -> Iterator[NamedTensor]:
     """Yield the bucket's tensors, as views of its bytes."""
     for entry in bucket.entries:
         dtype, size = getattr(torch, entry.dtype), torch.Size(entry.shape)
@@ -101,9 +104,9 @@ def unpack(bucket: Bucket) -> Iterator[Named]:
         )
 
 
-def entries_to_json(entries: Iterable[Entry]) -> list[list]:
+def entries_to_json(entries: Iterable[TensorEntry]) -> list[list]:
     return [[e.name, e.dtype, list(e.shape), e.offset] for e in entries]
 
 
-def entries_from_json(rows: list[list[Any]]) -> tuple[Entry, ...]:
-    return tuple(Entry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows)
+def entries_from_json(rows: list[list[Any]]) -> tuple[TensorEntry, ...]:
+    return tuple(TensorEntry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows)

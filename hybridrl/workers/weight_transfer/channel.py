@@ -1,11 +1,17 @@
-"""`Channel`: how a live sender and its receivers talk about buckets; what carries the bytes is the transport's
-business.
+"""The control channel of a streaming weight push: which bucket is ready, and who has received it.
 
-Both ends of a channel count pushes. In push k every receiver says that it is ready and where it is; the sender
-announces bucket after bucket; each receiver says of each bucket that it has taken it; the last announcement carries the
-fingerprint. All of it are keys in a TCP store that the sender's process holds. Every wait has a deadline and an error
-that names who was waited for; who knows better, such as a driver that was told of a death, ends them all before
-(`Address.abandon`). A channel on which something went wrong is of no more use: the next push opens another.
+A streaming sender (trainer's rank 0) and its receivers (rollout processes) exchange messages as keys in a TCP store in
+the sender's process. The transport (`shared_memory`, `broadcast`) carries the bytes.
+
+Both sides count pushes. In push k
+  1. every receiver reports that it is ready, and where it runs,
+  2. the sender accepts, and announces bucket after bucket,
+  3. every receiver reports each bucket as received, and
+  4. the last announcement carries the fingerprint.
+
+Every wait has a deadline, and its error names the missing ranks. A driver that knows of a lost process ends the
+sender's wait earlier (`ChannelAddress.cancel`). After an error the channel is not used again: the next push opens
+another.
 """
 
 import contextlib
@@ -21,17 +27,17 @@ import torch.distributed as dist
 from hybridrl.errors import CallTimeout, StaleWeightsError
 from hybridrl.workers.weight_transfer.base import KEY
 
-# The sender knows who is missing: it gives up first, so that the receivers hear why instead of finding only that it is
-# silent.
+# Receivers wait this much longer than the sender. The sender knows which rank is missing, so it must fail first and
+# report the reason to the receivers.
 GRACE_S = 3.0
-ABANDONED = "abandoned"  # key of the reason
-LOOK_S = 0.5  # how often a sender that waits looks for it
-KNOCK_S = 2.0
+CANCELLED = "cancelled"  # key of the reason
+POLL_PERIOD_S = 0.5  # how often a waiting sender looks for CANCELLED
+CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Address:
-    """Where a sender waits for its receivers. num_receivers: all of them, ranks 0 and up."""
+class ChannelAddress:
+    """Where a sender waits for its receivers. num_receivers: their number; their ranks start at 0."""
 
     transport: str
     host: str
@@ -39,22 +45,21 @@ class Address:
     num_receivers: int
     timeout_s: float
 
-    def abandon(self, reason: str) -> None:
-        """Have the sender stop waiting for receivers, if it does, with a StaleWeightsError of this reason.
+    def cancel(self, reason: str) -> None:
+        """End the sender's wait for its receivers with a StaleWeightsError of this reason.
 
-        Nothing if it is gone.
+        Does nothing if the sender is gone or not waiting.
         """
         with contextlib.suppress(OSError, dist.DistError):
-            socket.create_connection(
-                (self.host, self.port), timeout=KNOCK_S
-            ).close()  # a store would try again and again
-            store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=KNOCK_S), False)
-            store.set(ABANDONED, reason)
+            # Fails fast without a sender; a store would retry.
+            socket.create_connection((self.host, self.port), timeout=CONNECT_TIMEOUT_S).close()
+            store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
+            store.set(CANCELLED, reason)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a receiver is: its machine, its process, and its GPU's identity where it has one."""
+class PeerLocation:
+    """Where a process runs: its machine (`shared_memory_id`), its process id, and its GPU's UUID if it has one."""
 
     machine: str
     process: int
@@ -62,127 +67,131 @@ class Place:
 
 
 class SenderEnd:
-    """The sender's end. It listens from the start and waits for nobody until `begin`."""
+    """The sender's side. It listens from the start and waits for receivers only in `start_push`."""
 
     def __init__(self, transport: str, *, host: str, num_receivers: int, timeout_s: float):
         self.store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), False)
-        self.address = Address(transport, host, self.store.port, num_receivers, timeout_s)
+        self.address = ChannelAddress(transport, host, self.store.port, num_receivers, timeout_s)
         self._push = 0
 
-    def begin(self, version: int) -> list[Place]:
-        """Wait for every receiver to be ready for a push of `version`, and return where they are, by rank.
+    def start_push(self, version: int) -> list[PeerLocation]:
+        """Wait until every receiver is ready for a push of `version`, and return their locations by rank.
 
-        Raises StaleWeightsError naming a receiver that was told to take another version.
+        Raises:
+            CallTimeout: a receiver was not ready in time; the error names it.
+            StaleWeightsError: a receiver expects another version.
         """
         self._push += 1
-        self._wait_for_all("ready", f"take weights of version {version}")
-        said = [json.loads(self._take(f"ready/{rank}")) for rank in range(self.address.num_receivers)]
-        for rank, ready in enumerate(said):
+        self._wait_for_all("ready", f"receive weights of version {version}")
+        messages = [json.loads(self._pop(f"ready/{rank}")) for rank in range(self.address.num_receivers)]
+        for rank, ready in enumerate(messages):
             if ready["version"] != version:
                 raise StaleWeightsError(
-                    f"rollout rank {rank} was told to take version {ready['version']}; version {version} is sent"
+                    f"rollout rank {rank} expects version {ready['version']}, but version {version} is sent"
                 )
-        return [Place(**ready["place"]) for ready in said]
+        return [PeerLocation(**ready["location"]) for ready in messages]
 
-    def greet(self, message: dict[str, Any]) -> None:
+    def accept(self, message: dict[str, Any]) -> None:
         """Answer the receivers that are ready."""
         for rank in range(self.address.num_receivers):
-            self.store.set(f"{self._push}/greeting/{rank}", json.dumps(message))
+            self.store.set(f"{self._push}/accepted/{rank}", json.dumps(message))
 
     def announce(self, number: int, message: dict[str, Any]) -> None:
-        """Tell the receivers about bucket `number`: where it is, or `{"fingerprint": ...}` after the last."""
-        self.store.set(f"{self._push}/said/{number}", json.dumps(message))
+        """Announce bucket `number` to the receivers, or `{"fingerprint": ...}` after the last bucket."""
+        self.store.set(f"{self._push}/announced/{number}", json.dumps(message))
 
-    def give_up(self, number: int, reason: str) -> None:
-        """Tell the receivers, wherever they are in the push, that nothing more will come."""
-        self.greet({"failed": reason})
+    def abort_push(self, number: int, reason: str) -> None:
+        """Report to the receivers, at whatever bucket they wait, that the push failed."""
+        self.accept({"failed": reason})
         self.announce(number, {"failed": reason})
 
-    def wait_taken(self, number: int) -> None:
-        """Wait until every receiver has taken bucket `number`; nobody needs its announcement any more."""
-        self._wait_for_all(f"taken/{number}", f"take bucket {number}")
-        self._take(f"said/{number}")
+    def wait_received(self, number: int) -> None:
+        """Wait until every receiver has received bucket `number`, and delete its messages."""
+        self._wait_for_all(f"received/{number}", f"receive bucket {number}")
+        self._pop(f"announced/{number}")
         for rank in range(self.address.num_receivers):
-            self._take(f"taken/{number}/{rank}")
+            self._pop(f"received/{number}/{rank}")
 
-    def missing(self, what: str) -> list[int]:
-        """Return the receivers that have not said `what` in this push."""
+    def missing_ranks(self, event: str) -> list[int]:
+        """Return the receivers that have not reported `event` in this push."""
         return [
-            rank for rank in range(self.address.num_receivers) if not self.store.check([f"{self._push}/{what}/{rank}"])
+            rank for rank in range(self.address.num_receivers) if not self.store.check([f"{self._push}/{event}/{rank}"])
         ]
 
-    def late(self, what: str, doing: str) -> CallTimeout:
-        """The error for receivers that have not said `what`."""
-        ranks = ", ".join(map(str, self.missing(what))) or "none that can be named"
+    def timeout_error(self, event: str, action: str) -> CallTimeout:
+        """Return the error for receivers that have not reported `event`."""
+        ranks = ", ".join(map(str, self.missing_ranks(event))) or "unknown"
         return CallTimeout(
-            f"{KEY}.transport={self.address.transport}: rollout rank {ranks} did not {doing} within "
-            f"{self.address.timeout_s:g} s "
-            f"(trainer.call_timeout_s); is it alive, and was it told to receive?"
+            f"{KEY}.transport={self.address.transport}: rollout rank {ranks} did not {action} within "
+            f"{self.address.timeout_s:g} s (trainer.call_timeout_s); is the process alive, and was receive_weights "
+            "called there?"
         )
 
-    def _wait_for_all(self, what: str, doing: str) -> None:
-        keys = [f"{self._push}/{what}/{rank}" for rank in range(self.address.num_receivers)]
-        until = time.monotonic() + self.address.timeout_s
+    def _wait_for_all(self, event: str, action: str) -> None:
+        keys = [f"{self._push}/{event}/{rank}" for rank in range(self.address.num_receivers)]
+        deadline = time.monotonic() + self.address.timeout_s
         while True:
+            remaining_s = deadline - time.monotonic()
             try:
-                return self.store.wait(keys, timedelta(seconds=max(0.001, min(LOOK_S, until - time.monotonic()))))
+                return self.store.wait(keys, timedelta(seconds=max(0.001, min(POLL_PERIOD_S, remaining_s))))
             except dist.DistError as error:
-                if self.store.check([ABANDONED]):
-                    raise StaleWeightsError(f"the push was given up: {self.store.get(ABANDONED).decode()}") from error
-                if time.monotonic() >= until:
-                    raise self.late(what, doing) from error
+                if self.store.check([CANCELLED]):
+                    raise StaleWeightsError(f"the push was cancelled: {self.store.get(CANCELLED).decode()}") from error
+                if time.monotonic() >= deadline:
+                    raise self.timeout_error(event, action) from error
 
-    def _take(self, key: str) -> bytes:
+    def _pop(self, key: str) -> bytes:
         value = self.store.get(f"{self._push}/{key}")
         self.store.delete_key(f"{self._push}/{key}")
         return value
 
 
 class ReceiverEnd:
-    """A receiver's end, for the rollout process of this rank."""
+    """A receiver's side, in the rollout process of this rank."""
 
-    def __init__(self, address: Address, *, rank: int):
+    def __init__(self, address: ChannelAddress, *, rank: int):
         self.address, self.rank = address, rank
         self.store = dist.TCPStore(address.host, address.port, None, False, timedelta(seconds=address.timeout_s), False)
         self._push = 0
 
-    def begin(self, version: int, place: Place) -> dict[str, Any]:
-        """Say that this process is ready to take `version` and where it is; return what the sender answers."""
+    def start_push(self, version: int, location: PeerLocation) -> dict[str, Any]:
+        """Report that this process is ready for `version`, and return the sender's answer."""
         self._push += 1
-        self.store.set(f"{self._push}/ready/{self.rank}", json.dumps({"version": version, "place": asdict(place)}))
-        message = self._hear(f"greeting/{self.rank}", f"begin to send version {version}")
-        self.store.delete_key(f"{self._push}/greeting/{self.rank}")
+        self.store.set(
+            f"{self._push}/ready/{self.rank}", json.dumps({"version": version, "location": asdict(location)})
+        )
+        message = self._receive(f"accepted/{self.rank}", f"start to send version {version}")
+        self.store.delete_key(f"{self._push}/accepted/{self.rank}")
         return message
 
-    def listen(self, number: int) -> dict[str, Any]:
-        """Return what the sender says about bucket `number`."""
-        return self._hear(f"said/{number}", f"announce bucket {number}")
+    def next_message(self, number: int) -> dict[str, Any]:
+        """Return the sender's announcement of bucket `number`."""
+        return self._receive(f"announced/{number}", f"announce bucket {number}")
 
-    def _hear(self, key: str, doing: str) -> dict[str, Any]:
+    def report_received(self, number: int) -> None:
+        self.store.set(f"{self._push}/received/{number}/{self.rank}", "")
+
+    def timeout_error(self, action: str) -> CallTimeout:
+        """Return the error for a sender that is silent or gone."""
+        return CallTimeout(
+            f"{KEY}.transport={self.address.transport}: actor rank 0 did not {action} within "
+            f"{self.address.timeout_s:g} s (trainer.call_timeout_s); rollout rank {self.rank} holds no valid "
+            "weights now"
+        )
+
+    def _receive(self, key: str, action: str) -> dict[str, Any]:
         try:
             self.store.wait([f"{self._push}/{key}"], timedelta(seconds=self.address.timeout_s + GRACE_S))
             message = json.loads(self.store.get(f"{self._push}/{key}"))
         except dist.DistNetworkError as error:
             raise StaleWeightsError(
-                f"{KEY}.transport={self.address.transport}: actor rank 0 was to {doing}, and its connection ended; "
-                f"rollout rank {self.rank} holds no weights now"
+                f"{KEY}.transport={self.address.transport}: the connection to actor rank 0 closed before it could "
+                f"{action}; rollout rank {self.rank} holds no valid weights now"
             ) from error
         except dist.DistError as error:
-            raise self.late(doing) from error
+            raise self.timeout_error(action) from error
         if "failed" in message:
             raise StaleWeightsError(
-                f"{KEY}.transport={self.address.transport}: actor rank 0 gave the push up: {message['failed']}"
+                f"{KEY}.transport={self.address.transport}: actor rank 0 aborted the push: {message['failed']}"
             )
         return message
-
-    def took(self, number: int) -> None:
-        """Say that bucket `number` was taken."""
-        self.store.set(f"{self._push}/taken/{number}/{self.rank}", "")
-
-    def late(self, doing: str) -> CallTimeout:
-        """The error for a sender that is silent or gone."""
-        return CallTimeout(
-            f"{KEY}.transport={self.address.transport}: actor rank 0 did not {doing} within "
-            f"{self.address.timeout_s:g} s "
-            f"(trainer.call_timeout_s); rollout rank {self.rank} holds no weights now"
-        )

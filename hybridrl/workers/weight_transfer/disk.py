@@ -1,10 +1,10 @@
-"""Weights through a directory that all machines see: a stored transport, and the one that other programs can read.
+"""A stored transport through a directory that all machines can access, and that other programs can read.
 
     directory/version_12/bucket_00000.safetensors ...      one file per bucket
     directory/version_12/manifest.json                     the files in order, the number of bytes, the fingerprint
 
-The directory of a version appears whole, by one rename. It may be any address that fsspec opens (/shared/w,
-s3://bucket/w); on stores without a rename the manifest is written last, and a version without one is not there.
+The directory may be any address that fsspec opens (/shared/w, s3://bucket/w). A version becomes visible completely, by
+one rename. On stores without a rename the manifest is written last, and a version without a manifest does not count.
 """
 
 import json
@@ -12,25 +12,28 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.weight_transfer.base import KEY, Incoming, Sent, store_buckets
-from hybridrl.workers.weight_transfer.buckets import Bucket, Outgoing, unpack
-from hybridrl.workers.weight_transfer.fingerprint import Named, is_adapter
+from hybridrl.workers.weight_transfer.base import KEY, IncomingWeights, PushReceipt, store_buckets
+from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, unpack
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, is_adapter
 
 NAME = "disk"
 MANIFEST = "manifest.json"
 
 
 class DiskSender:
-    """directory: where versions are written. bucket_bytes: size of a file, and of this process's memory for it."""
+    """The trainer's side; see `base.Sender`.
+
+    directory: where versions are written. bucket_bytes: size of a file, and of this process's memory for it.
+    """
 
     def __init__(self, directory: str, *, bucket_bytes: int):
         self._directory, self._bucket_bytes = directory.rstrip("/"), bucket_bytes
 
-    def send(self, version: int, weights: Outgoing) -> Sent:
+    def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
         fs, root = _open(self._directory)
         final = f"{root}/version_{version}"
         aside = f"{final}.partial"
-        for old in (aside, final):  # of a push that failed, or of the run before a resume
+        for old in (aside, final):  # left by a failed push, or by the run before a resume
             if fs.exists(old):
                 fs.rm(old, recursive=True)
         fs.makedirs(aside, exist_ok=True)
@@ -46,10 +49,12 @@ class DiskSender:
         with fs.open(f"{aside}/{MANIFEST}", "w") as f:
             json.dump(manifest, f)
         fs.mv(aside, final, recursive=True)
-        return Sent(NAME, weights.fingerprint, weights.num_bytes, len(files), f"{self._directory}/version_{version}")
+        return PushReceipt(
+            NAME, weights.fingerprint, weights.num_bytes, len(files), f"{self._directory}/version_{version}"
+        )
 
-    def forget(self, before: int) -> None:
-        """Delete the versions older than `before`; the newest one stays, for whoever wants to look at it."""
+    def delete_older_than(self, before: int) -> None:
+        """Delete the versions older than `before`. The newest version stays, for other programs."""
         fs, root = _open(self._directory)
         for path in fs.ls(root, detail=False) if fs.exists(root) else []:
             number = path.rstrip("/").rpartition("version_")[2]
@@ -57,14 +62,17 @@ class DiskSender:
                 fs.rm(path, recursive=True)
 
     def close(self) -> None:
-        """Nothing: files stay until `forget`."""
+        """Do nothing: files stay until `delete_older_than`."""
 
 
-def receive(sent: Sent) -> Incoming:
-    """Return the weights; files that are not there, or not those of this push, are a CheckpointError naming the
-    directory.
+def receive(sent: PushReceipt) -> IncomingWeights:
+    """Return the weights of a push.
+
+    Raises:
+        CheckpointError: (while iterating) the files are missing or belong to another push; the error names the
+            directory.
     """
-    return Incoming(_tensors(sent), fingerprint=lambda: sent.fingerprint)
+    return IncomingWeights(_tensors(sent), fingerprint=lambda: sent.fingerprint)
 
 
 def _open(directory: str) -> tuple[Any, str]:
@@ -82,20 +90,19 @@ def _write(fs: Any, folder: str, number: int, bucket: Bucket) -> str:
     return name
 
 
-def _tensors(sent: Sent) -> Iterator[Named]:
+def _tensors(sent: PushReceipt) -> Iterator[NamedTensor]:
     from safetensors.torch import load
 
     fs, folder = _open(sent.parts)
     try:
         manifest = json.loads(fs.cat_file(f"{folder}/{MANIFEST}"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{sent.parts} holds no {MANIFEST}: do all machines see {KEY}.directory?") from error
+        raise CheckpointError(f"{sent.parts} holds no {MANIFEST}: can all machines access {KEY}.directory?") from error
     if manifest["fingerprint"] != sent.fingerprint:
         raise CheckpointError(
             f"{sent.parts} holds other weights than were pushed: do two runs write to the same {KEY}.directory?"
         )
     for name in manifest["files"]:
-        named = load(
-            fs.cat_file(f"{folder}/{name}")
-        ).items()  # in any order, and adapters come before the weights that they change
+        named = load(fs.cat_file(f"{folder}/{name}")).items()
+        # A file keeps no order, but adapters must come before the weights that they change.
         yield from sorted(named, key=lambda pair: not is_adapter(pair[0]))

@@ -1,12 +1,12 @@
-"""A number that says which weights an engine holds, whatever it did to their names and shapes.
+"""A fingerprint of weights that does not depend on their names and shapes.
 
-The fingerprint is the sum, modulo 2^64, of a hash of every element's bits in the rollout's dtype. A sum does not see
-order, names, fusing (q, k, v into one matrix) or concatenation over tensor-parallel ranks; the hash of zero is zero, so
-it does not see the zero rows that engines add to the vocabulary either. Changing one element always changes it (the
-hash is a bijection of the 32 bits); changing several leaves it alone with a chance of about 2^-32. It cannot see a
-permutation of the elements.
+The fingerprint is the sum, modulo 2^64, of a hash of every element's bits in the rollout's dtype. A sum is independent
+of order, names, fusing (q, k, v into one matrix) and concatenation over tensor-parallel ranks. The hash of zero is
+zero, so the zero rows that engines add to the vocabulary have no effect either.
 
-This is a check against stale and damaged weights, not a cryptographic digest.
+Changing one element always changes the fingerprint, because the hash is a bijection of the 32 bits. Changing several
+keeps it with a chance of about 2^-32. A permutation of the elements is not detected. This is a check against stale and
+damaged weights, not a cryptographic digest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-Named = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 
 ADAPTER_ENDINGS = (".lora_A", ".lora_B")
 
-# One chunk and its temporaries stay in a core's cache (measured: 0.3 to 1.1 elements/ns, best at 2^16); a GPU wants few
-# launches.
+# On the CPU one chunk and its temporaries fit into a core's cache (measured: 0.3 to 1.1 elements/ns, best at 2^16). A
+# GPU needs few launches.
 CHUNK_CPU = 1 << 16
 CHUNK_CUDA = 1 << 24
 
@@ -27,27 +27,30 @@ CHUNK_CUDA = 1 << 24
 _MULTIPLIERS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 
-def fingerprint(named_tensors: Iterable[Named], dtype: torch.dtype) -> int:
-    """Return the fingerprint in [0, 2^64) of tensors that are all alive; those that share memory count once.
+def fingerprint(named_tensors: Iterable[NamedTensor], dtype: torch.dtype) -> int:
+    """Return the fingerprint in [0, 2^64) of tensors; those that share memory count once.
 
-    dtype: a floating-point type of 2 or 4 bytes; every tensor is cast to it first. Reads each tensor once, about 4 GB/s
-    on one CPU core in float32.
+    Reads each tensor once, at about 4 GB/s on one CPU core in float32.
+
+    Args:
+        named_tensors: all of them must be alive until the end, because memory addresses identify them.
+        dtype: a floating-point type of 2 or 4 bytes, to which every tensor is cast first.
     """
     total, seen = 0, set()
     for _, tensor in named_tensors:
-        place = (tensor.device, tensor.data_ptr(), tensor.numel())
-        if place not in seen:
-            seen.add(place)
+        address = (tensor.device, tensor.data_ptr(), tensor.numel())
+        if address not in seen:
+            seen.add(address)
             total += tensor_hash(tensor, dtype)
     return total % (1 << 64)
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Which names a whole set of weights has.
+    """The names of all weights of a model.
 
-    own: one name of every weight (parameters and saved buffers). tied: second names of some of them (a tied
-    `lm_head.weight`).
+    own: one name of every weight (parameters and saved buffers).
+    tied: second names of some weights (a tied `lm_head.weight`).
     """
 
     own: frozenset[str]
@@ -61,21 +64,26 @@ class WeightNames:
 
 
 class WeightStream:
-    """Passes weights on to an engine and fingerprints what it passes, so that nothing has to be kept or read twice.
+    """Passes weights on to an engine and fingerprints them, so that nothing is kept or read twice.
 
-    Weights under tied names are neither passed on nor counted; an unknown name is a KeyError at the point of iteration.
-    Adapters (`is_adapter`) belong to a weight that the model has. awaited: what is `missing` until it comes; default:
-    all weights.
+    Weights under tied names are neither passed on nor counted. An unknown name raises KeyError during iteration.
+    Adapters (`is_adapter`) must belong to a weight of the model. expected: names that count as `missing` until they
+    arrive; default: all weights.
     """
 
     def __init__(
-        self, weights: Iterable[Named], names: WeightNames, *, dtype: torch.dtype, awaited: Iterable[str] | None = None
+        self,
+        weights: Iterable[NamedTensor],
+        names: WeightNames,
+        *,
+        dtype: torch.dtype,
+        expected: Iterable[str] | None = None,
     ):
         self._weights, self._names, self._dtype = iter(weights), names, dtype
         self._total = 0
-        self.missing = set(names.own if awaited is None else awaited)
+        self.missing = set(names.own if expected is None else expected)
 
-    def __iter__(self) -> Iterator[Named]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         for name, tensor in self._weights:
             if name in self._names.tied:
                 continue
@@ -87,14 +95,12 @@ class WeightStream:
 
     @property
     def fingerprint(self) -> int:
-        """Return the fingerprint of what was passed on so far."""
+        """The fingerprint of the weights passed on so far."""
         return self._total % (1 << 64)
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether this is a low-rank adapter's matrix, {layer}.lora_A or {layer}.lora_B, and no
-    weight of the model.
-    """
+    """Return whether this names a low-rank adapter's matrix, {layer}.lora_A or {layer}.lora_B."""
     return name.endswith(ADAPTER_ENDINGS)
 
 
@@ -104,15 +110,16 @@ def adapted_weight(name: str) -> str:
 
 
 def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is pushed and hashed: the rollout's, but float32 for adapters, which are
-    small, and added up.
+    """Return the dtype in which a tensor is pushed and hashed.
+
+    It is the rollout's, but float32 for adapters, whose small values are added to large ones.
     """
     return torch.float32 if is_adapter(name) else dtype
 
 
 @torch.no_grad()
 def tensor_hash(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the sum of the element hashes in this dtype, as an unbounded integer: a part of the fingerprint."""
+    """Return the tensor's part of the fingerprint: the sum of its element hashes, as an unbounded integer."""
     if tensor.numel() == 0:
         return 0
     flat = tensor.detach().to(dtype).reshape(-1)

@@ -1,9 +1,8 @@
-"""Weights through memory that sender and receivers on one machine share: a live transport; the bytes are written once
-and read in place.
+"""A streaming transport through shared memory on one machine: bytes are written once and read in place.
 
-On the CPU a slot is an anonymous file (memfd) that receivers open by the sender's process id: nothing stays behind when
-a process is killed, and the size of /dev/shm does not matter. Where sender and receivers share one GPU it is device
-memory, handed over by CUDA's interprocess handles, and the bytes never leave the GPU.
+On the CPU a slot is an anonymous file (memfd) that receivers open through the sender's process id. Nothing remains when
+a process is killed, and the size of /dev/shm does not matter. If sender and receivers share one GPU, a slot is device
+memory, passed by CUDA interprocess handles, and the bytes never leave the GPU.
 """
 
 import base64
@@ -16,59 +15,59 @@ import torch
 from hybridrl.errors import ConfigError
 from hybridrl.workers.weight_transfer.base import KEY
 from hybridrl.workers.weight_transfer.buckets import Bucket
-from hybridrl.workers.weight_transfer.channel import Address, Place
-from hybridrl.workers.weight_transfer.streaming import NUM_SLOTS, LiveReceiver, LiveSender, here
+from hybridrl.workers.weight_transfer.channel import ChannelAddress, PeerLocation
+from hybridrl.workers.weight_transfer.streaming import NUM_SLOTS, StreamingReceiver, StreamingSender, own_location
 
 NAME = "shared_memory"
 
 
-class SharedMemorySender(LiveSender):
-    """See `LiveSender`. A receiver on another machine is a ConfigError at the first push."""
+class SharedMemorySender(StreamingSender):
+    """See `StreamingSender`. Raises ConfigError at the first push if a receiver is on another machine."""
 
     name = NAME
     _slots: tuple["HostSlot | GpuSlot | None", ...] = (None,) * NUM_SLOTS
 
-    def _meet(self, places: list[Place]) -> dict[str, Any]:
-        self._kind = slot_kind(places, here(self._device))
+    def _rendezvous(self, receivers: list[PeerLocation]) -> dict[str, Any]:
+        self._slot_class = slot_class(receivers, own_location(self._device))
         return {}
 
-    def _slot(self, place: int, num_bytes: int) -> torch.Tensor:
-        slot = self._slots[place]
-        if slot is None or len(slot.data) < num_bytes:
+    def _slot_buffer(self, slot: int, num_bytes: int) -> torch.Tensor:
+        memory = self._slots[slot]
+        if memory is None or len(memory.data) < num_bytes:
             slots = list(self._slots)
-            slots[place] = slot = self._kind(num_bytes)
+            slots[slot] = memory = self._slot_class(num_bytes)
             self._slots = tuple(slots)
-        return slot.data
+        return memory.data
 
-    def _offer(self, place: int) -> dict[str, Any]:
-        if self._slots[place].data.is_cuda:
+    def _publish(self, slot: int) -> dict[str, Any]:
+        if self._slots[slot].data.is_cuda:
             torch.cuda.synchronize()
-        return {"slot": place, "memory": self._slots[place].handle}
+        return {"slot": slot, "memory": self._slots[slot].handle}
 
-    def _go(self, place: int, bucket: Bucket) -> None:
-        pass  # it is there already
+    def _transmit(self, slot: int, bucket: Bucket) -> None:
+        pass  # the bytes are in shared memory already
 
     def close(self) -> None:
         self._slots = (None,) * NUM_SLOTS
 
 
-class SharedMemoryReceiver(LiveReceiver):
-    """See `LiveReceiver`. A slot is mapped once and stays mapped until it has grown."""
+class SharedMemoryReceiver(StreamingReceiver):
+    """See `StreamingReceiver`. A slot stays mapped until the sender replaces it by a larger one."""
 
-    def __init__(self, address: Address, *, rank: int, device: str):
+    def __init__(self, address: ChannelAddress, *, rank: int, device: str):
         super().__init__(address, rank=rank, device=device)
         self._mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
 
-    def _join(self, greeting: dict[str, Any]) -> None:
+    def _prepare(self, accepted: dict[str, Any]) -> None:
         pass
 
     def _fetch(self, message: dict[str, Any]) -> torch.Tensor:
-        place, handle = message["slot"], message["memory"]
-        if place not in self._mapped or self._mapped[place][0] != handle:
-            self._mapped[place] = handle, _map_gpu(handle) if "cuda" in handle else _map_host(handle)
-        return self._mapped[place][1][: message["bytes"]]
+        slot, handle = message["slot"], message["memory"]
+        if slot not in self._mapped or self._mapped[slot][0] != handle:
+            self._mapped[slot] = handle, _map_gpu(handle) if "cuda" in handle else _map_host(handle)
+        return self._mapped[slot][1][: message["bytes"]]
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if any(data.is_cuda for _, data in self._mapped.values()):
             torch.cuda.synchronize()
 
@@ -77,7 +76,7 @@ class SharedMemoryReceiver(LiveReceiver):
 
 
 class HostSlot:
-    """Memory on the host: data (n,) uint8; handle says how another process maps it."""
+    """Host memory. data: (n,) uint8. handle: how another process maps it."""
 
     def __init__(self, num_bytes: int):
         self._file = os.memfd_create("hybridrl-weights", os.MFD_CLOEXEC)
@@ -94,7 +93,7 @@ class HostSlot:
 
 
 class GpuSlot:
-    """Memory on this process's GPU."""
+    """Memory on this process's GPU; attributes as in `HostSlot`."""
 
     def __init__(self, num_bytes: int):
         self.data = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -104,15 +103,16 @@ class GpuSlot:
         }
 
 
-def slot_kind(receivers: list[Place], sender: Place) -> type[HostSlot] | type[GpuSlot]:
-    """Return what memory all of them share; a receiver on another machine is a ConfigError."""
-    for rank, place in enumerate(receivers):
-        if place.machine != sender.machine:
+def slot_class(receivers: list[PeerLocation], sender: PeerLocation) -> type[HostSlot] | type[GpuSlot]:
+    """Return the class of memory that all of them share; raise ConfigError for a receiver on another machine."""
+    for rank, receiver in enumerate(receivers):
+        if receiver.machine != sender.machine:
             raise ConfigError(
-                f"{KEY}.transport={NAME}: rollout rank {rank} is on {place.machine}, actor rank 0 on {sender.machine}; "
-                "use broadcast or object_store"
+                f"{KEY}.transport={NAME}: rollout rank {rank} is on {receiver.machine}, actor rank 0 on "
+                f"{sender.machine}; use broadcast or object_store"
             )
-    return GpuSlot if sender.gpu is not None and all(place.gpu == sender.gpu for place in receivers) else HostSlot
+    share_gpu = sender.gpu is not None and all(receiver.gpu == sender.gpu for receiver in receivers)
+    return GpuSlot if share_gpu else HostSlot
 
 
 def _map_host(handle: dict[str, Any]) -> torch.Tensor:
@@ -121,9 +121,7 @@ def _map_host(handle: dict[str, Any]) -> torch.Tensor:
 
 
 def _map_gpu(handle: dict[str, Any]) -> torch.Tensor:
-    _, *parts = map(
-        _decoded, handle["cuda"]
-    )  # the first is the device's number, which another process may count differently
+    _, *parts = map(_decoded, handle["cuda"])  # the first is the device index, which may differ between processes
     storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts)
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)[: handle["bytes"]]
 

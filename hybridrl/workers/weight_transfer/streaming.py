@@ -1,8 +1,8 @@
-"""The course of a live push, the same for shared memory and broadcast: meet, bucket after bucket, the fingerprint at
-the end.
+"""The steps of a streaming push, common to `shared_memory` and `broadcast`: rendezvous, buckets, fingerprint.
 
-A transport adds how the bytes of a bucket get across. Two buckets are on their way at most: while receivers take one,
-the sender fills the other.
+`StreamingSender` runs in the trainer's rank 0, `StreamingReceiver` in every rollout process. A transport subclasses
+both and moves the bytes of a bucket; `channel` carries the messages. At most two buckets are in transit: while
+receivers read one, the sender fills the other.
 """
 
 import os
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.weight_transfer.base import Incoming, Sent
+from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt
 from hybridrl.workers.weight_transfer.buckets import (
     Bucket,
-    Outgoing,
+    OutgoingWeights,
     entries_from_json,
     entries_to_json,
     fill_buckets,
     unpack,
 )
-from hybridrl.workers.weight_transfer.channel import Address, Place, ReceiverEnd, SenderEnd
-from hybridrl.workers.weight_transfer.fingerprint import Named
+from hybridrl.workers.weight_transfer.channel import ChannelAddress, PeerLocation, ReceiverEnd, SenderEnd
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 
 NUM_SLOTS = 2
 
 
-class LiveSender(ABC):
+class StreamingSender(ABC):
     """The trainer's side.
 
-    host: this machine's address. device: "cpu" or "cuda". bucket_bytes: of each of the two buckets.
+    host: this machine's address. device: "cpu" or "cuda". bucket_bytes: size of each of the two buckets.
     """
 
     name: str
@@ -43,106 +43,109 @@ class LiveSender(ABC):
         self._device, self._bucket_bytes = device, bucket_bytes
 
     @abstractmethod
-    def _meet(self, places: list[Place]) -> dict[str, Any]:
-        """Prepare for receivers at these places, by rank, and return what they are told.
+    def _rendezvous(self, receivers: list[PeerLocation]) -> dict[str, Any]:
+        """Prepare for receivers at these locations, by rank, and return the message that accepts them.
 
         Called at the beginning of every push.
         """
 
     @abstractmethod
-    def _slot(self, place: int, num_bytes: int) -> torch.Tensor:
-        """Return slot `place`'s memory, at least so large. Receivers have taken what was in it."""
+    def _slot_buffer(self, slot: int, num_bytes: int) -> torch.Tensor:
+        """Return the slot's memory, at least `num_bytes` large. Receivers have read its old content."""
 
     @abstractmethod
-    def _offer(self, place: int) -> dict[str, Any]:
-        """Slot `place` is full: return what receivers are told about it."""
+    def _publish(self, slot: int) -> dict[str, Any]:
+        """Return the transport's part of the announcement of a full slot."""
 
     @abstractmethod
-    def _go(self, place: int, bucket: Bucket) -> None:
-        """Receivers have been told: begin to move the bytes, if they have to be moved."""
+    def _transmit(self, slot: int, bucket: Bucket) -> None:
+        """Start to move the bytes, if the transport has to. The bucket has been announced."""
 
-    def send(self, version: int, weights: Outgoing) -> Sent:
+    def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
+        """See `Sender.send`."""
         number = 0
 
-        def slot(num_bytes: int) -> torch.Tensor:
+        def buffer(num_bytes: int) -> torch.Tensor:
             if number >= NUM_SLOTS:
-                self._end.wait_taken(number - NUM_SLOTS)
-            return self._slot(number % NUM_SLOTS, num_bytes)
+                self._end.wait_received(number - NUM_SLOTS)
+            return self._slot_buffer(number % NUM_SLOTS, num_bytes)
 
         try:
-            self._end.greet(self._meet(self._end.begin(version)))
-            for bucket in fill_buckets(weights, num_bytes=self._bucket_bytes, buffer=slot):
-                about = {"bytes": len(bucket.data), "entries": entries_to_json(bucket.entries)}
-                self._end.announce(number, about | self._offer(number % NUM_SLOTS))
-                self._go(number % NUM_SLOTS, bucket)
+            self._end.accept(self._rendezvous(self._end.start_push(version)))
+            for bucket in fill_buckets(weights, num_bytes=self._bucket_bytes, buffer=buffer):
+                message = {"bytes": len(bucket.data), "entries": entries_to_json(bucket.entries)}
+                self._end.announce(number, message | self._publish(number % NUM_SLOTS))
+                self._transmit(number % NUM_SLOTS, bucket)
                 number += 1
             self._end.announce(number, {"fingerprint": weights.fingerprint})
             for last in range(max(0, number - NUM_SLOTS), number + 1):
-                self._end.wait_taken(last)
+                self._end.wait_received(last)
         except dist.DistError as error:
-            late = self._end.late(f"taken/{number}", f"take bucket {number}")
-            self._end.give_up(number, str(late))
-            raise late from error
+            timeout = self._end.timeout_error(f"received/{number}", f"receive bucket {number}")
+            self._end.abort_push(number, str(timeout))
+            raise timeout from error
         except BaseException as error:
-            self._end.give_up(number, f"{type(error).__name__}: {error}")
+            self._end.abort_push(number, f"{type(error).__name__}: {error}")
             raise
-        return Sent(self.name, weights.fingerprint, weights.num_bytes, number)
+        return PushReceipt(self.name, weights.fingerprint, weights.num_bytes, number)
 
     @abstractmethod
     def close(self) -> None:
-        """Give the slots back."""
+        """Release the slots."""
 
 
-class LiveReceiver(ABC):
+class StreamingReceiver(ABC):
     """A rollout's side. rank: of this process among the receivers. device: where it computes."""
 
-    def __init__(self, address: Address, *, rank: int, device: str):
+    def __init__(self, address: ChannelAddress, *, rank: int, device: str):
         self._end, self._device = ReceiverEnd(address, rank=rank), device
 
     @abstractmethod
-    def _join(self, greeting: dict[str, Any]) -> None:
-        """Prepare for what `_meet` told."""
+    def _prepare(self, accepted: dict[str, Any]) -> None:
+        """Prepare for a push; `accepted` is the sender's `_rendezvous` message."""
 
     @abstractmethod
     def _fetch(self, message: dict[str, Any]) -> torch.Tensor:
-        """Return a bucket's bytes (n,) uint8, valid until the next."""
+        """Return a bucket's bytes (n,) uint8, valid until the next one."""
 
     @abstractmethod
-    def _let_go(self) -> None:
-        """What was yielded has been read; make sure of it before the sender writes there again."""
+    def _release(self) -> None:
+        """Make sure that the yielded tensors have been read; the sender may overwrite them afterwards."""
 
-    def receive(self, version: int) -> Incoming:
-        told: dict[str, Any] = {}
-        return Incoming(self._tensors(version, told), fingerprint=lambda: told["fingerprint"])
+    def receive(self, version: int) -> IncomingWeights:
+        """See `Receiver.receive`."""
+        trailer: dict[str, Any] = {}
+        return IncomingWeights(self._tensors(version, trailer), fingerprint=lambda: trailer["fingerprint"])
 
-    def _tensors(self, version: int, told: dict[str, Any]) -> Iterator[Named]:
-        self._join(self._end.begin(version, here(self._device)))
+    def _tensors(self, version: int, trailer: dict[str, Any]) -> Iterator[NamedTensor]:
+        self._prepare(self._end.start_push(version, own_location(self._device)))
         number = 0
-        while "fingerprint" not in told:
-            message = self._end.listen(number)
+        while "fingerprint" not in trailer:
+            message = self._end.next_message(number)
             if "fingerprint" in message:
-                told["fingerprint"] = message["fingerprint"]
+                trailer["fingerprint"] = message["fingerprint"]
             else:
                 yield from unpack(Bucket(entries_from_json(message["entries"]), self._fetch(message)))
-                self._let_go()
-            self._end.took(number)
+                self._release()
+            self._end.report_received(number)
             number += 1
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what the receiver holds."""
 
 
-def here(device: str) -> Place:
-    """Return where this process is."""
+def own_location(device: str) -> PeerLocation:
+    """Return the location of this process."""
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else None
-    return Place(machine=this_machine(), process=os.getpid(), gpu=gpu)
+    return PeerLocation(machine=shared_memory_id(), process=os.getpid(), gpu=gpu)
 
 
-def this_machine() -> str:
-    """Return a name that only processes have in common that can share memory: same kernel, same file system of memory.
+def shared_memory_id() -> str:
+    """Return a name that two processes have in common only if they can share memory.
 
-    Containers on different machines may have the same host name, and those on one machine a /dev/shm each.
+    It contains host name, boot id and the device of /dev/shm. Containers on different machines may have the same host
+    name, and those on one machine a /dev/shm each.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:

@@ -1,4 +1,4 @@
-"""Which models the Megatron engine takes, told from config.json alone: files of transformers 5 and older ones."""
+"""Models that the Megatron engine supports, judged by config.json files of transformers 5 and older."""
 
 import pytest
 
@@ -64,36 +64,36 @@ def refusal(layout: dict, model: dict) -> str:
         (
             {},
             {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "only the default and Llama 3's own",
+            "supports only the default and Llama 3's",
         ),
         (
             {},
             {"model_type": "llama", "rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}},
-            "only the default and Llama 3's own",
+            "supports only the default and Llama 3's",
         ),
         (
             {},
             {"model_type": "llama", "attention_bias": True},
-            "attention_bias=True is not in the Megatron engine, which has False",
+            "attention_bias=True: the Megatron engine supports only False",
         ),
         (
             {},
             {"model_type": "llama", "hidden_act": "gelu"},
-            "hidden_act=gelu is not in the Megatron engine, which has silu",
+            "hidden_act=gelu: the Megatron engine supports only silu",
         ),
         (
             {},
             {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0]},
-            "mlp_only_layers=[0] is not in the Megatron engine",
+            "mlp_only_layers=[0]: the Megatron engine supports only []",
         ),
         (
             {},
             {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2},
-            "decoder_sparse_step=2 is not in the",
+            "decoder_sparse_step=2: the Megatron engine supports only 1",
         ),
     ],
 )
-def test_a_model_that_would_be_computed_wrongly_or_cannot_be_cut_is_refused(layout, model, words):
+def test_an_unsupported_or_indivisible_model_is_refused(layout, model, words):
     assert words in refusal(layout, model)
 
 
@@ -119,7 +119,7 @@ def test_a_model_that_would_be_computed_wrongly_or_cannot_be_cut_is_refused(layo
         {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [], "decoder_sparse_step": 1},
     ],
 )
-def test_a_model_that_the_engine_has_is_taken_in_two_halves_of_two(model):
+def test_a_supported_model_passes_with_tensor_and_pipeline_parallel_size_2(model):
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
     assert refusal(layout, model) == ""
 

@@ -1,4 +1,4 @@
-"""Rules about several settings at once: what is refused, with which words, and what is let through."""
+"""Rules over several settings: refused and valid configs, and the messages."""
 
 import json
 
@@ -22,7 +22,7 @@ ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 @pytest.fixture
 def check(tmp_path):
-    """A config that passes, with `words` on top; returns what is wrong with it, or an empty string."""
+    """Return a function that checks a valid config with overrides and returns the error message or ""."""
     (tmp_path / "train.parquet").touch()
     base = [
         f"data.train_files={tmp_path}/train.parquet",
@@ -42,9 +42,9 @@ def check(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, says",
+    "words, expected",
     [
-        ("data.train_files=[]", "data.train_files=[]: nothing to train on"),
+        ("data.train_files=[]", "data.train_files=[]: no training data"),
         ("data.train_files=nowhere.parquet", "data.train_files=nowhere.parquet: there is no such file"),
         ("data.val_files=['~/v.parquet']", "write $HOME"),
         ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path=null: no model"),
@@ -59,7 +59,7 @@ def check(tmp_path):
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gsbo", "did you mean gspo? known are gspo, vanilla"),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=token-sum",
-            "actor_rollout_ref.actor.loss_agg_mode=token-sum: gspo is always seq-mean-token-mean; leave it out",
+            "actor_rollout_ref.actor.loss_agg_mode=token-sum: gspo always uses seq-mean-token-mean; leave it out",
         ),
         ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
         (
@@ -76,7 +76,10 @@ def check(tmp_path):
             f"{MEGATRON} {LAYOUT}.virtual_pipeline_model_parallel_size=2",
             "virtual_pipeline_model_parallel_size=2: has no effect with",
         ),
-        (f"{MEGATRON} {LAYOUT}.optimizer_offload=true", "not with the distributed optimizer in this release; set"),
+        (
+            f"{MEGATRON} {LAYOUT}.optimizer_offload=true",
+            "not supported with the distributed optimizer in this release; set",
+        ),
         (
             f"{MEGATRON} actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
             "no effect with actor_rollout_ref.actor.strategy=me",
@@ -89,13 +92,13 @@ def check(tmp_path):
         (
             "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
             "actor_rollout_ref.rollout.weight_sync.transport=broadcast",
-            "transport=broadcast: with trainer.lag=1 a process that was lost while the actor trains has "
-            "to get weights that the actor has",
+            "transport=broadcast: with trainer.lag=1, a rollout process that restarts while the actor trains needs "
+            "weights that the actor no longer has",
         ),
         (
             "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
             "actor_rollout_ref.model.lora_rank=2 actor_rollout_ref.rollout.weight_sync.lora=adapter",
-            "weight_sync.lora=adapter: with trainer.lag=1 a process that was lost",
+            "weight_sync.lora=adapter: with trainer.lag=1, a rollout process that restarts",
         ),
         ("actor_rollout_ref.rollout.agent.path=x.py", "has no effect without actor_rollout_ref.rollout.mode=async"),
         ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256: a step has only 16 prompts"),
@@ -134,21 +137,21 @@ def check(tmp_path):
             "reward_model.overlong_buffer.len=513",
             "between 1 and data.max_response_length=512",
         ),
-        ("trainer.lag=1", "give it a pool of its own with actor_rollout_ref.rollout.n_gpus_per_node"),
+        ("trainer.lag=1", "give the rollout its own pool with actor_rollout_ref.rollout.n_gpus_per_node"),
         (
             "trainer.backend=local trainer.lag=1 trainer.staleness=2",
-            "nothing gets older than trainer.lag=1; leave it out",
+            "no token gets older than trainer.lag=1; leave it out",
         ),
         ("trainer.replay.groups=8", "with trainer.staleness above trainer.lag=0, not None"),
-        ("trainer.val_only=true", "trainer.val_only=true: there is nothing to validate on"),
-        ("trainer.test_freq=5", "trainer.test_freq=5: there is nothing to validate on"),
-        ("trainer.test_freq=0", "trainer.test_freq=0: is no frequency"),
-        ("trainer.save_freq=0", "trainer.save_freq=0: is no frequency; -1 means never"),
+        ("trainer.val_only=true", "trainer.val_only=true: there is no validation data"),
+        ("trainer.test_freq=5", "trainer.test_freq=5: there is no validation data"),
+        ("trainer.test_freq=0", "trainer.test_freq=0: is not a frequency"),
+        ("trainer.save_freq=0", "trainer.save_freq=0: is not a frequency; -1 means never"),
     ],
 )
-def test_what_cannot_be_right_is_refused_on_one_line_with_the_way_out(check, words, says):
+def test_a_contradiction_is_refused_on_one_line_with_a_fix(check, words, expected):
     message = check(*words.split())
-    assert says in message
+    assert expected in message
     assert "\n" not in message
 
 
@@ -209,7 +212,7 @@ def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, p
         "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     ],
 )
-def test_what_can_run_is_let_through(check, words):
+def test_a_valid_config_passes(check, words):
     assert check(*words.split()) == ""
 
 
@@ -226,10 +229,10 @@ def test_a_preset_runs_once_it_has_data_and_a_model(check, preset):
 
 
 @pytest.mark.parametrize(
-    "words, says",
+    "words, expected",
     [
         ("model.path=null", "model.path=null: no model"),
-        ("data.train_files=[]", "nothing to train on"),
+        ("data.train_files=[]", "no training data"),
         (
             "data.max_length=2000 data.max_token_len_per_gpu=1999",
             "one conversation may have data.max_length = 2000 tokens",
@@ -246,16 +249,16 @@ def test_a_preset_runs_once_it_has_data_and_a_model(check, preset):
         ),
     ],
 )
-def test_supervised_fine_tuning_has_the_same_kind_of_rules(tmp_path, words, says):
+def test_supervised_fine_tuning_has_the_same_kind_of_rules(tmp_path, words, expected):
     (tmp_path / "train.parquet").touch()
     base = [f"data.train_files={tmp_path}/train.parquet", "model.path=some/model"]
     config = load_config(SFTConfig, [*base, *words.split()], program="p", config_name="sft_trainer")
-    if not says:
+    if not expected:
         assert check_sft_config(config) is None
         return
     with pytest.raises(ConfigError) as caught:
         check_sft_config(config)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +280,12 @@ def test_supervised_fine_tuning_has_the_same_kind_of_rules(tmp_path, words, says
         (
             "tensor_model_parallel_size=2",
             {"model_type": "qwen3_moe", "num_experts": 6},
-            "a model with experts needs actor_rollout_ref.actor.megatron.sequence_parallel=true",
+            "a model with experts also needs actor_rollout_ref.actor.megatron.sequence_parallel=true",
         ),
         (
             "tensor_model_parallel_size=2",
             {"model_type": "gpt2"},
-            "knows the model types llama, mistral, qwen2, qwen3, qwen3_moe, not gpt2",
+            "supports the model types llama, mistral, qwen2, qwen3, qwen3_moe, not gpt2",
         ),
     ],
 )

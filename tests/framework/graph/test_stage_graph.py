@@ -1,4 +1,4 @@
-"""The graph of a step: who hands what to whom, what waits for what, and that the renderings say so."""
+"""The graph of a step: edges of data, state and order, and the renderings."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.framework import StageSpec
-from hybridrl.framework.graph.drawing import GAP, draw_graph, picture_rows, slot_width
-from hybridrl.framework.graph.stage_graph import Edge, Place, stage_graph, to_dot, to_text
+from hybridrl.framework.graph.drawing import GAP, draw_graph, drawing_rows, slot_width
+from hybridrl.framework.graph.stage_graph import Edge, RolePlacement, stage_graph, to_dot, to_text
 
-ALONE = {
-    "policy": Place("all", 2, "policy+critic"),
-    "critic": Place("all", 2, "policy+critic"),
-    "scorer": Place("few", 1, "scorer"),
+PLACEMENTS = {
+    "policy": RolePlacement("all", 2, "policy+critic"),
+    "critic": RolePlacement("all", 2, "policy+critic"),
+    "scorer": RolePlacement("few", 1, "scorer"),
 }
 STEP = (
     StageSpec("draw", None, (), ("ids", "seeds")),
@@ -23,7 +23,7 @@ STEP = (
     StageSpec("guess", "critic", ("ids", "answers"), ("guesses",), pure=True),
     StageSpec("learn", "critic", ("scores", "guesses")),
     StageSpec("improve", "policy", ("ids", "answers", "scores")),
-    StageSpec("tell", None),
+    StageSpec("report", None),
 )
 
 
@@ -37,7 +37,7 @@ def edges(graph, *, kind):
 
 
 def test_a_column_comes_from_the_stage_that_wrote_it_last():
-    graph = stage_graph(STEP, ALONE)
+    graph = stage_graph(STEP, PLACEMENTS)
     assert Edge("draw", "write", ("ids", "seeds")) in graph.edges
     assert Edge("write", "improve", ("ids", "answers")) in graph.edges  # write's ids, not draw's
     assert edges(graph, kind="columns") == {
@@ -51,45 +51,47 @@ def test_a_column_comes_from_the_stage_that_wrote_it_last():
     }
 
 
-def test_what_a_role_holds_comes_from_its_last_change_if_need_be_of_the_step_before():
-    graph = stage_graph(STEP, ALONE)
+def test_state_comes_from_its_last_change_if_necessary_of_the_previous_step():
+    graph = stage_graph(STEP, PLACEMENTS)
     assert edges(graph, kind="state") == {("improve", "write'"), ("learn", "guess'")}
-    assert edges(stage_graph((*STEP, StageSpec("check", "policy", pure=True)), ALONE), kind="state") == {
+    assert edges(stage_graph((*STEP, StageSpec("check", "policy", pure=True)), PLACEMENTS), kind="state") == {
         ("improve", "write'"),
         ("improve", "check"),
         ("learn", "guess'"),
     }
 
 
-def test_a_role_that_nothing_changes_holds_the_same_for_ever():
+def test_state_that_no_stage_changes_has_no_edges():
     assert not [
-        edge for edge in stage_graph(STEP, ALONE).edges if "score" in (edge.source, edge.target) and not edge.columns
+        edge
+        for edge in stage_graph(STEP, PLACEMENTS).edges
+        if "score" in (edge.source, edge.target) and not edge.columns
     ]
 
 
 def test_stages_that_run_once_keep_their_order_where_nothing_else_imposes_it():
     # draw -> learn and draw -> improve follow from columns.
-    assert edges(stage_graph(STEP, ALONE), kind="order") == {
+    assert edges(stage_graph(STEP, PLACEMENTS), kind="order") == {
         ("learn", "improve"),
-        ("improve", "tell"),
-        ("tell", "draw'"),
+        ("improve", "report"),
+        ("report", "draw'"),
     }
 
 
-def test_what_a_pure_stage_works_with_is_not_changed_before_it_is_over():
-    checked = stage_graph((*STEP, StageSpec("check", "policy", pure=True)), ALONE)
+def test_state_is_not_changed_while_a_pure_stage_uses_it():
+    checked = stage_graph((*STEP, StageSpec("check", "policy", pure=True)), PLACEMENTS)
     assert ("check", "improve'") in edges(checked, kind="order")
     early = (STEP[0], StageSpec("check", "critic", ("ids",), pure=True), *STEP[1:])
-    assert ("check", "learn") in edges(stage_graph(early, ALONE), kind="order")
+    assert ("check", "learn") in edges(stage_graph(early, PLACEMENTS), kind="order")
 
 
-def test_a_stage_stands_as_deep_as_what_it_waits_for_demands():
-    # draw 0 -> write 1 -> score, guess 2 -> learn 3 -> improve 4 (run once each, in order) -> tell 5
-    assert list(stage_graph(STEP, ALONE).depth.values()) == [0, 1, 2, 2, 3, 4, 5]
+def test_the_depth_of_a_stage_is_its_longest_chain_of_dependencies():
+    # draw 0 -> write 1 -> score, guess 2 -> learn 3 -> improve 4 (run once each, in order) -> report 5
+    assert list(stage_graph(STEP, PLACEMENTS).depth.values()) == [0, 1, 2, 2, 3, 4, 5]
 
 
-def test_a_column_that_nobody_wrote_is_named():
-    graph = stage_graph([StageSpec("score", "scorer", ("answers",), ("scores",), pure=True)], ALONE)
+def test_a_column_without_a_writer_is_listed():
+    graph = stage_graph([StageSpec("score", "scorer", ("answers",), ("scores",), pure=True)], PLACEMENTS)
     assert graph.unwritten == (("score", "answers"),) and graph.edges == ()
     assert "score reads answers, which no stage before it writes" in to_text(graph)
 
@@ -100,18 +102,18 @@ def test_a_column_that_nobody_wrote_is_named():
         ([StageSpec("a"), StageSpec("a")], "2 stages are called 'a'"),
         (
             [StageSpec("a", "judge")],
-            "stage 'a' is the work of 'judge', which has no place; placed are policy, critic, scorer",
+            "stage 'a' runs in role 'judge', which has no placement; roles that have: policy, critic, scorer",
         ),
     ],
 )
-def test_two_stages_of_one_name_and_a_role_without_a_place_are_refused(stages, message):
+def test_two_stages_of_one_name_and_a_role_without_a_placement_are_refused(stages, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        stage_graph(stages, ALONE)
+        stage_graph(stages, PLACEMENTS)
 
 
 def some_steps():
     columns = st.lists(st.sampled_from("abcd"), max_size=3, unique=True).map(tuple)
-    spec = st.tuples(st.sampled_from([None, *ALONE]), columns, columns, st.booleans())
+    spec = st.tuples(st.sampled_from([None, *PLACEMENTS]), columns, columns, st.booleans())
     return st.lists(spec, min_size=1, max_size=7).map(
         lambda rows: [StageSpec(f"s{i}", *row) for i, row in enumerate(rows)]
     )
@@ -119,7 +121,7 @@ def some_steps():
 
 @given(some_steps())
 def test_within_a_step_edges_point_forward_and_between_steps_none_is_needed_twice(stages):
-    graph = stage_graph(stages, ALONE)
+    graph = stage_graph(stages, PLACEMENTS)
     position = {spec.name: i for i, spec in enumerate(stages)}
     for edge in graph.edges:
         if not edge.next_step:
@@ -129,21 +131,21 @@ def test_within_a_step_edges_point_forward_and_between_steps_none_is_needed_twic
 
 
 @given(some_steps())
-def test_every_column_that_is_read_was_written_or_is_named_as_not(stages):
-    graph = stage_graph(stages, ALONE)
+def test_every_column_that_is_read_was_written_or_is_listed_as_unwritten(stages):
+    graph = stage_graph(stages, PLACEMENTS)
     for spec in stages:
-        arrived = [column for edge in graph.into(spec.name) for column in edge.columns]
+        arrived = [column for edge in graph.edges_into(spec.name) for column in edge.columns]
         missing = [column for stage, column in graph.unwritten if stage == spec.name]
         assert sorted(arrived + missing) == sorted(spec.reads)
 
 
 @given(some_steps())
 def test_all_stages_that_run_once_are_forced_into_their_order(stages):
-    graph = stage_graph(stages, ALONE)
+    graph = stage_graph(stages, PLACEMENTS)
     once = [spec.name for spec in stages if not spec.pure]
     before: dict[str, set[str]] = {spec.name: set() for spec in stages}
     for spec in stages:  # in order, so that what a source waits for is known when its target asks
-        for edge in graph.into(spec.name):
+        for edge in graph.edges_into(spec.name):
             if not edge.next_step:
                 before[spec.name] |= {edge.source} | before[edge.source]
     assert all(earlier in before[later] for i, later in enumerate(once) for earlier in once[:i])
@@ -152,12 +154,13 @@ def test_all_stages_that_run_once_are_forced_into_their_order(stages):
 # -- renderings
 
 
-def test_the_table_says_who_reads_what_from_whom_and_where_it_runs():
-    text = to_text(stage_graph(STEP, ALONE))
+def test_the_table_lists_columns_by_source_stage_and_placements():
+    text = to_text(stage_graph(STEP, PLACEMENTS))
     assert re.search(r"^improve +policy +all x2 +once +write: ids, answers$", text, re.MULTILINE)
     assert re.search(r"^ +score: scores$", text, re.MULTILINE)
     assert re.search(
-        r"^write +policy +all x2 +pure +draw: ids, seeds +ids, answers\n +\(what the last step's improve changed\)$",
+        r"^write +policy +all x2 +pure +draw: ids, seeds +ids, answers\n"
+        r" +\(state changed by the last step's improve\)$",
         text,
         re.MULTILINE,
     )
@@ -166,13 +169,13 @@ def test_the_table_says_who_reads_what_from_whom_and_where_it_runs():
 
 
 def test_the_table_fits_its_columns():
-    lines = to_text(stage_graph(STEP, ALONE)).splitlines()
+    lines = to_text(stage_graph(STEP, PLACEMENTS)).splitlines()
     at = lines[0].index("reads")
     assert all(line[at - 2 : at].strip() == "" for line in lines[2 : lines.index("")])  # no cell runs into the next
 
 
 def test_dot_names_every_stage_once_and_every_edge_with_its_columns():
-    graph = stage_graph(STEP, ALONE)
+    graph = stage_graph(STEP, PLACEMENTS)
     dot = to_dot(graph)
     assert dot.startswith("digraph step {") and dot.rstrip().endswith("}") and dot.count("{") == dot.count("}")
     assert len(re.findall(r"^  \"\w+\" \[", dot, re.MULTILINE)) == len(STEP)
@@ -182,24 +185,24 @@ def test_dot_names_every_stage_once_and_every_edge_with_its_columns():
 
 
 def test_names_with_quotes_do_not_break_dot():
-    graph = stage_graph([StageSpec('say "x"', None, (), ("a",)), StageSpec("hear", None, ("a",))], {})
-    assert r'"say \"x\"" -> "hear" [label="a"];' in to_dot(graph)
+    graph = stage_graph([StageSpec('write "x"', None, (), ("a",)), StageSpec("read", None, ("a",))], {})
+    assert r'"write \"x\"" -> "read" [label="a"];' in to_dot(graph)
 
 
 def test_the_picture_has_a_line_for_every_column_with_an_arrow_for_every_reader():
-    rows = {row.label: row for row in picture_rows(stage_graph(STEP, ALONE)) if row.kind == "columns"}
+    rows = {row.label: row for row in drawing_rows(stage_graph(STEP, PLACEMENTS)) if row.kind == "columns"}
     assert rows["scores"].source == "score" and rows["scores"].targets == ("learn", "improve")
     assert rows["ids, seeds"].targets == ("write",)  # the same readers: one line
     assert rows["guesses"].targets == ("learn",)
 
 
-def test_columns_that_nobody_reads_are_in_the_picture_without_an_arrow():
-    rows = picture_rows(stage_graph([StageSpec("draw", None, (), ("ids",))], {}))
+def test_unread_columns_are_in_the_picture_without_an_arrow():
+    rows = drawing_rows(stage_graph([StageSpec("draw", None, (), ("ids",))], {}))
     assert [(row.label, row.targets) for row in rows] == [("ids", ())]
 
 
 def test_an_svg_holds_the_names_of_stages_roles_pools_and_columns_as_text(tmp_path):
-    draw_graph(stage_graph(STEP, ALONE), tmp_path / "graph.svg", title="a job", picture="svg")
+    draw_graph(stage_graph(STEP, PLACEMENTS), tmp_path / "graph.svg", title="a job", picture="svg")
     texts = {
         "".join(element.itertext())
         for element in ElementTree.parse(tmp_path / "graph.svg").iter("{http://www.w3.org/2000/svg}text")
@@ -213,14 +216,14 @@ def test_an_svg_holds_the_names_of_stages_roles_pools_and_columns_as_text(tmp_pa
         "scores",
         "a job",
     } <= texts
-    assert "what policy holds (next step)" in texts
+    assert "state of policy (next step)" in texts
 
 
 def test_a_png_is_as_wide_as_its_stages_need(tmp_path):
     from matplotlib.image import imread
 
     for number in (2, 6):
-        draw_graph(stage_graph(STEP[:number], ALONE), tmp_path / f"{number}.png")
+        draw_graph(stage_graph(STEP[:number], PLACEMENTS), tmp_path / f"{number}.png")
     few, many = (imread(tmp_path / f"{number}.png").shape[1] for number in (2, 6))
     assert many - few == pytest.approx(4 * 1.42 * 130, abs=2)  # four slots more
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2.png", "6.png"]  # nothing is left beside them
@@ -231,7 +234,7 @@ def test_no_name_leaves_its_box():
     from matplotlib.figure import Figure
 
     long = [StageSpec("a_stage_with_quite_a_long_name", "a_role_with_quite_a_long_name_too", pure=True)]
-    graph = stage_graph(long, {long[0].role: Place("a_pool_that_is_called_something", 128, long[0].role)})
+    graph = stage_graph(long, {long[0].role: RolePlacement("a_pool_that_is_called_something", 128, long[0].role)})
     figure = Figure()
     canvas = FigureCanvasAgg(figure)
     for text, size, weight in (

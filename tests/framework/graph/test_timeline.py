@@ -1,4 +1,4 @@
-"""The timeline: what is recorded where, what survives a kill, and that the trace events are what viewers take."""
+"""The timeline: recording, spans of killed processes, and valid trace events."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from hybridrl.framework import OnlineRLContext, Task, stage
 from hybridrl.framework.graph.timeline import (
     Span,
     StageTracer,
-    idle_of,
-    lanes_of,
+    assign_lanes,
+    group_by_step,
+    idle_intervals,
     newest_trace,
     read_spans,
-    steps_of,
     summarize,
     trace_events,
 )
@@ -44,14 +44,14 @@ from tests.support.single_controller.sample_workers import Waiter
 
 @pytest.fixture
 def recording(tmp_path):
-    """Record this process as the driver of a job; return where."""
+    """Record this process as the driver of a job; return the directory of its spans."""
     start_recording(str(tmp_path / "trace" / "job"), "driver")
     yield tmp_path / "trace" / "job"
     stop_recording()
 
 
-def assert_viewers_take(timeline: dict) -> dict[str, list[dict]]:
-    """Check what the trace event format demands; return the complete events by "group/row"."""
+def check_trace_format(timeline: dict) -> dict[str, list[dict]]:
+    """Check the rules of the trace event format; return the complete events by "group/row"."""
     json.dumps(timeline, allow_nan=False)
     groups, rows, events = {}, {}, {}
     for event in timeline["traceEvents"]:
@@ -119,17 +119,17 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wait_within_a_call_has_the_calls_address_and_one_outside_has_none(recording):
+def test_a_wait_within_a_call_has_its_role_and_rank_and_one_outside_has_none(recording):
     with call_span("policy", 3, "act"), wait_span("scorer", "score"):
         pass
     with wait_span("scorer", "score"):
         pass
     inside, call, outside = sorted(read_spans(recording), key=lambda s: s.end)
-    assert call.holds(inside) and (inside.role, inside.rank, call.role, call.rank) == ("policy", 3, "policy", 3)
+    assert call.contains(inside) and (inside.role, inside.rank, call.role, call.rank) == ("policy", 3, "policy", 3)
     assert outside.role is None and outside.begin >= call.end
 
 
-def test_what_a_killed_process_had_done_is_there(tmp_path):
+def test_completed_spans_of_a_killed_process_are_kept(tmp_path):
     code = (
         "import os, signal; from hybridrl.single_controller.monitoring.tracing import span, start_recording\n"
         f"start_recording({str(tmp_path)!r}, 'driver')\n"
@@ -138,7 +138,7 @@ def test_what_a_killed_process_had_done_is_there(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
     with open(tmp_path / "driver.jsonl", "a") as file:
-        file.write('{"kind": "stage", "na')  # as a full disk leaves it
+        file.write('{"kind": "stage", "na')  # a partial line, as on a full disk
     assert [s.name for s in read_spans(tmp_path)] == ["done"]
 
 
@@ -178,9 +178,9 @@ def test_processes_record_calls_and_what_they_wait_for_on_a_common_clock(ray_clu
         assert call.duration >= 50e6 and stages["gen"].begin - 1e6 < call.begin and call.end < stages["gen"].end + 1e6
     fetched = [s for s in spans if s.kind == "wait" and s.process != "driver"]
     assert fetched and all(
-        any(s.kind == "call" and s.holds(wait) and s.rank == wait.rank for s in spans) for wait in fetched
+        any(s.kind == "call" and s.contains(wait) and s.rank == wait.rank for s in spans) for wait in fetched
     )
-    events = assert_viewers_take(trace_events(spans))
+    events = check_trace_format(trace_events(spans))
     assert (
         sum(e["name"] == "sleep_in_thread" for row, own in events.items() if row.startswith("pair/rank 1") for e in own)
         == 3
@@ -189,7 +189,7 @@ def test_processes_record_calls_and_what_they_wait_for_on_a_common_clock(ray_clu
 
 @pytest.fixture(scope="module")
 def recorded_run(tmp_path_factory, tiny_qwen2):
-    """The directory of a run of two steps in this process, and its metrics."""
+    """Run two steps in this process; return the run's directory and its metrics."""
     folder = tmp_path_factory.mktemp("recorded")
     return folder / "run", train(folder, tiny_qwen2, trainer__trace="true")
 
@@ -200,7 +200,7 @@ def test_a_run_leaves_a_timeline_of_all_its_stages_and_calls_that_the_command_ma
     assert cli.main(["trace", str(run)]) == 0
     shown = capsys.readouterr().out
     assert "2 steps, step 1 to step 2" in shown and f"wrote {run / 'trace.json'}" in shown
-    events = assert_viewers_take(json.loads((run / "trace.json").read_text()))
+    events = check_trace_format(json.loads((run / "trace.json").read_text()))
     assert [e["name"] for e in events["driver/steps"]] == ["step 1", "step 2"]
     names = [e["name"] for e in events["driver/MainThread"] if e["cat"] == "stage"]
     assert names == 2 * [
@@ -225,10 +225,10 @@ def test_a_run_leaves_a_timeline_of_all_its_stages_and_calls_that_the_command_ma
 def test_recording_takes_less_than_half_a_percent_of_a_small_models_step(recorded_run, recording):
     run, metrics = recorded_run
     spans = read_spans(newest_trace(run))
-    step = steps_of(spans)[0]
-    count = sum(step.holds(entry) for entry in spans)
+    step = group_by_step(spans)[0]
+    count = sum(step.contains(entry) for entry in spans)
     costs = []
-    for _ in range(20):  # the shortest of several rounds: what others do on the machine is not the recorder's
+    for _ in range(20):  # the shortest of several rounds, to exclude other load on the machine
         start = time.perf_counter()
         for _ in range(50):
             with call_span("policy", 0, "act"):
@@ -238,13 +238,13 @@ def test_recording_takes_less_than_half_a_percent_of_a_small_models_step(recorde
     assert count * min(costs) < 0.005 * min(row["timing_s/step"] for row in metrics if "timing_s/step" in row)
 
 
-def test_a_run_is_not_recorded_unless_it_is_told_to(tmp_path, tiny_qwen2, capsys):
+def test_a_run_is_recorded_only_with_trainer_trace(tmp_path, tiny_qwen2, capsys):
     train(tmp_path, tiny_qwen2, trainer__total_training_steps=1)
     assert not (tmp_path / "run" / "trace").exists()
     assert cli.main(["trace", str(tmp_path / "run")]) == 2
     assert (
         capsys.readouterr().err
-        == f"{tmp_path / 'run'} holds no trace; run with trainer.trace=true and give the run's directory\n"
+        == f"{tmp_path / 'run'} has no trace; run with trainer.trace=true and give the run's directory\n"
     )
 
 
@@ -255,7 +255,7 @@ def test_the_newest_job_of_a_run_is_the_one_that_is_shown(tmp_path):
         os.utime(tmp_path / "trace" / job / "driver.jsonl", (time.time() - age,) * 2)
     assert newest_trace(tmp_path) == tmp_path / "trace" / "new"
     assert newest_trace(tmp_path / "trace" / "old") == tmp_path / "trace" / "old"
-    with pytest.raises(DataError, match="holds no trace"):
+    with pytest.raises(DataError, match="has no trace"):
         newest_trace(tmp_path / "trace")
 
 
@@ -277,7 +277,7 @@ def spans_of_one_step() -> list[Span]:
 
 
 def test_a_role_is_a_group_a_rank_a_row_and_a_gap_is_a_wait_for_the_next_call():
-    events = assert_viewers_take(trace_events(spans_of_one_step()))
+    events = check_trace_format(trace_events(spans_of_one_step()))
     assert list(events) == ["driver/steps", "driver/MainThread", "rollout/rank 0", "rollout/rank 1"]
     assert [(e["name"], e["ts"], e["dur"]) for e in events["driver/MainThread"]] == [
         ("gen", 0, 600),
@@ -300,7 +300,7 @@ def test_roles_that_share_a_process_do_not_wait_for_a_call_while_one_of_them_wor
         Span("call", "act", 0, 400_000, "MainThread", "a+b-0", "a", 0),
         Span("call", "judge", 400_000, 800_000, "MainThread", "a+b-0", "b", 0),
     ]
-    events = assert_viewers_take(trace_events(shared))
+    events = check_trace_format(trace_events(shared))
     assert [(e["name"], e["ts"]) for e in events["a/rank 0"]] == [("act", 0), ("wait: next call", 801)]
     assert [(e["name"], e["ts"]) for e in events["b/rank 0"]] == [("judge", 400), ("wait: next call", 801)]
 
@@ -337,11 +337,11 @@ def test_ten_thousand_steps_are_summarized_in_seconds():
     assert time.monotonic() - start < 10
 
 
-def test_a_job_that_ended_before_its_first_step_has_a_timeline_all_the_same():
+def test_a_job_that_ended_before_its_first_step_has_a_timeline():
     early = [Span("call", "init_model", 5, 9, "MainThread", "actor-0", "actor", 0)]
-    assert [e["name"] for e in assert_viewers_take(trace_events(early))["actor/rank 0"]] == ["init_model"]
+    assert [e["name"] for e in check_trace_format(trace_events(early))["actor/rank 0"]] == ["init_model"]
     assert summarize(early) == "no stage was recorded\n"
-    assert assert_viewers_take(trace_events([])) == {}
+    assert check_trace_format(trace_events([])) == {}
 
 
 some_spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12).map(
@@ -354,26 +354,26 @@ some_spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_siz
 @given(some_spans, st.integers(0, 40), st.integers(0, 40))
 def test_every_moment_is_idle_or_busy_and_never_both(spans, begin, length):
     between = (begin, begin + length)
-    idle = {moment for start, stop in idle_of(spans, between=between) for moment in range(start, stop)}
+    idle = {moment for start, stop in idle_intervals(spans, between=between) for moment in range(start, stop)}
     busy = {moment for entry in spans for moment in range(entry.begin, entry.end)}
     assert idle == set(range(*between)) - busy
 
 
 @given(some_spans)
 def test_in_a_lane_spans_lie_apart_or_inside_each_other_and_none_is_lost(spans):
-    lanes = lanes_of(spans)
+    lanes = assign_lanes(spans)
     assert sorted(entry.name for lane in lanes for entry in lane) == sorted(entry.name for entry in spans)
     for lane in lanes:
         for number, first in enumerate(lane):
             for other in lane[number + 1 :]:
-                assert first.holds(other) or other.begin >= first.end
+                assert first.contains(other) or other.begin >= first.end
 
 
 @given(some_spans)
-def test_any_calls_whatsoever_make_a_timeline_that_viewers_take(spans):
+def test_any_calls_make_a_valid_timeline(spans):
     stage_span = Span("stage", "s", 0, 60, "MainThread", "driver", step=1, of="driver")
-    assert_viewers_take(trace_events(sorted([stage_span, *spans], key=lambda entry: entry.begin)))
+    check_trace_format(trace_events(sorted([stage_span, *spans], key=lambda entry: entry.begin)))
 
 
 def test_a_step_is_as_long_as_its_stages():
-    assert [(s.name, s.begin, s.end) for s in steps_of(spans_of_one_step())] == [("step 1", 0, 1_000_000)]
+    assert [(s.name, s.begin, s.end) for s in group_by_step(spans_of_one_step())] == [("step 1", 0, 1_000_000)]

@@ -1,4 +1,4 @@
-"""Events: local loops, listeners that are late, waiting for an event."""
+"""Events: local loops, late listeners, and `wait_for`."""
 
 import threading
 import time
@@ -16,25 +16,25 @@ def test_there_is_one_loop_of_each_name_until_it_stops():
     assert EventLoop.get_event_loop("tests") is loop is not EventLoop.get_event_loop("others")
     loop.on("e", print)
     loop.stop()
-    assert not loop.listened("e") and EventLoop.get_event_loop("tests") is not loop
+    assert not loop.has_listener("e") and EventLoop.get_event_loop("tests") is not loop
 
 
 def test_listeners_run_in_order_before_emit_returns_and_once_means_once():
-    heard = []
+    received = []
     loop = EventLoop()
-    loop.on("e", lambda x: heard.append(("on", x)))
-    loop.once("e", lambda x: heard.append(("once", x)))
+    loop.on("e", lambda x: received.append(("on", x)))
+    loop.once("e", lambda x: received.append(("once", x)))
     loop.emit("e", 1)
     loop.emit("e", 2)
-    assert heard == [("on", 1), ("once", 1), ("on", 2)]
+    assert received == [("on", 1), ("once", 1), ("on", 2)]
 
 
 def test_off_takes_a_glob_and_finds_listeners_of_once():
-    loop, heard = EventLoop(), []
+    loop, received = EventLoop(), []
     for event in ("a.1", "a.2", "b"):
-        loop.once(event, heard.append)
-    loop.off("a.*", heard.append)
-    assert [loop.listened(event) for event in ("a.1", "a.2", "b")] == [False, False, True]
+        loop.once(event, received.append)
+    loop.off("a.*", received.append)
+    assert [loop.has_listener(event) for event in ("a.1", "a.2", "b")] == [False, False, True]
 
 
 def test_a_listeners_exception_reaches_the_emitter():
@@ -46,8 +46,8 @@ def test_a_listeners_exception_reaches_the_emitter():
 
 def test_two_threads_that_emit_at_once_call_a_once_listener_once():
     for _ in range(50):
-        loop, heard, gate = EventLoop(), [], threading.Barrier(4)
-        loop.once("e", heard.append)
+        loop, received, gate = EventLoop(), [], threading.Barrier(4)
+        loop.once("e", received.append)
 
         def emit(loop=loop, gate=gate):
             gate.wait()
@@ -58,39 +58,39 @@ def test_two_threads_that_emit_at_once_call_a_once_listener_once():
             thread.start()
         for thread in threads:
             thread.join()
-        assert heard == [1]
+        assert received == [1]
 
 
-def test_a_late_listener_hears_what_came_before_in_order_until_the_loop_settles():
+def test_a_late_listener_receives_earlier_events_in_order_until_buffering_stops():
     loop = ReplayingLoop("peers", lambda fn: fn())
     for i in range(3):
-        loop.replay("e", (i,), {})
-        loop.replay("other", (i,), {})
-        loop.replay("newest", (i,), {}, newest_only=True)
+        loop.emit_and_buffer("e", (i,), {})
+        loop.emit_and_buffer("other", (i,), {})
+        loop.emit_and_buffer("newest", (i,), {}, newest_only=True)
     first, second, newest, late = [], [], [], []
     loop.on("e", first.append)
     loop.on("newest", newest.append)
-    loop.replay("e", (3,), {})
+    loop.emit_and_buffer("e", (3,), {})
     loop.on("e", second.append)
-    loop.settle()
+    loop.stop_buffering()
     loop.on("e", late.append)
-    loop.replay("e", (4,), {})
+    loop.emit_and_buffer("e", (4,), {})
     assert (first, second, newest, late) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2], [4])
 
 
-def test_what_is_kept_for_late_listeners_is_bounded_in_number_and_bytes(monkeypatch, caplog):
-    monkeypatch.setattr(module, "MAX_KEPT_EVENTS", 3)
-    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 100)
+def test_the_buffer_for_late_listeners_is_bounded_in_events_and_bytes(monkeypatch, caplog):
+    monkeypatch.setattr(module, "MAX_BUFFERED_EVENTS", 3)
+    monkeypatch.setattr(module, "MAX_BUFFERED_BYTES", 100)
     loop = ReplayingLoop("peers", lambda fn: fn())
     for i in range(5):
-        loop.replay("small", (i,), {}, num_bytes=1)
-    loop.replay("large", ("a",), {}, num_bytes=99)
-    loop.replay("large", ("b",), {}, num_bytes=200)
+        loop.emit_and_buffer("small", (i,), {}, num_bytes=1)
+    loop.emit_and_buffer("large", ("a",), {}, num_bytes=99)
+    loop.emit_and_buffer("large", ("b",), {}, num_bytes=200)
     small, large = [], []
     loop.on("small", small.append)
     loop.on("large", large.append)
     assert (small, large) == ([], ["b"]), "the newest stays, whatever its size"
-    assert "was dropped" in caplog.text
+    assert "dropped an event 'small'" in caplog.text
 
 
 # -- waiting
@@ -102,28 +102,28 @@ def test_wait_for_returns_what_was_emitted_from_another_thread():
         assert task.wait_for("e", timeout=20) == ((1,), {"a": 2})
 
 
-def test_all_who_wait_hear_the_event():
-    heard = []
+def test_all_waiters_receive_the_event():
+    received = []
     with Task(async_mode=True, n_async_workers=3) as task:
         for _ in range(2):
-            task.use(lambda ctx: heard.append(task.wait_for("e", timeout=20)))
+            task.use(lambda ctx: received.append(task.wait_for("e", timeout=20)))
 
         def emit(ctx):
             time.sleep(0.2)
             task.emit("e", 1)
 
         task.use(emit).run(max_step=1)
-    assert heard == [((1,), {})] * 2
+    assert received == [((1,), {})] * 2
 
 
-def test_past_its_timeout_wait_for_gives_none_or_raises():
+def test_after_its_timeout_wait_for_returns_none_or_raises():
     with Task() as task:
         assert task.wait_for("never", timeout=0.01) is None
-        with pytest.raises(TimeoutError, match="no 'never' came within 0.01 s"):
+        with pytest.raises(TimeoutError, match="no 'never' arrived within 0.01 s"):
             task.wait_for("never", timeout=0.01, ignore_timeout_exception=False)
 
 
-def test_waiting_for_ever_where_nobody_can_emit_is_refused():
+def test_an_endless_wait_without_a_possible_emitter_is_refused():
     with Task() as task, pytest.raises(RuntimeError, match="give it a timeout"):
         task.wait_for("never")
 
@@ -144,7 +144,7 @@ def test_an_event_may_come_before_the_wait_for_it_but_not_two_steps_before():
     assert found == [None, None, (("after the wait of step 1",), {}), None, None]
 
 
-def test_of_many_events_that_nobody_waits_for_the_newest_are_kept():
+def test_of_many_unclaimed_events_the_newest_are_kept():
     with Task() as task:
         for i in range(MAX_UNCLAIMED + 5):
             task.emit("e", i)
@@ -162,15 +162,15 @@ def test_waiting_ends_when_the_task_is_to_finish():
     assert task.ctx.total_step == 0
 
 
-def test_an_emit_that_would_reach_nobody_is_refused():
-    with Task() as task, pytest.raises(ValueError, match="reaches nobody"):
+def test_an_emit_that_would_reach_no_listener_is_refused():
+    with Task() as task, pytest.raises(ValueError, match="reaches no listener"):
         task.emit("e", only_local=True, only_remote=True)
 
 
-def test_without_peers_only_remote_is_heard_by_nobody():
-    heard = []
+def test_without_peers_only_remote_reaches_no_listener():
+    received = []
     with Task() as task:
-        task.on("e", heard.append)
+        task.on("e", received.append)
         task.emit("e", 1, only_remote=True)
         task.emit("e", 2, only_local=True)
-    assert heard == [2]
+    assert received == [2]

@@ -1,6 +1,4 @@
-"""Parallel: the same program in several processes on a real Ray cluster; what they hear of each other; what a failure
-does.
-"""
+"""Parallel on a real Ray cluster: events between processes, failures and restarts."""
 
 import os
 import threading
@@ -10,7 +8,7 @@ import pytest
 
 from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.framework import Parallel, Role, Task
-from hybridrl.framework.parallel.runner import linked
+from hybridrl.framework.parallel.runner import topology_links
 from tests.support.framework import programs
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -28,10 +26,10 @@ def nothing_leaks():
     assert actors_left() == []
 
 
-# -- who is who
+# -- processes and labels
 
 
-def test_each_process_knows_its_place_and_its_labels(monkeypatch):
+def test_each_process_has_its_node_id_and_its_labels(monkeypatch):
     monkeypatch.setenv("HYBRIDRL_TASK_LABELS", "spot")
     results = Parallel.runner(2, topology="alone", labels={"gpu"}, node_ids=[5, 7])(programs.facts)
     assert [result[:3] for result in results] == [(True, True, 5), (True, True, 7)]
@@ -39,13 +37,13 @@ def test_each_process_knows_its_place_and_its_labels(monkeypatch):
     assert len({os.getpid(), *(result[4] for result in results)}) == 3
 
 
-def test_one_process_is_this_one_and_the_program_runs_standalone():
+def test_a_single_process_is_the_calling_one_and_runs_standalone():
     assert Parallel.runner(1, labels={"ignored"})(programs.facts) == [
         (True, False, 0, ["own", "standalone"], os.getpid())
     ]
 
 
-def test_one_process_that_recovers_is_begun_again_here():
+def test_a_single_process_restarts_main_in_place():
     attempts = []
 
     def main(limit):
@@ -77,26 +75,26 @@ def test_a_function_of_the_script_itself_runs_with_its_arguments():
     ],
 )
 def test_topologies(topology, expected):
-    assert linked([4, 5, 6], topology) == expected
+    assert topology_links([4, 5, 6], topology) == expected
 
 
 @pytest.mark.parametrize(
     ("topology", "expected"), [("mesh", [[1, 2], [0, 2], [0, 1]]), ("star", [[1, 2], [0], [0]]), ("alone", [[]] * 3)]
 )
-def test_peers_hear_each_other_as_the_topology_says(topology, expected):
-    assert Parallel.runner(3, topology=topology)(programs.who_hears) == expected
+def test_the_topology_decides_which_peers_receive_events(topology, expected):
+    assert Parallel.runner(3, topology=topology)(programs.received_from) == expected
 
 
 # -- messages
 
 
 @pytest.mark.parametrize("late", [0.0, 0.5])
-def test_no_message_is_lost_and_each_senders_are_heard_in_order(late):
-    for node, heard in enumerate(Parallel.runner(3)(programs.greet, 60, late)):
-        assert heard == {sender: [] if sender == node else list(range(60)) for sender in range(3)}
+def test_no_message_is_lost_and_those_of_each_sender_arrive_in_order(late):
+    for node, received in enumerate(Parallel.runner(3)(programs.greet, 60, late)):
+        assert received == {sender: [] if sender == node else list(range(60)) for sender in range(3)}
 
 
-def test_each_listener_hears_each_event_of_a_peer_once():
+def test_each_listener_receives_each_event_of_a_peer_once():
     first, second = Parallel.runner(2)(programs.count_events, 20)
     expected = [(1, step) for step in range(len(first["a"]))]
     assert len(expected) == 20 and first["a"] == first["b"] == expected and first["once"] == expected[:1]
@@ -116,7 +114,7 @@ def test_the_context_of_a_step_reaches_the_peers_and_the_newest_wins():
 
 @pytest.mark.parametrize("kind", ["ctx", "task"])
 @pytest.mark.parametrize("topology", ["mesh", "star"])
-def test_whoever_finishes_ends_the_run_of_all(kind, topology):
+def test_a_process_that_finishes_ends_the_run_of_all(kind, topology):
     steps = Parallel.runner(3, topology=topology)(programs.finish_by, kind)
     assert steps[1] == 3 and max(steps) < 10_000
 
@@ -126,7 +124,7 @@ def test_roles_and_labels_give_each_process_its_stages():
     assert Task().has_role(Role.LEARNER)
 
 
-def test_a_process_without_stages_ends_at_once_and_ends_nobody_else():
+def test_a_process_without_stages_ends_at_once_and_ends_no_other():
     assert Parallel.runner(3)(programs.only_node_0_has_work) == [9, 0, 0]
 
 
@@ -134,7 +132,7 @@ def test_a_process_without_stages_ends_at_once_and_ends_nobody_else():
 
 
 @pytest.mark.parametrize(("kind", "error"), [("raise", LookupError), ("kill", WorkerLost), ("exit", RuntimeError)])
-def test_one_that_fails_ends_the_group_at_once(kind, error):
+def test_a_failed_process_ends_the_group_at_once(kind, error):
     start = time.monotonic()
     with pytest.raises(error) as caught:
         Parallel.runner(3)(programs.fail, kind, 1)
@@ -149,9 +147,9 @@ def test_one_that_fails_ends_the_group_at_once(kind, error):
 
 
 @pytest.mark.parametrize("kind", ["raise", "kill"])
-def test_one_that_fails_is_begun_again_with_its_peers(kind):
-    (retries, heard, _), (retries_1, _, process) = Parallel.runner(2, auto_recover=True)(programs.recover, kind)
-    assert (retries, retries_1) == (0, 1) and heard == [process], "the peer hears the process that came back"
+def test_a_failed_process_restarts_and_reconnects_to_its_peers(kind):
+    (retries, received, _), (retries_1, _, process) = Parallel.runner(2, auto_recover=True)(programs.recover, kind)
+    assert (retries, retries_1) == (0, 1) and received == [process], "the peer receives events of the restarted process"
 
 
 @pytest.mark.slow
@@ -165,18 +163,18 @@ def test_retries_are_counted_over_exceptions_and_deaths():
 
 
 def test_a_listeners_exception_ends_the_process_that_listens():
-    with pytest.raises(LookupError, match="cannot hear 7") as caught:
-        Parallel.runner(2)(programs.listen_badly)
+    with pytest.raises(LookupError, match="cannot handle 7") as caught:
+        Parallel.runner(2)(programs.fail_in_listener)
     assert "node-1" in caught.value.__notes__[-1]
 
 
-def test_what_cannot_be_pickled_is_refused_where_it_is_emitted():
+def test_unpicklable_arguments_are_refused_by_emit():
     with pytest.raises(TypeError, match="generator") as caught:
-        Parallel.runner(2)(programs.emit_what_cannot_be_sent)
-    assert any("what it emits as 'e'" in note for note in caught.value.__notes__)
+        Parallel.runner(2)(programs.emit_unpicklable)
+    assert any("cannot send its event 'e'" in note for note in caught.value.__notes__)
 
 
-# -- groups that join
+# -- attached groups
 
 
 def test_a_group_attaches_to_a_running_one_and_gets_its_newest_context():
@@ -187,19 +185,19 @@ def test_a_group_attaches_to_a_running_one_and_gets_its_newest_context():
     time.sleep(1.0)  # it has run many steps by now
     results["b"] = Parallel.runner(1, name="collectors", attach_to=["learners"])(programs.collector)
     first.join(timeout=60)
-    [(name, heard)], [(train_iter, attached_to)] = results["a"], results["b"]
+    [(name, received)], [(train_iter, attached_to)] = results["a"], results["b"]
     assert name == "learners/node-0" and attached_to == ("learners/node-0",)
-    assert heard == [0, 1, 2, 3, 4] and train_iter > 1
+    assert received == [0, 1, 2, 3, 4] and train_iter > 1
 
 
-def test_attaching_to_what_is_not_there_says_what_is():
+def test_attaching_to_a_missing_group_lists_the_running_ones():
     with pytest.raises(
         PlacementError, match="attach_to='learners' is not running on this cluster; there are no groups"
     ):
         Parallel.runner(1, attach_to=["learners"])(programs.facts)
 
 
-def test_a_second_group_of_one_name_is_refused_and_the_first_goes_on():
+def test_a_second_group_of_one_name_is_refused_and_the_first_continues():
     results = {}
     first = threading.Thread(target=lambda: results.update(a=Parallel.runner(1, name="same")(programs.start_slowly, 6)))
     first.start()
@@ -216,10 +214,10 @@ def test_a_second_group_of_one_name_is_refused_and_the_first_goes_on():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"topology": "ring"}, ValueError, "topology='ring' is unknown; there are mesh, star, alone"),
+        ({"topology": "ring"}, ValueError, "topology='ring' is unknown; use one of mesh, star, alone"),
         ({"n_parallel_workers": 0}, ValueError, "n_parallel_workers=0"),
-        ({"node_ids": [1, 1]}, ValueError, "not 2 different numbers"),
-        ({"node_ids": [1]}, ValueError, "not 2 different numbers"),
+        ({"node_ids": [1, 1]}, ValueError, "must be 2 different numbers"),
+        ({"node_ids": [1]}, ValueError, "must be 2 different numbers"),
         ({"mq_type": "redis"}, ValueError, "not through a broker"),
         ({"redis_host": "localhost"}, ValueError, "not through a broker"),
         ({"attach_to": ["tcp://127.0.0.1:50515"]}, ValueError, "is an address"),
@@ -227,11 +225,11 @@ def test_a_second_group_of_one_name_is_refused_and_the_first_goes_on():
         ({"prots": [1]}, TypeError, "no argument 'prots'"),
     ],
 )
-def test_arguments_that_cannot_be_meant_are_refused_before_anything_starts(arguments, error, message):
+def test_invalid_arguments_are_refused_before_anything_starts(arguments, error, message):
     with pytest.raises(error, match=message):
         Parallel.runner(**{"n_parallel_workers": 2} | arguments)
 
 
-def test_arguments_about_sockets_are_ignored_with_a_line(caplog):
+def test_socket_arguments_are_ignored_with_a_log_line(caplog):
     Parallel.runner(2, mq_type="nng", protocol="tcp", address="127.0.0.1", ports=50515, startup_interval=1)
     assert "ignores protocol, address, ports, startup_interval" in caplog.text

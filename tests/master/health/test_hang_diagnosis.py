@@ -1,52 +1,61 @@
-from hybridrl.master.health.hang_diagnosis import Doing, all_in_one_method, compare_stacks, find_culprit
+from hybridrl.master.health.hang_diagnosis import Activity, all_in_one_method, compare_stacks, find_culprit
 
 
-def doing(slot, method=None, for_s=100.0, did=None, turn=7):
-    return Doing(slot, method, for_s, did, turn)
+def activity(slot, method=None, elapsed_s=100.0, last_method=None, call_number=7):
+    return Activity(slot, method, elapsed_s, last_method, call_number)
 
 
-def test_the_idle_rank_holds_up_those_that_wait_in_a_method():
+def test_the_idle_rank_blocks_those_that_wait_in_a_method():
     found = find_culprit(
-        [doing("actor-0", "actor.update"), doing("actor-1"), doing("actor-2", "actor.update")], patience_s=60
+        [activity("actor-0", "actor.update"), activity("actor-1"), activity("actor-2", "actor.update")], threshold_s=60
     )
     assert (found.culprit, found.waiting) == ("actor-1", ("actor-0", "actor-2"))
     assert found.evidence == "it is idle for 100 s, while actor-0, actor-2 wait in actor.update"
 
 
-def test_a_rank_in_another_method_holds_up_the_others_too():
-    ranks = [doing("actor-0", "actor.update"), doing("actor-1", "actor.update"), doing("actor-2", "actor.save")]
-    assert find_culprit(ranks, patience_s=60).culprit == "actor-2"
+def test_a_rank_in_another_method_blocks_the_others_too():
+    ranks = [
+        activity("actor-0", "actor.update"),
+        activity("actor-1", "actor.update"),
+        activity("actor-2", "actor.save"),
+    ]
+    assert find_culprit(ranks, threshold_s=60).culprit == "actor-2"
 
 
-def test_who_has_just_ended_a_method_does_not_hold_up_the_one_that_is_still_in_it():
-    still, done = doing("rollout-0", "rollout.generate", 100), doing("rollout-1", None, 70, did="rollout.generate")
-    found = find_culprit([still, done], patience_s=60)
+def test_a_rank_that_finished_a_method_does_not_block_the_one_still_in_it():
+    still, done = (
+        activity("rollout-0", "rollout.generate", 100),
+        activity("rollout-1", None, 70, last_method="rollout.generate"),
+    )
+    found = find_culprit([still, done], threshold_s=60)
     assert (found.culprit, found.waiting, found.method) == ("rollout-0", ("rollout-1",), "rollout.generate")
-    assert found.evidence == "it is in rollout.generate for 100 s, which rollout-1 ended 70 s ago or earlier"
-    ended_before = doing("rollout-1", None, 99, did="rollout.generate", turn=6)  # the call before this one
-    assert find_culprit([still, ended_before], patience_s=60).culprit == "rollout-1"
-    assert find_culprit([still, done, doing("rollout-2")], patience_s=60).culprit == "rollout-2"
+    assert found.evidence == "it is in rollout.generate for 100 s, which rollout-1 finished 70 s ago or earlier"
+    ended_before = activity(
+        "rollout-1", None, 99, last_method="rollout.generate", call_number=6
+    )  # the call before this one
+    assert find_culprit([still, ended_before], threshold_s=60).culprit == "rollout-1"
+    assert find_culprit([still, done, activity("rollout-2")], threshold_s=60).culprit == "rollout-2"
     assert (
-        find_culprit([still, doing("rollout-2", "rollout.generate", 90), done], patience_s=60) is None
-    )  # stacks would have to tell
+        find_culprit([still, activity("rollout-2", "rollout.generate", 90), done], threshold_s=60) is None
+    )  # only stacks could show it
 
 
-def test_nobody_is_blamed_before_the_patience_ends_or_when_all_do_the_same():
-    assert find_culprit([doing("actor-0", "actor.update", 59), doing("actor-1")], patience_s=60) is None
-    alike = [doing("actor-0", "actor.update"), doing("actor-1", "actor.update")]
-    assert find_culprit(alike, patience_s=60) is None
-    assert all_in_one_method(alike, patience_s=60) == tuple(alike)
-    assert all_in_one_method(alike, patience_s=101) == ()
+def test_there_is_no_culprit_below_the_threshold_or_when_all_are_in_one_method():
+    assert find_culprit([activity("actor-0", "actor.update", 59), activity("actor-1")], threshold_s=60) is None
+    alike = [activity("actor-0", "actor.update"), activity("actor-1", "actor.update")]
+    assert find_culprit(alike, threshold_s=60) is None
+    assert all_in_one_method(alike, threshold_s=60) == tuple(alike)
+    assert all_in_one_method(alike, threshold_s=101) == ()
 
 
 def test_roles_do_not_wait_for_each_other():
-    assert find_culprit([doing("actor-0", "actor.update"), doing("critic-0")], patience_s=60) is None
+    assert find_culprit([activity("actor-0", "actor.update"), activity("critic-0")], threshold_s=60) is None
 
 
 def test_the_trainer_is_the_culprit_when_all_workers_are_idle():
-    ranks = [doing("trainer", "reward"), doing("actor-0"), doing("actor-1")]
-    assert find_culprit(ranks, patience_s=60).culprit == "trainer"
-    assert find_culprit([*ranks, doing("critic-0", "critic.update", 1)], patience_s=60) is None
+    ranks = [activity("trainer", "reward"), activity("actor-0"), activity("actor-1")]
+    assert find_culprit(ranks, threshold_s=60).culprit == "trainer"
+    assert find_culprit([*ranks, activity("critic-0", "critic.update", 1)], threshold_s=60) is None
 
 
 def dump(*lines):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hybridrl.master.health.kernel_process import ProcessWatch, condition, in_words
+from hybridrl.master.health.kernel_process import PidfdWatch, describe_exit_status, read_process_stat
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -30,42 +30,42 @@ def until(true, timeout_s=20):
         ("exit 3", "it ended by itself with exit code 3"),
     ],
 )
-def test_the_kernel_says_how_a_process_ended(how, words):
+def test_the_exit_reason_is_read_from_the_kernel(how, words):
     process = started("sh", "-c", f"read x < /dev/null; sleep 0.3; {how}")
-    watch = ProcessWatch(process.pid)
-    assert not watch.is_dead and watch.account() is None
+    watch = PidfdWatch(process.pid)
+    assert not watch.is_dead and watch.exit_reason() is None
     process.wait(20)
     assert watch.is_dead
-    if watch.account() is None:
-        pytest.skip("this kernel does not tell (Linux before 6.15)")
-    assert watch.account() == words
+    if watch.exit_reason() is None:
+        pytest.skip("this kernel does not report exit statuses (Linux before 6.15)")
+    assert watch.exit_reason() == words
     watch.close()
 
 
-def test_a_kill_while_the_machine_ran_out_of_memory_is_said_to_be_for_that():
+def test_a_sigkill_while_the_machine_ran_out_of_memory_is_reported_as_oom():
     assert (
-        in_words(signal.SIGKILL, out_of_memory=True)
+        describe_exit_status(signal.SIGKILL, out_of_memory=True)
         == "killed by the kernel because the machine ran out of memory (OOM)"
     )
-    assert in_words(signal.SIGSEGV, out_of_memory=True) == "killed by SIGSEGV"
+    assert describe_exit_status(signal.SIGSEGV, out_of_memory=True) == "killed by SIGSEGV"
 
 
-def test_a_stopped_process_is_told_from_one_that_waits_and_one_that_works():
+def test_a_stopped_process_is_distinguished_from_a_sleeping_one():
     process = started(*SLEEP)
     try:
-        until(lambda: condition(process.pid).state == "S")
+        until(lambda: read_process_stat(process.pid).state == "S")
         os.kill(process.pid, signal.SIGSTOP)
-        until(lambda: condition(process.pid).state == "T")
+        until(lambda: read_process_stat(process.pid).state == "T")
         os.kill(process.pid, signal.SIGCONT)
-        until(lambda: condition(process.pid).state == "S")
+        until(lambda: read_process_stat(process.pid).state == "S")
     finally:
         process.kill()
         process.wait(20)
-    assert condition(process.pid).state == ""
+    assert read_process_stat(process.pid).state == ""
 
 
-def test_a_process_that_is_gone_has_no_account():
+def test_a_process_that_is_gone_has_no_exit_reason():
     process = started("true")
     process.wait(20)
-    watch = ProcessWatch(process.pid)
-    assert watch.is_dead and watch.account() is None
+    watch = PidfdWatch(process.pid)
+    assert watch.is_dead and watch.exit_reason() is None

@@ -1,6 +1,4 @@
-"""Builders: what both generations of DLRover's users write becomes a job, or a refusal that names the role, the value
-and the way out.
-"""
+"""Builders: chains in the style of both DLRover generations become a job, or an error with role, value and fix."""
 
 import re
 import subprocess
@@ -13,7 +11,7 @@ from omegaconf import OmegaConf
 
 from hybridrl.errors import ConfigError, PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder, Job, RLJob, RLJobBuilder
-from hybridrl.master.jobs.entrypoint import entry_of
+from hybridrl.master.jobs.entrypoint import parse_entry
 from tests.support.master.sample_job import Adder, Trainer
 
 A = "tests.support.master.sample_job:Adder"
@@ -75,11 +73,11 @@ def test_the_unified_generations_builder():
     assert job.spec.roles[1].entry == "p.vllm:VLLMActor"
 
 
-def test_methods_of_a_role_are_said_of_the_one_they_are_called_on():
+def test_role_methods_describe_the_role_they_are_called_on_and_on_the_job_the_last_one():
     builder = DLJobBuilder()
     first, second = builder.role("first").run(A), builder.workload("second", A)
     first.total(2)
-    builder.total(3)  # of the last one
+    builder.total(3)  # the last role
     second.env({"X": "1"})
     assert [(role.name, role.total, role.env) for role in builder.build().spec.roles] == [
         ("first", 2, {}),
@@ -87,7 +85,7 @@ def test_methods_of_a_role_are_said_of_the_one_they_are_called_on():
     ]
 
 
-def test_collocated_roles_are_on_one_pool_and_the_largest_says_how_many_devices():
+def test_collocated_roles_are_on_one_pool_and_the_largest_determines_the_number_of_devices():
     builder = (
         RLJobBuilder().trainer(Trainer).actor(A).nnodes(2).nproc_per_node(4).rollout(A).total(4).reward(A).total(1)
     )
@@ -99,12 +97,12 @@ def test_collocated_roles_are_on_one_pool_and_the_largest_says_how_many_devices(
     }
 
 
-def test_collocating_all_leaves_out_the_trainer_and_whom_it_names():
+def test_collocating_all_leaves_out_the_trainer_and_the_named_roles():
     builder = RLJobBuilder().trainer(Trainer).actor(A).rollout(A).reward(A).with_collocation_all("reward")
     assert pools(builder.build()) == {"actor+rollout": (1,), "reward": (1,)}
 
 
-def test_how_a_role_lies_is_said_in_words():
+def test_placement_of_roles_is_described_by_name():
     job = (
         DLJobBuilder()
         .workload("a", A)
@@ -136,7 +134,7 @@ def test_how_a_role_lies_is_said_in_words():
     ]
 
 
-def test_a_job_is_the_same_again_from_its_json():
+def test_a_job_survives_a_round_trip_through_json():
     job = (
         RLJobBuilder()
         .config(Namespace(lr=0.1, layers=[1, 2]))
@@ -147,17 +145,21 @@ def test_a_job_is_the_same_again_from_its_json():
         .feeds("actor", "actor")
         .build()
     )
-    again = RLJob.model_validate_json(job.model_dump_json(indent=2))
-    assert again == job and again.spec.config == {"lr": 0.1, "layers": [1, 2]} and again.plan("x") == job.plan("x")
+    restored = RLJob.model_validate_json(job.model_dump_json(indent=2))
+    assert (
+        restored == job
+        and restored.spec.config == {"lr": 0.1, "layers": [1, 2]}
+        and restored.plan("x") == job.plan("x")
+    )
     with pytest.raises(ConfigError, match="not the JSON of a job"):
         Job.model_validate_json("{}")
 
 
-def test_classes_are_given_by_themselves_also_those_of_the_program(tmp_path):
-    assert entry_of("actor", Adder) == A
+def test_classes_are_valid_entries_also_those_of_the_program(tmp_path):
+    assert parse_entry("actor", Adder) == A
     program = tmp_path / "program.py"
     program.write_text(
-        "from hybridrl.master.jobs.entrypoint import entry_of\nclass Mine: ...\nprint(entry_of('actor', Mine))"
+        "from hybridrl.master.jobs.entrypoint import parse_entry\nclass Mine: ...\nprint(parse_entry('actor', Mine))"
     )
     run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=100, check=True)
     assert run.stdout == f"{program}:Mine\n"
@@ -176,48 +178,48 @@ def test_classes_are_given_by_themselves_also_those_of_the_program(tmp_path):
         (lambda b: b.actor(A).resource(cpu=-1), "role 'actor': resource.cpu=-1. must be a number, 0 or more"),
         (
             lambda b: b.actor(A).resource(cpu=0),
-            "role 'actor': resource.cpu=0, accelerator=0. takes nothing that could be reserved",
+            "role 'actor': resource.cpu=0, accelerator=0. leaves nothing to reserve",
         ),
         (lambda b: b.actor("nothing"), "role 'actor': 'nothing' names no class"),
-        (lambda b: b.actor(lambda: None), "role 'actor': .* is not at the top of a module"),
-        (lambda b: b.role("actor"), "role 'actor': nothing says what it runs"),
+        (lambda b: b.actor(lambda: None), "role 'actor': .* is not at the top level of a module"),
+        (lambda b: b.role("actor"), "role 'actor': it has nothing to run"),
         (lambda b: b.actor(A).actor(A), "role 'actor' is already defined"),
         (lambda b: b.rollout(A), "there is no actor"),
         (lambda b: b.trainer(A), "role 'trainer' is already defined"),
         (lambda b: b.total(2), "role 'trainer': total=2, but the trainer is one process"),
-        (lambda b: DLJobBuilder().total(2), "no role was begun"),
-        (lambda b: b.actor(A).with_collocation("actor", "critc"), "there is no role 'critc'; there are actor"),
+        (lambda b: DLJobBuilder().total(2), "there is no role yet"),
+        (lambda b: b.actor(A).with_collocation("actor", "critc"), "there is no role 'critc'; known are actor"),
         (
             lambda b: b.actor(A).critic(A).with_collocation("actor", "critic").with_collocation_all(),
             "role 'actor' is named twice",
         ),
         (
             lambda b: b.actor(A).anti_affinity("critic"),
-            "role 'actor': anti_affinity.'critic'., but there are only actor",
+            "role 'actor': anti_affinity.'critic'., but the only roles are actor",
         ),
         (
             lambda b: b.actor(A).feeds("actor", "rolout").rollout(A),
-            "role 'rolout' is not known; did you mean 'rollout'",
+            "role 'rolout' is unknown; did you mean 'rollout'",
         ),
         (lambda b: b.actor(A).total(3).nnodes(2).nproc_per_node(2), "total.3., but nnodes.2. with 2 each is 4"),
-        (lambda b: b.actor(A).config({"a": {"b": object}}), "config.a.b=.*is nothing that JSON has"),
-        (lambda b: b.actor(A).device_type("QPU"), "device_type 'QPU' is not known; did you mean 'TPU'"),
+        (lambda b: b.actor(A).config({"a": {"b": object}}), "config.a.b=.*JSON cannot hold a type"),
+        (lambda b: b.actor(A).device_type("QPU"), "device_type 'QPU' is unknown; did you mean 'TPU'"),
         (
             lambda b: b.actor(A).total(4).per_node(2).critic(A).total(4).per_node(4).with_collocation_all(),
             "different numbers of nodes: actor on 2, critic on 1",
         ),
         (
             lambda b: b.actor(A).spread().critic(A).pack().with_collocation_all(),
-            "want to lie differently",
+            "request different strategies",
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name_with_the_way_out(describe, message):
+def test_a_wrong_description_is_refused_with_role_value_and_fix(describe, message):
     with pytest.raises(ConfigError, match=message):
         describe(RLJobBuilder().trainer(Trainer)).build()
 
 
-def test_more_than_the_declared_machines_is_refused_when_it_is_built():
+def test_build_refuses_a_job_that_needs_more_than_the_declared_machines():
     with pytest.raises(
         PlacementError,
         match=r"'actor' .2 GPU.*machine 0 of node_num=1: 1 GPU left, 1 GPU missing.*total\(\), per_node\(\)",
@@ -225,13 +227,24 @@ def test_more_than_the_declared_machines_is_refused_when_it_is_built():
         RLJobBuilder().node_num(1).device_per_node(1).actor(A).total(2).per_node(2).build()
 
 
-def test_the_page_shows_what_its_job_prints(capsys):
+def test_the_docs_page_shows_the_output_of_its_job(capsys):
     page = (Path(__file__).parents[3] / "docs" / "master.md").read_text()
     [block] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "dry_run" in block]
     exec(compile(block, "docs/master.md", "exec"), {})
     assert f"```text\n{capsys.readouterr().out}```" in page
 
 
-def test_a_name_that_no_builder_has_is_no_method():
-    with pytest.raises(AttributeError, match="no method 'totl'"):
+def test_an_unknown_method_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'totl'"):
         RLJobBuilder().actor(A).totl(2)
+    with pytest.raises(AttributeError, match="no attribute 'actor'"):
+        DLJobBuilder().role("x").run(A).actor(A)
+
+
+def test_methods_of_the_job_return_its_builder_and_methods_of_a_role_a_builder_of_that_role():
+    builder = RLJobBuilder()
+    actor = builder.actor(A)
+    builder.critic(A)
+    assert actor.feeds("actor", "critic") is actor.end() is builder.node_num(1) is builder
+    assert actor.total(2) is actor and isinstance(actor, RLJobBuilder)
+    assert {role.name: role.total for role in builder.build().spec.roles} == {"actor": 2, "critic": 1}

@@ -1,4 +1,4 @@
-"""Submitted jobs that lose somebody: who is started again, who is left alone, and when it is enough."""
+"""Submitted jobs that lose a process: what is restarted, what is not, and when the job gives up."""
 
 import os
 import re
@@ -9,18 +9,18 @@ import pytest
 import ray
 
 from hybridrl.errors import WorkerLost
-from hybridrl.master.health.kernel_process import condition
+from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.jobs.builder import DLJobBuilder
-from hybridrl.master.service.client import masters
+from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.console import status
 from hybridrl.master.service.journal import replay
-from hybridrl.master.state.tables import Job
+from hybridrl.master.state.tables import JobPhase
 from tests.master.jobs.test_submit import SMALL, A, left_of, wait_until
 from tests.support.master.sample_job import (
     dies_itself,
-    is_mistaken,
     loses_a_worker,
     recovers_a_worker,
+    repeats_an_exception,
     waits_after_a_commit,
 )
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300), 
 
 
 def described(trainer, out, *, restart="role", total=2, max_restart=10, **config):
-    """A trainer and an actor of some processes."""
+    """A builder of a job with a trainer and an actor of some processes."""
     builder = DLJobBuilder().device_type("CPU").config({"out": str(out), **config})
     builder.trainer(trainer).resource(**SMALL).max_restart(max_restart)
     return (
@@ -41,27 +41,23 @@ def described(trainer, out, *, restart="role", total=2, max_restart=10, **config
     )
 
 
-def lives(out):
-    return [line.split(" ", 3) for line in out.read_text().splitlines()]
-
-
 def state_of(folder):
     [journal] = folder.glob("*/events-*.jsonl")
     return replay(str(journal.parent))[0]
 
 
-def test_a_trainer_that_says_nothing_about_a_loss_is_started_again_with_what_it_had_told(tmp_path):
+def test_a_trainer_that_does_not_handle_a_loss_is_restarted_with_its_reported_progress(tmp_path):
     out = tmp_path / "out"
-    job = described(loses_a_worker, out, restart="process", whom=["actor", 1]).build()
+    job = described(loses_a_worker, out, restart="process", victim=["actor", 1]).build()
     assert job.submit("loses", journal=str(tmp_path)) == 0
     first, second = out.read_text().splitlines()
     assert first.startswith("0 0 - {'actor': [0, 1]} ")
     assert second.startswith("1 3 global_step_3 {'actor': [1]} ")
     (kept, lost), (same, new) = first.split()[-2:], second.split()[-2:]
-    assert kept == same and lost != new  # the other worker was left alone
+    assert kept == same and lost != new  # the other worker was not restarted
     state = state_of(tmp_path)
-    assert (state.state, state.step, state.commit, state.workers["actor-1"].life) == (
-        Job.SUCCEEDED,
+    assert (state.state, state.step, state.commit, state.workers["actor-1"].incarnation) == (
+        JobPhase.SUCCEEDED,
         3,
         "global_step_3",
         2,
@@ -70,14 +66,14 @@ def test_a_trainer_that_says_nothing_about_a_loss_is_started_again_with_what_it_
     wait_until(lambda: not left_of("loses-"))
 
 
-def test_processes_that_talk_to_each_other_are_started_again_together(tmp_path):
+def test_processes_that_communicate_are_restarted_together(tmp_path):
     out = tmp_path / "out"
-    assert described(loses_a_worker, out, whom=["actor", 1]).build().submit("together", journal=str(tmp_path)) == 0
+    assert described(loses_a_worker, out, victim=["actor", 1]).build().submit("together", journal=str(tmp_path)) == 0
     first, second = (line.split()[-2:] for line in out.read_text().splitlines())
     assert not set(first) & set(second)
 
 
-def test_a_trainer_that_says_it_goes_on_with_the_same_groups(tmp_path):
+def test_a_trainer_that_calls_recover_continues_with_the_same_groups(tmp_path):
     out = tmp_path / "out"
     job = described(recovers_a_worker, out, restart="process").build()
     assert job.submit("recovers", journal=str(tmp_path)) == 0
@@ -87,15 +83,15 @@ def test_a_trainer_that_says_it_goes_on_with_the_same_groups(tmp_path):
     assert [line[3:] for line in after] == [["1", "2"]] * 3  # both answer
 
 
-def test_a_group_of_a_node_is_started_again_together_and_nobody_else(tmp_path):
+def test_the_processes_of_a_node_are_restarted_together_and_no_others(tmp_path):
     out = tmp_path / "out"
-    builder = described(loses_a_worker, out, total=4, whom=["actor", 3]).enable_node_group_failover()
+    builder = described(loses_a_worker, out, total=4, victim=["actor", 3]).enable_node_group_failover()
     assert builder.build().submit("node", journal=str(tmp_path)) == 0
     first, second = (line.split()[-4:] for line in out.read_text().splitlines())
     assert first[:2] == second[:2] and not set(first[2:]) & set(second[2:])
 
 
-def test_a_trainer_that_dies_finds_its_workers_as_they_were_until_it_has_died_too_often(tmp_path):
+def test_a_trainer_that_dies_finds_its_workers_unchanged_until_its_budget_is_used_up(tmp_path):
     out = tmp_path / "out"
     assert described(dies_itself, out, deaths=2, max_restart=2).build().submit("dies", journal=str(tmp_path)) == 0
     first, second, third = out.read_text().splitlines()
@@ -108,55 +104,53 @@ def test_a_trainer_that_dies_finds_its_workers_as_they_were_until_it_has_died_to
             "dies", journal=str(tmp_path / "two")
         )
     [report] = [note for note in caught.value.__notes__ if "max_restart" in note]
-    assert report.startswith(
-        "role 'trainer' was started again once, which is all that max_restart(1) allows, so the job ends"
-    )
+    assert report.startswith("role 'trainer' was restarted once, which is the limit of max_restart(1), so the job ends")
     assert report.count("killed by SIGKILL") == 2 and "(step 2)" in report
     state = state_of(tmp_path / "two")
-    assert state.state == Job.FAILED and "trainer-0 was lost" in state.reason
+    assert state.state == JobPhase.FAILED and "trainer-0 was lost" in state.reason
     wait_until(lambda: not left_of("dies-"))
 
 
-def test_a_mistake_is_made_once_more_and_ends_the_job_when_it_is_the_same_at_the_same_step(tmp_path):
+def test_an_exception_restarts_the_trainer_once_and_ends_the_job_when_it_repeats_at_the_same_step(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ArithmeticError, match="the trainer's own mistake") as caught:
-        described(is_mistaken, out).build().submit("mistaken", journal=str(tmp_path))
+    with pytest.raises(ArithmeticError, match="an error in the trainer") as caught:
+        described(repeats_an_exception, out).build().submit("repeats", journal=str(tmp_path))
     assert out.read_text().split() == ["0", "1", "2"]  # at step 1, at step 2, and at step 2 again
-    assert "in is_mistaken" in "".join(caught.value.__notes__)  # where it was raised
-    assert state_of(tmp_path).state == Job.FAILED
+    assert "in repeats_an_exception" in "".join(caught.value.__notes__)  # where it was raised
+    assert state_of(tmp_path).state == JobPhase.FAILED
 
 
-def test_a_role_that_is_lost_too_often_ends_the_job_with_a_report_that_names_it(tmp_path):
+def test_a_role_that_exceeds_its_budget_ends_the_job_with_a_report_that_names_it(tmp_path):
     with pytest.raises(WorkerLost, match="actor-1 was lost") as caught:
         described(recovers_a_worker, tmp_path / "out", restart="process", max_restart=1).build().submit(
             "often", journal=str(tmp_path)
         )
     assert any(
-        "role 'actor' was started again once, which is all that max_restart(1) allows" in note
+        "role 'actor' was restarted once, which is the limit of max_restart(1)" in note
         for note in caught.value.__notes__
     )
     state = state_of(tmp_path)
-    assert state.state == Job.FAILED and "actor-1" in state.reason
+    assert state.state == JobPhase.FAILED and "actor-1" in state.reason
     assert "actor-1" in status(str(next(tmp_path.glob("often-*"))), None)
     wait_until(lambda: not left_of("often-"))
 
 
-def test_a_keeper_that_dies_is_followed_by_one_that_begins_the_job_anew_from_its_commit(tmp_path):
+def test_a_restarted_supervisor_starts_the_job_again_from_its_commit(tmp_path):
     out, gate = tmp_path / "out", tmp_path / "gate"
     job = described(waits_after_a_commit, out, gate=str(gate)).build()
     running = job.submit("kept", blocking=False, journal=str(tmp_path))
     wait_until(lambda: out.exists() and out.read_text().count("\n") == 1)
-    seen = ray.get(masters()[running.name].describe.remote(), timeout=30)
+    seen = ray.get(list_masters()[running.name].describe.remote(), timeout=30)
     wait_until(lambda: state_of(tmp_path).commit == "global_step_5")
     os.kill(seen["workers"]["trainer"]["pid"], signal.SIGKILL)
     killed_at = time.monotonic()
     wait_until(lambda: out.read_text().count("\n") == 2)
-    print(f"the job has begun anew {time.monotonic() - killed_at:.1f} s after its keeper was killed")
+    print(f"the job started again {time.monotonic() - killed_at:.1f} s after its supervisor was killed")
     gate.write_text("")
     assert running.wait(120) == 0
     first, second = (line.split() for line in out.read_text().splitlines())
     assert first[:3] == ["0", "0", "-"] and second[:3] == ["1", "5", "global_step_5"]
     assert not set(first[3:]) & set(second[3:])  # process ids
-    assert not any(condition(worker["pid"]).state for worker in seen["workers"].values())
-    assert state_of(tmp_path).state == Job.SUCCEEDED
+    assert not any(read_process_stat(worker["pid"]).state for worker in seen["workers"].values())
+    assert state_of(tmp_path).state == JobPhase.SUCCEEDED
     wait_until(lambda: not left_of("kept-"))

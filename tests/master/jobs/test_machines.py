@@ -1,4 +1,4 @@
-"""Reservations on a cluster of several machines lie as it was said, or are refused."""
+"""Reservations on a cluster of several machines follow the placement options, or are refused."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_roles_lie_on_machines_as_was_said():
+def test_roles_are_placed_as_described():
     """A is the machine with four cores; B and C, with two each, are in another zone."""
     driver = [sys.executable, "-m", "tests.support.master.machines_driver"]
     out = subprocess.run(driver, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True).stdout.splitlines()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hybridrl.errors import PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder
 from hybridrl.master.jobs.packing import pack, pack_plan, pool_edges
-from hybridrl.single_controller.placement.feasibility import Machine, check_feasible
+from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
 from hybridrl.single_controller.placement.plan import Reservation
 
 A = "some.module:Class"
@@ -23,7 +23,8 @@ def wanted(pool, *sizes, **more):
 
 def machines(*cpus):
     return [
-        Machine(f"m{number}", {"CPU": count}, {"ray.io/node-id": f"id{number}"}) for number, count in enumerate(cpus)
+        NodeCapacity(f"m{number}", {"CPU": count}, {"ray.io/node-id": f"id{number}"})
+        for number, count in enumerate(cpus)
     ]
 
 
@@ -45,14 +46,14 @@ def test_nodes_of_two_pools_go_together_in_pairs_and_what_does_not_fit_stays_apa
     assert [places[name] for name in ("job/actor/node-0", "job/rollout/node-0", "job/rollout/node-1")] == [0, 0, 1]
 
 
-def test_what_would_leave_no_room_for_a_third_is_not_joined():
+def test_pools_are_not_joined_if_a_third_would_not_fit():
     # a and b fit together on the machine of 4, but it is the only one that holds c.
     assert pack(wanted("a", 1) + wanted("b", 1) + wanted("c", 4), {("a", "b"): 1.0}, machines(4, 1, 1)) == {}
     assert pack(wanted("a", 1) + wanted("b", 1, apart_from=("a",)), {("a", "b"): 1.0}, machines(4, 4)) == {}
     assert pack(wanted("a", 9), {}, machines(4)) == {}
 
 
-def test_those_that_shall_be_spread_stay_so():
+def test_spread_pools_stay_spread():
     places = pack(wanted("a", 1, 1, spread=True) + wanted("b", 1, 1), {("a", "b"): 1.0}, machines(4, 4))
     assert places["job/a/node-0"] != places["job/a/node-1"]
     assert [places[f"job/b/node-{node}"] for node in range(2)] == [places[f"job/a/node-{node}"] for node in range(2)]
@@ -82,10 +83,10 @@ def test_edges_of_roles_are_added_up_for_their_pools_and_the_heaviest_is_first()
     assert list(pool_edges(spec).items()) == [(("b", "c"), 1.5), (("a", "b"), 1.0)]
 
 
-def test_a_plan_says_which_machine_each_would_rather_have():
+def test_a_plan_has_the_preferred_machine_of_each_reservation():
     spec = DLJobBuilder().device_type("CPU").workload("a", A).workload("b", A).feeds("a", "b").build().spec
     plan = DLJobBuilder().device_type("CPU").workload("a", A).workload("b", A).feeds("a", "b").build().plan("job")
-    assert [one.rather_on for one in pack_plan(plan, spec, machines(2, 2)).reservations()] == ["id0", "id0"]
+    assert [one.preferred_node for one in pack_plan(plan, spec, machines(2, 2)).reservations()] == ["id0", "id0"]
     assert pack_plan(plan, spec, machines(2)) == plan  # on one machine all are together
     assert pack_plan(plan, spec, machines(1, 1)) == plan
 
@@ -100,9 +101,7 @@ pool_sizes = st.lists(st.integers(1, 4), min_size=2, max_size=5)
     joined=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=5),
     apart=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=2),
 )
-def test_whatever_is_feasible_stays_so_and_each_edge_is_kept_if_trying_everything_can_keep_it(
-    sizes, cpus, joined, apart
-):
+def test_a_feasible_job_stays_feasible_and_edges_are_kept_as_by_exhaustive_search(sizes, cpus, joined, apart):
     names = "abcde"[: len(sizes)]
     away = {names[i]: names[j] for i, j in apart if i != j and max(i, j) < len(names)}
     job = [
@@ -114,19 +113,17 @@ def test_whatever_is_feasible_stays_so_and_each_edge_is_kept_if_trying_everythin
         dict.fromkeys(tuple(sorted((names[i], names[j]))) for i, j in joined if i != j and max(i, j) < len(names))
     )
 
-    def holds(homes, pairs):
-        rooms = list(cpus)
+    def fits(homes, pairs):
+        free = list(cpus)
         for size, home in zip(sizes, homes, strict=True):
-            rooms[home] -= size
+            free[home] -= size
         at = dict(zip(names, homes, strict=True))
-        return (
-            min(rooms) >= 0 and all(at[a] != at[b] for a, b in away.items()) and all(at[a] == at[b] for a, b in pairs)
-        )
+        return min(free) >= 0 and all(at[a] != at[b] for a, b in away.items()) and all(at[a] == at[b] for a, b in pairs)
 
     every = list(itertools.product(range(len(cpus)), repeat=len(sizes)))
     kept = []
-    for edge in edges:  # the heaviest first: greedy, by trying everything
-        if any(holds(homes, [*kept, edge]) for homes in every):
+    for edge in edges:  # the heaviest first: greedy, by exhaustive search
+        if any(fits(homes, [*kept, edge]) for homes in every):
             kept.append(edge)
     try:
         check_feasible(job, machines(*cpus))
@@ -136,9 +133,9 @@ def test_whatever_is_feasible_stays_so_and_each_edge_is_kept_if_trying_everythin
     places = pack(job, dict.fromkeys(edges, 1.0), machines(*cpus))
     assert bool(places) == bool(kept)
     if places:
-        assert holds([places[f"job/{name}/node-0"] for name in names], kept)
+        assert fits([places[f"job/{name}/node-0"] for name in names], kept)
 
 
-def test_a_weight_that_is_none_is_refused():
+def test_a_negative_weight_is_refused():
     with pytest.raises(ValueError, match=r"feeds\('a', 'b'\): weight=-1 must be a number, 0 or more"):
         DLJobBuilder().workload("a", A).workload("b", A).feeds("a", "b", weight=-1).build()

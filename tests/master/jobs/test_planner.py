@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.errors import ConfigError, PlacementError
-from hybridrl.master.jobs.planner import check_declared, plan_job
+from hybridrl.master.jobs.planner import check_declared_size, plan_job
 from hybridrl.master.jobs.spec import JobSpec, PoolSpec, Resource, RoleSpec, TrainerSpec
 from hybridrl.single_controller.placement.resource_pool import ROUNDING
 
@@ -31,19 +31,19 @@ def test_two_roles_on_the_same_devices_take_half_of_each():
     assert plan.reservations()[0].bundles == ({"GPU": 1.0, "CPU": 1.0},) * 2
 
 
-def test_roles_of_other_sizes_go_on_where_the_one_before_ended():
+def test_smaller_roles_start_behind_the_one_before():
     spec = shared(("actor", (4,)), ("rollout", (2,)), ("reward", (2,)), slots=(4,))
     assert places(spec, "rollout") == ((0, 0), (0, 1)) and places(spec, "reward") == ((0, 2), (0, 3))
     assert [process.share for process in plan_job(spec, "job").processes] == [0.5, 0.5, 0.5]
 
 
-def test_three_roles_share_without_taking_more_than_there_is():
+def test_three_roles_share_a_device_without_exceeding_it():
     plan = plan_job(shared(("a", (1,)), ("b", (1,)), ("c", (1,)), slots=(1,)), "job")
     assert [process.resources["GPU"] for process in plan.processes] == [0.3333] * 3
     assert plan.reservations()[0].bundles == ({"GPU": 1.0, "CPU": 1.0},)
 
 
-def test_what_roles_say_of_a_device_is_kept_and_the_others_share_the_rest():
+def test_requested_device_shares_are_kept_and_the_others_share_the_rest():
     plan = plan_job(
         shared(
             ("a", (1,), Resource(accelerator=0.4, cpu=2.0)),
@@ -74,7 +74,7 @@ def test_several_devices_for_one_process_are_one_slot():
     assert plan.processes[0].resources == plan.reservations()[0].bundles[0] == {"CPU": 1.0, "GPU": 2.0}
 
 
-def test_more_of_a_device_than_there_is_is_refused_with_the_way_out():
+def test_more_than_one_device_per_slot_is_refused_with_the_fix():
     half = Resource(accelerator=0.6)
     with pytest.raises(
         ConfigError, match=r"take 1.2 of it \(a 0.6, b 0.6\); lower their resource\(accelerator=...\) to 1 together"
@@ -99,7 +99,7 @@ def test_one_process_for_all_roles_takes_the_slot():
     assert [worker.name for worker in plan.workers()] == [f"job/actor+critic-{rank}" for rank in range(4)]
 
 
-def test_a_process_is_told_its_place_and_its_roles():
+def test_a_process_gets_its_rank_and_its_roles_in_its_environment():
     spec = JobSpec(
         (RoleSpec("actor", "p", (2, 1), env={"A": "role"}), RoleSpec("rollout", "p", (1, 1))),
         (PoolSpec("p", (2, 1)),),
@@ -121,7 +121,7 @@ def test_a_process_is_told_its_place_and_its_roles():
     assert plan_job(spec, "run", worker_env={"B": "trainer"}).workers()[0].environment["B"] == "trainer"
 
 
-def test_pools_that_keep_apart_say_so_on_both_sides():
+def test_pools_that_are_apart_are_so_on_both_sides():
     roles = (RoleSpec("a", "a", (1, 1)), RoleSpec("b", "b", (1,)))
     spec = JobSpec(
         roles,
@@ -131,7 +131,7 @@ def test_pools_that_keep_apart_say_so_on_both_sides():
     assert first.apart_from == ("a", "b") and last.apart_from == ("a",) and last.labels == {"zone": "x"}
 
 
-def test_the_trainer_has_a_place_of_its_own():
+def test_the_trainer_has_a_reservation_of_its_own():
     spec = JobSpec(
         (RoleSpec("a", "a", (1,)),),
         (PoolSpec("a", (1,)),),
@@ -148,17 +148,17 @@ def test_a_pool_without_roles_reserves_nothing():
     assert len(plan_job(spec, "job").pool("b").reservations[0].bundles) == 99
 
 
-def test_more_than_the_declared_machines_have_is_refused():
-    roles, pools = (RoleSpec("a", "a", (4, 4)),), (PoolSpec("a", (4, 4), way_out="Ask for less with total() of a"),)
+def test_a_job_larger_than_its_declared_machines_is_refused():
+    roles, pools = (RoleSpec("a", "a", (4, 4)),), (PoolSpec("a", (4, 4), hint="Ask for less with total() of a"),)
     for node_num, devices in ((2, 4), (1, 8), (None, 4), (3, None)):
         spec = JobSpec(roles, pools, node_num=node_num, device_per_node=devices)
-        check_declared(spec, plan_job(spec, "job"))
+        check_declared_size(spec, plan_job(spec, "job"))
     for node_num, devices in ((1, 4), (2, 3), (None, 3)):
         spec = JobSpec(roles, pools, node_num=node_num, device_per_node=devices)
         with pytest.raises(
             PlacementError, match=r"GPU missing.*total\(\) of a, or raise node_num\(\) or device_per_node\(\)"
         ):
-            check_declared(spec, plan_job(spec, "job"))
+            check_declared_size(spec, plan_job(spec, "job"))
 
 
 counts = st.lists(st.integers(1, 5), min_size=1, max_size=3)
@@ -166,7 +166,7 @@ counts = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 @settings(max_examples=200, deadline=None)
 @given(slots=counts, per_role=st.lists(counts, min_size=1, max_size=4))
-def test_ranks_and_devices_are_those_of_counting_them_one_by_one(slots, per_role):
+def test_ranks_and_devices_equal_those_counted_one_by_one(slots, per_role):
     """Independent of the formula: deal every node's processes out like cards, role after role, and count."""
     roles = [(f"r{i}", on_nodes[: len(slots)]) for i, on_nodes in enumerate(per_role)]
     plan = plan_job(shared(*roles, slots=slots), "job")

@@ -1,4 +1,4 @@
-"""Jobs that really run: a trainer's process, worker processes, and nothing left of them."""
+"""Jobs that really run: a trainer process, worker processes, and nothing left of them afterwards."""
 
 import re
 import time
@@ -11,8 +11,8 @@ from hybridrl.errors import ConfigError, PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder, RLJobBuilder
 from hybridrl.master.service.console import list_jobs, logs, status, stop
 from hybridrl.master.service.journal import replay
-from hybridrl.master.state.tables import Job
-from tests.support.master.sample_job import FitTrainer, Leaves, Trainer, wait_for_ever
+from hybridrl.master.state.tables import JobPhase
+from tests.support.master.sample_job import CleansUp, FitTrainer, Trainer, works_until_file
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 A = "tests.support.master.sample_job:Adder"
@@ -20,7 +20,7 @@ SMALL = {"cpu": 0.25}
 
 
 def described(trainer, out, **config):
-    """Two collocated roles on two slots, and a role without device."""
+    """A builder with two collocated roles on two slots."""
     return (
         RLJobBuilder()
         .device_type("CPU")
@@ -39,7 +39,7 @@ def described(trainer, out, **config):
 
 
 def left_of(job):
-    """The placement groups and worker processes that there are of jobs of this name."""
+    """Return the placement groups and actors of jobs whose name starts so."""
     groups = [entry["name"] for entry in placement_group_table().values() if entry["state"] != "REMOVED"]
     actors = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
     return [name for name in (*groups, *actors) if name.startswith(job)]
@@ -48,12 +48,12 @@ def left_of(job):
 def wait_until(condition, timeout_s=120):
     until = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, "timed out"
         time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_a_job_runs_its_trainer_on_the_workers_that_were_planned_and_leaves_nothing(tmp_path):
+def test_a_job_runs_its_trainer_on_the_planned_workers_and_leaves_nothing(tmp_path):
     job = described(Trainer, tmp_path / "out").reward(A).resource(cpu=0.5).build()
     assert job.submit("first") == 0
     mine, *answers = (tmp_path / "out").read_text().splitlines()
@@ -67,8 +67,8 @@ def test_a_job_runs_its_trainer_on_the_workers_that_were_planned_and_leaves_noth
 
 
 @pytest.mark.slow
-def test_what_a_worker_raises_keeps_its_type_on_the_way_to_who_submitted(tmp_path):
-    with pytest.raises(ArithmeticError, match="the worker's own mistake") as caught:
+def test_a_workers_exception_keeps_its_type_on_the_way_to_the_submitter(tmp_path):
+    with pytest.raises(ArithmeticError, match="an error in the worker") as caught:
         described(FitTrainer, tmp_path / "out").build().submit("failing")
     assert caught.value.__notes__[0] in ("raised in actor-0, fail()", "raised in actor-1, fail()")
     assert (tmp_path / "out").read_text() == "ready"
@@ -76,57 +76,55 @@ def test_what_a_worker_raises_keeps_its_type_on_the_way_to_who_submitted(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_job_that_is_not_waited_for_can_be_stopped_and_two_of_a_name_run_at_once(tmp_path):
+def test_a_job_in_the_background_can_be_stopped_and_two_of_one_name_run_at_once(tmp_path):
     def start(number):
         out = tmp_path / f"out{number}"
         small = DLJobBuilder().device_type("CPU").config({"out": str(out), "until": str(tmp_path / f"end{number}")})
-        return small.trainer(wait_for_ever).resource(**SMALL).workload("actor", A).resource(cpu=0.5).build().submit(
+        return small.trainer(works_until_file).resource(**SMALL).workload("actor", A).resource(cpu=0.5).build().submit(
             "twice", blocking=False
         ), out
 
     (first, out1), (second, out2) = start(1), start(2)
     wait_until(lambda: out1.exists() and out2.exists())
-    assert first.name != second.name and not first.is_over()
-    first.stop("asked by a test")
+    assert first.name != second.name and not first.is_finished()
+    first.stop("requested by a test")
     assert first.wait(timeout_s=10) == 143 and out1.read_text() == "waiting"
     state, _ = replay(first.journal)
-    assert (state.state, state.reason) == (Job.STOPPED, "asked by a test")
+    assert (state.state, state.reason) == (JobPhase.STOPPED, "requested by a test")
     wait_until(lambda: not left_of(first.name))
     (tmp_path / "end2").write_text("")
-    assert second.wait(timeout_s=120) == 0 and second.is_over() and out2.read_text() == "done"
+    assert second.wait(timeout_s=120) == 0 and second.is_finished() and out2.read_text() == "done"
     wait_until(lambda: not left_of(second.name))
 
 
 @pytest.mark.slow
-def test_hybridrl_job_finds_a_submitted_job_and_stops_it_and_its_trainer_may_tidy_up(tmp_path):
-    job = DLJobBuilder().device_type("CPU").config({"out": str(tmp_path / "out")}).trainer(Leaves).resource(**SMALL)
+def test_hybridrl_job_stops_a_submitted_job_and_its_trainer_can_clean_up(tmp_path):
+    job = DLJobBuilder().device_type("CPU").config({"out": str(tmp_path / "out")}).trainer(CleansUp).resource(**SMALL)
     running = job.workload("actor", A).resource(**SMALL).build().submit("found", blocking=False, journal=str(tmp_path))
     wait_until((tmp_path / "out").exists)
     assert re.search(rf"^{running.name} +found +\w+ +0 +3/3 alive", list_jobs(), re.MULTILINE)
     assert "trainer-0  alive" in status("found", None) and "trainer.run for" in status(running.name, None)
     assert stop("found", None, timeout_s=60) == f"{running.name} has ended\n"
     assert running.wait(timeout_s=10) == 143 and (tmp_path / "out").read_text().split() == ["works", "leaves"]
-    assert "StopAsked" in logs(running.journal, None)
+    assert "StopRequested" in logs(running.journal, None)
     wait_until(lambda: not left_of("found-"))
 
 
-def test_what_the_cluster_cannot_hold_is_refused_before_anything_starts(tmp_path):
+def test_a_job_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(PlacementError, match=r"1 worker process of 'huge' \(1000 CPU\).*missing.*resource\(\) of huge"):
         described(Trainer, tmp_path / "out").workload("huge", A).resource(cpu=1000).build().submit("huge")
     assert not left_of("huge-")
 
 
 @pytest.mark.slow
-def test_workers_that_nobody_would_call_are_described_but_not_started(capsys):
+def test_workers_without_a_caller_are_planned_but_not_started(capsys):
     job = DLJobBuilder().device_type("CPU").workload("a", A).resource(**SMALL).build()
     assert job.submit("quiet", dry_run=True) == 0 and "a 0 of 1" in capsys.readouterr().out
-    with pytest.raises(
-        ConfigError, match=r"role 'a': nobody calls Adder in a job without a trainer, and it has no run\(\)"
-    ):
+    with pytest.raises(ConfigError, match=r"role 'a': Adder has no run\(\), and without a trainer no process calls it"):
         job.submit("quiet")
 
 
-def test_a_class_that_asks_for_what_there_is_not_is_named(tmp_path):
+def test_a_class_that_requires_an_unknown_argument_is_named(tmp_path):
     job = (
         DLJobBuilder()
         .device_type("CPU")
@@ -135,5 +133,5 @@ def test_a_class_that_asks_for_what_there_is_not_is_named(tmp_path):
         .workload("a", A)
         .build()
     )
-    with pytest.raises(ConfigError, match="role 'trainer': Adder asks for 'role'; it can be given job, groups, config"):
+    with pytest.raises(ConfigError, match="role 'trainer': Adder requires the argument 'role'; it can get job"):
         job.submit("asking")

@@ -10,51 +10,51 @@ import ray
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.master.service import console
-from hybridrl.master.service.client import JobWatch, masters
+from hybridrl.master.service.client import MasterClient, list_masters
 from hybridrl.master.service.journal import history, replay
-from hybridrl.master.state.tables import Job
+from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.cluster import NAMESPACE
-from tests.support.master.monitored_process import describe, wait_for, wait_until_left, watched_adders
+from tests.support.master.monitored_process import describe, monitored_adders, wait_for, wait_until_gone
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def test_a_job_is_watched_from_its_beginning_to_its_end(tmp_path):
-    with watched_adders(tmp_path) as (watch, group):
-        watch.begin_step(1)
-        watch.committed(1, "global_step_1")
-        watch.begin_step(2)
-        seen = wait_for(watch, lambda seen: seen["step"] == 2)
-        assert (seen["state"], seen["commit"]) == (Job.RUNNING, "global_step_1")
+def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
+    with monitored_adders(tmp_path) as (client, group):
+        client.report_step(1)
+        client.report_commit(1, "global_step_1")
+        client.report_step(2)
+        seen = wait_for(client, lambda seen: seen["step"] == 2)
+        assert (seen["state"], seen["commit"]) == (JobPhase.RUNNING, "global_step_1")
         assert [worker["pid"] for slot, worker in sorted(seen["workers"].items())] == [*group.process_ids, os.getpid()]
         beat = seen["beats"]["adder-0"]
         assert beat["memory"] > 2**24 and beat["doing"] is None
         assert 0 < beat["private"] < beat["memory"]
-        assert set(beat["room"]) == {"memory", "/dev/shm", "Ray's directory"}
-        assert all(0 < left <= total for left, total in beat["room"].values())
+        assert set(beat["capacity"]) == {"memory", "/dev/shm", "Ray's directory"}
+        assert all(0 < left <= total for left, total in beat["capacity"].values())
         with open(f"/proc/{seen['pid']}/maps") as maps:
             assert "libtorch" not in maps.read()  # a master is light
         call = group.execute_rank_async(0, "doze", 3.0)
-        seen = wait_for(watch, lambda seen: seen["beats"]["adder-0"]["doing"] == "adder.doze")
+        seen = wait_for(client, lambda seen: seen["beats"]["adder-0"]["doing"] == "adder.doze")
         group.fetch([call])
     assert (
-        wait_until_left(
-            watch.run, *(worker["pid"] for slot, worker in seen["workers"].items() if slot != "trainer"), seen["pid"]
+        wait_until_gone(
+            client.run, *(worker["pid"] for slot, worker in seen["workers"].items() if slot != "trainer"), seen["pid"]
         )
         < 10
     )
-    state, _ = replay(str(tmp_path / watch.run))
-    assert (state.state, state.reason) == (Job.SUCCEEDED, "done")
-    assert state.failures == ()  # that the group was shut down at the end is none
-    assert len(history(str(tmp_path / watch.run))) == 7  # begun, 2 joined, 2 steps, a commit, ended
+    state, _ = replay(str(tmp_path / client.run))
+    assert (state.state, state.reason) == (JobPhase.SUCCEEDED, "done")
+    assert state.failures == ()  # the shutdown of the group at the end is none
+    assert len(history(str(tmp_path / client.run))) == 7  # start, 2 joins, 2 steps, a commit, end
 
 
-def test_a_driver_finds_processes_that_are_busy_without_asking_them(tmp_path):
-    with watched_adders(tmp_path, num_ranks=2) as (watch, group):
+def test_a_driver_finds_busy_processes_without_calling_them(tmp_path):
+    with monitored_adders(tmp_path, num_ranks=2) as (client, group):
         busy = [group.execute_rank_async(rank, "doze", 30.0) for rank in range(2)]
-        wait_for(watch, lambda seen: all(seen["beats"][f"adder-{rank}"]["doing"] == "adder.doze" for rank in range(2)))
+        wait_for(client, lambda seen: all(seen["beats"][f"adder-{rank}"]["doing"] == "adder.doze" for rank in range(2)))
         start = time.monotonic()
-        workers = describe(watch)["workers"]
+        workers = describe(client)["workers"]
         assert time.monotonic() - start < 5 and not ray.wait(busy, timeout=0)[0]
         here = ray.get_runtime_context().get_node_id()
         for rank, (name, pid) in enumerate(zip(group.worker_names, group.process_ids, strict=True)):
@@ -64,86 +64,86 @@ def test_a_driver_finds_processes_that_are_busy_without_asking_them(tmp_path):
             assert ray.get_actor(found["name"], namespace=NAMESPACE)._actor_id == group.workers[rank]._actor_id
 
 
-def test_a_death_is_told_with_its_reason_in_the_error_that_the_driver_gets(tmp_path):
-    with pytest.raises(WorkerLost) as caught, watched_adders(tmp_path) as (watch, group):
+def test_the_error_that_the_driver_gets_has_the_reason_of_the_death(tmp_path):
+    with pytest.raises(WorkerLost) as caught, monitored_adders(tmp_path) as (client, group):
         try:
             group.execute_rank(0, "die_on", 0)
         except WorkerLost as lost:
-            watch.explain(lost)
+            client.add_exit_reason(lost)
             raise
     assert caught.value.cause.startswith("killed by SIGKILL")
     assert str(caught.value).startswith("worker adder-0 was lost while running die_on(): killed by SIGKILL")
-    wait_until_left(watch.run)
-    state, _ = replay(str(tmp_path / watch.run))
-    assert (state.state, state.workers["adder-0"].life) == (Job.FAILED, 1)
+    wait_until_gone(client.run)
+    state, _ = replay(str(tmp_path / client.run))
+    assert (state.state, state.workers["adder-0"].incarnation) == (JobPhase.FAILED, 1)
     assert "was lost while running die_on()" in state.reason
 
 
-def test_one_job_name_is_two_runs_with_a_master_each_and_a_run_has_one(tmp_path):
-    with JobWatch(job="job", run="job-a", journal=str(tmp_path / "a")) as first:
-        with JobWatch(job="job", run="job-b", journal=str(tmp_path / "b")) as second:
-            assert {"job-a", "job-b"} <= set(masters())
+def test_two_runs_of_a_job_have_a_master_each_and_a_run_has_only_one(tmp_path):
+    with MasterClient(job="job", run="job-a", journal=str(tmp_path / "a")) as first:
+        with MasterClient(job="job", run="job-b", journal=str(tmp_path / "b")) as second:
+            assert {"job-a", "job-b"} <= set(list_masters())
             assert describe(first)["pid"] != describe(second)["pid"]
             with pytest.raises(PlacementError, match="'job-a' has a master"):
-                JobWatch(job="job", run="job-a", journal=str(tmp_path / "a"))
-        wait_until_left("job-b")
-    wait_until_left("job-a")
+                MasterClient(job="job", run="job-a", journal=str(tmp_path / "a"))
+        wait_until_gone("job-b")
+    wait_until_gone("job-a")
 
 
-def test_a_stop_that_somebody_asks_for_reaches_the_driver(tmp_path):
-    asked: list[str] = []
-    with JobWatch(job="job", run="job-c", journal=str(tmp_path), on_stop=asked.append) as watch:
-        wait_for(watch, lambda seen: "trainer" in seen["beats"])
-        watch.master.stop.remote("asked by a test")
-        wait_for(watch, lambda seen: asked)
-    assert asked[0] == "asked by a test"
-    assert replay(str(tmp_path))[0].state in (Job.SUCCEEDED, Job.STOPPED)
+def test_a_requested_stop_reaches_the_driver(tmp_path):
+    received: list[str] = []
+    with MasterClient(job="job", run="job-c", journal=str(tmp_path), on_stop=received.append) as client:
+        wait_for(client, lambda seen: "trainer" in seen["beats"])
+        client.master.stop.remote("requested by a test")
+        wait_for(client, lambda seen: received)
+    assert received[0] == "requested by a test"
+    assert replay(str(tmp_path))[0].state in (JobPhase.SUCCEEDED, JobPhase.STOPPED)
 
 
-def test_a_driver_that_dies_before_its_first_word_leaves_no_master_behind(tmp_path):
+def test_a_driver_that_dies_before_its_first_message_leaves_no_master_behind(tmp_path):
     program = (
         "import os, sys, ray\n"
         "from hybridrl.master.service.client import start_master\nfrom hybridrl.master.service.job_master "
-        "import Watchfulness\n"
-        "from hybridrl.master.state.events import Begun\n"
+        "import MasterSettings\n"
+        "from hybridrl.master.state.events import JobStarted\n"
         "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-        "ray.get(start_master(Begun('job', 'job-e'), sys.argv[2], Watchfulness()).describe.remote())\n"
+        "ray.get(start_master(JobStarted('job', 'job-e'), sys.argv[2], MasterSettings()).describe.remote())\n"
         "os.kill(os.getpid(), 9)\n"
     )
     address = ray.get_runtime_context().gcs_address
     subprocess.run([sys.executable, "-c", program, address, str(tmp_path)], timeout=100)
-    wait_until_left("job-e", timeout_s=60)
-    assert replay(str(tmp_path))[0].state == Job.FAILED
+    wait_until_gone("job-e", timeout_s=60)
+    assert replay(str(tmp_path))[0].state == JobPhase.FAILED
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_regularly_slower_is_told_to_the_trainer_and_in_the_status(tmp_path, caplog):
-    with watched_adders(tmp_path, num_ranks=2) as (watch, group):
+def test_a_straggler_appears_in_the_trainers_log_and_in_the_status(tmp_path, caplog):
+    with monitored_adders(tmp_path, num_ranks=2) as (client, group):
         for _ in range(10):
             group.fetch([group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.05, 0.65))])
-        notice = wait_for(watch, lambda seen: seen["notices"])["notices"][0]
+        notice = wait_for(client, lambda seen: seen["notices"])["notices"][0]
         assert re.match(
             r"adder-1: it is slow: adder.doze took 0\.[67]\d s .* and 0\.\d\d s for its peer, \d+\.\d times as long",
             notice,
         )
-        wait_for(watch, lambda seen: notice in caplog.messages)
-        assert f"notice: {notice}\n" in console.status(watch.run, None)
+        wait_for(client, lambda seen: notice in caplog.messages)
+        assert f"notice: {notice}\n" in console.status(client.run, None)
 
 
 @pytest.mark.slow
-def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_looked_at_at_once(tmp_path):
-    with watched_adders(tmp_path, num_ranks=2) as (watch, group):
+def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_inspected_at_once(tmp_path):
+    with monitored_adders(tmp_path, num_ranks=2) as (client, group):
         late = [group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.01, 60.0))]
         with pytest.raises(CallTimeout, match="did not answer within 2 s; still waiting for rank 1;"):
             group.fetch(late, method="doze", timeout_s=2.0)
         start = time.monotonic()
-        seen = wait_for(watch, lambda seen: seen["notices"])
+        seen = wait_for(client, lambda seen: seen["notices"])
         assert time.monotonic() - start < 2
         assert seen["failures"] == (
             "adder-1 at step 0: adder.doze() did not answer within 2 s; still waiting for rank 1",
         )
         assert re.match(
-            r"adder-1: adder.doze is past its deadline: it stands at .*sample_workers.py:\d+ in doze; stacks: ",
+            r"adder-1: adder.doze is past its deadline: it is at .*sample_workers.py:\d+ in doze; stacks: ",
             seen["notices"][0],
         )
         with open(seen["notices"][0].partition("stacks: ")[2]) as f:
@@ -151,15 +151,15 @@ def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_looked_at_at_onc
         assert seen["workers"]["adder-1"]["state"] == "alive"
 
 
-def test_telling_waits_for_nobody_and_what_was_told_meanwhile_arrives(tmp_path):
-    with JobWatch(job="job", run="job-d", journal=str(tmp_path)) as watch:
-        pid = wait_for(watch, lambda seen: "trainer" in seen["beats"])["pid"]
+def test_reports_never_block_and_arrive_after_the_master_was_frozen(tmp_path):
+    with MasterClient(job="job", run="job-d", journal=str(tmp_path)) as client:
+        pid = wait_for(client, lambda seen: "trainer" in seen["beats"])["pid"]
         os.kill(pid, signal.SIGSTOP)
         start = time.perf_counter()
         for step in range(1, 101):
-            watch.begin_step(step)
+            client.report_step(step)
         seconds = time.perf_counter() - start
         os.kill(pid, signal.SIGCONT)
         assert seconds < 0.5  # 5 ms each, on a busy machine
-        assert wait_for(watch, lambda seen: seen["step"] == 100)["pid"] == pid
+        assert wait_for(client, lambda seen: seen["step"] == 100)["pid"] == pid
     assert [entry.event.step for entry in history(str(tmp_path)) if hasattr(entry.event, "step")] == list(range(1, 101))

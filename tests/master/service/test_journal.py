@@ -5,19 +5,19 @@ import pytest
 from hypothesis import given, settings
 
 from hybridrl.errors import JournalError
-from hybridrl.master.service.journal import JobContext, history, replay
-from hybridrl.master.state.events import Committed, Stepped
+from hybridrl.master.service.journal import JournaledState, history, replay
+from hybridrl.master.state.events import CheckpointCommitted, StepCompleted
 from hybridrl.master.state.reducer import JobState, reduce
-from tests.master.state.test_reducer import begins, events, st
+from tests.master.state.test_reducer import events, st, starts
 
 
 def steps(count):
-    return [Stepped(step) for step in range(1, count + 1)]
+    return [StepCompleted(step) for step in range(1, count + 1)]
 
 
-def write(path, story, **options):
-    journal = JobContext(str(path), **options)
-    for event in story:
+def write(path, sequence, **options):
+    journal = JournaledState(str(path), **options)
+    for event in sequence:
         journal.apply(event)
     journal.close()
     return journal
@@ -29,11 +29,11 @@ def only_file(path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(begins, st.lists(events, max_size=25), st.integers(1, 7))
-def test_any_prefix_replays_to_the_live_state(tmp_path_factory, begun, story, snapshot_every):
+@given(starts, st.lists(events, max_size=25), st.integers(1, 7))
+def test_any_prefix_replays_to_the_live_state(tmp_path_factory, start, sequence, snapshot_every):
     path = str(tmp_path_factory.mktemp("journal"))
-    journal = JobContext(path, snapshot_every=snapshot_every)
-    for event in [begun, *story]:
+    journal = JournaledState(path, snapshot_every=snapshot_every)
+    for event in [start, *sequence]:
         journal.apply(event)
         assert replay(path) == (journal.state, journal.num_events)
     journal.close()
@@ -43,20 +43,24 @@ def test_any_prefix_replays_to_the_live_state(tmp_path_factory, begun, story, sn
     assert state == journal.state
 
 
-def test_a_new_writer_goes_on_where_the_old_one_ended(tmp_path):
+def test_a_new_writer_continues_where_the_old_one_ended(tmp_path):
     write(tmp_path, steps(3))
-    journal = write(tmp_path, [Stepped(9), Committed(9, "global_step_9")])
+    journal = write(tmp_path, [StepCompleted(9), CheckpointCommitted(9, "global_step_9")])
     assert (journal.state.step, journal.state.commit, journal.num_events) == (9, "global_step_9", 5)
-    assert [entry.event for entry in history(str(tmp_path))] == [*steps(3), Stepped(9), Committed(9, "global_step_9")]
+    assert [entry.event for entry in history(str(tmp_path))] == [
+        *steps(3),
+        StepCompleted(9),
+        CheckpointCommitted(9, "global_step_9"),
+    ]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
-def test_a_torn_last_line_never_counted(tmp_path, cut):
+def test_a_torn_last_line_does_not_count(tmp_path, cut):
     write(tmp_path, steps(3))
     file = only_file(tmp_path)
     file.write_bytes(file.read_bytes()[:-cut])
     assert replay(str(tmp_path))[0].step == 2
-    journal = write(tmp_path, [Stepped(7)])
+    journal = write(tmp_path, [StepCompleted(7)])
     assert replay(str(tmp_path)) == (journal.state, 3)
     assert journal.state.step == 7
 
@@ -68,7 +72,7 @@ def test_damage_elsewhere_is_an_error_that_names_file_and_line(tmp_path):
     lines[2] = lines[2].replace(b'"step": 3', b'"step": 4')
     file.write_bytes(b"\n".join(lines))
     with pytest.raises(JournalError, match=rf"{file.name}, line 3: the checksum is wrong"):
-        JobContext(str(tmp_path))
+        JournaledState(str(tmp_path))
 
 
 def test_a_missing_line_is_damage(tmp_path):
@@ -92,18 +96,18 @@ def test_a_missing_file_and_a_damaged_snapshot_are_damage(tmp_path):
         replay(str(tmp_path))
     snapshot.unlink()
     (tmp_path / "events-000000002.jsonl").unlink()
-    with pytest.raises(JournalError, match="events-000000004.jsonl begins with event 4"):
+    with pytest.raises(JournalError, match="events-000000004.jsonl starts with event 4"):
         history(str(tmp_path))
 
 
-def test_what_cannot_be_written_waits_and_the_state_goes_on(tmp_path):
+def test_lines_that_cannot_be_written_stay_in_memory_and_the_state_advances(tmp_path):
     path = tmp_path / "journal"
-    journal = JobContext(str(path))
-    journal.apply(Stepped(1))
+    journal = JournaledState(str(path))
+    journal.apply(StepCompleted(1))
     journal._close()
     path.rename(tmp_path / "away")
-    journal.apply(Stepped(2))
-    journal.apply(Stepped(3))
+    journal.apply(StepCompleted(2))
+    journal.apply(StepCompleted(3))
     assert (journal.state.step, journal.is_durable) == (3, False)
     (tmp_path / "away").rename(path)
     journal.flush()
@@ -120,6 +124,6 @@ def test_storage_that_cannot_append_holds_the_same_journal():
     assert len(filesystem.ls("/journal-of-a-test")) == 5 + 2
 
 
-def test_events_that_change_nothing_leave_no_trace(tmp_path):
-    journal = write(tmp_path, [Stepped(3), Stepped(3), Stepped(2)])
+def test_events_that_change_nothing_are_not_written(tmp_path):
+    journal = write(tmp_path, [StepCompleted(3), StepCompleted(3), StepCompleted(2)])
     assert (journal.num_events, len(history(str(tmp_path)))) == (1, 1)

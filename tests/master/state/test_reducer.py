@@ -5,27 +5,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.master.state.events import (
-    Begun,
-    Committed,
-    Ended,
-    EndJob,
-    EndProcess,
-    Failed,
-    Joined,
+    CheckpointCommitted,
+    JobEnded,
+    JobStarted,
+    KillProcess,
     Kind,
-    Left,
     Level,
-    Noticed,
-    Recover,
-    Silenced,
-    Spoke,
-    Stepped,
-    StopAsked,
+    NotifyTrainer,
+    RecoveryNeeded,
+    ReleaseJob,
+    StepCompleted,
+    StopRequested,
     StopTrainer,
-    TellTrainer,
+    WarningRaised,
+    WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerRecovered,
+    WorkerSilent,
 )
-from hybridrl.master.state.reducer import BUDGETS, REFILL_STEPS, JobState, from_json, pending, reduce, to_json
-from hybridrl.master.state.tables import JOB_ENDS, Job, Role, Worker
+from hybridrl.master.state.reducer import (
+    BUDGETS,
+    REFILL_STEPS,
+    JobState,
+    from_json,
+    reduce,
+    to_json,
+    unfinished_effects,
+)
+from hybridrl.master.state.tables import JOB_ENDS, JobPhase, RolePhase, WorkerPhase
 
 ALL_LEVELS = tuple(range(6))
 SLOTS = ("trainer", "actor-0", "actor-1", "rollout-0")
@@ -33,7 +41,7 @@ PIDS = {slot: 100 + i for i, slot in enumerate(SLOTS)}
 
 
 def fold(events, state=None):
-    """The state behind the events, and the effects of the last one."""
+    """Return the state after the events, and the effects of the last one."""
     state, effects = state or JobState(), ()
     for event in events:
         state, effects = reduce(state, event)
@@ -41,50 +49,54 @@ def fold(events, state=None):
 
 
 def join(slot, pid=None):
-    return Joined(slot, f"run/{slot}", pid or PIDS[slot], "node", group_size=2 if slot.startswith("actor") else 1)
+    return WorkerJoined(slot, f"run/{slot}", pid or PIDS[slot], "node", group_size=2 if slot.startswith("actor") else 1)
 
 
 def running(levels=ALL_LEVELS):
-    begun = Begun("job", "run", {"actor": 2, "rollout": 1}, replicas=("rollout",), levels=tuple(levels))
-    return fold([begun, *map(join, SLOTS), Stepped(0)])[0]
+    start = JobStarted(
+        "job", "run", {"actor": 2, "rollout": 1}, replicas=("rollout",), recoverable_levels=tuple(levels)
+    )
+    return fold([start, *map(join, SLOTS), StepCompleted(0)])[0]
 
 
 def died(slot, pid=None, evidence="killed by SIGKILL"):
-    return Failed(Kind.DIED, slot, pid or PIDS[slot], evidence)
+    return WorkerFailed(Kind.DIED, slot, pid or PIDS[slot], evidence)
 
 
 def test_a_role_is_ready_when_all_its_processes_have_joined():
-    begun = Begun("job", "run", {"actor": 2})
-    assert fold([begun, join("actor-0")])[0].roles == {"actor": Role.STARTING}
-    assert fold([begun, join("actor-0"), join("actor-1")])[0].roles == {"actor": Role.READY}
-    assert running().state == Job.RUNNING
+    start = JobStarted("job", "run", {"actor": 2})
+    assert fold([start, join("actor-0")])[0].roles == {"actor": RolePhase.STARTING}
+    assert fold([start, join("actor-0"), join("actor-1")])[0].roles == {"actor": RolePhase.READY}
+    assert running().state == JobPhase.RUNNING
 
 
-def test_a_lost_replica_is_started_again_and_the_job_has_recovered_when_it_is_back():
+def test_a_lost_replica_is_restarted_and_the_job_has_recovered_when_it_rejoins():
     state, effects = reduce(running(), died("rollout-0"))
-    assert effects == (Recover(Level.REPLICA, ("rollout-0",), "rollout-0: killed by SIGKILL"),)
-    assert (state.state, state.roles["rollout"]) == (Job.RECOVERING, Role.DEGRADED)
+    assert effects == (RecoveryNeeded(Level.REPLICA, ("rollout-0",), "rollout-0: killed by SIGKILL"),)
+    assert (state.state, state.roles["rollout"]) == (JobPhase.RECOVERING, RolePhase.DEGRADED)
     state, _ = reduce(state, join("rollout-0", 200))
-    assert (state.state, state.roles["rollout"], state.workers["rollout-0"].life) == (Job.RUNNING, Role.READY, 2)
+    assert (state.state, state.roles["rollout"], state.workers["rollout-0"].incarnation) == (
+        JobPhase.RUNNING,
+        RolePhase.READY,
+        2,
+    )
 
 
-def test_a_lost_rank_of_a_group_that_talks_takes_the_whole_role():
+def test_a_lost_rank_of_a_communicating_group_takes_the_whole_role():
     state, (effect,) = reduce(running(), died("actor-1"))
     assert (effect.level, set(effect.slots)) == (Level.ROLE, {"actor-0", "actor-1"})
-    assert state.roles["actor"] == Role.REBUILDING
-    state, effects = reduce(
-        state, died("actor-0")
-    )  # its well peer is ended by whoever rebuilds the role, which is no failure
+    assert state.roles["actor"] == RolePhase.REBUILDING
+    state, effects = reduce(state, died("actor-0"))  # a rebuild kills the healthy peer, which is no failure
     assert (effects, state.spent, len(state.failures)) == ((), {Level.ROLE: 1}, 1)
     state, _ = fold([join("actor-0", 201)], state)
-    assert state.state == Job.RECOVERING
+    assert state.state == JobPhase.RECOVERING
     state, _ = fold([join("actor-1", 202)], state)
-    assert (state.state, state.roles["actor"]) == (Job.RUNNING, Role.READY)
+    assert (state.state, state.roles["actor"]) == (JobPhase.RUNNING, RolePhase.READY)
 
 
-def test_a_rank_that_alone_is_replaced_makes_its_role_whole_again():
+def test_a_single_replaced_rank_makes_its_role_ready():
     state, _ = fold([died("actor-1"), join("actor-1", 202)], running())
-    assert (state.state, state.roles["actor"]) == (Job.RUNNING, Role.READY)
+    assert (state.state, state.roles["actor"]) == (JobPhase.RUNNING, RolePhase.READY)
 
 
 def test_a_lost_trainer_is_level_4():
@@ -92,76 +104,76 @@ def test_a_lost_trainer_is_level_4():
     assert (effect.level, effect.slots) == (Level.TRAINER, ("trainer",))
 
 
-def test_a_level_that_nobody_carries_out_is_climbed_over():
+def test_a_level_that_the_job_cannot_carry_out_is_skipped():
     assert reduce(running([5]), died("rollout-0"))[1][0].level == Level.JOB
     state, effects = reduce(running([]), died("actor-0"))
-    assert (state.state, state.reason) == (Job.FAILED, "actor-0: killed by SIGKILL")
-    assert effects == (EndJob("actor-0: killed by SIGKILL"),)
+    assert (state.state, state.reason) == (JobPhase.FAILED, "actor-0: killed by SIGKILL")
+    assert effects == (ReleaseJob("actor-0: killed by SIGKILL"),)
 
 
-def test_a_spent_budget_climbs_and_healthy_steps_refill_it():
+def test_a_used_up_budget_escalates_and_healthy_steps_refill_it():
     state = running([Level.REPLICA])
-    for life in range(BUDGETS[Level.REPLICA]):
+    for number in range(BUDGETS[Level.REPLICA]):
         state, effects = fold([died("rollout-0", state.workers["rollout-0"].pid)], state)
-        assert isinstance(effects[0], Recover)
-        state, _ = fold([join("rollout-0", 300 + life)], state)
-    again = died("rollout-0", state.workers["rollout-0"].pid)
-    assert reduce(state, again)[0].state == Job.FAILED
-    healthy, _ = fold(map(Stepped, range(1, REFILL_STEPS + 1)), state)
-    assert reduce(healthy, again)[0].state == Job.RECOVERING
+        assert isinstance(effects[0], RecoveryNeeded)
+        state, _ = fold([join("rollout-0", 300 + number)], state)
+    next_death = died("rollout-0", state.workers["rollout-0"].pid)
+    assert reduce(state, next_death)[0].state == JobPhase.FAILED
+    healthy, _ = fold(map(StepCompleted, range(1, REFILL_STEPS + 1)), state)
+    assert reduce(healthy, next_death)[0].state == JobPhase.RECOVERING
 
 
 def test_the_same_exception_at_the_same_step_ends_the_job_and_another_does_not():
     def raised(message):
-        return Failed(Kind.EXCEPTION, "actor-0", PIDS["actor-0"], message, signature=message)
+        return WorkerFailed(Kind.EXCEPTION, "actor-0", PIDS["actor-0"], message, signature=message)
 
     state, (effect,) = reduce(running(), raised("ValueError: x"))
-    assert isinstance(effect, Recover)
-    assert reduce(state, raised("ValueError: y"))[0].state == Job.RECOVERING
-    assert fold([Stepped(1), raised("ValueError: x")], state)[0].state == Job.RECOVERING
+    assert isinstance(effect, RecoveryNeeded)
+    assert reduce(state, raised("ValueError: y"))[0].state == JobPhase.RECOVERING
+    assert fold([StepCompleted(1), raised("ValueError: x")], state)[0].state == JobPhase.RECOVERING
     ended, effects = reduce(state, raised("ValueError: x"))
-    assert (ended.state, effects) == (Job.FAILED, (EndJob("actor-0: ValueError: x"),))
+    assert (ended.state, effects) == (JobPhase.FAILED, (ReleaseJob("actor-0: ValueError: x"),))
 
 
-def test_a_frozen_process_is_ended_and_its_death_keeps_the_reason():
-    state, effects = reduce(running([]), Failed(Kind.FROZEN, "actor-0", PIDS["actor-0"], "stopped for 6 s"))
-    assert effects == (EndProcess("actor-0", "run/actor-0", PIDS["actor-0"], "node", "", "stopped for 6 s"),)
+def test_a_frozen_process_is_killed_and_its_death_keeps_the_reason():
+    state, effects = reduce(running([]), WorkerFailed(Kind.FROZEN, "actor-0", PIDS["actor-0"], "stopped for 6 s"))
+    assert effects == (KillProcess("actor-0", "run/actor-0", PIDS["actor-0"], "node", "", "stopped for 6 s"),)
     state, _ = reduce(state, died("actor-0"))
-    assert state.workers["actor-0"].account == "stopped for 6 s; it was ended for that"
+    assert state.workers["actor-0"].exit_reason == "stopped for 6 s; the master killed it for that"
 
 
-def test_a_death_told_twice_counts_once_and_one_of_a_former_life_not_at_all():
+def test_a_death_reported_twice_counts_once_and_one_of_a_replaced_process_not_at_all():
     state, _ = reduce(running(), died("rollout-0"))
     assert reduce(state, died("rollout-0", 999)) == (state, ())
-    back, _ = reduce(state, join("rollout-0", 200))
-    assert reduce(back, died("rollout-0")) == (back, ())
+    rejoined, _ = reduce(state, join("rollout-0", 200))
+    assert reduce(rejoined, died("rollout-0")) == (rejoined, ())
 
 
-def test_a_stop_is_told_to_the_trainer_again_by_a_master_that_comes_back():
-    state, effects = reduce(running(), StopAsked("asked by a user"))
-    assert effects == pending(state) == (StopTrainer("asked by a user"),)
+def test_a_restarted_master_sends_the_stop_to_the_trainer_again():
+    state, effects = reduce(running(), StopRequested("requested by a user"))
+    assert effects == unfinished_effects(state) == (StopTrainer("requested by a user"),)
     state, effects = reduce(state, died("trainer"))
-    assert (state.state, effects) == (Job.STOPPED, (EndJob("asked by a user"),))
-    assert pending(state) == effects
+    assert (state.state, effects) == (JobPhase.STOPPED, (ReleaseJob("requested by a user"),))
+    assert unfinished_effects(state) == effects
 
 
-def test_a_call_past_its_deadline_is_a_failure_that_costs_no_process_and_a_step_that_ends_shows_that_all_is_well():
-    late = Failed(
+def test_a_call_past_its_deadline_is_a_failure_without_a_lost_process_and_the_next_step_ends_the_recovery():
+    overdue = WorkerFailed(
         Kind.CALL, "actor-0", PIDS["actor-0"], "actor.update() did not answer within 60 s; still waiting for rank 0"
     )
-    state, (effect,) = reduce(running(), late)
+    state, (effect,) = reduce(running(), overdue)
     assert (effect.level, effect.slots, state.spent) == (Level.CALL, (), {Level.CALL: 1})
-    assert (state.state, state.workers["actor-0"].state) == (Job.RUNNING, Worker.ALIVE)
-    assert state.failures == (f"actor-0 at step 0: {late.evidence}",)
-    spent, (effect,) = fold([late] * BUDGETS[Level.CALL], state)
-    assert (effect.level, spent.state) == (Level.ROLE, Job.RECOVERING)
-    assert fold([Stepped(1)], spent)[0].state == Job.RUNNING
-    assert fold([died("rollout-0"), Stepped(1)], spent)[0].state == Job.RECOVERING  # that one is still missing
+    assert (state.state, state.workers["actor-0"].state) == (JobPhase.RUNNING, WorkerPhase.ALIVE)
+    assert state.failures == (f"actor-0 at step 0: {overdue.evidence}",)
+    spent, (effect,) = fold([overdue] * BUDGETS[Level.CALL], state)
+    assert (effect.level, spent.state) == (Level.ROLE, JobPhase.RECOVERING)
+    assert fold([StepCompleted(1)], spent)[0].state == JobPhase.RUNNING
+    assert fold([died("rollout-0"), StepCompleted(1)], spent)[0].state == JobPhase.RECOVERING  # still lost
 
 
-def test_what_is_noticed_is_told_to_the_trainer_and_moves_nothing():
-    state, effects = reduce(running(), Noticed("machine a", "memory is nearly full"))
-    assert effects == (TellTrainer("machine a: memory is nearly full"),)
+def test_a_warning_is_sent_to_the_trainer_and_changes_no_state():
+    state, effects = reduce(running(), WarningRaised("machine a", "memory is nearly full"))
+    assert effects == (NotifyTrainer("machine a: memory is nearly full"),)
     assert replace(state, notices=()) == running() and state.notices == ("machine a: memory is nearly full",)
 
 
@@ -169,59 +181,64 @@ slots = st.sampled_from((*SLOTS, "critic-0"))
 pids = st.sampled_from((*PIDS.values(), 200, 201))
 events = st.one_of(
     st.builds(join, slots.filter(PIDS.get), pids),
-    st.builds(Silenced, slots, pids, st.just("no word")),
-    st.builds(Spoke, slots, pids),
+    st.builds(WorkerSilent, slots, pids, st.just("no message")),
+    st.builds(WorkerRecovered, slots, pids),
     st.builds(
-        Failed, st.sampled_from(list(Kind)), slots, pids, st.just("evidence"), st.sampled_from(["", "ValueError: x"])
+        WorkerFailed,
+        st.sampled_from(list(Kind)),
+        slots,
+        pids,
+        st.just("evidence"),
+        st.sampled_from(["", "ValueError: x"]),
     ),
-    st.builds(Stepped, st.integers(0, 5)),
-    st.builds(lambda step: Committed(step, f"global_step_{step}"), st.integers(1, 5)),
-    st.builds(Left, slots, pids),
-    st.builds(Noticed, slots, st.just("slow")),
-    st.builds(StopAsked, st.just("asked")),
-    st.builds(Ended, st.booleans(), st.just("done")),
+    st.builds(StepCompleted, st.integers(0, 5)),
+    st.builds(lambda step: CheckpointCommitted(step, f"global_step_{step}"), st.integers(1, 5)),
+    st.builds(WorkerLeft, slots, pids),
+    st.builds(WarningRaised, slots, st.just("slow")),
+    st.builds(StopRequested, st.just("requested")),
+    st.builds(JobEnded, st.booleans(), st.just("done")),
 )
-begins = st.builds(
-    lambda levels: Begun("job", "run", {"actor": 2, "rollout": 1}, ("rollout",), tuple(sorted(levels))),
+starts = st.builds(
+    lambda levels: JobStarted("job", "run", {"actor": 2, "rollout": 1}, ("rollout",), tuple(sorted(levels))),
     st.sets(st.integers(0, 5)),
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(begins, st.lists(events, max_size=40))
-def test_no_story_leads_to_an_illegal_state_and_every_one_can_end(begun, story):
-    state, _ = fold([begun, *map(join, SLOTS)])
-    for event in story:
+@given(starts, st.lists(events, max_size=40))
+def test_no_sequence_of_events_leads_to_an_illegal_state_and_every_one_can_end(start, sequence):
+    state, _ = fold([start, *map(join, SLOTS)])
+    for event in sequence:
         before, (state, effects) = state, reduce(state, event)
-        assert state.state in set(Job) and set(state.roles.values()) <= set(Role)
-        assert {worker.state for worker in state.workers.values()} <= set(Worker)
+        assert state.state in set(JobPhase) and set(state.roles.values()) <= set(RolePhase)
+        assert {worker.state for worker in state.workers.values()} <= set(WorkerPhase)
         assert all(count <= BUDGETS[level] for level, count in state.spent.items())
         assert before.state not in JOB_ENDS or (state, effects) == (before, ())
-        assert sum(isinstance(effect, EndJob) for effect in effects) == (
+        assert sum(isinstance(effect, ReleaseJob) for effect in effects) == (
             state.state in JOB_ENDS and before.state not in JOB_ENDS
         )
         assert from_json(json.loads(json.dumps(to_json(state)))) == state
-    ended, _ = reduce(state, Ended(False, "the end"))
+    ended, _ = reduce(state, JobEnded(False, "the end"))
     assert ended.state in JOB_ENDS
 
 
 @settings(max_examples=100, deadline=None)
-@given(begins, st.lists(events, max_size=30))
-def test_reducing_changes_nothing_of_the_state_before(begun, story):
-    state, _ = fold([begun])
-    for event in story:
-        kept = replace(from_json(json.loads(json.dumps(to_json(state)))))
+@given(starts, st.lists(events, max_size=30))
+def test_reduce_does_not_modify_its_input_state(start, sequence):
+    state, _ = fold([start])
+    for event in sequence:
+        copied = replace(from_json(json.loads(json.dumps(to_json(state)))))
         following, _ = reduce(state, event)
-        assert state == kept
+        assert state == copied
         state = following
 
 
-def test_a_lost_trainer_is_waited_for_if_somebody_starts_the_next_one_and_ends_the_job_if_not():
+def test_a_lost_trainer_is_awaited_if_a_supervisor_restarts_it_and_ends_the_job_otherwise():
     state, effects = reduce(running(), died("trainer"))
-    assert state.state == Job.RECOVERING
+    assert state.state == JobPhase.RECOVERING
     assert effects[0].level == Level.TRAINER and effects[0].slots == ("trainer",)
-    assert [(effect.level, effect.slots) for effect in pending(state)] == [(Level.TRAINER, ("trainer",))]
-    back, _ = reduce(state, join("trainer", 300))
-    assert back.state == Job.RUNNING and pending(back) == ()
-    alone, effects = reduce(running([Level.ROLE]), died("trainer"))
-    assert alone.state == Job.FAILED and effects == (EndJob("trainer: killed by SIGKILL"),)
+    assert [(effect.level, effect.slots) for effect in unfinished_effects(state)] == [(Level.TRAINER, ("trainer",))]
+    rejoined, _ = reduce(state, join("trainer", 300))
+    assert rejoined.state == JobPhase.RUNNING and unfinished_effects(rejoined) == ()
+    unsupervised, effects = reduce(running([Level.ROLE]), died("trainer"))
+    assert unsupervised.state == JobPhase.FAILED and effects == (ReleaseJob("trainer: killed by SIGKILL"),)

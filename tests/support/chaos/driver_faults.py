@@ -1,10 +1,10 @@
-"""Middleware that ends the driver itself: `trainer.middleware=[tests/support/chaos/driver_faults.py:plant]`, told what
-by the environment.
+"""Middleware that ends the driver itself: `trainer.middleware=[tests/support/chaos/driver_faults.py:plant]`.
 
-DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, or cluster: the process
-that keeps the Ray cluster is killed. DRIVER_FAULTS_LOG: a file that gets a JSON line per hit; the next life of the
-driver reads there what has been planted already. A fault may name a "role" too, whose rank 0 is killed "before_s"
-seconds before.
+The environment says what to do:
+
+DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, or cluster (kill the
+process that holds the Ray cluster). A fault with a "role" kills rank 0 of that role "before_s" seconds before.
+DRIVER_FAULTS_LOG: a file that gets a JSON line per fault; the next attempt of the driver reads there what was planted.
 """
 
 import functools
@@ -28,10 +28,12 @@ def with_faults(fn, trainer):
 
     @functools.wraps(fn)
     def run(ctx):
-        step = trainer.global_steps + (name == "next_batch")  # that stage counts it
+        step = trainer.global_steps + (name == "next_batch")  # that stage counts it up
         for number, fault in enumerate(json.loads(os.environ["DRIVER_FAULTS"])):
             if (fault["step"], fault["stage"]) == (step, name) and number not in planted():
-                note({"number": number, "at": time.time() + fault["after_s"], "pids": worker_pids(trainer), **fault})
+                log_fault(
+                    {"number": number, "at": time.time() + fault["after_s"], "pids": worker_pids(trainer), **fault}
+                )
                 threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
         return fn(ctx)
 
@@ -45,7 +47,7 @@ def planted():
         return [json.loads(line)["number"] for line in log]
 
 
-def note(entry):
+def log_fault(entry):
     with open(LOG, "a") as log:
         log.write(json.dumps(entry) + "\n")
 
@@ -63,7 +65,7 @@ def hit(fault, trainer):
     if fault["how"] == "cluster":
         parent = os.getppid()
         with open(f"/proc/{parent}/task/{parent}/children") as children:
-            [keeper] = {int(pid) for pid in children.read().split()} - {os.getpid()}
-        os.kill(keeper, signal.SIGKILL)
+            [holder] = {int(pid) for pid in children.read().split()} - {os.getpid()}
+        os.kill(holder, signal.SIGKILL)
         return
     os.kill(os.getpid(), getattr(signal, fault["how"]))

@@ -1,17 +1,17 @@
-"""Middleware that plants faults into a real run: `trainer.middleware=[tests/support/chaos/faults.py:plant]`, told what
-by the environment.
+"""Middleware that plants faults into a real run: `trainer.middleware=[tests/support/chaos/faults.py:plant]`.
+
+The environment says which:
 
 FAULTS: JSON, a list of {"step", "stage", "role", "rank", "kind", "method", "after_s"}. When that stage of that step
-begins the process is told, once, and does it to itself when it has been in `method` for so many seconds: "" is when it
-does nothing, None at once whatever it does. kind: see `victim.py`, which has to be in
-`actor_rollout_ref.model.external_lib`. The role "trainer" is the driver; "master" knows nothing of this and is killed
-from here.
+starts, the process receives the fault once, and applies it to itself after `after_s` seconds in `method`: "" means
+while idle, None at once. kind: see `victim.py`, which has to be in `actor_rollout_ref.model.external_lib`. The role
+"trainer" is the driver; "master" is killed from here.
 
 FAULTS_LOG: a file that gets one JSON line for everything that happens, with "at" (`time.time`) and "what":
-    hit      a fault, as it was told, with "pid" and what the process was "doing"
-    stage    a stage begins: "step", "name", and the "pids" of all workers
-    said     the library said "text"
-    back     Ray has started the master again: "pid"
+    hit      a fault, as planted, with "pid" and what the process was "doing"
+    stage    a stage starts: "step", "name", and the "pids" of all workers
+    said     the library logged "text"
+    back     Ray has restarted the master: "pid"
 """
 
 import functools
@@ -25,41 +25,38 @@ import time
 
 import ray
 
-from hybridrl.driver.lifecycle import LIFE
+from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.framework.stage import spec_of
-from hybridrl.master.service.client import masters
+from hybridrl.master.service.client import list_masters
 from tests.support.chaos import victim
 
-TO_COME = json.loads(os.environ.get("FAULTS", "[]"))
-"""This module outlives the loop, which is made anew after a loss: what was planted once is not planted again. It
-does not outlive the
-driver; the next one reads in the log what has happened.
-"""
+PENDING = json.loads(os.environ.get("FAULTS", "[]"))
+"""Faults not planted yet. Outlives the loop (rebuilt after a loss) but not the driver: the next one reads the log."""
 LIBRARY = logging.getLogger("hybridrl")
-STARTS_WITHIN_S = 10.0
+START_TIMEOUT_S = 10.0
 
 
 def plant(task, trainer):
-    if LIFE.number > 1:
-        TO_COME[:] = [fault for fault in TO_COME if fault not in happened()]
-    if not any(isinstance(handler, Listener) for handler in LIBRARY.handlers):
-        LIBRARY.addHandler(Listener())
+    if LIFECYCLE.attempt > 1:
+        PENDING[:] = [fault for fault in PENDING if fault not in planted_before()]
+    if not any(isinstance(handler, LogRecorder) for handler in LIBRARY.handlers):
+        LIBRARY.addHandler(LogRecorder())
     task.use_wrapper(lambda fn: with_faults(fn, trainer))
 
 
-def happened():
-    """The faults in the log."""
+def planted_before():
+    """Return the faults in the log."""
     with open(os.environ["FAULTS_LOG"]) as log:
         entries = [json.loads(line) for line in log]
-    return [{name: entry[name] for name in TO_COME[0]} for entry in entries if entry["what"] == "hit"]
+    return [{name: entry[name] for name in PENDING[0]} for entry in entries if entry["what"] == "hit"]
 
 
-class Listener(logging.Handler):
+class LogRecorder(logging.Handler):
     def emit(self, record):
-        note("said", at=record.created, text=record.getMessage())
+        log_event("said", at=record.created, text=record.getMessage())
 
 
-def note(what, **entry):
+def log_event(what, **entry):
     with open(os.environ["FAULTS_LOG"], "a") as log:
         log.write(json.dumps({"what": what, "at": time.time()} | entry) + "\n")
 
@@ -69,60 +66,60 @@ def with_faults(fn, trainer):
 
     @functools.wraps(fn)
     def run(ctx):
-        step = trainer.global_steps + (name == "next_batch")  # that stage counts it
-        note(
+        step = trainer.global_steps + (name == "next_batch")  # that stage counts it up
+        log_event(
             "stage", step=step, name=name, pids=[pid for group in trainer.groups.values() for pid in group.process_ids]
         )
         now = {
-            (one["role"], one["rank"]): one for one in reversed(TO_COME) if (one["step"], one["stage"]) == (step, name)
+            (one["role"], one["rank"]): one for one in reversed(PENDING) if (one["step"], one["stage"]) == (step, name)
         }
-        for fault in now.values():  # one for each process; another for the same one is for the next time
-            TO_COME.remove(fault)
-            tell(fault, trainer)
+        for fault in now.values():  # one per process; a second one is for the next start of the stage
+            PENDING.remove(fault)
+            plant_fault(fault, trainer)
         return fn(ctx)
 
     return run
 
 
-def tell(fault, trainer):
+def plant_fault(fault, trainer):
     if fault["role"] == "master":
-        timer = threading.Timer(fault["after_s"], kill_master, (fault, masters()[trainer.job]))
-        timer.daemon = True  # a job may end before its master is back
+        timer = threading.Timer(fault["after_s"], kill_master, (fault, list_masters()[trainer.job]))
+        timer.daemon = True  # a job may end before its master is restarted
         timer.start()
         return
-    order = fault | {"log": os.environ["FAULTS_LOG"]}
+    message = fault | {"log": os.environ["FAULTS_LOG"]}
     if fault["role"] == "trainer":
-        threading.Thread(target=victim.carry_out, args=(order,), daemon=True).start()
+        threading.Thread(target=victim.apply, args=(message,), daemon=True).start()
         return
     pid = trainer.groups[fault["role"]].process_ids[fault["rank"]]
-    send(pid, json.dumps(order).encode())
+    send(pid, json.dumps(message).encode())
 
 
 def kill_master(fault, master):
-    while (pid := process_of(master)) is None:  # it is on its way back from the fault before
+    while (pid := process_of(master)) is None:  # Ray still restarts it after the previous fault
         time.sleep(0.01)
-    note("hit", **fault, pid=pid)
+    log_event("hit", **fault, pid=pid)
     os.kill(pid, signal.SIGKILL)
-    while (its := process_of(master)) in (None, pid):
+    while (new_pid := process_of(master)) in (None, pid):
         time.sleep(0.01)
-    note("back", pid=its)
+    log_event("back", pid=new_pid)
 
 
 def process_of(master):
-    """Its process id, or None while it is away."""
+    """Return the master's process id, None while Ray restarts it."""
     try:
         return ray.get(master.describe.remote(), timeout=60)["pid"]
     except ray.exceptions.RayError:
         return None
 
 
-def send(pid, order):
-    until = time.monotonic() + STARTS_WITHIN_S
+def send(pid, message):
+    until = time.monotonic() + START_TIMEOUT_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
         while True:
             try:
-                return outbox.sendto(order, victim.address(pid))
-            except ConnectionRefusedError:  # a process that was started anew and has not loaded its model yet
+                return outbox.sendto(message, victim.address(pid))
+            except ConnectionRefusedError:  # a restarted process that has not loaded its model yet
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.01)

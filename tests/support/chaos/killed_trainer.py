@@ -1,7 +1,6 @@
-"""`main_ppo` that kills itself with SIGKILL at one place: KILL_STEP and KILL_BEFORE name a step and a stage, or
-`commit`.
+"""`main_ppo` that kills itself with SIGKILL: KILL_STEP and KILL_BEFORE name a step and a stage, or `commit`.
 
-`commit` is the middle of writing a checkpoint: the engines' files are there, the driver's are not.
+`commit` is the middle of writing a checkpoint: the engines' files exist, the driver's do not.
 """
 
 import os
@@ -12,7 +11,7 @@ from hybridrl import main_ppo
 from hybridrl.framework import spec_of, stage
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
-STEP, PLACE = int(os.environ.get("KILL_STEP", "-1")), os.environ.get("KILL_BEFORE", "")
+STEP, STAGE = int(os.environ.get("KILL_STEP", "-1")), os.environ.get("KILL_BEFORE", "")
 
 
 def die() -> None:
@@ -22,19 +21,19 @@ def die() -> None:
 class KilledTrainer(RayPPOTrainer):
     def stages(self):
         stages = super().stages()
-        if PLACE not in ("", "commit"):
+        if STAGE not in ("", "commit"):
             names = [spec_of(s).name for s in stages]
-            stages.insert(names.index(PLACE), stage("kill")(self.kill))
+            stages.insert(names.index(STAGE), stage("kill")(self.kill))
         return stages
 
     def kill(self, ctx):
-        # The step's number is counted up by `next_batch`.
-        if self.global_steps + (PLACE == "next_batch") == STEP:
+        # `next_batch` counts the step up.
+        if self.global_steps + (STAGE == "next_batch") == STEP:
             die()
 
     def trained_groups(self):
         groups = super().trained_groups()
-        return groups | {"kill": self} if PLACE == "commit" and self.global_steps == STEP else groups
+        return groups | {"kill": self} if STAGE == "commit" and self.global_steps == STEP else groups
 
     def save_checkpoint(self, where):
         if isinstance(where, str):

@@ -1,11 +1,11 @@
-"""A training run on a cluster of its own, of which a node is lost.
+"""A training run on a cluster of its own that loses a node.
 
     python -m tests.support.chaos.lost_node FOLDER MODEL ROLE HOW ROOM [SETTING=VALUE ...]
 
 The driver is on a node without cores. Each pool has a node of its own; the one with ROLE's processes is lost in the
-middle of the third step's generation. HOW: "removed", its processes are killed; "silent", it is a machine of its own
-(`machines.py`) whose cable is pulled. ROOM: "room" for a node more, to which what was on it can move. Prints a line of
-JSON for what was seen.
+middle of the third step's generation. HOW: "removed" kills its processes; "silent" disconnects a simulated machine
+(`machines.py`).
+ROOM: "room" adds a spare node to which the lost processes can move. Prints JSON lines with what was observed.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from ray.cluster_utils import Cluster
 
 from hybridrl import main_ppo
 from hybridrl.framework.stage import spec_of
-from hybridrl.master.service.client import masters
+from hybridrl.master.service.client import list_masters
 from tests.support.chaos.machines import Switch
 
 OBJECT_STORE_BYTES = 100 * 1024**2
 STEP, AFTER_S = 3, 0.05
-JOINS_WITHIN_S = 60.0
+JOIN_TIMEOUT_S = 60.0
 lose_node = lambda node_id: None  # noqa: E731 - set by the program
 role: str
 
 
-def say(**facts):
+def emit(**facts):
     sys.stdout.write(json.dumps({"at": time.time()} | facts) + "\n")
     sys.stdout.flush()
 
@@ -45,7 +45,7 @@ def with_loss(fn, trainer):
 
     @functools.wraps(fn)
     def run(ctx):
-        main = sys.modules["__main__"]  # this module is another one there, made by its path
+        main = sys.modules["__main__"]  # the middleware is loaded by path, as a second copy of this module
         if name == "gen" and trainer.global_steps == STEP and not main.lost.is_set():
             main.lost.set()
             threading.Timer(AFTER_S, main.lose, (trainer,)).start()
@@ -60,23 +60,23 @@ lost = threading.Event()
 def lose(trainer):
     processes = trainer.groups[role].processes
     [node_id] = set(processes.nodes)
-    say(lost=node_id, step=trainer.global_steps, pids=processes.process_ids)
-    threading.Thread(target=watch, args=(masters()[trainer.job],), daemon=True).start()
+    emit(lost=node_id, step=trainer.global_steps, pids=processes.process_ids)
+    threading.Thread(target=watch, args=(list_masters()[trainer.job],), daemon=True).start()
     lose_node(node_id)
 
 
 def watch(master):
-    """Say what the master knows as soon as it does."""
-    known = ()
-    while len(known) < 1:
-        known = ray.get(master.describe.remote(), timeout=60)["failures"]
+    """Print the failures that the master reports, as soon as it does."""
+    failures = ()
+    while not failures:
+        failures = ray.get(master.describe.remote(), timeout=60)["failures"]
         time.sleep(0.05)
-    say(failures=list(known))
+    emit(failures=list(failures))
 
 
 @contextlib.contextmanager
 def a_cluster(how, num_nodes):
-    """A head without cores and so many nodes with one; yields how to lose one of them."""
+    """Start a head without cores and `num_nodes` nodes with one; yield a function that loses one of them."""
     with Switch() if how == "silent" else contextlib.nullcontext() as switch:
         size = {"object_store_memory": OBJECT_STORE_BYTES}
         here = {"node_ip_address": switch.host} if switch is not None else {}
@@ -87,10 +87,10 @@ def a_cluster(how, num_nodes):
             else:
                 switch.add_machine().start_ray(cluster.address, num_cpus=1, object_store_bytes=OBJECT_STORE_BYTES)
         ray.init(cluster.address, log_to_driver=False)
-        end = time.monotonic() + JOINS_WITHIN_S
+        end = time.monotonic() + JOIN_TIMEOUT_S
         while len(ray.nodes()) < num_nodes + 1:
             if time.monotonic() > end:
-                sys.exit(f"{len(ray.nodes())} of {num_nodes + 1} nodes are there")
+                sys.exit(f"{len(ray.nodes())} of {num_nodes + 1} nodes have joined")
             time.sleep(0.1)
 
         def remove(node_id):
@@ -98,12 +98,12 @@ def a_cluster(how, num_nodes):
                 next(node for node in cluster.worker_nodes if node.node_id == node_id), allow_graceful=False
             )
 
-        def silence(node_id):
+        def disconnect(node_id):
             address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
-            next(machine for machine in switch.machines if machine.address == address).fall_silent()
+            next(machine for machine in switch.machines if machine.address == address).disconnect()
 
         try:
-            yield remove if switch is None else silence
+            yield remove if switch is None else disconnect
         finally:
             ray.shutdown()
             cluster.shutdown()
@@ -116,5 +116,5 @@ if __name__ == "__main__":
     with a_cluster(how, 2 + (room == "room")) as lose_node:
         start = {"trainer__middleware": f"[{__file__}:plant]", "trainer__backend": "ray", "trainer__master": True}
         code = main_ppo.main([*settings(Path(folder), Path(model), **start), *changes])
-        say(code=code)
+        emit(code=code)
     sys.exit(code)

@@ -1,7 +1,8 @@
-"""Workers on a node that is removed without a word, on a cluster of their own: `python -m
-tests.support.chaos.lost_node_workers FOLDER ROOM`.
+"""Workers on a node that is killed, on a cluster of their own.
 
-ROOM: "room" for another node to which Ray can move what was reserved. Prints a line of JSON for what was seen.
+    python -m tests.support.chaos.lost_node_workers FOLDER ROOM
+
+ROOM: "room" adds a node to which Ray can move the reservation. Prints JSON lines with what was observed.
 """
 
 import json
@@ -14,9 +15,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
-from hybridrl.master.service.client import JobWatch
+from hybridrl.master.service.client import MasterClient
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.single_controller.placement.node_loss import move_from_lost_nodes
+from hybridrl.single_controller.placement.node_loss import replace_lost_nodes
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.worker import Worker
@@ -39,13 +40,13 @@ class Holder(Worker):
         return sum(array.nbytes for array in arrays)
 
 
-def say(**facts):
+def emit(**facts):
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
 def lose(cluster, node, watch, group):
-    """Remove the node in the middle of a call, and say what the driver and the master know, and when."""
+    """Remove the node during a call, and print what the driver and the master report, and when."""
     removed = [0.0]
 
     def remove():
@@ -56,27 +57,29 @@ def lose(cluster, node, watch, group):
     try:
         group.doze(120.0)
     except WorkerLost as lost:
-        say(told="driver", seconds=time.monotonic() - removed[0], text=str(lost))  # by the master, before Ray knows
+        emit(
+            source="driver", seconds=time.monotonic() - removed[0], text=str(lost)
+        )  # from the master, before Ray detects it
     seen = wait_for(
         watch, lambda seen: seen["workers"]["holder-1"]["state"] == seen["workers"]["holder-0"]["state"] == "lost"
     )
-    say(
-        told="master",
+    emit(
+        source="master",
         seconds=time.monotonic() - removed[0],
-        accounts=[seen["workers"][f"holder-{rank}"]["account"] for rank in range(2)],
+        accounts=[seen["workers"][f"holder-{rank}"]["exit_reason"] for rank in range(2)],
     )
 
 
-def go_on(group, arrays):
+def rebuild(group, arrays):
     start = time.monotonic()
     group.rebuild()
-    say(told="rebuilt", seconds=time.monotonic() - start, nodes=group.processes.nodes)
+    emit(source="rebuilt", seconds=time.monotonic() - start, nodes=group.processes.nodes)
     start = time.monotonic()
     try:
         group.measure(*arrays)
     except ObjectLost as lost:
-        say(told="object", seconds=time.monotonic() - start, text=str(lost))
-    say(told="new", sizes=group.measure(*group.make.later()))
+        emit(source="object", seconds=time.monotonic() - start, text=str(lost))
+    emit(source="new", sizes=group.measure(*group.make.submit()))
 
 
 if __name__ == "__main__":
@@ -85,21 +88,21 @@ if __name__ == "__main__":
     doomed = cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES)
     ray.init(cluster.address, log_to_driver=False)
     with (
-        JobWatch(job="job", run="job-1", journal=folder) as watch,
+        MasterClient(job="job", run="job-1", journal=folder) as watch,
         RayResourcePool([2]) as pool,
         RayWorkerGroup(pool, RayClassWithInitArgs(Holder), role="holder", name_prefix="job-1") as group,
     ):
-        arrays = group.make.later()
+        arrays = group.make.submit()
         arrays.fetch(arrays.sizes)
         wait_for(watch, lambda seen: sum(map(bool, seen["beats"].values())) == 3)
         lose(cluster, doomed, watch, group)
         if room == "room":
             cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES)
-            go_on(group, arrays)
+            rebuild(group, arrays)
         else:
             try:
-                move_from_lost_nodes(pool.get_placement_groups(), pool.reservations(), detached=False, timeout_s=3.0)
+                replace_lost_nodes(pool.get_placement_groups(), pool.reservations(), detached=False, timeout_s=3.0)
             except PlacementError as error:
-                say(told="placement", text=str(error))
+                emit(source="placement", text=str(error))
     ray.shutdown()
     cluster.shutdown()

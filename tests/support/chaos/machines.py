@@ -1,12 +1,11 @@
-"""Machines that this one plays: each has a network, process ids and shared memory of its own, and a cable that can be
-pulled.
+"""Simulated machines: each has a network, process ids and shared memory of its own, and can be disconnected.
 
 Needs root and iproute2.
 
     with Switch() as switch:
         machine = switch.add_machine()
         machine.start_ray(f"{switch.host}:6379", num_cpus=1, object_store_bytes=100 * 1024**2)
-        machine.fall_silent()       # its processes run on; nothing of them arrives any more, and no connection ends
+        machine.disconnect()        # its processes run on, but no packet arrives and no connection is closed
 """
 
 import os
@@ -15,10 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-ENDS_WITHIN_S = 20
+END_TIMEOUT_S = 20
 
 
-def can_play() -> bool:
+def can_simulate() -> bool:
     return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("unshare") is not None
 
 
@@ -27,7 +26,7 @@ def ip(*words: str) -> None:
 
 
 class Switch:
-    """host: this machine's own address on it."""
+    """A bridge that connects simulated machines; `host` is this machine's address on it."""
 
     def __init__(self) -> None:
         self.name, self.network, self.machines = f"hrl{os.getpid()}", f"10.77.{os.getpid() % 256}", []
@@ -66,7 +65,7 @@ class Machine:
             ip("-n", self._name, *words)
 
     def start_ray(self, head: str, *, num_cpus: int, object_store_bytes: int) -> None:
-        """Join a cluster; returns when it has."""
+        """Start Ray on the machine and connect it to a cluster; returns when Ray runs."""
         ray = [
             str(Path(sys.executable).with_name("ray")),
             "start",
@@ -77,24 +76,22 @@ class Machine:
         size = [f"--num-cpus={num_cpus}", f"--object-store-memory={object_store_bytes}"]
         apart = ["ip", "netns", "exec", self._name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         apart += ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
-        environment = os.environ | {
-            "GLOO_SOCKET_IFNAME": "eth0"
-        }  # the name of this machine is not the name of that one
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}  # its only network interface
         self._ray = subprocess.Popen(
             [*apart, *ray, *size], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        said = []
-        for line in self._ray.stdout or ():  # one after the other: they choose names in the same directory
-            said.append(line)
+        output = []
+        for line in self._ray.stdout or ():  # start one after the other: they choose names in the same directory
+            output.append(line)
             if "Ray runtime started" in line:
                 return
-        raise RuntimeError("".join(said))
+        raise RuntimeError("".join(output))
 
-    def fall_silent(self) -> None:
+    def disconnect(self) -> None:
         ip("link", "set", self._cable, "down")
 
     def end(self) -> None:
         if self._ray is not None:
             self._ray.kill()
-            self._ray.wait(ENDS_WITHIN_S)
+            self._ray.wait(END_TIMEOUT_S)
         ip("netns", "del", self._name)

@@ -1,10 +1,9 @@
-"""In every worker of a run with faults: waits to be told what is to happen to it, and does that to itself in the very
-call that is meant.
+"""Receive faults in every worker of a chaos run, and apply them to the own process inside the chosen call.
 
     actor_rollout_ref.model.external_lib=[tests/support/chaos/victim.py]
 
-It listens on a socket named after its process id; `faults.py` in the driver tells it. An order is JSON: kind, method,
-after_s, log, and what else is to be noted with it.
+Listens on a socket named after the process id; `faults.py` in the driver sends. A message is JSON: kind, method,
+after_s, log, and further fields for the log.
 """
 
 import ctypes
@@ -20,10 +19,10 @@ from types import FrameType
 
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 
-LOOK_EVERY_S = 0.0002  # the shortest calls take a millisecond
+POLL_PERIOD_S = 0.0002  # the shortest calls take a millisecond
 HANG_S = 3600.0
-WORKERS = f"{os.sep}workers{os.sep}"  # a frame of a worker's own method, and not of what called it
-WATCHED = WorkerHost.call.__code__
+WORKERS = f"{os.sep}workers{os.sep}"  # in the file name of a worker's own code
+CALL_CODE = WorkerHost.call.__code__
 
 
 def address(process_id: int) -> str:
@@ -34,20 +33,20 @@ def listen() -> None:
     inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     inbox.bind(address(os.getpid()))
     while True:
-        order = json.loads(inbox.recv(65536))
-        threading.Thread(target=carry_out, args=(order,), daemon=True).start()
+        fault = json.loads(inbox.recv(65536))
+        threading.Thread(target=apply, args=(fault,), daemon=True).start()
 
 
-def carry_out(order: dict) -> None:
-    """Wait for the moment, note it, and do it."""
-    method, kind = order["method"], KINDS[order["kind"]]
-    sys.setswitchinterval(LOOK_EVERY_S)  # or this thread sleeps until that call is over
+def apply(fault: dict) -> None:
+    """Wait until the process is in the chosen call, log the fault, and apply it."""
+    method, kind = fault["method"], KINDS[fault["kind"]]
+    sys.setswitchinterval(POLL_PERIOD_S)  # otherwise this thread would sleep until that call is over
     while method is not None and calls_in_progress() != ([method] if method else []):
-        time.sleep(LOOK_EVERY_S)
-    time.sleep(order["after_s"])
-    with open(order["log"], "a") as log:
+        time.sleep(POLL_PERIOD_S)
+    time.sleep(fault["after_s"])
+    with open(fault["log"], "a") as log:
         log.write(
-            json.dumps(order | {"what": "hit", "pid": os.getpid(), "doing": calls_in_progress(), "at": time.time()})
+            json.dumps(fault | {"what": "hit", "pid": os.getpid(), "doing": calls_in_progress(), "at": time.time()})
             + "\n"
         )
     kind()
@@ -58,13 +57,11 @@ def calls_in_progress() -> list[str]:
 
 
 def _calls() -> dict[int, tuple[FrameType, FrameType]]:
-    """Thread -> the frame of its call of a worker's method, and its innermost one, of threads that are
-    in such a call.
-    """
+    """Return thread -> (frame of its `WorkerHost.call`, innermost frame), for threads in such a call."""
     found = {}
     for thread, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost
-        while frame is not None and frame.f_code is not WATCHED:
+        while frame is not None and frame.f_code is not CALL_CODE:
             frame = frame.f_back
         if frame is not None and "method" in frame.f_locals:
             found[thread] = (frame, innermost)
@@ -72,14 +69,14 @@ def _calls() -> dict[int, tuple[FrameType, FrameType]]:
 
 
 class PlantedMistake(RuntimeError):
-    """A mistake in somebody's code."""
+    """A mistake in user code."""
 
-    def __init__(self, text: str = "planted: somebody's code made a mistake"):
+    def __init__(self, text: str = "planted: a mistake in user code"):
         super().__init__(text)
 
 
 class PlantedHang(BaseException):
-    """Whatever raises it does not go on: it waits in a line of Python, and the other threads of its process work."""
+    """Raised in a thread to block it in a line of Python; the other threads of its process run on."""
 
     def __init__(self) -> None:
         super().__init__("planted: a hang")
@@ -87,21 +84,19 @@ class PlantedHang(BaseException):
 
 
 def raise_in_call(error: type[BaseException]) -> None:
-    """Have the thread that runs a worker's method raise, as if the line that it is in did."""
+    """Raise in the thread that runs a worker's method, at its current line."""
     while True:
         for thread, (_, frame) in _calls().items():
-            while frame.f_code is not WATCHED:
+            while frame.f_code is not CALL_CODE:
                 if WORKERS in frame.f_code.co_filename:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
                     return
                 frame = frame.f_back
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_PERIOD_S)
 
 
 def run_out_of_memory() -> None:
-    """Allocate past a limit where C++ does: `operator new` throws what nobody catches, as under any library of the
-    process.
-    """
+    """Allocate past a limit in C++: `operator new` throws an exception that no library catches."""
     with open("/proc/self/statm", encoding="ascii") as file:
         has = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (has, has))
@@ -122,9 +117,9 @@ KINDS = {
 
 
 def is_worker() -> bool:
-    """Whether this is a process of Ray's.
+    """Return whether this is a Ray worker.
 
-    The program imports this file, too, and is forked after that: it may have no threads.
+    The program imports this file, too, and is forked afterwards: it must not start threads.
     """
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None

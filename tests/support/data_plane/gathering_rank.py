@@ -1,8 +1,11 @@
-"""One of two processes that gather each other's rows: does every case and writes what it then holds. Not a test file.
+"""One of two processes that gather each other's rows: run every case and write the resulting batch.
+
+Not a test file.
 
     python -m tests.support.data_plane.gathering_rank RANK FOLDER
 
-FOLDER gets a file store, and `rank_0` and `rank_1`: {case: (columns as lists, dtypes, meta_info) or the error's words}.
+The ranks write to FOLDER a file store, and `rank_0` and `rank_1`: {case: (columns as lists, dtypes, meta_info) or the
+error's message}.
 """
 
 import pickle
@@ -25,12 +28,12 @@ NUM_ROWS = {
     "uneven": (3, 1),
     "first without rows": (0, 2),
     "second without rows": (2, 0),
-    "nobody has rows": (0, 0),
+    "no rank has rows": (0, 0),
 }
 
 
 def rows_of(numbers: range, rank: int) -> DataProto:
-    """Columns of every kind that follow from the number of the row."""
+    """Return columns of every kind, computed from the row numbers."""
     n = torch.tensor(numbers, dtype=torch.int64)
     ends = torch.tensor([0, *numbers]).cumsum(0) if len(n) else torch.zeros(1, dtype=torch.int64)
     return DataProto.from_dict(
@@ -70,7 +73,7 @@ def gathered(data: DataProto, group: dist.ProcessGroup | None = None) -> tuple[d
 
 
 def received(rank: int) -> tuple[dict, dict, dict]:
-    """A batch over memory that others read; gathered, and written to."""
+    """Gather and write to a batch over memory that another reader shares."""
     mine, other = two_readers(share((2, 2), rank))
     before = as_lists(other)
     all_gather_data_proto(mine)

@@ -19,11 +19,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of column: what a row may hold, how rows make a column, and what the column must say it is."""
+    """A kind of column: the values of a row, the column that rows make, and its expected spec."""
 
     values: st.SearchStrategy
     make: Callable[[list], torch.Tensor | np.ndarray]
-    says: tuple
+    spec: tuple
     folds: bool = True
     wide: bool = False  # a second dimension, of two
 
@@ -103,12 +103,12 @@ KINDS = {
     "lists": Kind(st.lists(PLAIN, min_size=2, max_size=2), one_object_per_row, ("O", ())),
     "object table": array("O", PLAIN, 2),
 }
-TENSOR_KINDS = [name for name, kind in KINDS.items() if isinstance(kind.says[0], torch.dtype)]
+TENSOR_KINDS = [name for name, kind in KINDS.items() if isinstance(kind.spec[0], torch.dtype)]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a batch must hold: the kind of each column, and the rows as plain values."""
+    """Expected content of a batch: the kind of each column, and the rows as plain values."""
 
     kinds: dict[str, str]
     rows: list[Row]
@@ -155,12 +155,12 @@ def as_batch(model: Rows) -> DataProto:
 
 
 def assert_holds(data: DataProto, model: Rows) -> None:
-    """Fail unless the batch is consistent and holds these rows, in columns that say what they should."""
+    """Fail unless the batch is consistent and has these rows, in columns of the expected spec."""
     data.check_consistency()
     assert len(data) == len(model.rows) and comparable(data.meta_info) == {"k": [1, "nan"]}
     assert data.non_tensor_batch.keys() == set(model.arrays()) and all_columns(data).keys() == model.kinds.keys()
     for name, column in all_columns(data).items():
-        assert what_it_says(column) == KINDS[model.kinds[name]].says, name
+        assert column_spec(column) == KINDS[model.kinds[name]].spec, name
         assert comparable(values(column)) == comparable([row[name] for row in model.rows]), name
 
 
@@ -168,7 +168,7 @@ def all_columns(data: DataProto) -> dict[str, torch.Tensor | np.ndarray]:
     return {**({} if data.batch is None else dict(data.batch.items())), **data.non_tensor_batch}
 
 
-def what_it_says(column: torch.Tensor | np.ndarray) -> tuple:
+def column_spec(column: torch.Tensor | np.ndarray) -> tuple:
     if isinstance(column, np.ndarray):
         return column.dtype.kind, column.shape[1:]
     return (column.dtype, "jagged", column._ragged_idx) if column.is_nested else (column.dtype, tuple(column.shape[1:]))
@@ -184,7 +184,10 @@ def values(column: torch.Tensor | np.ndarray) -> list:
 
 
 def comparable(value: Any) -> Any:
-    """The value with NaN as a word, so that == compares it; numbers keep their type apart from bool and int."""
+    """Return the value with NaN as a string, so that == compares it.
+
+    Numbers keep their type except bool and int.
+    """
     if isinstance(value, dict):
         return {key: comparable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Small batches that several tests share, and the way of a batch through pickle 5."""
+"""Small batches that several tests share, and pickle 5 round trips."""
 
 import pickle
 
@@ -30,7 +30,10 @@ def labels(data: DataProto) -> list:
 
 
 def round_trip(data: DataProto, *, freeze: bool = False) -> DataProto:
-    """Through pickle 5 with buffers out of band; frozen ones cannot be written to, as those of Ray."""
+    """Return the batch after pickle 5 with buffers out of band.
+
+    Frozen buffers are read-only, like those of Ray.
+    """
     buffers: list[pickle.PickleBuffer] = []
     payload = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(payload, buffers=[bytes(b.raw()) if freeze else bytearray(b.raw()) for b in buffers])

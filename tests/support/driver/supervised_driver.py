@@ -1,5 +1,6 @@
-"""A program that is kept running (`hybridrl.driver.supervisor`), for tests: `python -m
-tests.support.driver.supervised_driver SCENARIO` says what its lives do.
+"""A supervised program for tests: `python -m tests.support.driver.supervised_driver SCENARIO`.
+
+Each scenario is one driver function; it prints what every attempt does.
 """
 
 import os
@@ -7,74 +8,74 @@ import signal
 import sys
 import time
 
-from hybridrl.driver.lifecycle import LIFE
-from hybridrl.driver.supervisor import keep_running
+from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.driver.supervisor import supervise
 
 
-def say(*words: object) -> None:
+def emit(*words: object) -> None:
     print(*words, flush=True)
 
 
 def killed_twice() -> int:
-    say("life", LIFE.number, LIFE.run)
-    if LIFE.number < 3:
+    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.run_id)
+    if LIFECYCLE.attempt < 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return 5
 
 
 def killed_always() -> int:
-    say("life", LIFE.number)
+    emit("attempt", LIFECYCLE.attempt)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
 def killed_once_a_step() -> int:
-    say("life", LIFE.number)
-    LIFE.reached(LIFE.number)
-    if LIFE.number < 7:
+    emit("attempt", LIFECYCLE.attempt)
+    LIFECYCLE.report_step(LIFECYCLE.attempt)
+    if LIFECYCLE.attempt < 7:
         os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
-def ends_without_a_word() -> int:
-    if LIFE.number == 1:
+def exits_without_report() -> int:
+    if LIFECYCLE.attempt == 1:
         os._exit(9)
     return 0
 
 
 def raises() -> int:
-    say("life", LIFE.number)
+    emit("attempt", LIFECYCLE.attempt)
     raise ValueError("a mistake")
 
 
-def loses_the_job() -> int:
-    say("life", LIFE.number, LIFE.run)
-    LIFE.reached(4)
-    LIFE.lost_the_job("no machine is left")
+def requests_a_new_job() -> int:
+    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.run_id)
+    LIFECYCLE.report_step(4)
+    LIFECYCLE.request_new_job("no machine is left")
     return 1
 
 
 def freezes() -> int:
-    say("life", LIFE.number)
-    if LIFE.number == 1:
+    emit("attempt", LIFECYCLE.attempt)
+    if LIFECYCLE.attempt == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
     return 0
 
 
-def hears() -> int:
+def waits_for_signal() -> int:
     """End 1.5 s after the first signal."""
-    got: list[str] = []
+    received: list[str] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: got.append(signal.Signals(number).name))
-    say("pid", os.getpid())
+        signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
+    emit("pid", os.getpid())
     until = time.monotonic() + 60
-    while not got and time.monotonic() < until:
+    while not received and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(1.5)
-    say(*got)
+    emit(*received)
     return 143
 
 
 if __name__ == "__main__":
-    sys.exit(keep_running(globals()[sys.argv[1]]))
+    sys.exit(supervise(globals()[sys.argv[1]]))

@@ -1,6 +1,4 @@
-"""Runs of `main_ppo` on Ray in a process of their own, with faults planted into them
-(`tests/support/chaos/faults.py`).
-"""
+"""Run `main_ppo` on Ray in a separate process, with planted faults (`tests/support/chaos/faults.py`)."""
 
 import json
 import os
@@ -22,7 +20,7 @@ ON_RAY = {
     "actor_rollout_ref__actor__shuffle": True,
 }
 SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "critic/vf_loss", "training/global_step")
-"""Figures of a step that do not depend on the clock."""
+"""Metrics of a step that do not depend on the clock."""
 
 
 def fault(
@@ -35,7 +33,7 @@ def fault(
     method: str | None = None,
     after_s: float = 0.0,
 ) -> dict[str, object]:
-    """See `tests/support/chaos/faults.py`."""
+    """Return a fault, see `tests/support/chaos/faults.py`."""
     return {
         "step": step,
         "stage": stage,
@@ -50,7 +48,7 @@ def fault(
 def run_with(
     folder: Path, model: Path, *faults: dict, timeout_s: float = 240.0, **changes: object
 ) -> subprocess.CompletedProcess:
-    """Run to the end, whatever that is; `folder` gets log.jsonl, see `events`, and run/ with the metrics."""
+    """Run until the process exits. `folder` gets log.jsonl, see `events`, and run/ with the metrics."""
     folder.mkdir(exist_ok=True)
     environment = os.environ | {
         "FAULTS": json.dumps(faults),
@@ -63,7 +61,7 @@ def run_with(
 
 
 def events(folder: Path, what: str) -> list[dict]:
-    """What was noted of this kind: "hit", "stage", "said" or "back"."""
+    """Return the logged events of this kind: "hit", "stage", "said" or "back"."""
     path = folder / "log.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [entry for line in lines if (entry := json.loads(line))["what"] == what]

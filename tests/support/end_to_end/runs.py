@@ -1,4 +1,4 @@
-"""Running the real front ends on the tiny model, and reading what a run leaves behind."""
+"""Run the real command-line programs on the tiny model, and read the files of a run."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def write_prompts(path: Path, num_rows: int) -> str:
 
 
 def write_reward(path: Path) -> str:
-    """Write a reward function with signal for a random model: the share of digits in the response."""
+    """Write a reward function with a signal for a random model: the share of digits in the response."""
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))\n"
@@ -57,7 +57,7 @@ def settings(folder: Path, model: Path, **changes: object) -> list[str]:
         "actor_rollout_ref.rollout.n": 3,
         "custom_reward_function.path": write_reward(folder / "reward.py"),
         "trainer.backend": "local",
-        "trainer.master": False,  # a process more for every run on Ray; tests of the master turn it on
+        "trainer.master": False,  # saves a process for every run on Ray; tests of the master turn it on
         "trainer.device": "cpu",
         "trainer.num_threads": 1,
         "trainer.total_training_steps": 2,
@@ -81,7 +81,7 @@ def metrics(run: Path) -> list[dict]:
 
 
 def processes_with(text: str) -> list[int]:
-    """Processes of this machine that have this text in their environment: a run's, Ray's for it, its workers."""
+    """Return the processes of this machine with this text in their environment: driver, Ray, workers."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

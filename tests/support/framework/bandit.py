@@ -1,9 +1,8 @@
-"""Training in the small, with objects like DI-engine's: find out which of three arms pays most for what one sees. Knows
-no framework.
+"""A small training problem with objects like DI-engine's: find the best of three arms. Imports no framework.
 
-The linear model says what each arm would pay. A collector pulls arms, sometimes at random; a learner regresses the
-model on what they paid; an evaluator counts how often the model names the best arm. Collecting and training draw from
-generators of their own, so that the weights after n rounds are always the same, whoever evaluates, when and where.
+The linear model predicts the payoff of each arm from an observation. A collector pulls arms, sometimes at random. A
+learner regresses the model on the payoffs. An evaluator counts how often the model chooses the best arm. Collecting and
+training have their own generators, so that the weights after n rounds do not depend on evaluation.
 """
 
 import math
@@ -90,7 +89,7 @@ class ReplayBuffer:
 
 
 class Evaluator:
-    """Looks at once and then every 10 iterations.
+    """Evaluates at once and then every 10 iterations.
 
     `evaluations` has an entry (train_iter, envstep, reward) for each evaluation.
     """

@@ -1,4 +1,4 @@
-"""What the processes of `test_parallel.py` run."""
+"""Programs that `test_runner.py` runs in several processes."""
 
 import os
 import signal
@@ -15,67 +15,70 @@ def wait_until(condition):
     until = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > until:
-            raise TimeoutError("what was waited for did not come")
+            raise TimeoutError("the condition did not become true")
         time.sleep(0.002)
 
 
 def facts():
-    """Who hears that it is in a group, and as whom."""
+    """Return whether this process is in a group, its node id, its labels and its process id."""
     router = Parallel()
     return router is task.router, router.is_active, router.node_id, sorted(Task(labels={"own"}).labels), os.getpid()
 
 
 def greet(num_messages, late):
-    """Everybody emits at once; node 1 listens `late` seconds later. Returns what each process heard, by sender."""
+    """Emit from every process at once; node 1 starts to listen `late` seconds later.
+
+    Returns what this process received, by sender.
+    """
     router = Parallel()
     for i in range(num_messages):
-        # Every tenth message goes by the object store, and must not be overtaken by the small ones behind it.
+        # Every tenth message goes through the object store; the small ones after it must not overtake it.
         router.emit("greeting", router.node_id, i, np.zeros(200_000 if i % 10 == 0 else 1, np.uint8))
     time.sleep(late if router.node_id == 1 else 0)
-    heard = {0: [], 1: [], 2: []}
-    router.on("greeting", lambda sender, i, _: heard[sender].append(i))
-    wait_until(lambda: all(len(heard[other]) >= num_messages for other in {0, 1, 2} - {router.node_id}))
-    return heard
+    received = {0: [], 1: [], 2: []}
+    router.on("greeting", lambda sender, i, _: received[sender].append(i))
+    wait_until(lambda: all(len(received[other]) >= num_messages for other in {0, 1, 2} - {router.node_id}))
+    return received
 
 
 def count_events(steps):
-    """Several listeners to one event: what each of them heard from the other process."""
-    heard = {"a": [], "b": [], "once": [], "off": []}
+    """Register several listeners for one event; return what each received from the other process."""
+    received = {"a": [], "b": [], "once": [], "off": []}
     with Task(auto_sync_ctx=False) as loop:
         for name in ("a", "b"):
-            loop.on("count", heard[name].append)
-        loop.once("count", heard["once"].append)
-        loop.once("count", heard["off"].append)
-        loop.off("count", heard["off"].append)
+            loop.on("count", received[name].append)
+        loop.once("count", received["once"].append)
+        loop.once("count", received["off"].append)
+        loop.off("count", received["off"].append)
         node = loop.router.node_id
 
         def count(ctx):
             loop.emit("count", (node, ctx.total_step), only_remote=True)
             if (
                 node == 0 and ctx.total_step == steps - 1
-            ):  # whoever finishes ends the other's run, which has to emit them all first
-                wait_until(lambda: len(heard["a"]) >= steps)
+            ):  # finishing ends the other's run, which must emit all events first
+                wait_until(lambda: len(received["a"]) >= steps)
 
         loop.use(count).run(max_step=steps)
-        wait_until(lambda: len(heard["a"]) >= steps or node == 1)
+        wait_until(lambda: len(received["a"]) >= steps or node == 1)
         if node == 0:
             loop.emit("enough", only_remote=True)
         else:
             loop.wait_for("enough", timeout=DEADLINE_S)
-    return heard
+    return received
 
 
-def who_hears():
-    """Every node says its id; returns whom this one heard."""
-    router, heard = Parallel(), set()
-    router.on("here", heard.add)
+def received_from():
+    """Emit this node's id; return the ids received."""
+    router, received = Parallel(), set()
+    router.on("here", received.add)
     router.emit("here", router.node_id)
     time.sleep(0.3)
-    return sorted(heard)
+    return sorted(received)
 
 
 def ping_pong(rounds):
-    """Node 0 emits and waits for the answer; node 1 answers. Registered nowhere, waited for only."""
+    """Node 0 emits and waits for the answer of node 1; no listeners are registered."""
     with Task(auto_sync_ctx=False) as loop:
         if loop.router.node_id == 0:
 
@@ -88,18 +91,16 @@ def ping_pong(rounds):
         else:
 
             def answer(ctx):
-                heard = loop.wait_for("ping", timeout=DEADLINE_S)
-                if heard is not None:
-                    loop.emit("pong", *heard[0])
+                received = loop.wait_for("ping", timeout=DEADLINE_S)
+                if received is not None:
+                    loop.emit("pong", *received[0])
 
             loop.use(answer).run()
         return loop.ctx.total_step
 
 
 def share_context(steps):
-    """Node 0 works and node 1 looks: every step's context arrives, none is followed by an older one, the last one is
-    there.
-    """
+    """Node 0 works and node 1 records the contexts it receives."""
     seen = []
     with Task(ctx=OnlineRLContext()) as loop:
         if loop.router.node_id == 0:
@@ -114,12 +115,12 @@ def share_context(steps):
         assert loop.parallel_ctx.get("weights") is None
         loop.use(lambda ctx: time.sleep(0.01)).run()
         newest = loop.parallel_ctx
-        newest.weights[0] = -1  # what was received belongs to this process
+        newest.weights[0] = -1  # the received copy is private
         return seen, newest.total_step, loop.ctx.finish
 
 
 def finish_by(kind):
-    """Node 1 ends the run of all, each in its own way of saying so. Returns whether this node's run ended early."""
+    """Node 1 ends the run of all, by `kind`. Returns the number of completed steps."""
     with Task() as loop:
 
         def work(ctx):
@@ -152,9 +153,7 @@ def only_node_0_has_work():
 
 
 def fail(kind, node_id, times=1):
-    """One node raises, is killed, or exits, as long as it was begun again fewer than `times` times; the others run for
-    ever.
-    """
+    """Fail on one node while it was restarted fewer than `times` times; the others run for 1000 s."""
     router = Parallel()
     if router.node_id == node_id and router.retries < times:
         time.sleep(0.2)
@@ -169,14 +168,14 @@ def fail(kind, node_id, times=1):
 
 
 def recover(kind):
-    """Node 1 fails in its third step and comes back; afterwards the two find each other again.
+    """Node 1 fails in its fourth step and restarts; then the two exchange events again.
 
-    Returns what node 1 heard first.
+    Returns the first event that this node received.
     """
-    heard = []
+    received = []
     with Task() as loop:
         node, retries = loop.router.node_id, loop.router.retries
-        loop.on("back", heard.append)
+        loop.on("back", received.append)
 
         def work(ctx):
             ctx.weights = ctx.total_step
@@ -190,37 +189,37 @@ def recover(kind):
             time.sleep(0.01)
 
         loop.use(work).run(max_step=2000)
-        return retries, heard[:1], os.getpid()
+        return retries, received[:1], os.getpid()
 
 
-def listen_badly():
+def fail_in_listener():
     with Task() as loop:
 
         def bad(value):
-            raise LookupError(f"cannot hear {value}")
+            raise LookupError(f"cannot handle {value}")
 
         if loop.router.node_id == 1:
             loop.on("e", bad)
         loop.use(lambda ctx: loop.emit("e", 7, only_remote=True) or time.sleep(0.01)).run()
 
 
-def emit_what_cannot_be_sent():
+def emit_unpicklable():
     Parallel().emit("e", (i for i in range(3)))
 
 
 def learner(steps):
-    """A group of one that others attach to; ends when it has heard `steps` events of theirs."""
-    heard = []
+    """Run a group of one until it has received `steps` events of attached processes."""
+    received = []
     with Task(ctx=OnlineRLContext()) as loop:
-        loop.on("data", heard.append)
+        loop.on("data", received.append)
 
         def work(ctx):
             ctx.train_iter += 1
-            ctx.finish = len(heard) >= steps
+            ctx.finish = len(received) >= steps
             time.sleep(0.01)
 
         loop.use(work).run()
-        return loop.router.name, heard[:steps]
+        return loop.router.name, received[:steps]
 
 
 def collector():

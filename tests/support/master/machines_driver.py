@@ -1,5 +1,5 @@
-"""Prints how reservations lie on a cluster of three machines of its own, with 4, 2 and 2 cores in the
-zones a, b and b.
+"""Prints the placement of reservations on a cluster of its own: three machines with 4, 2 and 2 cores, in the zones a, b
+and b.
 """
 
 import time
@@ -10,16 +10,16 @@ from ray.cluster_utils import Cluster
 from hybridrl.errors import PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder
 from hybridrl.master.jobs.packing import pack_plan
-from hybridrl.single_controller.launch import pools_of
-from hybridrl.single_controller.placement.placement_groups import machines_of_cluster, nodes_of
+from hybridrl.single_controller.launch import make_pools
+from hybridrl.single_controller.placement.placement_groups import cluster_nodes, nodes_of
 
-CORES, FREE_WITHIN_S = 8, 30.0
+CORES, FREE_TIMEOUT_S = 8, 30.0
 ENTRY = "some.module:Class"
 
 
-def lie(name, builder):
+def place(name, builder):
     built = builder.build()
-    pools = pools_of(pack_plan(built.plan("job"), built.spec, machines_of_cluster()))
+    pools = make_pools(pack_plan(built.plan("job"), built.spec, cluster_nodes()))
     try:
         where = {pool: "".join(SIGN[node] for node in nodes_of(pools[pool].get_placement_groups())) for pool in pools}
         print(name, *(f"{pool}={''.join(sorted(signs))}" for pool, signs in where.items()), flush=True)
@@ -28,7 +28,7 @@ def lie(name, builder):
     finally:
         for pool in pools.values():
             pool.release()
-        until = time.monotonic() + FREE_WITHIN_S  # Ray gives back when it has time, and a wish is only for what is free
+        until = time.monotonic() + FREE_TIMEOUT_S  # Ray frees lazily, and preferences need free cores
         while ray.available_resources().get("CPU", 0) < CORES and time.monotonic() < until:
             time.sleep(0.1)
 
@@ -45,10 +45,10 @@ def job():
     return DLJobBuilder().device_type("CPU")
 
 
-lie("strict_spread", job().workload("a", ENTRY).total(3).spread(strict=True))
-lie("too_many", job().workload("a", ENTRY).total(4).spread(strict=True))
-lie("spread", job().workload("a", ENTRY).total(4).spread())
-lie(
+place("strict_spread", job().workload("a", ENTRY).total(3).spread(strict=True))
+place("too_many", job().workload("a", ENTRY).total(4).spread(strict=True))
+place("spread", job().workload("a", ENTRY).total(4).spread())
+place(
     "labels",
     job()
     .workload("a", ENTRY)
@@ -58,12 +58,14 @@ lie(
     .per_node(2)
     .node_labels({"zone": "b"}),
 )
-lie("apart", job().workload("a", ENTRY).total(4).per_node(4).workload("b", ENTRY).total(2).spread().anti_affinity("a"))
-lie("strict_pack", job().workload("a", ENTRY).total(4).pack(strict=True))
+place(
+    "apart", job().workload("a", ENTRY).total(4).per_node(4).workload("b", ENTRY).total(2).spread().anti_affinity("a")
+)
+place("strict_pack", job().workload("a", ENTRY).total(4).pack(strict=True))
 for name, heavy in (("heavy", ("a", "b")), ("other", ("c", "b"))):
     three = job()
     for role in "abc":
         three.workload(role, ENTRY).total(2).per_node(2)
-    lie(name, three.feeds("a", "b").feeds(*heavy, weight=9).weights("b", "c"))
+    place(name, three.feeds("a", "b").feeds(*heavy, weight=9).weights("b", "c"))
 ray.shutdown()
 cluster.shutdown()

@@ -23,7 +23,7 @@ class Adder(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def fail(self) -> None:
-        raise ArithmeticError("the worker's own mistake")
+        raise ArithmeticError("an error in the worker")
 
     def process_id(self) -> int:
         return os.getpid()
@@ -33,7 +33,7 @@ class Adder(Worker):
 
 
 class Trainer:
-    """Writes what its workers answered, and which variables of theirs are not as planned, into `config["out"]`."""
+    """Writes the results of its workers, and their variables that differ from the plan, into `config["out"]`."""
 
     def __init__(self, job, config):
         self.job, self.config = job, config
@@ -43,13 +43,13 @@ class Trainer:
         for role, group in self.job.groups.items():
             planned = [worker.environment for worker in self.job.plan.workers() if worker.roles == (role,)]
             found = group.environment()
-            wrong = [own.items() - there.items() for own, there in zip(planned, found, strict=True)]
+            wrong = [own.items() - actual.items() for own, actual in zip(planned, found, strict=True)]
             lines.append(f"{role}: {group.add(1)} {wrong}")
         Path(self.config["out"]).write_text("\n".join(lines))
 
 
 class FitTrainer:
-    """Of the first generation: `init`, then `fit`."""
+    """A trainer in the style of DLRover's first generation: `init`, then `fit`."""
 
     def __init__(self, groups, config):
         self.groups, self.config = groups, config
@@ -62,15 +62,15 @@ class FitTrainer:
         self.groups["actor"].fail()
 
 
-def wait_for_ever(job):
-    """A trainer that is a function: it works until the file `config["until"]` is there."""
+def works_until_file(job):
+    """A trainer that is a function. It works until the file `config["until"]` exists."""
     Path(job.config["out"]).write_text("waiting")
     while not Path(job.config["until"]).exists():
         job.groups["actor"].add(1)
     Path(job.config["out"]).write_text("done")
 
 
-# -- trainers that lose somebody; each life of one writes a line about itself
+# -- trainers that lose a process; each of their incarnations writes a line about itself
 
 
 def write_line(job, *words):
@@ -83,20 +83,25 @@ def process_ids(group):
 
 
 def loses_a_worker(job):
-    """Has `config["whom"]` (role, rank) die in its first life, and says nothing about it."""
-    standing = job.standing
+    """Kills the worker `config["victim"]` (role, rank) in its first incarnation, and does not handle the loss."""
+    resume_point = job.resume_point
     write_line(
-        job, standing.restarts, standing.step, standing.commit or "-", standing.fresh, *process_ids(job.groups["actor"])
+        job,
+        resume_point.restarts,
+        resume_point.step,
+        resume_point.commit or "-",
+        resume_point.new_ranks,
+        *process_ids(job.groups["actor"]),
     )
-    job.begin_step(3)
-    job.committed(3, "global_step_3")
-    role, rank = job.config["whom"]
-    if standing.restarts == 0:
+    job.report_step(3)
+    job.report_commit(3, "global_step_3")
+    role, rank = job.config["victim"]
+    if resume_point.restarts == 0:
         job.groups[role].execute_rank(rank, "die")
 
 
 def recovers_a_worker(job):
-    """Has rank 1 of the actor die three times, and says so."""
+    """Kills rank 1 of the actor three times, and calls `recover`."""
     group = job.groups["actor"]
     write_line(job, *process_ids(group))
     for _ in range(3):
@@ -109,38 +114,40 @@ def recovers_a_worker(job):
 def dies_itself(job):
     write_line(
         job,
-        job.standing.restarts,
-        job.standing.step,
-        job.standing.commit,
-        job.standing.fresh,
+        job.resume_point.restarts,
+        job.resume_point.step,
+        job.resume_point.commit,
+        job.resume_point.new_ranks,
         *process_ids(job.groups["actor"]),
     )
-    if job.standing.restarts < job.config["deaths"]:
-        job.begin_step(job.standing.step + 1)
-        job.committed(job.standing.step + 1, f"global_step_{job.standing.step + 1}")
+    if job.resume_point.restarts < job.config["deaths"]:
+        job.report_step(job.resume_point.step + 1)
+        job.report_commit(job.resume_point.step + 1, f"global_step_{job.resume_point.step + 1}")
         os.kill(os.getpid(), 9)
 
 
 def waits_after_a_commit(job):
-    """Commits, then works until the file `config["gate"]` is there."""
-    standing = job.standing
-    write_line(job, standing.restarts, standing.step, standing.commit or "-", *process_ids(job.groups["actor"]))
-    job.begin_step(5)
-    job.committed(5, "global_step_5")
+    """Commits, then works until the file `config["gate"]` exists."""
+    resume_point = job.resume_point
+    write_line(
+        job, resume_point.restarts, resume_point.step, resume_point.commit or "-", *process_ids(job.groups["actor"])
+    )
+    job.report_step(5)
+    job.report_commit(5, "global_step_5")
     while not Path(job.config["gate"]).exists():
         job.groups["actor"].add(1)
 
 
-def is_mistaken(job):
-    """Makes a mistake at step 1, another at step 2, and that again."""
-    write_line(job, job.standing.restarts)
-    job.begin_step(1 if job.standing.restarts == 0 else 2)
-    job.committed(job.standing.step, "x")  # by then the step is known
-    raise ArithmeticError("the trainer's own mistake")
+def repeats_an_exception(job):
+    """Raises at step 1, at step 2, and at step 2 again."""
+    write_line(job, job.resume_point.restarts)
+    job.report_step(1 if job.resume_point.restarts == 0 else 2)
+    job.report_commit(job.resume_point.step, "x")  # returns when the supervisor has recorded the step, too
+    raise ArithmeticError("an error in the trainer")
 
 
-class Leaves:
-    """Commits when SIGTERM asks it to leave."""
+class CleansUp:
+    """Writes a line when SIGTERM ends it."""
 
     def __init__(self, job):
         self.job = job
@@ -158,7 +165,7 @@ class Leaves:
 
 
 def count_ranks(config, role):
-    """Adds up all ranks with the collective library, as a program under torchrun does."""
+    """Adds up all ranks with torch.distributed, as a program under torchrun does."""
     import torch
     import torch.distributed as dist
 

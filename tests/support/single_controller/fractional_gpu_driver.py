@@ -1,6 +1,6 @@
-"""Prints the devices that workers see: two groups that share the slots of one pool, and one group on a pool of its own.
+"""Print the devices that workers see: two groups that share the slots of one pool, and one group on its own pool.
 
-The first two groups' processes are told the opposite about who hides devices: Ray, or nobody, as on some clusters.
+For the first group, Ray sets the visible devices. For the second, Ray is told not to, as on some clusters.
 """
 
 import ray

@@ -1,7 +1,6 @@
-"""A driver of its own that attaches to a running cluster, starts a group (detached, the hardest case) and waits until
-it is interrupted.
+"""A driver that connects to a running cluster, starts a detached group, the hardest case, and waits for Ctrl-C.
 
-python interrupted_driver.py <address of the cluster> <path of the files that tell that the call has begun>
+python interrupted_driver.py ADDRESS PATH        # a rank creates the file PATH.RANK when its call starts
 """
 
 import signal
@@ -14,10 +13,9 @@ from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, Ra
 from tests.support.single_controller.sample_workers import Waiter
 
 
-def main(address: str, begun: str) -> int:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs, and what they start, ignore it
+def main(address: str, path: str) -> int:
+    # Background jobs of a shell, and their children, ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ray.init(address=address, log_to_driver=False)
     try:
         with (
@@ -26,7 +24,7 @@ def main(address: str, begun: str) -> int:
                 pool, RayClassWithInitArgs(Waiter), role="sleeper", name_prefix="interrupted", detached=True
             ) as group,
         ):
-            group.sleep_long(begun)
+            group.sleep_long(path)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -20,7 +20,7 @@ class Adder(Worker):
         self.amount, self.role = amount, role
 
     @register(Dispatch.ONE_TO_ALL)
-    def place(self) -> tuple[int, int, int]:
+    def rank_and_pid(self) -> tuple[int, int, int]:
         return self.rank, self.world_size, os.getpid()
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -30,7 +30,7 @@ class Adder(Worker):
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def add_later(self, data: DataProto) -> DataProto:
+    def add_async(self, data: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"x": data.batch["x"] + self.amount})
 
     @register(Dispatch.ALL_TO_ALL)
@@ -63,7 +63,7 @@ class Adder(Worker):
 
     @register(Dispatch.ONE_TO_ALL, timeout_s=30)
     def give_up_on(self, rank: int) -> None:
-        """Whoever waits for this rank gives up before its death is noticed."""
+        """Rank `rank` dies; the others time out before Ray reports the death."""
         if self.rank == rank:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -105,14 +105,14 @@ class Doubler(Worker):
 
 
 class QuietAdder(Adder):
-    """Overrides a registered method without marking it again."""
+    """Overrides a registered method without registering it again."""
 
     def own(self, value: int) -> int:
         return -value
 
 
 class Waiter(Worker):
-    """Methods that overlap, and methods that look at what they were given."""
+    """Methods that run concurrently, and methods that return facts about their arguments."""
 
     @register(Dispatch.ONE_TO_ALL)
     async def sleep_async(self, seconds: float) -> int:
@@ -121,7 +121,7 @@ class Waiter(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     async def meet(self, number: int) -> int:
-        """Returns when two calls are inside at once."""
+        """Return when two calls run at once."""
         self.__dict__.setdefault("inside", []).append(number)
         while len(self.inside) < 2:
             await asyncio.sleep(0.005)
@@ -142,7 +142,7 @@ class Waiter(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def count_up(self, start: int) -> DataProto:
-        """Rank r makes r + 1 rows: start, start + 1, ..."""
+        """Return r + 1 rows on rank r: start, start + 1, ..."""
         first = start + self.rank * (self.rank + 1) // 2
         return DataProto.from_dict(tensors={"x": torch.arange(first, first + self.rank + 1)})
 
@@ -163,12 +163,12 @@ class Waiter(Worker):
         return TensorDict({"x": data["x"] * 2}, batch_size=data.batch_size)
 
     @register(Dispatch.ONE_TO_ALL)
-    def neighbours(self) -> list[str]:
+    def roles_in_process(self) -> list[str]:
         return sorted(self.fused_worker_dict)
 
     @register(Dispatch.ONE_TO_ALL, timeout_s=60)
     def reduce_until_killed(self, victim: int) -> None:
-        """Everybody waits in a collective that the victim never joins."""
+        """All other ranks wait in a collective that the victim never joins."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         dist.all_reduce(torch.zeros(1))
@@ -178,7 +178,7 @@ class Waiter(Worker):
 
     @register(Dispatch.ONE_TO_ALL, timeout_s=60)
     def sleep_long(self, path: str) -> None:
-        """Says that it has begun, then sleeps."""
+        """Create the file `path`.RANK, then sleep."""
         with open(f"{path}.{self.rank}", "w"):
             pass
         time.sleep(50)
@@ -192,7 +192,7 @@ class Waiter(Worker):
         return DataProto.from_dict(tensors={"x": data.batch["x"], "rank": torch.full((len(data),), self.rank)})
 
     @register(Dispatch.ONE_TO_ALL)
-    def announce_nobody(self) -> None:
+    def announce_rank_0_only(self) -> None:
         self._register_dispatch_collect_info("mute", self.rank, self.rank == 0)
 
     @register(make_nd_compute_dataproto_dispatch_fn("mute"))
@@ -205,7 +205,7 @@ class Waiter(Worker):
 
 
 class Counter(Worker):
-    """Remembers from call to call."""
+    """Keeps state between calls."""
 
     def __init__(self):
         super().__init__()

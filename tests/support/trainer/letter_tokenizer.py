@@ -1,6 +1,4 @@
-"""A tokenizer with one token per character and a chat template of one character per mark, so that tokens can be counted
-by hand.
-"""
+"""A tokenizer for tests whose tokens can be counted by hand: one token per character and per template mark."""
 
 import string
 
@@ -19,7 +17,7 @@ PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""
 
 
 def letter_tokenizer(chat_template: str | None = PLAIN) -> PreTrainedTokenizerFast:
-    """Return the tokenizer: a user's "hi" becomes `<uhi> `, and `<a` asks for an answer."""
+    """Return the tokenizer: a user's "hi" becomes `<uhi> `, and `<a` starts an answer."""
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

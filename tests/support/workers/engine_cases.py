@@ -1,4 +1,4 @@
-"""Tiny models, batches and losses for the engine's tests, and a plain Hugging Face implementation to compare with.
+"""Tiny models, batches and losses for the engine tests, and a plain Hugging Face implementation to compare with.
 
 Not a test file.
 """
@@ -39,7 +39,7 @@ def save_tiny_qwen2(path, *, tied: bool = True, **overrides) -> str:
 
 
 def save_scorer(policy: str, path) -> str:
-    """Write a reward model: the policy's body with a head of its own."""
+    """Write a reward model: the policy's body with a new head."""
     from transformers import AutoModelForSequenceClassification
 
     with torch.random.fork_rng():
@@ -49,8 +49,9 @@ def save_scorer(policy: str, path) -> str:
 
 
 def make_batch(num_rows: int = 24, seed: int = 0) -> DataProto:
-    """Prompts of 2 to PROMPT tokens, left-padded, responses of 1 to RESPONSE tokens; some response tokens are masked
-    out.
+    """Return prompts of 2 to PROMPT tokens, left-padded, and responses of 1 to RESPONSE tokens.
+
+    Some response tokens are masked out.
     """
     draw = torch.Generator().manual_seed(seed)
     prompts = torch.randint(2, PROMPT + 1, (num_rows, 1), generator=draw)
@@ -89,16 +90,16 @@ def make_engine(path: str, **settings) -> FSDPEngine:
 def train(
     engine: FSDPEngine, batch: DataProto, micro: MicroBatching, *, num_tokens: float, steps: int = 2
 ) -> list[dict[str, float]]:
-    """Take optimizer steps on one batch. Returns what each step reported."""
-    said = []
+    """Apply optimizer steps on one batch and return the result of each step."""
+    reports = []
     for _ in range(steps):
         engine.forward_backward(batch, micro, policy_loss(num_tokens), outputs=("log_probs", "entropy"))
-        said.append(engine.optimizer_step())
-    return said
+        reports.append(engine.optimizer_step())
+    return reports
 
 
 def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Whole gradients by name. Collective."""
+    """Return full gradients by name. Collective."""
     return {name: p.grad.full_tensor().clone() for name, p in engine.model.named_parameters() if p.requires_grad}
 
 
@@ -111,7 +112,7 @@ def num_response_tokens(batch: DataProto) -> float:
 
 
 def plain_outputs(model, batch: DataProto, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-    """Log-probs and entropy as one would write them without an engine: row by row, no padding, all logits."""
+    """Return log-probs and entropy computed without an engine: row by row, no padding, all logits."""
     log_probs, entropy = torch.zeros(len(batch), RESPONSE), torch.zeros(len(batch), RESPONSE)
     for i in range(len(batch)):
         real = batch.batch["attention_mask"][i].bool()

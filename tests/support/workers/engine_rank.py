@@ -1,9 +1,9 @@
-"""One rank of the engine's tests with two processes: computes every case and writes what it found. Not a test file.
+"""One rank of the engine tests on two processes: compute every case and write the results. Not a test file.
 
     python -m tests.support.workers.engine_rank RANK FOLDER
 
-FOLDER holds the models, a checkpoint of a world of one (`one_rank`), and gets a file store, `rank_0.pt`, `rank_1.pt`
-and a checkpoint of a world of two (`two_ranks`).
+FOLDER contains the models and a checkpoint of one rank (`one_rank`). The ranks add a file store, `rank_0.pt`,
+`rank_1.pt` and a checkpoint of two ranks (`two_ranks`).
 """
 
 import sys
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.lora import LoRA
-from hybridrl.workers.engine_snapshot import part_of, put_back
+from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import (
     WHOLE,
     gradients,
@@ -67,7 +67,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def share(batch, rank: int, num_first: int):
-    """The rows of a rank, dealt out of order: rank 0 gets `num_first` of them."""
+    """Return the rows of a rank, in random order: rank 0 gets `num_first` of them."""
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
     return batch.select_idxs(order[:num_first] if rank == 0 else order[num_first:])
 
@@ -81,12 +81,12 @@ def two_steps(rank: int, folder: Path, case) -> dict:
     outputs = engine.forward(mine, micro, outputs=POLICY) | {"number": mine.batch["number"]}
     engine.forward_backward(mine, micro, policy_loss(num_tokens), outputs=POLICY)
     first = gradients(engine)
-    said = [engine.optimizer_step(), *train(engine, mine, micro, num_tokens=num_tokens, steps=1)]
-    return {"outputs": outputs, "gradients": first, "said": said, "weights": whole_weights(engine)}
+    reports = [engine.optimizer_step(), *train(engine, mine, micro, num_tokens=num_tokens, steps=1)]
+    return {"outputs": outputs, "gradients": first, "reports": reports, "weights": whole_weights(engine)}
 
 
 def checkpoints(rank: int, folder: Path, mine, num_tokens: float) -> dict:
-    """Save under two ranks, go on, load again, go on again; load what one rank saved."""
+    """Save on two ranks, continue, load, continue again; then load the checkpoint of one rank."""
     saved = make_engine(str(folder / "tied"))
     train(saved, mine, WHOLE, num_tokens=num_tokens)
     saved.save(str(folder / "two_ranks"))
@@ -112,38 +112,38 @@ def checkpoints(rank: int, folder: Path, mine, num_tokens: float) -> dict:
 
 
 def snapshot(folder: Path, mine) -> bool:
-    """Whether a critic, and a new one, goes on from a snapshot bit for bit.
+    """Return whether a critic, and a new one, continue from a snapshot bit for bit.
 
-    Rank 1 has nothing of the value head's one row.
+    Rank 1 has no part of the value head's one row.
     """
 
-    def goes_on(engine) -> tuple[dict, dict]:
+    def continue_training(engine) -> tuple[dict, dict]:
         engine.forward_backward(mine, WHOLE, lambda out, rows: (out["values"].square().sum(), {}), outputs=("values",))
         return engine.optimizer_step(), whole_weights(engine)
 
-    def made():
+    def new_engine():
         return make_engine(str(folder / "tied"), kind="value")
 
-    engine = made()
-    goes_on(engine)
-    part = part_of(engine)
-    said, wanted = goes_on(engine)
+    engine = new_engine()
+    continue_training(engine)
+    part = take_engine_state(engine)
+    reports, wanted = continue_training(engine)
     same = []
-    for again in (engine, made()):
-        put_back(again, part)
-        its, found = goes_on(again)
-        same.append(its == said and all(torch.equal(found[name], wanted[name]) for name in wanted))
+    for resumed in (engine, new_engine()):
+        load_engine_state(resumed, part)
+        its, found = continue_training(resumed)
+        same.append(its == reports and all(torch.equal(found[name], wanted[name]) for name in wanted))
     return all(same)
 
 
 def too_long(rank: int, folder: Path) -> None:
-    """Only rank 1 has a row that its budget does not allow."""
+    """Call forward where only rank 1 has a row that exceeds its token budget."""
     engine = make_engine(str(folder / "tied"), optim=None)
     engine.forward(make_batch(), MicroBatching(max_tokens=4 if rank == 1 else 40), outputs=POLICY)
 
 
 def refusal(act) -> str:
-    """The error that `act` raises, as text."""
+    """Return the error that `act` raises, as text."""
     try:
         act()
     except HybridRLError as error:

@@ -1,4 +1,4 @@
-"""Tiny models, layouts, and starting processes, for the Megatron engine's tests; imports no megatron-core.
+"""Tiny models, layouts and process starting for the Megatron engine tests; imports no megatron-core.
 
 Not a test file.
 """
@@ -66,7 +66,7 @@ CASES = {
     "qwen3_moe, EP2 x CP2": (2, "qwen3_moe", EP | CP, {}),
 }
 MICRO = MicroBatching(max_rows=5)
-# name: (layout that saved, layout that goes on)
+# name: (layout that saves, layout that continues)
 MOVES = {
     "TP2 to PP2": (TP, PP),
     "PP2 to DP2": (PP, {}),
@@ -97,8 +97,9 @@ EXPERTS = {
 
 
 def save_models(folder: Path, names: Sequence[str]) -> None:
-    """Write the named models into directories of their names, and for each a critic, a value head on its body, into
-    `NAME critic`.
+    """Write the named models into directories of their names.
+
+    For each, write a critic with the same body into `NAME critic`.
     """
     from transformers import (
         AutoModelForCausalLM,
@@ -134,8 +135,9 @@ def save_models(folder: Path, names: Sequence[str]) -> None:
 
 
 def run_ranks(module: str, num_ranks: int, *words: object, log: Path, timeout_s: float) -> None:
-    """Run `python -m module RANK NUM_RANKS words...` once per rank; raises AssertionError with what they wrote if one
-    fails.
+    """Run `python -m module RANK NUM_RANKS words...` once per rank.
+
+    Raises AssertionError with the processes' output if one fails.
     """
     command = [sys.executable, "-W", "ignore", "-m", module]
     with open(log, "w+") as file:
@@ -159,8 +161,8 @@ def value_loss(outputs, rows):
     return loss, {"loss": loss}
 
 
-def everywhere(batch: DataProto) -> DataProto:
-    """The batch with every token that has one before it counted as response, (B, L - 1)."""
+def all_tokens_as_response(batch: DataProto) -> DataProto:
+    """Return the batch with every token except a row's first as response, (B, L - 1)."""
     real = batch.batch["attention_mask"]
     columns = {
         "input_ids": batch.batch["input_ids"],
@@ -171,10 +173,10 @@ def everywhere(batch: DataProto) -> DataProto:
 
 
 def ppo_losses(rows: DataProto, start: dict[str, torch.Tensor], *, num_tokens: float) -> tuple[LossFn, LossFn]:
-    """Losses of actor and critic of a PPO step on these rows, to which it adds the columns that they read.
+    """Return the actor and critic losses of a PPO step on these rows, and add their columns to the rows.
 
-    start: "log_probs" and "values" of the rows before the step. Advantages are what they are; a return is advantage
-    plus value.
+    Args:
+        start: "log_probs" and "values" of the rows before the step. Advantages stay; a return is advantage plus value.
     """
     rows.batch["old_log_probs"] = rows.batch["ref_log_prob"] = start["log_probs"]
     rows.batch["values"], rows.batch["returns"] = start["values"], rows.batch["advantages"] + start["values"]

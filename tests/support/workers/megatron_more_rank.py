@@ -1,9 +1,10 @@
-"""One rank of two: the Megatron engine's heads, its bfloat16, its refusals, and checkpoints that change layout. Not a
-test file.
+"""One rank of two: the Megatron engine's heads, bfloat16, refusals, and checkpoints under another layout.
+
+Not a test file.
 
     python -m tests.support.workers.megatron_more_rank RANK WORLD FOLDER
 
-FOLDER has the models, and gets a file store, checkpoints and, of rank 0, `more.pt`.
+FOLDER contains the models. The ranks add a file store and checkpoints, and rank 0 `more.pt`.
 """
 
 import sys
@@ -15,8 +16,8 @@ import torch.distributed as dist
 
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.engine.base import MicroBatching
-from hybridrl.workers.engine.megatron.parallel_groups import leave_layout
-from hybridrl.workers.engine_snapshot import part_of, put_back
+from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel
+from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import make_batch, num_response_tokens, train, whole_weights
 from tests.support.workers.megatron_models import CP, MICRO, MOVES, PLAIN, POLICY, PP, SP, TP, value_loss
 from tests.support.workers.megatron_rank import make_engine, rows_of
@@ -25,7 +26,7 @@ OFFLOADED = {"dtype": "bfloat16", "param_offload": True, "optimizer_offload": Tr
 
 
 def heads(folder: Path) -> dict:
-    """Values and scores of a policy's body under two layouts."""
+    """Return values and scores of a policy's body under several layouts."""
     found: dict = {}
     for name, layout in {"TP2+SP": SP, "PP2": PP, "CP2": CP}.items():
         critic = make_engine(str(folder / "qwen2 critic"), layout, kind="value")
@@ -38,12 +39,12 @@ def heads(folder: Path) -> dict:
         found[f"new head, {name}"] = whole_weights(
             make_engine(str(folder / "qwen2"), layout, kind="value", optim=None)
         )["score.weight"]
-        leave_layout()
+        destroy_model_parallel()
     return found
 
 
-def narrow(folder: Path) -> dict:
-    """Grad norms in bfloat16, of a policy and of a critic, whose head stays float32."""
+def in_bfloat16(folder: Path) -> dict:
+    """Return grad norms in bfloat16, of a policy and of a critic, whose head stays float32."""
     batch, found = make_batch(), {}
     for name, layout in {"TP2": TP, "DP2": {}, "PP2": PP | PLAIN}.items():
         engine = make_engine(str(folder / "qwen2"), layout, dtype="bfloat16")
@@ -51,12 +52,12 @@ def narrow(folder: Path) -> dict:
         critic = make_engine(str(folder / "qwen2 critic"), layout, kind="value", dtype="bfloat16")
         critic.forward_backward(rows_of(critic, batch), MICRO, value_loss, outputs=("values",))
         found[f"bfloat16 critic, {name}"] = critic.optimizer_step()
-        leave_layout()
+        destroy_model_parallel()
     return found
 
 
 def moves(folder: Path) -> dict:
-    """Save under one layout, go on; load under another, go on there."""
+    """Save under one layout and continue; load under another and continue there."""
     found = {}
     batch, num_tokens = make_batch(), num_response_tokens(make_batch())
     for name, (before, after) in MOVES.items():
@@ -67,45 +68,45 @@ def moves(folder: Path) -> dict:
         train(engine, rows_of(engine, batch), MICRO, num_tokens=num_tokens)
         engine.save(str(directory))
         train(engine, rows_of(engine, batch), MICRO, num_tokens=num_tokens)
-        went_on = whole_weights(engine)
-        leave_layout()
+        continued = whole_weights(engine)
+        destroy_model_parallel()
         engine = make_engine(str(folder / "four layers"), after)
         engine.load(str(directory))
-        said = train(engine, rows_of(engine, batch), MICRO, num_tokens=num_tokens)
-        found[name] = (went_on, whole_weights(engine), said)
-        leave_layout()
+        reports = train(engine, rows_of(engine, batch), MICRO, num_tokens=num_tokens)
+        found[name] = (continued, whole_weights(engine), reports)
+        destroy_model_parallel()
     return found
 
 
 def snapshots(folder: Path) -> dict[str, bool]:
-    """Whether an engine, and a new one, goes on from a snapshot bit for bit as the first did after it."""
+    """Return whether an engine, and a new one, continue from a snapshot bit for bit."""
     found = {}
     batch, num_tokens = make_batch(), num_response_tokens(make_batch())
     layouts = {"TP2": (TP, {}), "PP2": (PP | PLAIN, {}), "DP2": ({}, {}), "DP2, bfloat16, offloaded": ({}, OFFLOADED)}
     for name, (layout, settings) in layouts.items():
 
-        def made(layout=layout, settings=settings):
+        def new_engine(layout=layout, settings=settings):
             return make_engine(str(folder / "four layers"), layout, **settings)
 
-        def goes_on(engine):
-            said = train(engine, rows_of(engine, batch), MICRO, num_tokens=num_tokens)
-            return [step["grad_norm"] for step in said], whole_weights(engine)
+        def continue_training(engine):
+            reports = train(engine, rows_of(engine, batch), MICRO, num_tokens=num_tokens)
+            return [step["grad_norm"] for step in reports], whole_weights(engine)
 
-        engine = made()
-        first = part_of(engine)
-        goes_on(engine)
-        part = part_of(engine)
-        norms, wanted = goes_on(engine)
+        engine = new_engine()
+        first = take_engine_state(engine)
+        continue_training(engine)
+        part = take_engine_state(engine)
+        norms, wanted = continue_training(engine)
         same = []
-        for again in (engine, made()):
-            put_back(again, part)
-            its_norms, its = goes_on(again)
+        for resumed in (engine, new_engine()):
+            load_engine_state(resumed, part)
+            its_norms, its = continue_training(resumed)
             same.append(its_norms == norms and all(torch.equal(its[key], wanted[key]) for key in wanted))
-            put_back(again, first)
-            goes_on(again)
-            same.append(bool((part_of(again)["tensors"] == part["tensors"]).all()))
+            load_engine_state(resumed, first)
+            continue_training(resumed)
+            same.append(bool((take_engine_state(resumed)["tensors"] == part["tensors"]).all()))
         found[name] = all(same)
-        leave_layout()
+        destroy_model_parallel()
     return found
 
 
@@ -117,26 +118,26 @@ def refusals(folder: Path) -> dict[str, str]:
         batch, MICRO, lambda out, rows: (out["log_probs"].sum() * float("inf"), {}), outputs=POLICY[:1]
     )
     skipped = engine.optimizer_step()
-    said = {
+    reports = {
         "skipped": skipped,
         "unchanged": all(torch.equal(tensor, before[name]) for name, tensor in whole_weights(engine).items()),
     }
     train(engine, batch, MICRO, num_tokens=num_response_tokens(batch), steps=1)
-    said["other layout"] = refusal(lambda: make_engine(str(folder / "qwen2"), PP))
-    said["too long"] = refusal(
+    reports["other layout"] = refusal(lambda: make_engine(str(folder / "qwen2"), PP))
+    reports["too long"] = refusal(
         lambda: engine.forward(batch, MicroBatching(max_tokens=4 if dist.get_rank() else 40), outputs=POLICY)
     )
-    said["no checkpoint"] = refusal(lambda: engine.load(str(folder / "qwen2")))
-    leave_layout()
-    said["one word less"] = refusal(lambda: make_engine(str(folder / "one word less"), TP))
-    leave_layout()
-    said["three anew"] = refusal(lambda: make_engine(str(folder / "qwen2"), {"tensor_model_parallel_size": 3}))
-    said["sliding"] = refusal(lambda: make_engine(str(folder / "sliding"), {}))
-    return said
+    reports["no checkpoint"] = refusal(lambda: engine.load(str(folder / "qwen2")))
+    destroy_model_parallel()
+    reports["one word less"] = refusal(lambda: make_engine(str(folder / "one word less"), TP))
+    destroy_model_parallel()
+    reports["three anew"] = refusal(lambda: make_engine(str(folder / "qwen2"), {"tensor_model_parallel_size": 3}))
+    reports["sliding"] = refusal(lambda: make_engine(str(folder / "sliding"), {}))
+    return reports
 
 
 def refusal(act) -> str:
-    """The error that `act` raises, as text."""
+    """Return the error that `act` raises, as text."""
     try:
         act()
     except HybridRLError as error:
@@ -150,7 +151,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=150))
     found = {
         **heads(folder),
-        **narrow(folder),
+        **in_bfloat16(folder),
         "moves": moves(folder),
         "snapshots": snapshots(folder),
         "refusals": refusals(folder),

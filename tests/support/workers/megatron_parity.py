@@ -3,10 +3,10 @@
     python -m tests.support.workers.megatron_parity                 every layout, up to four processes each
     python -m tests.support.workers.megatron_parity TP2 "CP2 x DP2"   some of them, by name
 
-A line is an engine and a layout: the largest difference from a Hugging Face model in float32 that does the same without
-an engine. Of logits: over the whole vocabulary, at every token that predicts another. Of PPO: the losses of actor
-(clipped surrogate, entropy bonus, KL) and critic in both epochs of one step. `test_engine_megatron.py` asserts what is
-printed here.
+A row is an engine and a layout. Its numbers are the largest differences from a Hugging Face model in float32 that does
+the same without an engine. Logits are compared over the whole vocabulary, at every token that predicts another. For
+PPO, the losses of actor (clipped surrogate, entropy bonus, KL) and critic are compared in both epochs of one step.
+`tests/workers/engine/test_megatron.py` asserts these numbers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.support.workers.megatron_models import (
     POLICY,
     PPO_EPOCHS,
     STEPS,
-    everywhere,
+    all_tokens_as_response,
     ppo_losses,
     run_ranks,
     save_models,
@@ -44,7 +44,7 @@ TITLES = ("logits", "log-probs", "entropy", "gradients", f"parameters, {STEPS} s
 def compare(folder: Path, case: str, expected: dict) -> tuple[dict[str, float], dict]:
     """Run a case on processes of its own.
 
-    Returns (the largest difference from `expected` by what is compared, what rank 0 found).
+    Returns the largest differences from `expected`, by quantity, and the results of rank 0.
     """
     run_ranks(
         "tests.support.workers.megatron_rank",
@@ -66,15 +66,15 @@ def compare(folder: Path, case: str, expected: dict) -> tuple[dict[str, float], 
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest of all tensors of the same names."""
+    """Return the largest difference over all tensors of the same names."""
     assert found.keys() == expected.keys()
     return max(
         (found[name] - expected[name]).abs().max().item() for name in expected if not name.endswith(UNDETERMINED)
     )
 
 
-def by_hand(folder: Path, name: str) -> dict:
-    """What a Hugging Face model computes, and what it becomes in STEPS steps."""
+def hf_reference(folder: Path, name: str) -> dict:
+    """Return what a Hugging Face model computes, and its weights after STEPS steps."""
     from transformers import AutoModelForCausalLM
 
     batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
@@ -88,12 +88,12 @@ def by_hand(folder: Path, name: str) -> dict:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)))
         optimizer.step()
         optimizer.zero_grad()
-    weights = one_by_one(dict(model.named_parameters()))
-    return {"logits": logits, "outputs": start, "gradients": one_by_one(first), "norms": norms, "weights": weights}
+    weights = split_experts(dict(model.named_parameters()))
+    return {"logits": logits, "outputs": start, "gradients": split_experts(first), "norms": norms, "weights": weights}
 
 
-def ppo_by_hand(folder: Path, name: str) -> list[float]:
-    """The losses of actor and critic in every epoch of one PPO step."""
+def hf_ppo_losses(folder: Path, name: str) -> list[float]:
+    """Return the losses of actor and critic in every epoch of one PPO step."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     batch = make_batch()
@@ -121,8 +121,8 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, weight_decay=OPTIM.weight_decay, betas=OPTIM.betas)
 
 
-def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts, which transformers keeps in one tensor, under the names they have on disk."""
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return experts, which transformers keeps in one tensor, under their names on disk."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
@@ -140,8 +140,8 @@ def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def plain_logits(model: torch.nn.Module, batch: DataProto) -> torch.Tensor:
-    """Logits (B, L - 1, V) before every token that has one before it, 0 elsewhere, row by row."""
-    wanted = everywhere(batch).batch["response_mask"].bool()
+    """Return logits (B, L - 1, V) before every token except a row's first, 0 elsewhere."""
+    wanted = all_tokens_as_response(batch).batch["response_mask"].bool()
     logits = torch.zeros(*wanted.shape, model.config.vocab_size)
     for row, real in enumerate(batch.batch["attention_mask"].bool()):
         ids = batch.batch["input_ids"][row][real]
@@ -150,7 +150,7 @@ def plain_logits(model: torch.nn.Module, batch: DataProto) -> torch.Tensor:
 
 
 def plain_values(model: torch.nn.Module, batch: DataProto) -> dict[str, torch.Tensor]:
-    """Values (B, R) of the state before each response token, 0 off the mask, row by row."""
+    """Return values (B, R) of the state before each response token, 0 off the mask."""
     mask = batch.batch["response_mask"].bool()
     rows = []
     for real, ids, kept in zip(batch.batch["attention_mask"].bool(), batch.batch["input_ids"], mask, strict=True):
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_models(folder, list(models))
-        expected = {model: by_hand(folder, model) | {"ppo": ppo_by_hand(folder, model)} for model in models}
+        expected = {model: hf_reference(folder, model) | {"ppo": hf_ppo_losses(folder, model)} for model in models}
         for case in chosen:
             processes, model, _, _ = CASES[case]
             differences, _ = compare(folder, case, expected[model])

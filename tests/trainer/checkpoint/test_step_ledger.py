@@ -1,4 +1,4 @@
-"""The step ledger: what it adds up to, what it refuses, and what a killed process or a full disk leaves of it."""
+"""The step ledger: its audit, its refusals, and its state after a killed process or a full disk."""
 
 import json
 import os
@@ -8,14 +8,14 @@ import pytest
 
 from hybridrl.errors import CheckpointError
 from hybridrl.framework import OnlineRLContext, Task, stage
-from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, account, main, read_ledger
+from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, audit, main, read_ledger
 
-TAKEN = {"actor": [4, 4]}
+NUM_UPDATES = {"actor": [4, 4]}
 
 
-def end(ledger: StepLedger, step: int, updates: int, *, prompts: list[int], epoch: int = 0) -> None:
-    """A step after which the actor has so many optimizer steps in its weights."""
-    ledger.note("actor", {"actor/num_updates": [updates - 1.0, float(updates)]}, prefix="actor")
+def run_step(ledger: StepLedger, step: int, updates: int, *, prompts: list[int], epoch: int = 0) -> None:
+    """Record a step after which the actor has `updates` optimizer steps in its weights."""
+    ledger.record_update("actor", {"actor/num_updates": [updates - 1.0, float(updates)]}, prefix="actor")
     ledger.end_step(step, epoch=epoch, prompts=prompts)
 
 
@@ -23,39 +23,39 @@ def ledger_of(folder, *, rows: int = 4) -> StepLedger:
     return StepLedger(str(folder), rows=rows)
 
 
-def begun(folder) -> StepLedger:
-    """A ledger of two steps with two prompts and two optimizer steps each, and what its commits hold."""
+def two_steps(folder) -> StepLedger:
+    """Return a ledger of two steps with two prompts and two optimizer steps each."""
     ledger = ledger_of(folder)
-    ledger.begin()
-    end(ledger, 1, 2, prompts=[2, 0])
-    end(ledger, 2, 4, prompts=[3, 1])
+    ledger.start()
+    run_step(ledger, 1, 2, prompts=[2, 0])
+    run_step(ledger, 2, 4, prompts=[3, 1])
     return ledger
 
 
-def told(folder):
-    return account(read_ledger(str(folder / FILE)))
+def audit_of(folder):
+    return audit(read_ledger(str(folder / FILE)))
 
 
-def test_steps_that_a_killed_process_had_done_behind_its_last_commit_do_not_count(tmp_path):
-    ledger = begun(tmp_path)
-    committed = ledger.commit(TAKEN)
-    end(ledger, 3, 6, prompts=[1, 0], epoch=1)  # killed before this one is committed
+def test_steps_that_a_killed_process_did_not_commit_do_not_count(tmp_path):
+    ledger = two_steps(tmp_path)
+    committed = ledger.commit(NUM_UPDATES)
+    run_step(ledger, 3, 6, prompts=[1, 0], epoch=1)  # killed before this one is committed
     successor = ledger_of(tmp_path)
-    successor.go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
-    end(successor, 3, 6, prompts=[1, 0], epoch=1)
-    result = told(tmp_path)
-    assert result.problems() == [] and sorted(result.steps) == [1, 2, 3] and result.again == 1
+    successor.resume_from(committed, path="global_step_2", step=2, num_updates=NUM_UPDATES)
+    run_step(successor, 3, 6, prompts=[1, 0], epoch=1)
+    result = audit_of(tmp_path)
+    assert result.problems() == [] and sorted(result.steps) == [1, 2, 3] and result.num_repeated == 1
     assert "runs of a stage per step: 0" in str(result)  # nothing was wrapped here
     assert "every stage and every prompt exactly once" in str(result)
 
 
-def test_what_did_not_happen_once_is_named(tmp_path):
+def test_what_did_not_happen_exactly_once_is_named(tmp_path):
     ledger = ledger_of(tmp_path)
-    ledger.begin()
-    end(ledger, 1, 2, prompts=[2, 0])
-    end(ledger, 3, 4, prompts=[2, 1])
-    end(ledger, 4, 6, prompts=[0], epoch=1)
-    assert told(tmp_path).problems() == [
+    ledger.start()
+    run_step(ledger, 1, 2, prompts=[2, 0])
+    run_step(ledger, 3, 4, prompts=[2, 1])
+    run_step(ledger, 4, 6, prompts=[0], epoch=1)
+    assert audit_of(tmp_path).problems() == [
         "step 2 is missing",
         "epoch 0: prompts [2] were used more than once (1 in all)",
         "epoch 0: prompts [3] were not used (1 in all)",
@@ -64,133 +64,133 @@ def test_what_did_not_happen_once_is_named(tmp_path):
 
 def test_runs_of_stages_that_are_not_pure_are_counted(tmp_path):
     ledger = ledger_of(tmp_path)
-    ledger.begin()
+    ledger.start()
 
     @stage("update", pure=False)
     def update(ctx):
         pass
 
-    @stage("look")
-    def look(ctx):
+    @stage("read")
+    def read(ctx):
         pass
 
     @stage("log")
     def log(ctx):
         ctx.metrics |= ledger.metrics()
-        end(ledger, ctx.total_step + 1, ctx.total_step + 1, prompts=[ctx.total_step + 1])
+        run_step(ledger, ctx.total_step + 1, ctx.total_step + 1, prompts=[ctx.total_step + 1])
 
     counted = ledger(update)
-    assert ledger(look) is look
+    assert ledger(read) is read
     with Task(ctx=OnlineRLContext()) as task:
-        task.use(counted).use(ledger(look)).use(log)
+        task.use(counted).use(ledger(read)).use(log)
         task.run(max_step=1)
-        assert task.ctx.metrics == {"ledger/runs_per_stage": 1.0} and told(tmp_path).problems() == []
+        assert task.ctx.metrics == {"ledger/runs_per_stage": 1.0} and audit_of(tmp_path).problems() == []
         task.use(counted)
         task.run(max_step=2)
-    assert told(tmp_path).problems() == ["step 3: update ran 2 times"]
+    assert audit_of(tmp_path).problems() == ["step 3: update ran 2 times"]
 
 
-def test_weights_with_other_updates_than_the_ledger_knows_of_are_not_committed(tmp_path):
-    ledger = begun(tmp_path)
+def test_weights_with_other_updates_than_the_ledger_are_not_committed(tmp_path):
+    ledger = two_steps(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"the actor has \[5\] optimizer steps in its weights after step 2, .* knows of 4"
+        CheckpointError, match=r"the actor has \[5\] optimizer steps in its weights after step 2, .* has 4"
     ):
         ledger.commit({"actor": [5, 5]})
     with pytest.raises(CheckpointError, match=r"\[3, 4\]"):
         ledger.commit({"actor": [4, 3]})
-    committed = ledger.commit(TAKEN)
+    committed = ledger.commit(NUM_UPDATES)
     with pytest.raises(CheckpointError, match="an update ran twice, or not at all"):
-        ledger_of(tmp_path).go_on_from(committed, path=None, step=2, taken={"actor": [2, 2]})
+        ledger_of(tmp_path).resume_from(committed, path=None, step=2, num_updates={"actor": [2, 2]})
 
 
-def test_a_commit_older_than_the_ledger_is_gone_on_from(tmp_path):
+def test_a_run_resumes_from_a_checkpoint_older_than_its_ledger(tmp_path):
     ledger = ledger_of(tmp_path)
-    ledger.go_on_from(None, path="global_step_7", step=7, taken={"actor": [14]})
-    end(ledger, 8, 16, prompts=[0], epoch=3)
+    ledger.resume_from(None, path="global_step_7", step=7, num_updates={"actor": [14]})
+    run_step(ledger, 8, 16, prompts=[0], epoch=3)
     ledger.commit({"actor": [16]})
-    assert told(tmp_path).problems() == [] and sorted(told(tmp_path).steps) == [8]
+    assert audit_of(tmp_path).problems() == [] and sorted(audit_of(tmp_path).steps) == [8]
 
 
 def test_a_half_written_last_line_is_cut_off_and_damage_elsewhere_is_named(tmp_path):
-    ledger = begun(tmp_path)
-    committed = ledger.commit(TAKEN)
+    ledger = two_steps(tmp_path)
+    committed = ledger.commit(NUM_UPDATES)
     path = tmp_path / FILE
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 3, "epo')
     successor = ledger_of(tmp_path)
-    successor.go_on_from(committed, path=None, step=2, taken=TAKEN)
+    successor.resume_from(committed, path=None, step=2, num_updates=NUM_UPDATES)
     assert path.read_bytes() == whole
-    end(successor, 3, 6, prompts=[0], epoch=1)
+    run_step(successor, 3, 6, prompts=[0], epoch=1)
     assert path.read_bytes().startswith(whole) and len(read_ledger(str(path))) == 5
     lines = path.read_text().splitlines()
     entry = json.loads(lines[1])
     path.write_text("\n".join([lines[0], json.dumps(entry | {"prompts": [2, 1]}), *lines[2:]]) + "\n")
     with pytest.raises(CheckpointError, match=r"ledger.jsonl is damaged in line 2; move it away"):
-        ledger_of(tmp_path).go_on_from(committed, path=None, step=2, taken=TAKEN)
-    path.write_text("\n".join([lines[0], *lines[2:]]) + "\n")  # a line that is gone is damage, too
+        ledger_of(tmp_path).resume_from(committed, path=None, step=2, num_updates=NUM_UPDATES)
+    path.write_text("\n".join([lines[0], *lines[2:]]) + "\n")  # a missing line is damage, too
     with pytest.raises(CheckpointError, match="damaged in line 2"):
         read_ledger(str(path))
 
 
-def test_the_ledger_of_another_run_is_refused(tmp_path):
-    committed = begun(tmp_path / "one").commit(TAKEN)
+def test_the_ledger_of_another_run_is_rejected(tmp_path):
+    committed = two_steps(tmp_path / "one").commit(NUM_UPDATES)
     other = ledger_of(tmp_path / "two")
-    other.begin()
-    end(other, 1, 4, prompts=[0])
+    other.start()
+    run_step(other, 1, 4, prompts=[0])
     with pytest.raises(CheckpointError, match="it is the ledger of another run"):
-        ledger_of(tmp_path / "two").go_on_from(committed, path=None, step=2, taken=TAKEN)
+        ledger_of(tmp_path / "two").resume_from(committed, path=None, step=2, num_updates=NUM_UPDATES)
 
 
-def test_lines_that_a_full_disk_did_not_take_are_written_later_and_a_commit_waits_for_them(tmp_path):
-    ledger = begun(tmp_path)
+def test_lines_that_a_full_disk_rejected_are_written_later_and_a_commit_requires_them(tmp_path):
+    ledger = two_steps(tmp_path)
     size = os.path.getsize(tmp_path / FILE)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
     try:
-        end(ledger, 3, 6, prompts=[0], epoch=1)
+        run_step(ledger, 3, 6, prompts=[0], epoch=1)
         with pytest.raises(OSError):
             ledger.commit({"actor": [6]})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.path.getsize(tmp_path / FILE) == size  # no half line
-    end(ledger, 4, 8, prompts=[1], epoch=1)
+    run_step(ledger, 4, 8, prompts=[1], epoch=1)
     ledger.commit({"actor": [8]})
-    assert sorted(told(tmp_path).steps) == [1, 2, 3, 4] and told(tmp_path).problems() == []
+    assert sorted(audit_of(tmp_path).steps) == [1, 2, 3, 4] and audit_of(tmp_path).problems() == []
 
 
-def test_who_only_looks_leaves_no_trace_and_what_no_worker_tells_of_is_not_compared(tmp_path):
-    ledger = begun(tmp_path)
-    committed = ledger.commit(TAKEN)
+def test_a_run_without_steps_writes_nothing_and_roles_without_reports_are_not_compared(tmp_path):
+    ledger = two_steps(tmp_path)
+    committed = ledger.commit(NUM_UPDATES)
     size = os.path.getsize(tmp_path / FILE)
-    ledger_of(tmp_path).go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
+    ledger_of(tmp_path).resume_from(committed, path="global_step_2", step=2, num_updates=NUM_UPDATES)
     assert os.path.getsize(tmp_path / FILE) == size
     own = ledger_of(tmp_path)
-    own.go_on_from(committed, path="global_step_2", step=2, taken=TAKEN)
-    own.end_step(3, epoch=None, prompts=[])  # stages of the user's own
-    assert own.commit({"actor": [7, 7]})["updates"] == {"actor": 7} and told(tmp_path).problems() == []
+    own.resume_from(committed, path="global_step_2", step=2, num_updates=NUM_UPDATES)
+    own.end_step(3, epoch=None, prompts=[])  # custom stages
+    assert own.commit({"actor": [7, 7]})["updates"] == {"actor": 7} and audit_of(tmp_path).problems() == []
 
 
-def test_a_step_that_is_begun_again_in_the_same_process_counts_once(tmp_path):
-    ledger = begun(tmp_path)
-    end(ledger, 3, 6, prompts=[1, 0], epoch=1)
-    ledger.note("actor", {"actor/num_updates": [8.0]}, prefix="actor")  # in the middle of step 4 a process is lost
-    ledger.go_back(2)
-    end(ledger, 3, 6, prompts=[1, 0], epoch=1)
+def test_a_step_that_is_retried_in_the_same_process_counts_once(tmp_path):
+    ledger = two_steps(tmp_path)
+    run_step(ledger, 3, 6, prompts=[1, 0], epoch=1)
+    ledger.record_update("actor", {"actor/num_updates": [8.0]}, prefix="actor")  # a process is lost during step 4
+    ledger.rewind(2)
+    run_step(ledger, 3, 6, prompts=[1, 0], epoch=1)
     assert ledger.commit({"actor": [6, 6]})["updates"] == {"actor": 6}
-    assert told(tmp_path).problems() == [] and told(tmp_path).again == 1
+    assert audit_of(tmp_path).problems() == [] and audit_of(tmp_path).num_repeated == 1
 
 
-def test_the_command_says_what_the_ledger_says(tmp_path, capsys):
+def test_the_command_prints_the_audit(tmp_path, capsys):
     assert (
         main([str(tmp_path)]) == 2
         and "usage: python -m hybridrl.trainer.checkpoint.step_ledger RUN" in capsys.readouterr().err
     )
-    ledger = begun(tmp_path)
+    ledger = two_steps(tmp_path)
     assert (
         main([str(tmp_path)]) == 0
         and "prompts per epoch, of 4: 4\nevery stage and every prompt exactly once\n" in capsys.readouterr().out
     )
-    end(ledger, 4, 6, prompts=[0], epoch=1)
+    run_step(ledger, 4, 6, prompts=[0], epoch=1)
     assert main([str(tmp_path)]) == 1 and capsys.readouterr().out.endswith("step 3 is missing\n")
     with open(tmp_path / FILE, "a") as file:
         file.write("{}\n")

@@ -1,4 +1,4 @@
-"""What a commit is, which commits stay, and from which one a run goes on."""
+"""Checkpoints on storage: what is committed, which ones stay, and which one a run resumes from."""
 
 import json
 import os
@@ -7,7 +7,12 @@ import pytest
 
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.trainer.checkpoint.store import CheckpointStore, check_engine_state, find_resume, verify
+from hybridrl.trainer.checkpoint.store import (
+    CheckpointStore,
+    check_engine_state,
+    find_resume_checkpoint,
+    verify_manifest,
+)
 
 
 def write(content: str = "weights"):
@@ -37,9 +42,9 @@ def test_the_newest_commits_stay_and_the_one_just_made_always(tmp_path):
 
 def test_a_step_that_is_committed_is_not_replaced(tmp_path):
     store = store_with(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="global_step_3 is there already"):
+    with pytest.raises(CheckpointError, match="global_step_3 exists already"):
         store.commit(3, write("others"))
-    assert verify(store.path(3)) == 3 and (tmp_path / "global_step_3/actor/.metadata").read_text() == "weights"
+    assert verify_manifest(store.path(3)) == 3 and (tmp_path / "global_step_3/actor/.metadata").read_text() == "weights"
 
 
 def test_a_failed_write_leaves_no_commit(tmp_path):
@@ -55,7 +60,7 @@ def test_a_failed_write_leaves_no_commit(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["lacks", "is damaged"])
-def test_a_changed_commit_is_refused_with_the_way_out(tmp_path, harm):
+def test_a_changed_checkpoint_is_rejected_with_a_hint(tmp_path, harm):
     path = store_with(tmp_path, 1, 2).path(2)
     victim = os.path.join(path, "actor", "__0_0.distcp")
     if harm == "lacks":
@@ -65,55 +70,61 @@ def test_a_changed_commit_is_refused_with_the_way_out(tmp_path, harm):
             f.write("Weights")
     with pytest.raises(
         CheckpointError,
-        match=f"{harm}.*remove the whole checkpoint: trainer.resume_mode=auto goes on from the one before",
+        match=f"{harm}.*remove the whole checkpoint: trainer.resume_mode=auto resumes from the one before",
     ):
-        verify(path)
+        verify_manifest(path)
 
 
-def test_a_run_goes_on_from_the_newest_commit_or_the_one_it_is_given(tmp_path):
+def test_a_run_resumes_from_the_newest_checkpoint_or_the_given_one(tmp_path):
     store = store_with(tmp_path / "run", 2, 10)
-    assert find_resume(store, TrainerConfig(save_freq=1)) == store.path(10)
+    assert find_resume_checkpoint(store, TrainerConfig(save_freq=1)) == store.path(10)
     empty = CheckpointStore(str(tmp_path / "branch"))
     branch = TrainerConfig(save_freq=1, resume_mode="resume_path", resume_from_path=store.path(2))
-    assert find_resume(empty, branch) == store.path(2)
-    assert find_resume(empty, TrainerConfig(save_freq=1)) is None
+    assert find_resume_checkpoint(empty, branch) == store.path(2)
+    assert find_resume_checkpoint(empty, TrainerConfig(save_freq=1)) is None
 
 
 @pytest.mark.parametrize("mode", ["disable", "resume_path"])
-def test_a_run_does_not_mix_its_commits_with_later_ones_of_another(tmp_path, mode):
+def test_a_run_does_not_mix_its_checkpoints_with_later_ones_of_another(tmp_path, mode):
     store = store_with(tmp_path, 2, 4)
     start = store.path(2) if mode == "resume_path" else None
     with pytest.raises(ConfigError, match="newest of step 4; set trainer.default_local_dir"):
-        find_resume(store, TrainerConfig(save_freq=1, resume_mode=mode, resume_from_path=start))
+        find_resume_checkpoint(store, TrainerConfig(save_freq=1, resume_mode=mode, resume_from_path=start))
     assert (
-        find_resume(store, TrainerConfig(save_freq=-1, resume_mode=mode, resume_from_path=start)) == start
-    )  # it commits nothing
+        find_resume_checkpoint(store, TrainerConfig(save_freq=-1, resume_mode=mode, resume_from_path=start)) == start
+    )  # it saves nothing
     assert (
-        find_resume(store, TrainerConfig(save_freq=1, val_only=True, resume_mode=mode, resume_from_path=start)) == start
+        find_resume_checkpoint(
+            store, TrainerConfig(save_freq=1, val_only=True, resume_mode=mode, resume_from_path=start)
+        )
+        == start
     )
     newest = store.path(4)
-    assert find_resume(store, TrainerConfig(save_freq=1, resume_mode="resume_path", resume_from_path=newest)) == newest
+    assert (
+        find_resume_checkpoint(store, TrainerConfig(save_freq=1, resume_mode="resume_path", resume_from_path=newest))
+        == newest
+    )
 
 
-def test_what_is_no_commit_is_refused(tmp_path):
+def test_a_directory_without_manifest_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="it has no manifest.json"):
-        verify(str(tmp_path))
+        verify_manifest(str(tmp_path))
     store_with(tmp_path, 1)
     manifest = json.loads((tmp_path / "global_step_1/manifest.json").read_text())
     assert manifest["step"] == 1 and set(manifest["files"]) == {"actor/.metadata", "actor/__0_0.distcp"}
 
 
-def test_a_commit_without_engine_state_is_refused(tmp_path):
-    def only_the_drivers(directory: str) -> None:
+def test_a_checkpoint_without_engine_state_is_rejected(tmp_path):
+    def only_the_drivers_part(directory: str) -> None:
         with open(os.path.join(directory, "trainer.json"), "w", encoding="utf-8") as f:
             f.write("{}")
 
-    path = CheckpointStore(str(tmp_path)).commit(3, only_the_drivers)
+    path = CheckpointStore(str(tmp_path)).commit(3, only_the_drivers_part)
     with pytest.raises(CheckpointError, match="holds no engine state; restore it, or remove"):
-        verify(path)
+        verify_manifest(path)
 
 
-def test_state_that_other_machines_kept_to_themselves_is_noticed(tmp_path):
+def test_state_that_other_machines_wrote_to_their_own_disks_is_detected(tmp_path):
     write()(str(tmp_path))
     check_engine_state(str(tmp_path / "actor"), num_ranks=1)
     with pytest.raises(CheckpointError, match=r"lacks the state of ranks \[1, 2\].*trainer.default_local_dir"):

@@ -1,4 +1,4 @@
-"""Prompts: which tokens a row becomes, what is refused, and how rows become a batch."""
+"""Prompts: the tokens of a row, rejected rows, and batches of rows."""
 
 import logging
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_a_prompt_is_its_messages_in_the_chat_template_with_the_generation_promp
     assert dataset[0]["raw_prompt"] == turns
 
 
-def test_a_string_is_what_a_user_says_or_plain_text_without_a_template(tmp_path):
+def test_a_string_is_a_user_message_or_plain_text_without_a_template(tmp_path):
     file = write(tmp_path / "a.parquet", {"question": "hi"})
     config = replace(CONFIG, prompt_key="question")
     assert prompts_of(RLHFDataset(file, letter_tokenizer(), config)) == [ids("<uhi> <a")]
@@ -45,7 +45,7 @@ def test_a_string_is_what_a_user_says_or_plain_text_without_a_template(tmp_path)
     assert RLHFDataset(file, letter_tokenizer(None), config)[0]["raw_prompt"] == user("hi")
 
 
-def test_a_row_carries_what_its_reward_needs_and_its_index(tmp_path):
+def test_a_row_has_the_columns_for_its_reward_and_its_index(tmp_path):
     first = {
         "prompt": user("a"),
         "data_source": "s",
@@ -64,14 +64,14 @@ def test_a_row_carries_what_its_reward_needs_and_its_index(tmp_path):
     assert dataset[1]["reward_model"] == {"ground_truth": None}
 
 
-def test_the_templates_keyword_arguments_reach_it(tmp_path):
+def test_keyword_arguments_reach_the_template(tmp_path):
     template = "{{ word }}{{ messages[0]['content'] }}"
     config = replace(CONFIG, apply_chat_template_kwargs={"word": "oh "})
     dataset = RLHFDataset(write(tmp_path / "a.parquet", {"prompt": "hi"}), letter_tokenizer(template), config)
     assert prompts_of(dataset) == [ids("oh hi")]
 
 
-def test_only_the_first_rows_are_used_when_asked(tmp_path):
+def test_max_samples_uses_only_the_first_rows(tmp_path):
     files = [write(tmp_path / f"{i}.parquet", *({"prompt": f"{i}{j}"} for j in range(3))) for i in range(3)]
     dataset = RLHFDataset(files, letter_tokenizer(), CONFIG, max_samples=4)
     assert [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))] == ["00", "01", "02", "10"]
@@ -96,7 +96,7 @@ def test_of_an_odd_limit_the_middle_cut_keeps_one_more_at_the_end(tmp_path):
     ]
 
 
-def test_a_longer_prompt_is_refused_before_the_run_with_row_length_limit_and_the_keys_to_change(tmp_path):
+def test_a_longer_prompt_is_rejected_before_the_run_with_row_length_limit_and_the_keys_to_change(tmp_path):
     file = write(tmp_path / "a.parquet", *({"prompt": text} for text in ("ab", "abcdef", "abcdefgh")))
     with pytest.raises(DataError) as refused:
         RLHFDataset(file, letter_tokenizer(), DataConfig(max_prompt_length=8))
@@ -108,7 +108,7 @@ def test_a_longer_prompt_is_refused_before_the_run_with_row_length_limit_and_the
     assert "data.filter_overlong_prompts=true" in message and "data.truncation" in message
 
 
-def test_the_filter_leaves_longer_prompts_out_and_says_how_many(tmp_path, caplog):
+def test_the_filter_drops_longer_prompts_and_logs_how_many(tmp_path, caplog):
     file = write(tmp_path / "a.parquet", *({"prompt": text} for text in ("abcdef", "ab", "abcdefgh", "cd")))
     with caplog.at_level(logging.INFO):
         dataset = RLHFDataset(file, letter_tokenizer(), DataConfig(max_prompt_length=8, filter_overlong_prompts=True))
@@ -121,7 +121,7 @@ def test_the_filter_leaves_longer_prompts_out_and_says_how_many(tmp_path, caplog
         RLHFDataset(file, letter_tokenizer(), CONFIG, max_samples=0)
 
 
-def test_rows_with_images_are_refused_and_an_empty_image_column_is_not(tmp_path):
+def test_rows_with_images_are_rejected_and_an_empty_image_column_is_not(tmp_path):
     empty = write(tmp_path / "a.parquet", {"prompt": "a", "images": []}, {"prompt": "b", "images": None})
     assert len(RLHFDataset(empty, letter_tokenizer(), CONFIG)) == 2
     filled = write(
@@ -151,24 +151,24 @@ def test_missing_files_and_columns_are_named(tmp_path):
 @pytest.mark.parametrize(
     "prompt", [None, "", 7, [], [{"role": "user"}], [{"role": "user", "content": None}], [{"content": "x"}]]
 )
-def test_what_is_no_prompt_is_refused_with_its_row(tmp_path, prompt):
+def test_a_value_that_is_no_prompt_is_rejected_with_its_row(tmp_path, prompt):
     file = write(tmp_path / "a.parquet", {"prompt": prompt})
     with pytest.raises(DataError, match="a.parquet row 0: expected"):
         RLHFDataset(file, letter_tokenizer(), CONFIG)
 
 
-def test_a_row_that_the_template_refuses_is_named(tmp_path):
+def test_a_row_that_the_template_rejects_is_named(tmp_path):
     template = (
         "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no such role') }}{% endif %}{{ "
         "messages[0]['content'] }}"
     )
     file = write(tmp_path / "a.parquet", {"prompt": user("a")}, {"prompt": [{"role": "robot", "content": "b"}]})
-    with pytest.raises(DataError, match="a.parquet row 1: the chat template refuses .* no such role"):
+    with pytest.raises(DataError, match="a.parquet row 1: the chat template rejects .* no such role"):
         RLHFDataset(file, letter_tokenizer(template), CONFIG)
 
 
-def test_messages_without_a_chat_template_are_refused(tmp_path):
-    with pytest.raises(DataError, match="a.parquet row 0 holds chat messages, but the tokenizer has no chat template"):
+def test_messages_without_a_chat_template_are_rejected(tmp_path):
+    with pytest.raises(DataError, match="a.parquet row 0 has chat messages, but the tokenizer has no chat template"):
         RLHFDataset(write(tmp_path / "a.parquet", {"prompt": user("a")}), letter_tokenizer(None), CONFIG)
 
 
@@ -190,7 +190,7 @@ def test_a_batchs_other_columns_are_objects_one_per_row_also_lists_of_equal_leng
     assert columns["raw_prompt_ids"].tolist() == [ids("<uab> <a"), ids("<ucd> <a")]
 
 
-def test_a_custom_class_takes_the_place_of_the_dataset(tmp_path):
+def test_a_custom_class_replaces_the_dataset(tmp_path):
     code = tmp_path / "mine.py"
     code.write_text(
         "from hybridrl.trainer.data.prompt_dataset import RLHFDataset\n"

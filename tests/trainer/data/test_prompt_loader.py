@@ -1,4 +1,4 @@
-"""The order of rows: each once an epoch, the same from the same seed, and exactly continued from every place."""
+"""The order of rows: each once per epoch, reproducible from the seed, and resumable at every position."""
 
 import json
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def take(loader: PromptLoader, num_batches: int) -> list[list[int]]:
 
 
 class Repeating:
-    """A sampler without a state: the same rows every epoch. The loader may not know how many."""
+    """A sampler without state: the same rows in every epoch, with or without a length."""
 
     def __init__(self, rows: list[int]):
         self.rows = rows
@@ -52,7 +52,7 @@ class Repeating:
 
 
 class Shuffling(Repeating):
-    """A sampler without a state that goes on with its random numbers from epoch to epoch."""
+    """A sampler without state whose random numbers continue from epoch to epoch."""
 
     def __init__(self, rows: list[int]):
         super().__init__(rows)
@@ -66,7 +66,7 @@ class Shuffling(Repeating):
 
 
 class Rotating(Repeating):
-    """A sampler that is told the epoch."""
+    """A sampler with `set_epoch`."""
 
     epoch = 0
 
@@ -78,7 +78,7 @@ class Rotating(Repeating):
 
 
 class Stateful(Repeating):
-    """A sampler that keeps its own place, and turns around at the end of every epoch."""
+    """A sampler that saves its own position, and reverses its order after every epoch."""
 
     def __init__(self, rows: list[int]):
         super().__init__(rows)
@@ -153,7 +153,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 10])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_run_stopped_after_any_batch_goes_on_as_if_it_had_not(name, batch_size):
+def test_a_run_stopped_after_any_batch_continues_as_if_uninterrupted(name, batch_size):
     def fresh() -> PromptLoader:
         return make_loader(batch_size=batch_size, shuffle=name != "in file order", sampler=SAMPLERS[name]())
 
@@ -176,7 +176,7 @@ def test_a_resumed_run_may_have_another_batch_size():
     assert sorted(sum(taken + take(second, 2), [])) == list(range(7))
 
 
-def test_a_place_can_be_loaded_into_a_loader_that_has_run_on():
+def test_a_position_can_be_loaded_into_a_loader_that_was_used():
     loader = make_loader()
     take(loader, 2)
     saved = loader.state_dict()
@@ -185,7 +185,7 @@ def test_a_place_can_be_loaded_into_a_loader_that_has_run_on():
     assert take(loader, 5) == ahead
 
 
-def test_a_place_in_other_data_is_refused_by_name():
+def test_a_position_in_other_data_is_rejected_by_name():
     saved = make_loader(7).state_dict()
     for other, message in (
         (make_loader(8), "is for num_rows=7, but this run has num_rows=8"),
@@ -214,22 +214,22 @@ class Lying(Repeating):
         return 2
 
 
-def test_a_sampler_that_cannot_be_used_is_refused():
-    with pytest.raises(DataError, match="list gives no rows in epoch 0"):
+def test_a_sampler_that_cannot_be_used_is_rejected():
+    with pytest.raises(DataError, match="list yields no rows in epoch 0"):
         make_loader(sampler=[]).next_batch()
-    with pytest.raises(DataError, match="list_iterator gives no rows in epoch 1"):
+    with pytest.raises(DataError, match="list_iterator yields no rows in epoch 1"):
         take(make_loader(batch_size=2, sampler=iter([1, 2])), 2)
-    with pytest.raises(DataError, match="Lying gives more rows than its length 2"):
+    with pytest.raises(DataError, match="Lying yields more rows than its length 2"):
         make_loader(batch_size=2, sampler=Lying([0, 1, 2])).next_batch()
     with pytest.raises(IndexError):
         make_loader(sampler=[7]).next_batch()
     with pytest.raises(
-        ConfigError, match="Repeating has no known end; give it __len__, or set trainer.total_training_steps"
+        ConfigError, match="Repeating has no length; add __len__ to it, or set trainer.total_training_steps"
     ):
         make_loader(sampler=Repeating(ROWS)).steps_per_epoch  # noqa: B018
 
 
-def test_a_dataset_without_rows_and_a_batch_of_none_are_refused():
+def test_an_empty_dataset_and_an_empty_batch_are_rejected():
     with pytest.raises(DataError, match="no rows"):
         make_loader(0)
     with pytest.raises(ConfigError, match="batch_size=0"):

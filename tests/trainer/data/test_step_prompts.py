@@ -1,4 +1,4 @@
-"""Prompts: each is used once in an epoch, whatever runs ahead, wherever the run is stopped and gone on."""
+"""Prompts: each is used once per epoch, for every lag and wherever the run is stopped and resumed."""
 
 import tempfile
 from collections import Counter, deque
@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, account, read_ledger
+from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, audit, read_ledger
 from hybridrl.trainer.data.prompt_dataset import collate_fn
 from hybridrl.trainer.data.prompt_loader import ROW, PromptLoader, StepPrompts
 
 
-class Rows:
-    """Prompts of one token, which is their number."""
+class NumberedPrompts:
+    """Prompts of one token: their row number."""
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
@@ -28,43 +28,45 @@ class Rows:
 
 
 class Run:
-    """The driver's side of a run: prompts drawn `lag` batches ahead, used in order, noted in a ledger;
-    and its commits.
-    """
+    """The driver's side of a run: draws prompts `lag` batches early, trains in order, records in a ledger."""
 
     def __init__(self, folder: str, *, rows: int, size: int, lag: int, steps: int):
         self.lag = lag
         self.loader = PromptLoader(
-            Rows(rows), batch_size=size, shuffle=True, seed=3, collate=lambda found: collate_fn(found, pad_token_id=0)
+            NumberedPrompts(rows),
+            batch_size=size,
+            shuffle=True,
+            seed=3,
+            collate=lambda items: collate_fn(items, pad_token_id=0),
         )
         self.prompts = StepPrompts(self.loader, seed=3, total_steps=steps)
-        self.ledger, self.ahead, self.step = StepLedger(folder, rows=rows), deque[DataProto](), 0
+        self.ledger, self.pending, self.step = StepLedger(folder, rows=rows), deque[DataProto](), 0
 
-    def go_on(self, commit: dict | None) -> None:
+    def resume(self, commit: dict | None) -> None:
         if commit is None:
-            self.ledger.begin()
+            self.ledger.start()
         else:
-            self.step, self.ahead = commit["step"], deque(commit["ahead"])
+            self.step, self.pending = commit["step"], deque(commit["ahead"])
             self.loader.load_state_dict(commit["data"])
-            self.ledger.go_on_from(commit["ledger"], path="somewhere", step=self.step, taken={})
-        self.prompts.drawn = self.step + len(self.ahead)
+            self.ledger.resume_from(commit["ledger"], path="somewhere", step=self.step, num_updates={})
+        self.prompts.num_drawn = self.step + len(self.pending)
         self.fill(self.step + self.lag)
 
     def fill(self, until: int) -> None:
-        while (batch := self.prompts.draw(until=until)) is not None:
-            self.ahead.append(batch)
+        while (batch := self.prompts.next_batch(until=until)) is not None:
+            self.pending.append(batch)
 
     def train(self) -> None:
         self.step += 1
         self.fill(self.step + self.lag)
-        batch = self.ahead.popleft()
+        batch = self.pending.popleft()
         assert batch.batch["input_ids"][:, -1].tolist() == list(batch.non_tensor_batch[ROW])
         self.ledger.end_step(self.step, epoch=batch.meta_info["epoch"], prompts=batch.non_tensor_batch[ROW])
 
     def commit(self) -> dict:
         return {
             "step": self.step,
-            "ahead": list(self.ahead),
+            "ahead": list(self.pending),
             "data": self.loader.state_dict(),
             "ledger": self.ledger.commit({}),
         }
@@ -82,16 +84,16 @@ def test_every_prompt_is_used_once_in_every_epoch(rows, size, lag, save_freq, ki
     steps = 3 * -(-rows // size)  # three epochs
     with tempfile.TemporaryDirectory() as folder:
         commit = None
-        for lives in [*killed_after, steps]:
+        for num_steps in [*killed_after, steps]:
             run = Run(folder, rows=rows, size=size, lag=lag, steps=steps)
-            run.go_on(commit)
-            for _ in range(min(lives, steps - run.step)):
+            run.resume(commit)
+            for _ in range(min(num_steps, steps - run.step)):
                 run.train()
                 commit = run.commit() if run.step % save_freq == 0 or run.step == steps else commit
             if run.step == steps:
                 break
-        told = account(read_ledger(str(Path(folder) / FILE)))
-        assert told.problems() == [] and sorted(told.steps) == list(range(1, steps + 1))
-        assert {epoch: Counter(used) for epoch, used in told.prompts().items()} == dict.fromkeys(
+        result = audit(read_ledger(str(Path(folder) / FILE)))
+        assert result.problems() == [] and sorted(result.steps) == list(range(1, steps + 1))
+        assert {epoch: Counter(used) for epoch, used in result.prompts().items()} == dict.fromkeys(
             range(3), Counter(range(rows))
         )

@@ -126,7 +126,7 @@ def _mismatch(rollout, actor, mask):
     return rollout_mismatch_metrics(DataProto.from_dict(tensors=log_probs | {"response_mask": torch.tensor(mask)}))
 
 
-def test_rollout_mismatch_looks_at_response_tokens_only():
+def test_rollout_mismatch_counts_response_tokens_only():
     metrics = _mismatch([[0.5, 0.2, 0.9]], [[0.5, 0.4, 0.1]], [[1, 1, 0]])  # differences 0 and 0.2
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.2)
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.1)
@@ -241,7 +241,7 @@ def test_names_and_numbers_of_two_sources_with_several_samples():
     assert not any("comment" in name for name in metrics)
 
 
-def test_samples_that_could_not_be_scored_are_left_out_of_every_column_and_counted():
+def test_unscored_samples_are_left_out_of_every_column_and_counted():
     infos = {"reward": [1.0, NAN, 0.0, None], "acc": [1, 1, 0, 1]}
     metrics = validation_metrics(["s"] * 4, ["a", "a", "b", "b"], infos)
     assert metrics["val-core/s/acc/mean@2"] == 0.5 and metrics["val-aux/s/reward/mean@2"] == 0.5
@@ -250,7 +250,7 @@ def test_samples_that_could_not_be_scored_are_left_out_of_every_column_and_count
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_a_source_in_which_nothing_could_be_scored_only_says_so():
+def test_a_source_without_any_score_has_only_its_invalid_ratio():
     assert validation_metrics(["s"], ["a"], {"reward": [NAN]}) == {"val-aux/s/reward/invalid_ratio": 1.0}
 
 
@@ -274,5 +274,5 @@ def test_sample_sizes_are_powers_of_two_and_the_number_of_samples():
 def test_columns_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="'acc' has 1 entries for 2"):
         validation_metrics(["s", "s"], ["a", "b"], {"reward": [1, 2], "acc": [1]})
-    with pytest.raises(DataError, match="'reward'; there are acc"):
+    with pytest.raises(DataError, match="'reward'; columns are acc"):
         validation_metrics(["s"], ["a"], {"acc": [1]})

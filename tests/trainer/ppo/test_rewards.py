@@ -9,13 +9,13 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
-from hybridrl.trainer.ppo.rewards import RewardWatch, score
+from hybridrl.trainer.ppo.rewards import NoRewardGuard, score_batch
 
 SOME, NONE = torch.tensor([False, True]), torch.zeros(2, dtype=torch.bool)
 
 
-class Judge(Worker):
-    """A reward model that answers with these scores."""
+class FixedRewardModel(Worker):
+    """A reward model that returns these scores."""
 
     def __init__(self, scores: list[list[float]]):
         self.scores = scores
@@ -25,23 +25,23 @@ class Judge(Worker):
         return DataProto.from_dict(tensors={"rm_scores": torch.tensor(self.scores)})
 
 
-def test_a_reward_model_alone_scores_what_it_can():
+def test_without_a_reward_function_finite_reward_model_scores_are_the_rewards():
     batch = DataProto.from_dict(tensors={"input_ids": torch.zeros(3, 2)})
     scores = [[0.0, 1.5], [0.0, float("nan")], [0.0, -2.0]]
-    judge = LocalWorkerGroup(None, ClassWithInitArgs(Judge, scores), role="rm")
-    assert score(batch, None, judge=judge, model_input=("input_ids",), metrics={}) == {}
+    reward_model = LocalWorkerGroup(None, ClassWithInitArgs(FixedRewardModel, scores), role="rm")
+    assert score_batch(batch, None, reward_model=reward_model, model_input=("input_ids",), metrics={}) == {}
     assert batch.batch["token_level_scores"].tolist() == [[0.0, 1.5], [0.0, 0.0], [0.0, -2.0]]
     assert batch.batch["reward_valid"].tolist() == [True, False, True]
 
 
 def test_a_first_batch_without_any_reward_stops_the_run():
     with pytest.raises(DataError, match="none of the first 2 samples got a reward"):
-        RewardWatch().look_at(NONE)
+        NoRewardGuard().check(NONE)
 
 
 def test_three_batches_in_a_row_without_any_reward_stop_it_and_fewer_do_not():
-    watch = RewardWatch()
+    guard = NoRewardGuard()
     for valid in (SOME, NONE, NONE, SOME, NONE, NONE):
-        watch.look_at(valid)
+        guard.check(valid)
     with pytest.raises(DataError, match="none of the last 3 batches of 2 samples got a reward"):
-        watch.look_at(NONE)
+        guard.check(NONE)

@@ -1,16 +1,16 @@
-"""An evaluation beside training: it is never waited for, the newest request wins, its mistakes are heard of."""
+"""The remote evaluator: training never waits for it, the newest request wins, its errors are raised."""
 
 import threading
 import time
 
 import pytest
 
-from hybridrl.trainer.ppo.validation import Evaluation
+from hybridrl.trainer.ppo.validation import RemoteEvaluator
 from hybridrl.trainer.run.report import merge_steps
 
 
 class Gate:
-    """An evaluation that ends when it is told to."""
+    """An evaluation that ends when the test opens the gate."""
 
     def __init__(self):
         self.open, self.seen = threading.Semaphore(0), []
@@ -21,24 +21,24 @@ class Gate:
         return {"val-core/score": float(weights)}
 
 
-def wait_for(evaluation: Evaluation, count: int) -> list[dict]:
+def wait_for(evaluation: RemoteEvaluator, count: int) -> list[dict]:
     found, deadline = [], time.monotonic() + 10
     while len(found) < count and time.monotonic() < deadline:
-        found += evaluation.finished()
+        found += evaluation.poll()
         time.sleep(0.005)
     return found
 
 
-def test_requests_do_not_wait_and_the_newest_wins():
+def test_submit_does_not_wait_and_the_newest_request_wins():
     gate = Gate()
-    evaluation = Evaluation(gate)
+    evaluation = RemoteEvaluator(gate)
     start = time.monotonic()
-    evaluation.request(1, 10)
+    evaluation.submit(1, 10)
     while gate.seen != [1]:
         time.sleep(0.005)
     for version in (2, 3, 4):
-        evaluation.request(version, version * 10)
-    assert evaluation.finished() == [] and time.monotonic() - start < 5
+        evaluation.submit(version, version * 10)
+    assert evaluation.poll() == [] and time.monotonic() - start < 5
     gate.open.release(2)
     assert wait_for(evaluation, 2) == [
         {"val-core/score": 10.0, "val/version": 1.0},
@@ -46,28 +46,28 @@ def test_requests_do_not_wait_and_the_newest_wins():
     ]
 
 
-def test_the_end_waits_for_what_is_running_and_waiting():
+def test_drain_waits_for_the_running_and_the_waiting_evaluation():
     gate = Gate()
-    evaluation = Evaluation(gate)
-    evaluation.request(1, 10)
+    evaluation = RemoteEvaluator(gate)
+    evaluation.submit(1, 10)
     while gate.seen != [1]:
         time.sleep(0.005)
-    evaluation.request(2, 20)
+    evaluation.submit(2, 20)
     threading.Timer(0.2, gate.open.release, [2]).start()
-    assert [found["val/version"] for found in evaluation.finish()] == [1.0, 2.0]
+    assert [found["val/version"] for found in evaluation.drain()] == [1.0, 2.0]
 
 
-def test_a_mistake_over_there_is_raised_over_here():
+def test_an_error_in_the_evaluator_is_raised_by_poll():
     def broken(version, weights):
         raise KeyError("planted")
 
-    evaluation = Evaluation(broken)
-    evaluation.request(1, None)
+    evaluation = RemoteEvaluator(broken)
+    evaluation.submit(1, None)
     with pytest.raises(KeyError, match="planted"):
         wait_for(evaluation, 1)
 
 
-def test_the_curve_shows_a_late_result_at_the_step_it_is_about():
+def test_the_curve_shows_a_late_result_at_the_step_of_its_weights():
     history = [{"step": 1, "loss": 3.0}, {"step": 5, "loss": 2.0, "val-core/score": 0.5, "val/version": 1.0}]
     assert merge_steps(history) == [
         {"step": 1, "loss": 3.0, "val-core/score": 0.5},

@@ -1,4 +1,4 @@
-"""Progress: the lines a person reads."""
+"""Console output: which steps have a line, what is in it, and the bar on a terminal."""
 
 import io
 import os
@@ -11,8 +11,8 @@ import pytest
 
 from hybridrl.trainer.run.console import (
     MAX_COLUMNS,
-    Progress,
-    duration,
+    ConsoleProgress,
+    format_duration,
     split_validation_name,
     step_line,
     validation_lines,
@@ -29,7 +29,7 @@ STEP = {
 }
 
 
-def test_a_step_line_shows_what_was_measured_and_nothing_else():
+def test_a_step_line_shows_only_what_was_measured():
     assert step_line(STEP, 12, total_steps=150, eta_s=252) == (
         "step 12/150  reward 0.512  len 14.2  kl 0.0012  entropy 0.31  grad 0.42  1234 tok/s  1.90 s/step  eta 4m12s"
     )
@@ -41,7 +41,7 @@ def test_a_kl_that_is_exactly_zero_is_not_shown_and_a_reward_of_zero_is():
     assert step_line({"actor/ppo_kl": 1e-3}, 3) == "step 3  ppo_kl 0.0010"
 
 
-def test_the_pace_of_a_step_is_that_of_training_without_the_validation():
+def test_throughput_excludes_validation_time():
     metrics = {"perf/total_num_tokens": 3000.0, "perf/time_per_step": 2.5, "timing_s/testing": 1.0}
     assert step_line(metrics, 3) == "step 3  2000 tok/s  1.50 s/step"
 
@@ -50,7 +50,7 @@ def test_of_many_fast_steps_the_first_the_last_and_one_every_five_seconds_have_a
     clock = iter([100.0 + i for i in range(61)])  # a step a second
     monkeypatch.setattr("hybridrl.trainer.run.console.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
-    progress = Progress(100, start_step=40, stream=stream)
+    progress = ConsoleProgress(100, start_step=40, stream=stream)
     for step in range(41, 101):
         progress.update({"train/loss": 1.0} | ({"val/loss": 2.0} if step == 63 else {}), step)
     steps = [int(line.split("/")[0].removeprefix("step ")) for line in stream.getvalue().splitlines()]
@@ -80,7 +80,7 @@ def test_validation_has_a_line_per_data_source():
     assert validation_lines(STEP, 10) == []
 
 
-def test_a_validation_name_is_split_whatever_slashes_it_has():
+def test_a_validation_name_with_slashes_is_split():
     assert split_validation_name("val-core/a/b/c/acc/best@8/mean") == ("a/b/c", "acc", "best@8/mean")
     assert split_validation_name("val-core/math/reward/mean@1") == ("math", "reward", "mean@1")
 
@@ -88,13 +88,13 @@ def test_a_validation_name_is_split_whatever_slashes_it_has():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (48.4, "48s"), (59.6, "1m00s"), (252, "4m12s"), (7500, "2h05m"), (273600, "3d04h")]
 )
-def test_a_time_span_has_two_units(seconds, text):
-    assert duration(seconds) == text
+def test_a_duration_has_two_units(seconds, text):
+    assert format_duration(seconds) == text
 
 
 def test_without_a_terminal_there_are_plain_lines_only():
     stream = io.StringIO()
-    progress = Progress(2, stream=stream)
+    progress = ConsoleProgress(2, stream=stream)
     progress.update({"val-core/s/acc/mean@1": 0.2}, 0)
     progress.update(STEP, 1)
     progress.update(STEP | {"val-core/s/acc/mean@1": 0.4}, 2)
@@ -110,10 +110,10 @@ def test_without_a_terminal_there_are_plain_lines_only():
     assert lines[2].endswith("eta 0s") and "\r" not in stream.getvalue()
 
 
-def test_the_time_left_follows_the_pace_of_the_steps(monkeypatch):
+def test_the_time_left_follows_the_speed_of_the_latest_steps(monkeypatch):
     clock = iter([100.0, 110.0, 112.0])
     monkeypatch.setattr("hybridrl.trainer.run.console.time.monotonic", lambda: next(clock))
-    progress = Progress(10, start_step=4, stream=io.StringIO())
+    progress = ConsoleProgress(10, start_step=4, stream=io.StringIO())
     assert progress.eta_s() is None
     progress.update(STEP, 5)
     assert progress.eta_s() == 50.0  # 5 steps left at 10 s
@@ -121,10 +121,10 @@ def test_the_time_left_follows_the_pace_of_the_steps(monkeypatch):
     assert progress.eta_s() == 24.0  # 4 steps left at 6 s
 
 
-def test_on_a_terminal_a_bar_stands_below_the_lines_and_is_taken_away_at_the_end():
+def test_on_a_terminal_a_bar_is_below_the_lines_and_is_removed_at_the_end():
     program = (
-        "from hybridrl.trainer.run.console import Progress\n"
-        "progress = Progress(4, start_step=1)\n"
+        "from hybridrl.trainer.run.console import ConsoleProgress\n"
+        "progress = ConsoleProgress(4, start_step=1)\n"
         f"progress.update({STEP!r}, 2)\n"
         "progress.close()\n"
     )

@@ -1,4 +1,4 @@
-"""Functions of the user's that change the loop: seen in the graph before anything runs."""
+"""User middleware that changes the loop: it shows in the graph before anything runs."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def misspelt(task, trainer):
 def early(task, trainer):
     task.insert_after("adv", trainer.groups["actor"])
 
-def homeless(task, trainer):
+def unplaced(task, trainer):
     task.insert_after("adv", stage("judge", role="judge", reads=("advantages",))(lambda ctx: None))
 """
 
@@ -43,17 +43,17 @@ def test_the_graph_has_the_stages_that_middleware_adds(config_with):
     graph = job_graph(config_with("clip"))
     names = [spec.name for spec in graph.stages]
     assert names[names.index("adv") + 1] == "clip"
-    assert [edge.source for edge in graph.into("update_actor") if "advantages" in edge.columns] == ["clip"]
+    assert [edge.source for edge in graph.edges_into("update_actor") if "advantages" in edge.columns] == ["clip"]
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("misspelt", "no stage is called 'advantage'.*did you mean 'adv'"),
-        ("early", "trainer.groups is there when the loop runs and not before; use it inside of a stage"),
-        ("homeless", "stage 'judge' is the work of 'judge', which has no place"),
+        ("early", "trainer.groups exists only while the loop runs; use it inside a stage"),
+        ("unplaced", "stage 'judge' runs in role 'judge', which has no placement"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(config_with, name, says):
-    with pytest.raises(ConfigError, match=says):
+def test_middleware_that_cannot_work_is_rejected_before_anything_starts(config_with, name, message):
+    with pytest.raises(ConfigError, match=message):
         job_graph(config_with(name))

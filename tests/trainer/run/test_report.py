@@ -1,4 +1,4 @@
-"""The report: the lines that say from what to what, and which curves are drawn."""
+"""The report: its lines of first and last values, and which curves are drawn."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hybridrl.trainer.run.report import final_report, merge_steps, moving_average, report_run, series, write_report
-from hybridrl.trainer.run.samples import answered, keep_examples, read_examples
+from hybridrl.trainer.run.samples import format_answer, read_examples, save_examples
 
 ACC = "val-core/arithmetic/acc/mean@1"
 
@@ -19,7 +19,7 @@ def _history(steps=30):
     return entries
 
 
-def test_the_report_says_from_what_to_what():
+def test_the_report_has_first_and_last_values():
     lines = final_report(
         _history(), written={"checkpoints": "/runs/a", "metrics": "/runs/a/metrics.jsonl"}
     ).splitlines()
@@ -51,18 +51,18 @@ def test_entries_of_one_step_are_merged_and_the_later_value_counts():
     assert merged == [{"step": 1, "a": 0.0}, {"step": 2, "a": 3.0, "b": 4.0}]
 
 
-def test_a_series_leaves_out_gaps_and_what_is_not_finite():
+def test_a_series_omits_gaps_and_values_that_are_not_finite():
     history = [{"step": 1, "a": 1.0}, {"step": 2}, {"step": 3, "a": math.nan}, {"step": 4, "a": 2.0}]
     assert series(history, "a") == ([1, 4], [1.0, 2.0])
 
 
-def test_the_moving_average_of_a_straight_line_is_the_line_but_for_the_end():
+def test_the_moving_average_of_a_straight_line_is_the_line_except_at_the_end():
     line = [2.0 * i for i in range(20)]
     assert moving_average(line, 7)[:17] == pytest.approx(line[:17])
     assert moving_average([0.0, 3.0, 0.0, 3.0], 3) == pytest.approx([0.0, 1.0, 2.0, 1.5])
 
 
-def test_one_bad_step_at_the_end_is_no_dip_of_the_moving_average():
+def test_one_bad_step_at_the_end_does_not_bend_the_moving_average():
     average = moving_average([1.0] * 99 + [0.4], 10)
     assert average[-1] == pytest.approx(0.9)  # of six values, one is 0.4
     assert min(average[:94]) == 1.0
@@ -85,7 +85,7 @@ def _panels(directory, history, monkeypatch):
     return write_report(directory, history), drawn
 
 
-def test_the_picture_has_a_panel_for_what_was_measured_and_no_empty_one(tmp_path, monkeypatch):
+def test_the_picture_has_a_panel_for_each_measured_group_and_no_empty_one(tmp_path, monkeypatch):
     paths, drawn = _panels(tmp_path / "new", _history(), monkeypatch)
     assert paths == [tmp_path / "new" / "learning_curve.png"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
@@ -103,7 +103,7 @@ def test_kl_has_an_axis_of_its_own_beside_entropy(tmp_path, monkeypatch):
     assert drawn == {"Entropy and KL": ["entropy"], "right of the panel before": ["KL loss (right)"]}
 
 
-def test_a_curve_that_is_zero_all_the_time_is_left_out_and_no_axis_begins_below_zero(tmp_path, monkeypatch):
+def test_a_curve_that_is_always_zero_is_omitted_and_no_axis_starts_below_zero(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     bottoms = {}
@@ -122,7 +122,7 @@ def test_a_curve_that_is_zero_all_the_time_is_left_out_and_no_axis_begins_below_
     assert bottoms["Reward"] < -2
 
 
-def test_nothing_measured_draws_nothing(tmp_path):
+def test_without_metrics_nothing_is_drawn(tmp_path):
     assert write_report(tmp_path, [{"step": 1, "critic/score/mean": math.nan}]) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -141,10 +141,10 @@ def test_a_finished_run_is_reported_from_its_directory(tmp_path):
     ]
 
 
-def test_a_run_that_kept_no_metrics_says_how_to_keep_them(tmp_path):
+def test_a_run_without_stored_metrics_says_how_to_store_them(tmp_path):
     assert report_run(tmp_path, checkpoint=None).splitlines() == [
         "last checkpoint: none: trainer.save_freq=N commits every N steps and at the end",
-        "metrics: not kept: put jsonl into trainer.logger to have them, and learning curves",
+        "metrics: not stored: add jsonl to trainer.logger for metrics and learning curves",
     ]
 
 
@@ -163,7 +163,7 @@ def test_the_report_ends_with_the_first_and_the_last_answer_to_the_same_problem(
     lines = [json.dumps({"step": step, ACC: 0.25}) for step in (0, 5, 10)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     for step, response, score in ((0, "1", 0.0), (5, "3", 0.0), (10, "2\n", 1.0)):
-        keep_examples(
+        save_examples(
             str(tmp_path), [example(step, "sums", response, score), example(step, "judged", "two", None)], step=step
         )
     assert report_run(tmp_path, checkpoint=None).splitlines()[-6:] == [
@@ -178,8 +178,8 @@ def test_the_report_ends_with_the_first_and_the_last_answer_to_the_same_problem(
 
 def test_examples_of_a_killed_process_and_of_an_older_run_are_not_shown(tmp_path):
     for step in (0, 3, 5, 10):  # of an older run, or of a process that was killed
-        keep_examples(str(tmp_path), [example(step, "sums", "old", 0.0)], step=step)
-    keep_examples(str(tmp_path), [example(5, "sums", "new", 1.0)], step=5)
+        save_examples(str(tmp_path), [example(step, "sums", "old", 0.0)], step=step)
+    save_examples(str(tmp_path), [example(5, "sums", "new", 1.0)], step=5)
     assert [(e["step"], e["response"]) for e in read_examples(tmp_path)] == [(0, "old"), (3, "old"), (5, "new")]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 5, ACC: 1.0}))
     assert report_run(tmp_path, checkpoint=None).splitlines()[-2:] == [
@@ -189,7 +189,7 @@ def test_examples_of_a_killed_process_and_of_an_older_run_are_not_shown(tmp_path
 
 
 def test_a_long_answer_is_shown_by_its_beginning_and_its_end():
-    shown = answered(example(1, "sums", "first " + 1000 * "and then " + "#### 4", 1.0))
+    shown = format_answer(example(1, "sums", "first " + 1000 * "and then " + "#### 4", 1.0))
     assert (
         shown.startswith("step 1 answered, score 1: first and then")
         and shown.endswith("and then #### 4")

@@ -1,4 +1,4 @@
-"""Tracking: what each logger leaves behind, and what a resumed run does with it."""
+"""Tracking: what each logger writes, and what a resumed run does with it."""
 
 import importlib.util
 import json
@@ -22,21 +22,21 @@ def _steps(directory):
     return [entry["step"] for entry in read_metrics(directory / "metrics.jsonl")]
 
 
-def test_jsonl_has_a_line_per_step_that_is_there_as_soon_as_it_is_logged(tmp_path):
+def test_jsonl_has_a_line_per_step_as_soon_as_it_is_logged(tmp_path):
     with _open(tmp_path / "new" / "run") as tracking:
         tracking.log({"critic/score/mean": 0.5}, 1)
         text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
         assert json.loads(text) == {"step": 1, "critic/score/mean": 0.5}
 
 
-def test_not_finite_numbers_are_kept(tmp_path):
+def test_values_that_are_not_finite_are_written(tmp_path):
     with _open(tmp_path) as tracking:
         tracking.log({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
     (entry,) = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(entry["a"]) and entry["b"] == math.inf and entry["c"] == -math.inf
 
 
-def test_a_resumed_run_drops_what_a_killed_one_logged_behind_its_last_commit(tmp_path):
+def test_a_resumed_run_drops_what_a_killed_one_logged_after_its_last_commit(tmp_path):
     with _open(tmp_path) as tracking:
         for step in range(6):
             tracking.log({"x": step}, step)
@@ -49,7 +49,7 @@ def test_a_resumed_run_drops_what_a_killed_one_logged_behind_its_last_commit(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_new_run_replaces_the_record_of_an_older_one_and_says_so(tmp_path, caplog):
+def test_a_new_run_replaces_the_record_of_an_older_one_with_a_warning(tmp_path, caplog):
     for said in ([], [f"{tmp_path}/metrics.jsonl of an earlier run without a checkpoint is replaced"]):
         with _open(tmp_path) as tracking:
             tracking.log({"x": 0}, 0)
@@ -58,7 +58,7 @@ def test_a_new_run_replaces_the_record_of_an_older_one_and_says_so(tmp_path, cap
     assert _steps(tmp_path) == [0, 1]
 
 
-def test_tensorboard_has_the_values_of_the_run_that_counts(tmp_path):
+def test_tensorboard_hides_the_values_of_the_killed_process(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with _open(tmp_path, ["tensorboard"]) as tracking:
@@ -77,14 +77,14 @@ def test_the_console_shows_the_step(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_logger_is_refused_with_the_nearest_name_before_anything_is_written(tmp_path):
+def test_an_unknown_logger_is_rejected_with_the_nearest_name_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match=r"'tensorbord'; known are .*did you mean 'tensorboard'"):
         _open(tmp_path / "run", ["jsonl", "tensorbord"])
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
-def test_a_missing_package_is_refused_with_the_extra_to_install(name, tmp_path, monkeypatch):
+def test_a_missing_package_is_rejected_with_the_extra_to_install(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)  # how Python marks a module that cannot be imported
     with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{name}\]'"):
         _open(tmp_path / "run", [name])
@@ -128,7 +128,7 @@ def test_settings_are_flattened_to_dotted_keys():
     assert dict(flatten(CONFIG)) == {"trainer.seed": 1, "trainer.logger": ["jsonl"], "data": {}, "lr": 3e-4}
 
 
-def test_back_ends_are_loaded_only_when_asked_for():
+def test_back_ends_are_imported_only_when_used():
     heavy = {"wandb", "mlflow", "tensorboard", "torch", "matplotlib"}
     program = f"import sys, hybridrl.trainer.run.tracking; print(sorted({heavy!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -136,7 +136,7 @@ def test_back_ends_are_loaded_only_when_asked_for():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed (extra wandb)")
-def test_wandb_works_offline_and_goes_on_under_its_id(tmp_path, monkeypatch):
+def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with _open(tmp_path, ["wandb"]) as tracking:
@@ -149,7 +149,7 @@ def test_wandb_works_offline_and_goes_on_under_its_id(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed (extra mlflow)")
-def test_mlflow_writes_a_local_store_and_goes_on_in_its_run(tmp_path, monkeypatch):
+def test_mlflow_writes_a_local_store_and_resumes_in_its_run(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     import mlflow
 

@@ -1,4 +1,4 @@
-"""Conversations: which tokens the assistant wrote, what is refused, and how rows become a batch."""
+"""The fine-tuning dataset: the assistant's tokens, refused rows, and how rows become a batch."""
 
 import logging
 import re
@@ -32,7 +32,7 @@ def both(dataset: SFTDataset, row: int = 0) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["by markers", "by turns"])
-def test_the_loss_is_on_what_the_assistant_wrote_with_its_end_of_turn_in_every_turn(tmp_path, template):
+def test_the_loss_is_on_the_assistants_tokens_with_its_end_of_turn_in_every_turn(tmp_path, template):
     file = write(tmp_path / "a.parquet", talk("hi", "yo", "why", "so"), talk("a", "b"))
     dataset = SFTDataset(file, letter_tokenizer(template), CONFIG)
     tokens = "<uhi> <ayo> <uwhy> <aso> "
@@ -41,7 +41,7 @@ def test_the_loss_is_on_what_the_assistant_wrote_with_its_end_of_turn_in_every_t
     assert both(dataset, 1) == (ids("<ua> <ab> "), [0, 0, 0, 0, 0, 0, 0, 1, 1, 0])
 
 
-def test_markers_decide_where_they_are_not_what_the_turns_are(tmp_path):
+def test_generation_markers_decide_and_not_the_turns(tmp_path):
     template = MARKED.replace(
         "{{ m['content'] + '>' }}{% endgeneration %}", "{{ m['content'] }}{% endgeneration %}{{ '>' }}"
     )
@@ -57,7 +57,7 @@ def test_without_an_end_of_sequence_token_the_whole_turn_counts(tmp_path):
     assert both(dataset) == (ids("uhaxyz"), [0, 0, 0, 1, 1, 1])
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out(tmp_path):
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_hint(tmp_path):
     # the assistant's earlier turns are left empty, as by templates that drop earlier thoughts
     template = PLAIN.replace("{{ m['content'] + '>' }}", "{{ (m['content'] if loop.last else '') + '>' }}", 1)
     file = write(tmp_path / "a.parquet", talk("a", "b"), talk("a", "b", "c", "d"))
@@ -102,24 +102,24 @@ def test_a_cut_that_leaves_no_assistant_token_is_counted_in_the_log(tmp_path, ca
     assert "1 of 2 conversations keep no assistant token within data.max_length=10" in caplog.text
 
 
-def test_the_filter_leaves_longer_conversations_out_and_says_how_many(tmp_path, caplog):
+def test_the_filter_leaves_longer_conversations_out_and_logs_how_many(tmp_path, caplog):
     file = write(tmp_path / "a.parquet", talk("ab", "cd"), talk("a", "c"))
     with caplog.at_level(logging.INFO):
         dataset = SFTDataset(file, letter_tokenizer(), SFTDataConfig(max_length=10, truncation="filter"))
     assert len(dataset) == 1 and both(dataset)[0] == ids("<ua> <ac> ")
-    assert "1 of 2 conversations are longer than data.max_length=10" in caplog.text
+    assert "left out 1 of 2 conversations, which are longer than data.max_length=10" in caplog.text
     with pytest.raises(DataError, match="no conversations are left of 2 rows"):
         SFTDataset(file, letter_tokenizer(), SFTDataConfig(max_length=3, truncation="filter"))
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["by markers", "by turns"])
 def test_a_conversation_without_an_assistant_is_refused_with_its_row(tmp_path, template):
-    with pytest.raises(DataError, match="a.parquet row 1: the assistant says nothing"):
+    with pytest.raises(DataError, match="a.parquet row 1: this conversation has no assistant tokens"):
         SFTDataset(write(tmp_path / "a.parquet", talk("a", "b"), talk("a")), letter_tokenizer(template), CONFIG)
 
 
 @pytest.mark.parametrize("conversation", [None, [], [{"role": "user"}], "hi"])
-def test_what_is_no_conversation_is_refused_with_its_row(tmp_path, conversation):
+def test_a_value_that_is_not_a_conversation_is_refused_with_its_row(tmp_path, conversation):
     with pytest.raises(DataError, match="a.parquet row 0: expected"):
         SFTDataset(write(tmp_path / "a.parquet", conversation), letter_tokenizer(), CONFIG)
 
@@ -154,7 +154,7 @@ def test_a_batch_is_padded_on_the_right_and_predicts_the_tokens_after_the_first(
     assert {str(column.dtype) for column in batch.values()} == {"torch.int64"}
 
 
-def test_conversations_come_in_the_loaders_order_and_go_on_after_a_stop(tmp_path):
+def test_conversations_come_in_the_loaders_order_and_continue_after_a_stop(tmp_path):
     dataset = SFTDataset(
         write(tmp_path / "a.parquet", *(talk("q", letter) for letter in "abcdefg")), letter_tokenizer(), CONFIG
     )

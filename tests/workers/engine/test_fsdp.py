@@ -1,6 +1,4 @@
-"""The FSDP2 engine in a world of one, against Hugging Face models used plainly, and against itself cut
-up differently.
-"""
+"""The FSDP2 engine on one rank, against plain Hugging Face models and against itself with other splits."""
 
 import logging
 from dataclasses import replace
@@ -127,13 +125,13 @@ def test_two_clipped_steps_are_those_of_a_plain_training_loop(qwen2):
     ],
     ids=str,
 )
-def test_any_cut_and_layout_gives_the_same_two_steps(qwen2, settings, micro):
+def test_any_split_and_layout_gives_the_same_two_steps(qwen2, settings, micro):
     batch = make_batch()
     reference, engine = make_engine(qwen2), make_engine(qwen2, **settings)
     num_tokens = num_response_tokens(batch)
     expected = train(reference, batch, WHOLE, num_tokens=num_tokens)
-    said = train(engine, batch, micro, num_tokens=num_tokens)
-    assert [step["grad_norm"] for step in said] == pytest.approx([step["grad_norm"] for step in expected], rel=1e-5)
+    reports = train(engine, batch, micro, num_tokens=num_tokens)
+    assert [step["grad_norm"] for step in reports] == pytest.approx([step["grad_norm"] for step in expected], rel=1e-5)
     assert_same_weights(whole_weights(engine), whole_weights(reference), atol=1e-6)
 
 
@@ -183,7 +181,7 @@ def test_forward_after_an_update_uses_the_new_weights(qwen2):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_computed_never_exceeds_the_token_budget(qwen2, packed):
+def test_the_computed_tokens_never_exceed_the_token_budget(qwen2, packed):
     batch = make_batch(60)
     engine = make_engine(qwen2, packed=packed)
     computed, logits = [], []
@@ -250,9 +248,9 @@ def test_a_gradient_that_is_not_finite_is_reported_and_changes_nothing(qwen2, ca
     engine.forward_backward(
         batch, WHOLE, lambda outputs, rows: (outputs["log_probs"].sum() * torch.nan, {}), outputs=POLICY
     )
-    said = engine.optimizer_step()
-    assert said["skipped"] == 1.0
-    assert "is skipped" in caplog.text
+    reports = engine.optimizer_step()
+    assert reports["skipped"] == 1.0
+    assert "Skipped the optimizer step" in caplog.text
     assert_same_weights(whole_weights(engine), before, atol=0.0)
     assert train(engine, batch, WHOLE, num_tokens=80.0, steps=1)[0]["skipped"] == 0.0
 
@@ -304,7 +302,9 @@ def test_a_score_is_read_at_a_rows_last_token_whatever_the_pad_token_is(tmp_path
 
 
 def test_a_reward_model_without_a_head_is_refused(qwen2):
-    with pytest.raises(CheckpointError, match="score.weight; it is no trained reward model.*reward_model.model.path"):
+    with pytest.raises(
+        CheckpointError, match="score.weight; it is not a trained reward model.*reward_model.model.path"
+    ):
         make_engine(qwen2, kind="score", optim=None)
 
 
@@ -321,17 +321,17 @@ def test_an_empty_batch_gives_empty_outputs(qwen2, tmp_path):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_loaded_engine_goes_on_bit_by_bit_as_the_saved_one(qwen2, tmp_path, offload):
+def test_a_loaded_engine_continues_bit_by_bit_as_the_saved_one(qwen2, tmp_path, offload):
     batch, num_tokens = make_batch(), 80.0
     saved = make_engine(qwen2, param_offload=offload, optimizer_offload=offload)
     train(saved, batch, WHOLE, num_tokens=num_tokens)
     saved.save(str(tmp_path))
     drawn = torch.rand(3)
-    said = train(saved, batch, WHOLE, num_tokens=num_tokens)
+    reports = train(saved, batch, WHOLE, num_tokens=num_tokens)
     loaded = make_engine(qwen2, param_offload=offload, optimizer_offload=offload)
     loaded.load(str(tmp_path))
     assert torch.equal(torch.rand(3), drawn)
-    assert train(loaded, batch, WHOLE, num_tokens=num_tokens) == said
+    assert train(loaded, batch, WHOLE, num_tokens=num_tokens) == reports
     expected = whole_weights(saved)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole_weights(loaded).items())
 
@@ -362,12 +362,12 @@ def test_a_loaded_engine_trains_with_its_own_settings(qwen2, tmp_path):
         torch.testing.assert_close(whole_weights(saved)[name] - tensor, 4e-5 * before[name], atol=1e-6, rtol=0)
 
 
-def test_loading_from_where_nothing_was_saved_is_an_error(qwen2, tmp_path):
+def test_loading_an_empty_directory_is_an_error(qwen2, tmp_path):
     with pytest.raises(CheckpointError, match="holds no engine state"):
         make_engine(qwen2).load(str(tmp_path))
 
 
-def test_loading_what_another_model_saved_is_an_error(qwen2, families, tmp_path):
+def test_loading_the_checkpoint_of_another_model_is_an_error(qwen2, families, tmp_path):
     make_engine(qwen2).save(str(tmp_path))
     with pytest.raises(CheckpointError, match="cannot be read into this model"):
         make_engine(families["llama"]).load(str(tmp_path))

@@ -1,12 +1,12 @@
-"""Where tokens of a batch lie in the model's input, in numbers worked out by hand."""
+"""Positions of a batch's tokens in the model's input, in numbers worked out by hand."""
 
 import pytest
 import torch
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.batching.layout import lay_out, token_grid
-from hybridrl.workers.engine.batching.packed_attention import runs_of
+from hybridrl.workers.engine.batching.layout import make_layout, token_grid
+from hybridrl.workers.engine.batching.packed_attention import sequence_spans
 
 # Two rows, prompt width 3, response width 2. Row 0: prompt 5 6, response 7 8. Row 1: prompt 1 2 3, response 4 and
 # padding.
@@ -22,7 +22,7 @@ def grid_of(**changes):
 
 
 def test_padded_rows_start_at_their_first_token():
-    layout = lay_out(grid_of(), [1, 0], packed=False)
+    layout = make_layout(grid_of(), [1, 0], packed=False)
     assert layout.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert layout.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     # the state before 4 is token 3 of row 0; before 7 and 8 tokens 1 and 2 of row 1, which starts at 4
@@ -32,28 +32,32 @@ def test_padded_rows_start_at_their_first_token():
     assert layout.last.tolist() == [3, 7]
 
 
-def test_a_shorter_row_is_filled_up_on_the_right():
+def test_a_shorter_row_is_padded_on_the_right():
     mask = torch.tensor([[0, 0, 1, 1, 0], [1, 1, 1, 1, 0]])
-    layout = lay_out(grid_of(attention_mask=mask, response_mask=torch.tensor([[1, 0], [1, 0]])), [0, 1], packed=False)
+    layout = make_layout(
+        grid_of(attention_mask=mask, response_mask=torch.tensor([[1, 0], [1, 0]])), [0, 1], packed=False
+    )
     assert layout.input_ids.tolist() == [[6, 7, 0, 0], [1, 2, 3, 4]]
     assert layout.last.tolist() == [1, 7]
 
 
-def test_packed_rows_lie_end_to_end_and_restart_their_positions():
+def test_packed_rows_are_concatenated_and_restart_their_positions():
     mask = torch.tensor([[0, 0, 1, 1, 0], [1, 1, 1, 1, 0]])
-    layout = lay_out(grid_of(attention_mask=mask, response_mask=torch.tensor([[1, 0], [1, 0]])), [0, 1], packed=True)
+    layout = make_layout(
+        grid_of(attention_mask=mask, response_mask=torch.tensor([[1, 0], [1, 0]])), [0, 1], packed=True
+    )
     assert layout.input_ids.tolist() == [[6, 7, 1, 2, 3, 4]]
     assert layout.position_ids.tolist() == [[0, 1, 0, 1, 2, 3]]
     assert layout.state.tolist() == [0, 4]
     assert layout.last.tolist() == [1, 5]
 
 
-def test_a_row_without_tokens_takes_no_place_and_harms_nothing():
+def test_a_row_without_tokens_adds_no_input():
     mask = torch.tensor([[0, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
     grid = grid_of(attention_mask=mask, response_mask=torch.tensor([[0, 0], [1, 0]]))
-    assert lay_out(grid, [0, 1], packed=True).input_ids.tolist() == [[1, 2, 3, 4]]
+    assert make_layout(grid, [0, 1], packed=True).input_ids.tolist() == [[1, 2, 3, 4]]
     for packed in (True, False):
-        assert lay_out(grid, [0], packed=packed).input_ids.tolist() == [[0]]
+        assert make_layout(grid, [0], packed=packed).input_ids.tolist() == [[0]]
 
 
 @pytest.mark.parametrize("prompt", [[0, 0, 0], [0, 1, 1]])
@@ -66,16 +70,16 @@ def test_a_response_token_without_a_token_before_it_or_that_is_padding_is_refuse
 
 def test_a_batch_without_response_mask_has_no_response():
     columns = {name: column for name, column in BATCH.items() if name != "response_mask"}
-    layout = lay_out(token_grid(DataProto.from_single_dict(columns)), [0, 1], packed=False)
+    layout = make_layout(token_grid(DataProto.from_single_dict(columns)), [0, 1], packed=False)
     assert layout.shape == (2, 0)
     assert layout.state.tolist() == []
 
 
-def test_runs_hold_sequences_of_similar_length():
-    # 7, 5 and 4 fit together (7 <= 2 * 4); 3 does not join them (7 > 2 * 3) and takes 2 along; 9 is too long for those
-    runs = runs_of([7, 5, 4, 3, 2, 9])
-    assert [run.width for run in runs] == [7, 3, 9]
-    assert [len(run.cells) for run in runs] == [16, 5, 9]
-    second = runs[1]
+def test_spans_hold_sequences_of_similar_length():
+    # 7, 5 and 4 share a span (7 <= 2 * 4); 3 starts another (7 > 2 * 3) with 2; 9 is too long for it
+    spans = sequence_spans([7, 5, 4, 3, 2, 9])
+    assert [span.width for span in spans] == [7, 3, 9]
+    assert [len(span.cells) for span in spans] == [16, 5, 9]
+    second = spans[1]
     assert second.tokens.tolist() == [16, 17, 18, 19, 20, 20]
     assert second.cells.tolist() == [0, 1, 2, 3, 4]

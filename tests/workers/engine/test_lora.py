@@ -1,4 +1,4 @@
-"""Adapters on the FSDP engine: they start as nothing, learn as the formula says, and leave the engine merged."""
+"""Adapters on the FSDP engine: no effect when new, gradients by the formula, merged in exports."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_new_adapter_changes_nothing(qwen2, batch):
     assert list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_its_first_gradient_is_that_of_the_weight_seen_through_a(qwen2, batch):
+def test_the_first_gradient_of_b_is_the_weights_gradient_times_a(qwen2, batch):
     # W + s B A with B = 0: dL/dB = s dL/dW A^T, and dL/dA = s B^T dL/dW = 0. s = 8 / 4.
     plain, adapted = make_engine(qwen2), make_engine(qwen2, lora=OURS)
     for engine in (plain, adapted):
@@ -58,7 +58,7 @@ def test_its_first_gradient_is_that_of_the_weight_seen_through_a(qwen2, batch):
 
 
 @pytest.mark.parametrize("settings", [{}, {"packed": True, "gradient_checkpointing": True}], ids=str)
-def test_what_leaves_the_engine_is_a_plain_model_that_computes_the_same(qwen2, batch, settings):
+def test_exported_weights_are_a_plain_model_that_computes_the_same(qwen2, batch, settings):
     engine = make_engine(qwen2, lora=OURS, **settings)
     before = whole_weights(engine)
     train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch), steps=8)
@@ -67,7 +67,7 @@ def test_what_leaves_the_engine_is_a_plain_model_that_computes_the_same(qwen2, b
     assert changed == {name for name in before if name.endswith("proj.weight")}
     plain = AutoModelForCausalLM.from_pretrained(qwen2, dtype=torch.float32).eval()
     missing, unexpected = plain.load_state_dict(after, strict=False)
-    assert missing == ["lm_head.weight"] and unexpected == []  # the embedding's twin
+    assert missing == ["lm_head.weight"] and unexpected == []  # tied to the embedding
     with torch.no_grad():
         expected = plain_outputs(plain, batch)["log_probs"]
     found = engine.forward(batch, WHOLE, outputs=POLICY)["log_probs"]
@@ -75,7 +75,7 @@ def test_what_leaves_the_engine_is_a_plain_model_that_computes_the_same(qwen2, b
     assert (found - make_engine(qwen2).forward(batch, WHOLE, outputs=POLICY)["log_probs"]).abs().max() > 1e-3
 
 
-def test_only_the_chosen_layers_learn(qwen2, batch):
+def test_only_the_chosen_layers_are_trained(qwen2, batch):
     engine = make_engine(qwen2, lora=LoRA(2, 2, ("q_proj", "v_proj")))
     before = whole_weights(engine)
     train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch))
@@ -87,18 +87,18 @@ def test_only_the_chosen_layers_learn(qwen2, batch):
     assert num_trained == sum(state["exp_avg"].numel() for state in engine._optimizer.state.values())
 
 
-def test_a_loaded_engine_goes_on_bit_by_bit(qwen2, batch, tmp_path):
+def test_a_loaded_engine_continues_bit_by_bit(qwen2, batch, tmp_path):
     num_tokens = num_response_tokens(batch)
-    engine, again = make_engine(qwen2, lora=OURS), make_engine(qwen2, lora=OURS, seed=5)
+    engine, loaded = make_engine(qwen2, lora=OURS), make_engine(qwen2, lora=OURS, seed=5)
     train(engine, batch, WHOLE, num_tokens=num_tokens)
     engine.save(str(tmp_path / "saved"))
-    again.load(str(tmp_path / "saved"))
-    assert train(again, batch, WHOLE, num_tokens=num_tokens) == train(engine, batch, WHOLE, num_tokens=num_tokens)
-    found, expected = whole_weights(again), whole_weights(engine)
+    loaded.load(str(tmp_path / "saved"))
+    assert train(loaded, batch, WHOLE, num_tokens=num_tokens) == train(engine, batch, WHOLE, num_tokens=num_tokens)
+    found, expected = whole_weights(loaded), whole_weights(engine)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_layer_that_is_not_there_is_refused_with_those_that_are(qwen2):
+def test_an_unknown_target_module_is_refused_and_the_known_ones_are_listed(qwen2):
     with pytest.raises(
         ConfigError, match=r"target_modules=\['query'\]: the model's linear layers are down_proj, gate_proj, k_proj"
     ):

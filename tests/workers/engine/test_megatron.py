@@ -9,7 +9,7 @@ python -m tests.support.workers.megatron_parity                              pri
 import pytest
 
 from tests.support.workers.megatron_models import CASES, NEEDS_MEGATRON, save_models
-from tests.support.workers.megatron_parity import LIMIT_S, by_hand, compare, ppo_by_hand
+from tests.support.workers.megatron_parity import LIMIT_S, compare, hf_ppo_losses, hf_reference
 
 QUICK = ("TP2", "PP2, untied, packed", "CP2", "qwen3_moe, EP2")
 ATOL = 1e-5
@@ -25,13 +25,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plainly(folder):
-    """What a Hugging Face model computes and becomes, by model; computed once."""
+def references(folder):
+    """What a Hugging Face model computes and becomes, by model, computed once."""
     found: dict[str, dict] = {}
 
     def of(model: str) -> dict:
         if model not in found:
-            found[model] = by_hand(folder, model) | {"ppo": ppo_by_hand(folder, model)}
+            found[model] = hf_reference(folder, model) | {"ppo": hf_ppo_losses(folder, model)}
         return found[model]
 
     return of
@@ -42,10 +42,10 @@ def cases() -> list:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_a_layout_computes_and_trains_as_the_plain_model_does(folder, plainly, case):
-    expected = plainly(CASES[case][1])
+def test_a_layout_computes_and_trains_as_the_plain_model_does(folder, references, case):
+    expected = references(CASES[case][1])
     differences, found = compare(folder, case, expected)
     for name, value in differences.items():
         assert value < ATOL, (name, differences)
-    assert [step["grad_norm"] for step in found["said"]] == pytest.approx(expected["norms"], rel=1e-4)
-    assert all(step["skipped"] == 0 for step in found["said"])
+    assert [step["grad_norm"] for step in found["reports"]] == pytest.approx(expected["norms"], rel=1e-4)
+    assert all(step["skipped"] == 0 for step in found["reports"])

@@ -1,5 +1,6 @@
-"""The Megatron engine on two real processes: critic and reward model, bfloat16, checkpoints that change layout,
-refusals.
+"""The Megatron engine on two real processes.
+
+Critic and reward model, bfloat16, checkpoints under another layout, refusals.
 """
 
 import json
@@ -12,7 +13,7 @@ import torch
 from tests.support.workers.engine_cases import VOCAB, make_batch, save_scorer, save_tiny_qwen2
 from tests.support.workers.engine_cases import make_engine as make_fsdp
 from tests.support.workers.megatron_models import MICRO, MOVES, NEEDS_MEGATRON, run_ranks, save_models, value_loss
-from tests.support.workers.megatron_parity import by_hand, difference
+from tests.support.workers.megatron_parity import difference, hf_reference
 
 START_AND_RUN_S = 400
 LAYOUTS = ("TP2+SP", "PP2", "CP2")
@@ -61,20 +62,22 @@ def test_scores_and_a_new_value_head_are_those_of_fsdp(folder, found, layout):
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2", "PP2"])
 def test_bfloat16_stays_near_float32(folder, found, layout):
-    assert found[f"bfloat16, {layout}"][0]["grad_norm"] == pytest.approx(by_hand(folder, "qwen2")["norms"][0], rel=0.03)
+    assert found[f"bfloat16, {layout}"][0]["grad_norm"] == pytest.approx(
+        hf_reference(folder, "qwen2")["norms"][0], rel=0.03
+    )
     assert found[f"bfloat16 critic, {layout}"]["grad_norm"] == pytest.approx(
         found["critic's step, CP2"]["grad_norm"], rel=0.03
     )
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_checkpoint_goes_on_under_another_layout(found, move):
-    went_on, moved, said = found["moves"][move]
-    assert difference(moved, went_on) < 1e-6
-    assert said[-1]["skipped"] == 0
+def test_training_continues_from_a_checkpoint_under_another_layout(found, move):
+    continued, moved, reports = found["moves"][move]
+    assert difference(moved, continued) < 1e-6
+    assert reports[-1]["skipped"] == 0
 
 
-def test_a_snapshot_goes_back_bit_for_bit(found):
+def test_a_snapshot_restores_the_engine_bit_for_bit(found):
     assert found["snapshots"] == dict.fromkeys(("TP2", "PP2", "DP2", "DP2, bfloat16, offloaded"), True)
 
 
@@ -86,15 +89,15 @@ def test_a_step_with_an_infinite_gradient_is_skipped(found):
     ("what", "words"),
     [
         ("other layout", "ConfigError: actor_rollout_ref.actor.megatron: this process has the layout"),
-        ("too long", "DataError: another rank's rows cannot be cut into micro-batches"),
+        ("too long", "DataError: another rank's rows cannot be split into micro-batches"),
         ("no checkpoint", "holds no state of a Megatron engine: .metadata is missing"),
         ("three anew", "= 3 does not divide the 2 processes"),
-        ("sliding", "attention over a sliding window is not in the Megatron engine; use strategy=fsdp"),
+        ("sliding", "the Megatron engine does not support attention over a sliding window; use strategy=fsdp"),
         (
             "one word less",
             f"ConfigError: vocab_size={VOCAB - 1}: model.embed_tokens.weight has {VOCAB} rows in the model's files",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_reason(found, what, words):
+def test_unsupported_cases_are_refused_with_a_reason(found, what, words):
     assert words in found["refusals"][what]

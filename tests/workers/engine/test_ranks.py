@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(START_AND_RUN_S + 60)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    mine = not dist.is_initialized()  # the group of one that the first engine makes
+    mine = not dist.is_initialized()  # the first engine creates a process group of one rank
     path = tmp_path_factory.mktemp("ranks")
     save_tiny_qwen2(path / "tied")
     save_tiny_qwen2(path / "untied", tied=False)
@@ -64,7 +64,7 @@ def save_damaged(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> list[dict]:
-    """What each rank found."""
+    """The results that each rank wrote."""
     command = [sys.executable, "-m", "tests.support.workers.engine_rank"]
     logs = [open(folder / f"rank_{rank}.log", "w+") for rank in (0, 1)]  # noqa: SIM115 - closed below
     running = [
@@ -78,8 +78,8 @@ def ranks(folder) -> list[dict]:
         for process, log in zip(running, logs, strict=True):
             process.kill()
             log.close()
-    said = "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in (0, 1))
-    assert [process.returncode for process in running] == [0, 0], said
+    output = "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in (0, 1))
+    assert [process.returncode for process in running] == [0, 0], output
     return [torch.load(folder / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
@@ -92,8 +92,11 @@ def one_rank(folder) -> dict[str, dict]:
         outputs = engine.forward(batch, WHOLE, outputs=POLICY)
         engine.forward_backward(batch, WHOLE, policy_loss(num_response_tokens(batch)), outputs=POLICY)
         first = gradients(engine)
-        said = [engine.optimizer_step(), *train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch), steps=1)]
-        found[model] = {"outputs": outputs, "gradients": first, "said": said, "weights": whole_weights(engine)}
+        reports = [
+            engine.optimizer_step(),
+            *train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch), steps=1),
+        ]
+        found[model] = {"outputs": outputs, "gradients": first, "reports": reports, "weights": whole_weights(engine)}
     return found
 
 
@@ -104,9 +107,9 @@ def test_two_ranks_take_the_same_two_steps_as_one(ranks, one_rank, case):
         for name, gradient in rank[case]["gradients"].items():
             torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-6, rtol=0)
         assert_same_weights(rank[case]["weights"], expected["weights"], atol=1e-6)
-        for step, wanted in zip(rank[case]["said"], expected["said"], strict=True):
+        for step, wanted in zip(rank[case]["reports"], expected["reports"], strict=True):
             assert step == pytest.approx(wanted, rel=1e-5)
-    assert ranks[0][case]["said"] == ranks[1][case]["said"]
+    assert ranks[0][case]["reports"] == ranks[1][case]["reports"]
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -122,16 +125,16 @@ def test_each_rank_gets_the_outputs_of_its_rows_in_their_order(ranks, one_rank, 
 def test_adapters_on_two_ranks_learn_what_they_learn_on_one(ranks, folder):
     model, settings, _, _ = CASES["adapters, packed, recomputed"]
     batch, engine = make_batch(), make_engine(str(folder / model), lora=settings["lora"])
-    said = train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch), steps=2)
+    reports = train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch), steps=2)
     for rank in ranks:
         assert_same_weights(rank["adapters, packed, recomputed"]["weights"], whole_weights(engine), atol=1e-6)
-        for step, wanted in zip(rank["adapters, packed, recomputed"]["said"], said, strict=True):
+        for step, wanted in zip(rank["adapters, packed, recomputed"]["reports"], reports, strict=True):
             assert step == pytest.approx(wanted, rel=1e-5)
 
 
 def test_bfloat16_on_two_ranks_stays_near_float32(ranks, one_rank):
     found = ranks[0]["bfloat16"]
-    assert found["said"][0]["grad_norm"] == pytest.approx(one_rank["tied"]["said"][0]["grad_norm"], rel=0.03)
+    assert found["reports"][0]["grad_norm"] == pytest.approx(one_rank["tied"]["reports"][0]["grad_norm"], rel=0.03)
     assert {tensor.dtype for tensor in found["weights"].values()} == {torch.float32}
 
 
@@ -141,11 +144,11 @@ def test_a_new_head_is_the_same_for_any_number_of_ranks(ranks, folder):
         assert all(torch.equal(rank["value head"][name], tensor) for name, tensor in expected.items())
 
 
-def test_a_critic_goes_on_from_a_snapshot_bit_for_bit_also_where_a_rank_has_nothing_of_a_tensor(ranks):
+def test_a_critic_continues_from_a_snapshot_bit_for_bit_also_where_a_rank_has_no_part_of_a_tensor(ranks):
     assert [rank["snapshot"] for rank in ranks] == [True, True]
 
 
-def test_two_ranks_go_on_from_their_checkpoint_bit_by_bit(ranks):
+def test_two_ranks_continue_from_their_checkpoint_bit_by_bit(ranks):
     for rank in ranks:
         assert rank["same draw"]
         assert all(
@@ -153,7 +156,7 @@ def test_two_ranks_go_on_from_their_checkpoint_bit_by_bit(ranks):
         )
 
 
-def test_one_rank_goes_on_from_a_checkpoint_of_two(ranks, folder):
+def test_one_rank_continues_from_a_checkpoint_of_two(ranks, folder):
     batch, engine = make_batch(), make_engine(str(folder / "tied"))
     engine.load(str(folder / "two_ranks"))
     assert all(torch.equal(tensor, ranks[0]["saved"][name]) for name, tensor in whole_weights(engine).items())
@@ -161,7 +164,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(ranks, folder):
     assert_same_weights(whole_weights(engine), ranks[0]["continued"], atol=1e-6)
 
 
-def test_two_ranks_go_on_from_a_checkpoint_of_one(ranks, folder, one_rank):
+def test_two_ranks_continue_from_a_checkpoint_of_one(ranks, folder, one_rank):
     engine = make_engine(str(folder / "tied"))
     engine.load(str(folder / "one_rank"))
     assert all(torch.equal(tensor, ranks[0]["from one rank"][name]) for name, tensor in whole_weights(engine).items())
@@ -172,7 +175,7 @@ def test_rows_that_one_rank_refuses_are_refused_by_both(ranks):
     assert "has" in ranks[1]["too long"] and "tokens" in ranks[1]["too long"]
     assert (
         ranks[0]["too long"]
-        == "DataError: another rank's rows cannot be cut into micro-batches; its own error says why"
+        == "DataError: another rank's rows cannot be split into micro-batches; the reason is in that rank's error"
     )
 
 

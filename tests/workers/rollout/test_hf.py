@@ -1,4 +1,4 @@
-"""The hf rollout against `model.generate` and a plain forward pass, its sampler, and its weights' versions."""
+"""The `hf` rollout against `model.generate` and a plain forward pass; its sampler; the versions of its weights."""
 
 import numpy as np
 import pytest
@@ -137,19 +137,20 @@ def test_a_response_ends_with_its_first_eos_and_is_padded_after_it(start):
         stopped.batch["response_mask"].tolist(),
         strict=True,
     ):
-        length = next((place + 1 for place, token in enumerate(reference) if token in eos), RESPONSE)
+        length = next((index + 1 for index, token in enumerate(reference) if token in eos), RESPONSE)
         assert tokens == reference[:length] + [PAD] * (RESPONSE - length)
         assert mask == [1] * length + [0] * (RESPONSE - length)
 
 
-def test_ignore_eos_goes_on(start):
+def test_ignore_eos_continues_after_an_eos(start):
     batch = start(eos=range(VOCAB)).generate(prompts_of(3), SamplingParams(RESPONSE, ignore_eos=True))
     assert batch.batch["response_mask"].all()
 
 
-def test_samples_do_not_depend_on_what_else_is_in_the_batch(start):
-    """Order, subset, padding, size of the concurrent batch and number of samples change nothing: fp32, ends at
-    different lengths.
+def test_samples_do_not_depend_on_the_rest_of_the_batch(start):
+    """Order, subset, padding, number of sequences decoded together and number of samples change nothing.
+
+    In float32, with responses of different lengths.
     """
     rollout, sampling = start(eos=(5, 9, 11)), SamplingParams(RESPONSE, n=4)
     whole = rollout.generate(prompts_of(10), sampling).batch["responses"].reshape(10, 4, RESPONSE)
@@ -157,7 +158,7 @@ def test_samples_do_not_depend_on_what_else_is_in_the_batch(start):
     others = {
         "subset in another order": (rollout.generate(prompts_of(10).select_idxs(order), sampling), whole[order]),
         "one row alone": (rollout.generate(prompts_of(10).slice(3, 4), sampling), whole[3:4]),
-        "waves of 3": (start(eos=(5, 9, 11), max_num_seqs=3).generate(prompts_of(10), sampling), whole),
+        "3 at a time": (start(eos=(5, 9, 11), max_num_seqs=3).generate(prompts_of(10), sampling), whole),
         "two of four samples": (rollout.generate(prompts_of(10), SamplingParams(RESPONSE, n=2)), whole[:, :2]),
     }
     for what, (batch, expected) in others.items():
@@ -177,12 +178,12 @@ def test_samples_and_seeds_differ(start):
     assert not torch.equal(samples, start().generate(prompts, SamplingParams(RESPONSE, n=8)).batch["responses"])
 
 
-def test_without_a_seeds_column_the_seed_of_the_call_counts(start):
+def test_without_a_seeds_column_the_samples_depend_on_the_seed_of_the_call(start):
     prompts = prompts_of(4).select(batch_keys=["input_ids", "attention_mask", "position_ids"])
-    first, again, other = (
+    first, repeated, other = (
         start().generate(prompts, SamplingParams(RESPONSE, seed=seed)).batch["responses"] for seed in (3, 3, 4)
     )
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(first, repeated) and not torch.equal(first, other)
 
 
 def test_the_batch_has_the_columns_that_training_reads(start):
@@ -210,14 +211,14 @@ def test_no_prompts_give_no_rows_with_the_same_columns(start):
     }
 
 
-def test_generating_leaves_the_global_random_state_alone(start):
+def test_generating_preserves_the_global_random_state(start):
     state = torch.get_rng_state()
     start(load_format="dummy").load_weights(1, start()._model.state_dict().items())
     start().generate(prompts_of(2), SamplingParams(4))
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_what_cannot_be_generated_is_refused_with_the_setting(start, model_paths):
+def test_invalid_calls_and_setups_raise_errors_that_name_the_setting(start, model_paths):
     with pytest.raises(ValueError, match="max_new_tokens=17"):
         start().generate(prompts_of(1), SamplingParams(RESPONSE + 1))
     with pytest.raises(DataError, match="max_prompt_length"):
@@ -253,7 +254,7 @@ def test_uniform_numbers_are_uniform_and_independent_along_every_axis(axis):
     assert chi_square(cells.bincount(minlength=256).double(), torch.full((256,), (count - 1) / 256).double()) < 347
 
 
-def test_row_seeds_of_neighbouring_seeds_do_not_meet():
+def test_row_seeds_of_neighbouring_seeds_do_not_collide():
     assert len(torch.cat([row_seeds(seed, 1000) for seed in range(20)]).unique()) == 20_000
 
 
@@ -279,7 +280,7 @@ def test_tokens_are_drawn_with_their_probability():
     ],
     ids=str,
 )
-def test_top_k_and_top_p_keep_the_likeliest_and_log_probs_stay_those_of_the_whole(truncation, kept):
+def test_top_k_and_top_p_keep_the_likeliest_and_log_probs_stay_untruncated(truncation, kept):
     probs = torch.tensor([1 / 4, 3 / 16, 1 / 16, 1 / 2])
     count = 20_000
     tokens, log_probs = draw_tokens(
@@ -304,11 +305,11 @@ def changed(path: str, scale: float = 0.5) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_pushed_weights_are_the_ones_that_generate(start, model_paths, name):
+def test_generation_uses_the_pushed_weights(start, model_paths, name):
     rollout, model = start(name, load_format="dummy"), changed(model_paths[name])
     with pytest.raises(StaleWeightsError, match="load_weights"):
         rollout.generate(prompts_of(2), SamplingParams(4))
-    tied_and_all = list(model.state_dict().items())  # a tied lm_head comes under both names
+    tied_and_all = list(model.state_dict().items())  # a tied lm_head has both names
     rollout.load_weights(5, iter(tied_and_all))
     assert rollout.health().version == 5
     assert rollout.health().fingerprint == fingerprint(model.named_parameters(), torch.float32)
@@ -317,7 +318,7 @@ def test_pushed_weights_are_the_ones_that_generate(start, model_paths, name):
     assert (batch.batch["rollout_log_probs"] - forward_log_probs(model, batch, 1.0)).abs().max() < 1e-4
 
 
-def test_a_push_that_lacks_a_weight_is_stale_and_a_whole_one_cures_it(start, model_paths):
+def test_an_incomplete_push_is_stale_until_a_complete_one(start, model_paths):
     rollout, model = start(), changed(model_paths["qwen2"])
     weights = list(model.named_parameters())
     with pytest.raises(StaleWeightsError, match=r"without 1 of its weights .*down_proj.* \(version 0 before"):
@@ -329,7 +330,7 @@ def test_a_push_that_lacks_a_weight_is_stale_and_a_whole_one_cures_it(start, mod
     assert rollout.generate(prompts_of(1), SamplingParams(1)).batch["weights_version"].tolist() == [3]
 
 
-def test_a_push_with_a_wrong_name_or_shape_fails_after_the_iterator_is_used_up(start, model_paths):
+def test_a_push_with_a_wrong_name_or_shape_fails_after_the_iterator_is_exhausted(start, model_paths):
     weights = list(changed(model_paths["qwen2"]).named_parameters())
     for wrong, error in ((("nonsense", torch.ones(1)), KeyError), ((weights[0][0], torch.ones(1)), ValueError)):
         rollout, iterator = start(), iter([wrong, *weights])
@@ -339,7 +340,7 @@ def test_a_push_with_a_wrong_name_or_shape_fails_after_the_iterator_is_used_up(s
         assert rollout.health().version is None
 
 
-def test_weights_damaged_after_the_push_are_found_by_health(start):
+def test_health_detects_weights_damaged_after_the_push(start):
     rollout = start()
     with torch.no_grad():
         rollout._model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-6
@@ -348,13 +349,13 @@ def test_weights_damaged_after_the_push_are_found_by_health(start):
         rollout.generate(prompts_of(1), SamplingParams(1))
 
 
-def test_fingerprint_ignores_layout_and_sees_every_element():
+def test_fingerprint_is_independent_of_layout_and_depends_on_every_element():
     torch.manual_seed(0)
     q, k, v, norm = torch.randn(64, 32), torch.randn(32, 32), torch.randn(32, 32), torch.ones(32)
     weights = {"q": q, "k": k, "v": v, "norm": norm}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         reference = fingerprint(weights.items(), dtype)
-        fused = {"norm": norm, "qkv": torch.cat([q, k, v]), "again": norm}
+        fused = {"norm": norm, "qkv": torch.cat([q, k, v]), "norm2": norm}
         assert fingerprint(fused.items(), dtype) == reference, "order, names, fusing, shared memory"
         halves = {
             "a": q[:, :16].clone(),
@@ -370,7 +371,7 @@ def test_fingerprint_ignores_layout_and_sees_every_element():
         assert fingerprint({"q": q, "k": k, "v": v}.items(), dtype) != reference, "one missing"
 
 
-def test_fingerprint_sees_one_bit_and_a_change_that_a_sum_of_the_bits_does_not():
+def test_fingerprint_detects_one_bit_and_a_change_that_keeps_the_sum_of_the_bits():
     torch.manual_seed(0)
     weight = torch.randn(64, 32)
     one_bit, moved = weight.clone().view(torch.int32), weight.clone().view(torch.int32)

@@ -1,6 +1,4 @@
-"""Served requests get the tokens that a batch gets, whoever is open beside them; on hf, and on vLLM in one process of
-its own.
-"""
+"""Served requests get the tokens of a batch, whatever other requests are open; on `hf` and on in-process vLLM."""
 
 from importlib.util import find_spec
 
@@ -12,7 +10,7 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
-from hybridrl.workers.rollout.request_server import Server
+from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request
 
 PROMPT, RESPONSE, N = 24, 40, 3
@@ -49,7 +47,7 @@ def requests_of(prompts: DataProto, sampling: SamplingParams) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def rollouts(tiny_qwen2):
-    """Start each engine once; vLLM is asked for by its tests only."""
+    """Start each engine once, at its first use; only vLLM's tests start vLLM."""
     started: dict = {}
 
     def rollout(name: str):
@@ -64,7 +62,7 @@ def rollouts(tiny_qwen2):
 
 
 def serve_all(server, arrivals: list[list[Request]]) -> dict:
-    """Let requests arrive in groups, one step apart, and serve until none is open."""
+    """Add requests in groups, one step apart, and serve until none is open."""
     outputs: dict = {}
     arrivals = list(arrivals)
     while arrivals or server.engine.num_open():
@@ -92,22 +90,22 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("piece", [7, 64])
-def test_requests_that_come_one_after_the_other_get_the_tokens_of_a_batch(rollouts, engine, kind, piece, monkeypatch):
-    monkeypatch.setattr(batched_request_engine, "PIECE_TOKENS", piece)
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_requests_that_arrive_one_after_another_get_the_tokens_of_a_batch(rollouts, engine, kind, chunk, monkeypatch):
+    monkeypatch.setattr(batched_request_engine, "CHUNK_TOKENS", chunk)
     rollout, sampling, prompts = rollouts(engine), SAMPLINGS[kind], prompts_of(8)
     batch, requests = rollout.generate(prompts, sampling), requests_of(prompts, sampling)
     lengths = batch.batch["response_mask"].sum(-1)
     assert kind == "greedy" or ((lengths < RESPONSE).any() and (lengths > 8).any())  # greedy repeats itself
     order = np.random.default_rng(0).permutation(len(requests))
     arrivals = [[requests[i] for i in part] for part in np.array_split(order, 5)]
-    assert_same_as_batch(batch, serve_all(Server(rollout), arrivals), sampling.n)
+    assert_same_as_batch(batch, serve_all(RequestServer(rollout), arrivals), sampling.n)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_requests_with_different_sampling_are_open_beside_each_other(rollouts, engine):
+def test_requests_with_different_sampling_are_served_together(rollouts, engine):
     rollout, prompts = rollouts(engine), prompts_of(4)
-    requests, server = {}, Server(rollout)
+    requests, server = {}, RequestServer(rollout)
     for kind, sampling in SAMPLINGS.items():
         requests[kind] = [
             Request(**{**vars(r), "request_id": f"{kind}:{r.request_id}"}) for r in requests_of(prompts, sampling)
@@ -124,12 +122,12 @@ def test_requests_with_different_sampling_are_open_beside_each_other(rollouts, e
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_response_that_was_aborted_goes_on_elsewhere_as_if_nothing_had_happened(rollouts, engine, monkeypatch):
-    monkeypatch.setattr(batched_request_engine, "PIECE_TOKENS", 3)
+def test_an_aborted_response_continues_on_another_server_with_the_same_tokens(rollouts, engine, monkeypatch):
+    monkeypatch.setattr(batched_request_engine, "CHUNK_TOKENS", 3)
     rollout, sampling = rollouts(engine), SamplingParams(RESPONSE, ignore_eos=True)
     [request] = requests_of(prompts_of(1), sampling)
-    whole = serve_all(Server(rollout), [[request]])["0/0"]
-    server = Server(rollout)
+    whole = serve_all(RequestServer(rollout), [[request]])["0/0"]
+    server = RequestServer(rollout)
     server.serve([request], [], slice_s=0)
     server.serve([], [], slice_s=0)
     [part] = server.serve([], ["0/0"], slice_s=0)
@@ -141,16 +139,16 @@ def test_a_response_that_was_aborted_goes_on_elsewhere_as_if_nothing_had_happene
         request.seed,
         num_done=len(part.token_ids),
     )
-    ended = serve_all(Server(rollout), [[rest]])["rest"]
+    ended = serve_all(RequestServer(rollout), [[rest]])["rest"]
     assert part.token_ids + ended.token_ids == whole.token_ids and ended.finish_reason == "length"
-    assert server.serve([], ["never heard of"], slice_s=0) == []
+    assert server.serve([], ["unknown"], slice_s=0) == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_batched_path_works_after_serving_and_new_weights_are_told(rollouts, engine):
+def test_batches_are_generated_after_serving_and_outputs_have_the_weights_version(rollouts, engine):
     rollout, prompts, sampling = rollouts(engine), prompts_of(2), SAMPLINGS["sampled"]
     before = rollout.generate(prompts, sampling).batch["responses"]
-    server = Server(rollout)
+    server = RequestServer(rollout)
     serve_all(server, [requests_of(prompts, sampling)])
     assert torch.equal(rollout.generate(prompts, sampling).batch["responses"], before)
     assert {out.version for out in serve_all(server, [requests_of(prompts, sampling)]).values()} == {
@@ -160,27 +158,27 @@ def test_the_batched_path_works_after_serving_and_new_weights_are_told(rollouts,
 
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
-def test_many_kinds_of_sampling_leave_no_memory_behind_in_vllm(rollouts):
-    rollout, server = rollouts("vllm"), Server(rollouts("vllm"))
+def test_many_kinds_of_sampling_do_not_accumulate_batches_in_vllm(rollouts):
+    rollout, server = rollouts("vllm"), RequestServer(rollouts("vllm"))
     [request] = requests_of(prompts_of(1), SamplingParams(4))
     for number in range(30):
         sampling = SamplingParams(4, temperature=1 + number / 10)
         [output] = serve_all(server, [[Request(**{**vars(request), "sampling": sampling})]]).values()
-        made = rollout.generate(prompts_of(1), sampling).batch
-        assert output.token_ids == made["responses"][0][made["response_mask"][0].bool()].tolist()
-        assert len(server.engine._shared) <= 8
+        batch = rollout.generate(prompts_of(1), sampling).batch
+        assert output.token_ids == batch["responses"][0][batch["response_mask"][0].bool()].tolist()
+        assert len(server.engine._shared_batches) <= 8
 
 
-def test_what_cannot_be_served_is_refused(rollouts, tiny_qwen2):
+def test_invalid_requests_raise_errors(rollouts, tiny_qwen2):
     with pytest.raises(ValueError, match="n=2; a request is one response"):
         Request("a", (1, 2), SamplingParams(4, n=2), 0)
     with pytest.raises(DataError, match="leave no prompt"):
         Request("a", (1, 2), SamplingParams(4), 0, num_done=2)
-    with pytest.raises(DataError, match="request a: 40 tokens and 30 to come"):
-        Server(rollouts("hf")).serve([Request("a", (50,) * 40, SamplingParams(30), 0)], [], slice_s=0)
+    with pytest.raises(DataError, match="request a: 40 tokens and up to 30 new ones"):
+        RequestServer(rollouts("hf")).serve([Request("a", (50,) * 40, SamplingParams(30), 0)], [], slice_s=0)
     twice = Request("a", (50,), SamplingParams(3), 0)
     with pytest.raises(ValueError, match="request a is open already"):
-        Server(rollouts("hf")).serve([twice, twice], [], slice_s=0)
+        RequestServer(rollouts("hf")).serve([twice, twice], [], slice_s=0)
     setup = RolloutSetup(str(tiny_qwen2), RolloutConfig(name="hf"), STOPS, 0, PROMPT, RESPONSE, load_format="dummy")
-    with pytest.raises(StaleWeightsError, match="holds no weights that were pushed whole"):
-        Server(make_rollout("hf", setup)).serve([Request("a", (50,), SamplingParams(3), 0)], [], slice_s=0)
+    with pytest.raises(StaleWeightsError, match="holds no weights that were pushed completely"):
+        RequestServer(make_rollout("hf", setup)).serve([Request("a", (50,), SamplingParams(3), 0)], [], slice_s=0)

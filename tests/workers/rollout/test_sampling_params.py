@@ -1,6 +1,4 @@
-"""Every sampling parameter does what vLLM and Hugging Face do under that name, and the same in the `hf` and the `vllm`
-rollout.
-"""
+"""Every sampling parameter means what it means in vLLM and Hugging Face, in both the `hf` and the `vllm` rollout."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,8 +13,8 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
-from hybridrl.workers.rollout.partial import begin, go_on
-from hybridrl.workers.rollout.sampling.logits import Ends, History, StopStrings
+from hybridrl.workers.rollout.partial import begin_partial, continue_partial
+from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStrings, TokenHistory
 from hybridrl.workers.rollout.sampling.sampler import draw_tokens
 from tests.support.end_to_end.runs import settings, train
 
@@ -30,7 +28,7 @@ PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 1.5, "frequency_pena
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory, tiny_tokenizer) -> str:
-    """A model with a tokenizer, whose next token depends on what came before."""
+    """Return the path of a model with a tokenizer, whose next token depends on the previous ones."""
     path = str(tmp_path_factory.mktemp("talker"))
     config = Qwen2Config(
         vocab_size=len(tiny_tokenizer),
@@ -90,20 +88,20 @@ def responses(batch: DataProto) -> list[list[int]]:
 def test_penalties_are_vllms_formulas():
     """Token 0 is in the prompt, 1 twice in the response, 2 once and in the prompt, 3 nowhere."""
     sampling = SamplingParams(4, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
-    history = History([[0, 2]], sampling, Ends(()), device="cpu")
+    history = TokenHistory([[0, 2]], sampling, StopCondition(()), device="cpu")
     rows = torch.tensor([0])
     for step, token in enumerate([1, 1, 2]):
         history.record(rows, torch.tensor([step]), torch.tensor([token]))
-    shaped = history.shape(torch.tensor([[4.0, -1.0, 2.0, 3.0]]), rows, torch.tensor([3]))
+    processed_logits = history.process_logits(torch.tensor([[4.0, -1.0, 2.0, 3.0]]), rows, torch.tensor([3]))
     # 4 / 2; -1 * 2 - 2 * 0.25 - 0.5; 2 / 2 - 0.25 - 0.5; 3
-    assert shaped.tolist() == [[2.0, -3.0, 0.25, 3.0]]
-    earlier = history.shape(
+    assert processed_logits.tolist() == [[2.0, -3.0, 0.25, 3.0]]
+    earlier = history.process_logits(
         torch.tensor([[4.0, -1.0, 2.0, 3.0]]), rows, torch.tensor([1])
     )  # a token that is drawn again
     assert earlier.tolist() == [[2.0, -2.75, 1.0, 3.0]]
 
 
-def test_min_p_keeps_what_is_likely_enough():
+def test_min_p_keeps_tokens_above_its_share_of_the_largest_probability():
     """Of 0.5, 0.3, 0.15, 0.05 the share 0.31 of the likeliest keeps the first two: 0.155 is more than the third."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(1000, -1)
     uniform = (torch.arange(1000).double() + 0.5) / 1000
@@ -112,7 +110,7 @@ def test_min_p_keeps_what_is_likely_enough():
     assert log_probs.exp().unique().tolist() == pytest.approx([0.3, 0.5])
 
 
-def test_a_stop_string_is_seen_when_its_last_token_comes_and_only_then(tiny_tokenizer):
+def test_a_stop_string_is_detected_at_its_last_token_only(tiny_tokenizer):
     stops = StopStrings(tiny_tokenizer, ("boxes of", "é"))
     tokens = tiny_tokenizer.encode("3 boxes of of 4é!")
     found = [
@@ -124,7 +122,7 @@ def test_a_stop_string_is_seen_when_its_last_token_comes_and_only_then(tiny_toke
     assert texts == ["3 boxes of", "3 boxes of of 4é"]
 
 
-def test_what_cannot_be_is_refused(model_path, tmp_path):
+def test_invalid_parameters_raise_errors(model_path, tmp_path):
     for wrong in (
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
@@ -176,12 +174,12 @@ def test_greedy_tokens_are_those_of_plain_vllm(start, sampling):
     from vllm import SamplingParams as EngineParams
 
     rollout, prompts = start("vllm"), prompts_of(8)
-    ends = tuple({response[5] for response in responses(rollout.generate(prompts, GREEDY))})
-    ours = responses(rollout.generate(prompts, replace(GREEDY, stop_token_ids=ends, **sampling)))
+    stop_ids = tuple({response[5] for response in responses(rollout.generate(prompts, GREEDY))})
+    ours = responses(rollout.generate(prompts, replace(GREEDY, stop_token_ids=stop_ids, **sampling)))
     params = EngineParams(
         temperature=0.0,
         max_tokens=RESPONSE,
-        stop_token_ids=[*rollout.setup.eos_token_ids, *ends],
+        stop_token_ids=[*rollout.setup.eos_token_ids, *stop_ids],
         ignore_eos=True,
         detokenize=False,
         extra_args={"row": 0},
@@ -210,9 +208,7 @@ def test_greedy_tokens_are_those_of_plain_vllm(start, sampling):
     ids=str,
 )
 def test_samples_of_both_engines_are_the_same_from_the_same_seeds(start, sampling):
-    """Up to rounding: a number that falls within 1e-6 of a boundary may be read differently, rarer than once in 1000
-    tokens.
-    """
+    """Up to rounding: a number within 1e-6 of a boundary may give another token, less than once in 1000 tokens."""
     params = SamplingParams(RESPONSE, n=4, **sampling)
     ours, theirs = (start(name).generate(prompts_of(10), params) for name in ("vllm", "hf"))
     same = [left == right for left, right in zip(responses(ours), responses(theirs), strict=True)]
@@ -225,15 +221,17 @@ def test_samples_of_both_engines_are_the_same_from_the_same_seeds(start, samplin
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(start, tiny_tokenizer, name):
-    for least in (0, 6):
-        free = responses(start(name).generate(prompts_of(8), SamplingParams(RESPONSE, n=3, min_tokens=least)))
+    for min_tokens in (0, 6):
+        free = responses(start(name).generate(prompts_of(8), SamplingParams(RESPONSE, n=3, min_tokens=min_tokens)))
         stopped = responses(
-            start(name).generate(prompts_of(8), SamplingParams(RESPONSE, n=3, stop=("e", "ox", "1"), min_tokens=least))
+            start(name).generate(
+                prompts_of(8), SamplingParams(RESPONSE, n=3, stop=("e", "ox", "1"), min_tokens=min_tokens)
+            )
         )
         assert any(len(response) < len(whole) for response, whole in zip(stopped, free, strict=True))
         for response, whole in zip(stopped, free, strict=True):
             expected = next(
-                (length for length in range(least + 1, len(whole)) if completes(whole, length, tiny_tokenizer)),
+                (length for length in range(min_tokens + 1, len(whole)) if completes(whole, length, tiny_tokenizer)),
                 len(whole),
             )
             assert response == whole[:expected]
@@ -245,19 +243,19 @@ def completes(tokens: list[int], length: int, tokenizer) -> bool:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_pieces_make_the_whole_with_penalties_and_stop_strings(start, name):
+def test_chunks_equal_one_call_with_penalties_and_stop_strings(start, name):
     sampling = SamplingParams(RESPONSE, n=2, temperature=0.9, stop=("e", "1"), min_tokens=7, **PENALTIES)
     whole = start(name).generate(prompts_of(8), sampling)
-    pieces = begin(start(name), prompts_of(8), replace(sampling, max_new_tokens=10))
-    pieces = go_on(start(name), pieces, replace(sampling, max_new_tokens=RESPONSE - 10))
-    assert responses(whole) == responses(pieces)
+    chunked = begin_partial(start(name), prompts_of(8), replace(sampling, max_new_tokens=10))
+    chunked = continue_partial(start(name), chunked, replace(sampling, max_new_tokens=RESPONSE - 10))
+    assert responses(whole) == responses(chunked)
     assert any(10 < len(response) < RESPONSE for response in responses(whole))
 
 
 # -- from the command line
 
 
-def test_training_stops_where_the_settings_say(tmp_path, tiny_qwen2, tiny_tokenizer):
+def test_training_responses_stop_as_configured(tmp_path, tiny_qwen2, tiny_tokenizer):
     def lengths(name, **changes):
         rows = train(tmp_path / name, tiny_qwen2, trainer__total_training_steps=1, trainer__test_freq=-1, **changes)
         return [row["response_length/mean"] for row in rows if "response_length/mean" in row]
@@ -265,13 +263,13 @@ def test_training_stops_where_the_settings_say(tmp_path, tiny_qwen2, tiny_tokeni
     prefix = "actor_rollout_ref__rollout__"
     free = lengths("free")
     assert lengths("text", **{prefix + "stop": "[e,a,i]"})[0] < free[0]
-    assert lengths("least", **{prefix + "stop": "[e,a,i]", prefix + "min_tokens": 12}) == [12.0]
+    assert lengths("min_tokens", **{prefix + "stop": "[e,a,i]", prefix + "min_tokens": 12}) == [12.0]
     every = list(range(len(tiny_tokenizer)))
     assert lengths("ids", **{prefix + "stop_token_ids": every, prefix + "ignore_eos": True}) == [1.0]
 
 
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, tiny_qwen2, capsys):
-    words = {
+def test_contradicting_settings_are_rejected(tmp_path: Path, tiny_qwen2, capsys):
+    rollout_settings = {
         "stop": "[a]",
         "ignore_eos": True,
         "min_tokens": 13,
@@ -279,22 +277,22 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, tiny_qw
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": 59,
     }
-    changes = {f"actor_rollout_ref__rollout__{key}": value for key, value in words.items()}
+    changes = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout_settings.items()}
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **changes)) != 0
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for key in (
-        "rollout.ignore_eos=true: stop strings",
+        "rollout.ignore_eos=true: contradicts",
         "rollout.min_tokens=13: responses have at most",
         "rollout.max_num_batched_tokens=59",
     ):
-        assert key in told
+        assert key in message
 
 
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.timeout(240)
-def test_a_cache_too_small_for_one_sequence_is_refused_with_the_keys(model_path):
-    config = RolloutConfig(dtype="float32", kv_cache_memory_mb=1)  # of 512 bytes a token and layer: room for about 1000
+def test_a_cache_too_small_for_one_sequence_raises_an_error_with_the_keys(model_path):
+    config = RolloutConfig(dtype="float32", kv_cache_memory_mb=1)  # 512 bytes per token and layer: about 1000 tokens
     setup = RolloutSetup(model_path, config, (2,), 0, 3000, 1000, override_config={"max_position_embeddings": 4096})
     with pytest.raises(
         ConfigError, match=r"kv_cache_memory_mb=1: vLLM's cache cannot hold.*max_prompt_length=3000 \+ .*=1000"

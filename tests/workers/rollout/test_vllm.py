@@ -1,8 +1,8 @@
-"""The vllm rollout with a real in-process engine: against `hf`, against a plain forward pass, and beside FSDP2 in two
+"""The `vllm` rollout with a real in-process engine: against `hf`, a plain forward pass, and with FSDP2 in two
 processes.
 
-One engine serves all tests of this process. It is started with dummy weights and tight limits (20 sequences at a time,
-512 tokens a step, a cache of 15 blocks), so that waiting, chunked prefill and preemption happen. Run as a program, this
+One engine serves all tests of this process. It starts with dummy weights and tight limits (20 sequences at a time, 512
+tokens per step, a cache of 15 blocks), so that queueing, chunked prefill and preemption occur. Run as a program, this
 file is one rank of the two-process test.
 """
 
@@ -27,9 +27,9 @@ from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, VLLMRollout, fingerprint, make_rollout
 from hybridrl.workers.rollout.memory_release import resident_bytes
-from hybridrl.workers.rollout.partial import begin, go_on
-from hybridrl.workers.weight_transfer.base import Reused
-from hybridrl.workers.weight_transfer.buckets import Outgoing, fill_buckets, unpack
+from hybridrl.workers.rollout.partial import begin_partial, continue_partial
+from hybridrl.workers.weight_transfer.base import GrowableBuffer
+from hybridrl.workers.weight_transfer.buckets import OutgoingWeights, fill_buckets, unpack
 
 pytestmark = [
     pytest.mark.vllm,
@@ -92,7 +92,7 @@ def prompts_of(lengths: list[int], *, width: int = PROMPT) -> DataProto:
 
 
 MIXED = [3, 20, 150, 7, 151, 64, 152, 33]
-PREEMPTED = [122] * 5  # 20 sequences reach for a second block of 128 tokens when the 15 blocks are in use
+PREEMPTED = [122] * 5  # 20 sequences need a second block of 128 tokens when the 15 blocks are in use
 
 
 def forward_log_probs(model: torch.nn.Module, batch: DataProto, temperature: float) -> torch.Tensor:
@@ -108,19 +108,19 @@ def forward_log_probs(model: torch.nn.Module, batch: DataProto, temperature: flo
 
 
 class Started:
-    """The engine, the model whose weights it holds, and what was seen around its start."""
+    """The engine, the model whose weights it holds, and what its start changed in the process."""
 
     def __init__(self, path: str):
         torch.set_num_threads(1)
         self.path, self.model = path, plain_model(path)
         before = process_state()
         self.rollout = make_rollout("vllm", setup_for(path))
-        self.disturbed = differences(before, process_state())
+        self.changed_state = differences(before, process_state())
         try:
             self.rollout.generate(prompts_of([3]), SamplingParams(1))
-            self.refused_at_first = False
+            self.refused_before_push = False
         except StaleWeightsError:
-            self.refused_at_first = True
+            self.refused_before_push = True
 
     def push(self, version: int, model: torch.nn.Module) -> None:
         self.rollout.load_weights(version, model.state_dict().items())
@@ -151,7 +151,7 @@ def started(tmp_path_factory) -> Started:
 
 @pytest.fixture
 def rollout(started):
-    """The engine with the weights that lie on disk."""
+    """Return the engine with the weights on disk."""
     started.push(1, plain_model(started.path))
     return started.rollout
 
@@ -162,11 +162,11 @@ def hf(started):
 
 
 def test_it_generates_nothing_before_the_first_push(started):
-    assert started.refused_at_first
+    assert started.refused_before_push
 
 
-def test_starting_and_generating_leave_the_process_alone(started, rollout):
-    assert started.disturbed == []
+def test_starting_and_generating_preserve_the_process_state(started, rollout):
+    assert started.changed_state == []
     before = process_state()
     rollout.generate(prompts_of([5, 9]), SamplingParams(4))
     assert differences(before, process_state()) == []
@@ -208,9 +208,7 @@ def test_log_probs_are_those_of_a_plain_forward(started, rollout, sampling, reco
     ids=["mixed", "truncated", "preempted"],
 )
 def test_samples_are_those_of_hf_from_the_same_seeds(rollout, hf, lengths, sampling):
-    """Up to rounding: a number that falls within 1e-6 of a boundary may be read differently, rarer than once in 1000
-    tokens.
-    """
+    """Up to rounding: a number within 1e-6 of a boundary may give another token, less than once in 1000 tokens."""
     params = SamplingParams(RESPONSE, n=4, **sampling)
     ours, theirs = (engine.generate(prompts_of(lengths), params).batch for engine in (rollout, hf))
     same = (ours["responses"] == theirs["responses"]).all(-1)
@@ -219,11 +217,11 @@ def test_samples_are_those_of_hf_from_the_same_seeds(rollout, hf, lengths, sampl
     assert not torch.equal(ours["responses"][0], ours["responses"][1])
 
 
-def test_samples_are_the_same_again_and_in_another_order(rollout):
+def test_samples_are_the_same_in_a_second_call_and_in_another_order(rollout):
     sampling, order = SamplingParams(RESPONSE, n=2), [5, 0, 3]
-    first, again = (rollout.generate(prompts_of(MIXED), sampling).batch["responses"] for _ in range(2))
+    first, repeated = (rollout.generate(prompts_of(MIXED), sampling).batch["responses"] for _ in range(2))
     some = rollout.generate(prompts_of(MIXED).select_idxs(order), sampling).batch["responses"]
-    assert torch.equal(first, again)
+    assert torch.equal(first, repeated)
     assert torch.equal(first.reshape(8, 2, RESPONSE)[order], some.reshape(3, 2, RESPONSE))
 
 
@@ -234,7 +232,7 @@ def test_a_response_ends_with_its_first_eos(rollout):
     for tokens, reference, mask in zip(
         stopped["responses"].tolist(), free["responses"].tolist(), stopped["response_mask"].tolist(), strict=True
     ):
-        length = next((place + 1 for place, token in enumerate(reference) if token in (5, 9)), RESPONSE)
+        length = next((index + 1 for index, token in enumerate(reference) if token in (5, 9)), RESPONSE)
         assert tokens == reference[:length] + [PAD] * (RESPONSE - length)
         assert mask == [1] * length + [0] * (RESPONSE - length)
 
@@ -243,8 +241,8 @@ def test_no_prompts_give_no_rows(rollout):
     assert len(rollout.generate(prompts_of([3]).slice(0, 0), SamplingParams(RESPONSE, n=2))) == 0
 
 
-def test_pushed_weights_generate_and_old_cached_prompts_do_not(started, rollout):
-    """Prompts of 150 tokens fill a block of the prefix cache; after a push their old keys and values must be gone."""
+def test_a_push_replaces_the_weights_and_resets_the_prefix_cache(started, rollout):
+    """Prompts of 150 tokens fill a block of the prefix cache. After a push their old keys and values must be gone."""
     prompts = prompts_of([150, 150])
     rollout.generate(prompts, SamplingParams(2))
     model = changed(started.path, seed=3)
@@ -267,12 +265,10 @@ def test_health_reports_the_fingerprint_of_what_was_sent(started, rollout, hf):
     hf.load_weights(1, plain_model(started.path).named_parameters())
 
 
-def test_weights_that_come_in_buckets_of_one_memory_are_held_as_they_were_sent(started, rollout):
-    """An engine that kept views of a bucket, or waited with copying (q, k and v become one matrix), would hold what
-    came next.
-    """
-    model, memory = changed(started.path, seed=8), Reused()
-    sent = Outgoing(model.named_parameters(), torch.float32)
+def test_weights_from_buckets_that_reuse_one_buffer_are_loaded_as_sent(started, rollout):
+    """An engine that kept views of a bucket, or copied later (q, k and v become one matrix), would hold later bytes."""
+    model, memory = changed(started.path, seed=8), GrowableBuffer()
+    sent = OutgoingWeights(model.named_parameters(), torch.float32)
     named = (pair for bucket in fill_buckets(sent, num_bytes=20_000, buffer=memory) for pair in unpack(bucket))
     rollout.load_weights(9, named, sent=lambda: sent.fingerprint)
     batch = rollout.generate(prompts_of([20, 33]), SamplingParams(RESPONSE, n=2))
@@ -282,7 +278,7 @@ def test_weights_that_come_in_buckets_of_one_memory_are_held_as_they_were_sent(s
     assert difference.abs().max() < 1e-4 and rollout.health().version == 9
 
 
-def test_a_push_that_lacks_a_weight_is_stale_and_a_whole_one_cures_it(started, rollout):
+def test_an_incomplete_push_is_stale_until_a_complete_one(started, rollout):
     weights = list(changed(started.path, seed=5).named_parameters())
     with pytest.raises(
         StaleWeightsError,
@@ -296,16 +292,16 @@ def test_a_push_that_lacks_a_weight_is_stale_and_a_whole_one_cures_it(started, r
     assert rollout.generate(prompts_of([3]), SamplingParams(1)).batch["weights_version"].tolist() == [3]
 
 
-def test_responses_made_in_pieces_are_those_made_at_once(rollout):
+def test_chunks_equal_one_call(rollout):
     whole = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2))
-    pieces = begin(rollout, prompts_of(MIXED), SamplingParams(5, n=2))
-    pieces = go_on(rollout, pieces, SamplingParams(RESPONSE - 5, n=2))
+    chunked = begin_partial(rollout, prompts_of(MIXED), SamplingParams(5, n=2))
+    chunked = continue_partial(rollout, chunked, SamplingParams(RESPONSE - 5, n=2))
     for name in ("responses", "response_mask", "attention_mask", "position_ids"):
-        assert torch.equal(whole.batch[name], pieces.batch[name]), name
-    assert (whole.batch["rollout_log_probs"] - pieces.batch["rollout_log_probs"]).abs().max() < 1e-4
+        assert torch.equal(whole.batch[name], chunked.batch[name]), name
+    assert (whole.batch["rollout_log_probs"] - chunked.batch["rollout_log_probs"]).abs().max() < 1e-4
 
 
-def test_weights_damaged_inside_the_engine_are_found_by_health(rollout):
+def test_health_detects_weights_damaged_inside_the_engine(rollout):
     def damage(worker):
         with torch.no_grad():
             next(worker.model_runner.get_model().parameters())[3, 4] += 1e-6
@@ -317,51 +313,51 @@ def test_weights_damaged_inside_the_engine_are_found_by_health(rollout):
 
 
 def fill_cache(rollout: VLLMRollout) -> None:
-    """Write to every page, which is what makes it take memory."""
+    """Write to every page, so that the cache occupies its memory."""
     for cache in rollout._llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]:
         cache.fill_(0.0)
 
 
-def test_asleep_the_cache_takes_no_memory_and_awake_it_is_as_before(tmp_path, caplog):
-    """One of 64 MB, all of which has been written to."""
+def test_sleep_releases_the_cache_and_wake_up_restores_generation(tmp_path, caplog):
+    """With a cache of 64 MB, all of it written to."""
     limits = {**LIMITS, "kv_cache_memory_mb": 64, "max_num_seqs": 64}
     rollout = make_rollout(
         "vllm", replace(setup_for(save_model(tmp_path / "model"), load_format="auto"), config=RolloutConfig(**limits))
     )
     fill_cache(rollout)
-    before, held = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2)), resident_bytes()
+    before, awake_bytes = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2)), resident_bytes()
     rollout.sleep()
-    freed = held - resident_bytes()
+    freed = awake_bytes - resident_bytes()
     assert abs(freed - (64 << 20)) < 4 << 20, freed
     assert rollout.health().awake is False
     with pytest.raises(RuntimeError, match=r"generate\(\) while asleep; call wake_up\(\) first"):
         rollout.generate(prompts_of([3]), SamplingParams(1))
     rollout.wake_up()
-    again = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2))
-    assert torch.equal(again.batch["responses"], before.batch["responses"]) and rollout.health().awake
-    assert resident_bytes() < held - (48 << 20), "only what is used comes back"
-    assert "went to sleep" not in caplog.text
+    after = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2))
+    assert torch.equal(after.batch["responses"], before.batch["responses"]) and rollout.health().awake
+    assert resident_bytes() < awake_bytes - (48 << 20), "only the pages in use are allocated again"
+    assert "sleep() freed" not in caplog.text
 
 
-def test_an_engine_that_keeps_its_cache_while_it_sleeps_is_named(tmp_path, caplog):
+def test_an_engine_that_keeps_its_cache_while_it_sleeps_is_named_in_a_warning(tmp_path, caplog):
     limits = {**LIMITS, "kv_cache_memory_mb": 32}
     setup = replace(setup_for(save_model(tmp_path / "model"), load_format="auto"), config=RolloutConfig(**limits))
 
-    class Hoarding(VLLMRollout):
-        """Makes sure that what it gave away is filled again."""
+    class RefillsCache(VLLMRollout):
+        """Writes to the released pages, so that they are allocated again."""
 
         def _release_memory(self) -> int:
             num_bytes = super()._release_memory()
             fill_cache(self)
             return num_bytes
 
-    rollout = Hoarding(setup)
+    rollout = RefillsCache(setup)
     fill_cache(rollout)
     rollout.sleep()
-    assert "vllm rollout: it went to sleep and freed" in caplog.text and "of the 33.6 MB" in caplog.text
+    assert "vllm rollout: sleep() freed" in caplog.text and "of the 33.6 MB" in caplog.text
 
 
-def test_an_untested_version_and_a_contradicting_environment_are_refused(started, monkeypatch):
+def test_an_untested_version_and_a_conflicting_environment_raise_errors(started, monkeypatch):
     import vllm
 
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"vLLM 0.5.1 is installed.*0\.32"):
@@ -372,7 +368,7 @@ def test_an_untested_version_and_a_contradicting_environment_are_refused(started
         make_rollout("vllm", setup_for(started.path))
 
 
-def test_a_model_that_vllm_cannot_run_is_refused_at_the_start(tmp_path, rollout):
+def test_a_model_that_vllm_cannot_run_fails_at_the_start(tmp_path, rollout):
     """Heads of 16 pass vLLM's own checks on CPU and fail in the first step."""
     with pytest.raises(ConfigError, match="rollout.name=hf.*head size"):
         make_rollout("vllm", setup_for(save_model(tmp_path / "model", num_heads=4)))
@@ -381,9 +377,7 @@ def test_a_model_that_vllm_cannot_run_is_refused_at_the_start(tmp_path, rollout)
 
 @pytest.mark.slow
 def test_two_fsdp_ranks_each_host_an_engine_in_their_process_group(tmp_path):
-    """Both ranks push the gathered weights of a sharded model; rank 1 gets no prompts; the group still works
-    afterwards.
-    """
+    """Both ranks push the gathered weights of a sharded model. Rank 1 gets no prompts. The group still works later."""
     path = save_model(tmp_path / "model")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -411,11 +405,11 @@ def test_two_fsdp_ranks_each_host_an_engine_in_their_process_group(tmp_path):
     assert first["difference"] < 1e-4
     assert first["sum"] == second["sum"] == 3.0
     assert first["fingerprint"] == second["fingerprint"]
-    assert first["disturbed"] == second["disturbed"] == []
+    assert first["changed_state"] == second["changed_state"] == []
 
 
 def run_rank(path: str) -> dict:
-    """Train-side and rollout in one process, as a worker of a two-process group has them."""
+    """Run a trained model and a rollout in one process, as a worker of a two-process group does."""
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
@@ -429,7 +423,7 @@ def run_rank(path: str) -> dict:
     rollout.load_weights(4, ((name, parameter.full_tensor()) for name, parameter in model.named_parameters()))
     prompts = prompts_of([3, 20, 150]).slice(0, 3 if dist.get_rank() == 0 else 0)
     batch = rollout.generate(prompts, SamplingParams(RESPONSE, n=2))
-    disturbed = differences(before, process_state())
+    changed_state = differences(before, process_state())
     total = torch.tensor(float(dist.get_rank() + 1))
     dist.all_reduce(total)
     model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
@@ -445,7 +439,7 @@ def run_rank(path: str) -> dict:
         "difference": gap.abs().max().item(),
         "sum": total.item(),
         "fingerprint": rollout.health().fingerprint,
-        "disturbed": disturbed,
+        "changed_state": changed_state,
     }
 
 

@@ -1,6 +1,4 @@
-"""Pushes of adapters alone: the rollout makes of them what the trainer would have pushed merged, and finds one that is
-not the sent one.
-"""
+"""Pushes of adapters alone: the rollout merges them as the trainer would, and detects wrong or missing ones."""
 
 from importlib.util import find_spec
 
@@ -12,7 +10,7 @@ from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.rollout import HFRollout, RolloutSetup, SamplingParams, make_rollout
-from hybridrl.workers.weight_transfer import Outgoing
+from hybridrl.workers.weight_transfer import OutgoingWeights
 from hybridrl.workers.weight_transfer.disk import DiskSender, receive
 from tests.support.workers.engine_cases import (
     PROMPT,
@@ -42,16 +40,16 @@ def path(tmp_path_factory) -> str:
 
 @pytest.fixture
 def actor(path):
-    """An engine with adapters that have learned: alpha / rank is not a power of two."""
+    """Return an engine with trained adapters; alpha / rank is not a power of two."""
     engine = make_engine(path, lora=LoRA(4, 12.0))
-    learn(engine)
+    train_adapters(engine)
     return engine
 
 
-def learn(engine) -> None:
+def train_adapters(engine) -> None:
     batch = make_batch()
     train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch))
-    with torch.no_grad():  # as if after many steps, so that a push that came to nothing shows
+    with torch.no_grad():  # as after many steps, so that a push without effect is noticed
         for name, parameter in engine.model.named_parameters():
             if name.endswith("lora_B"):
                 parameter.add_(torch.full_like(parameter, 0.05))
@@ -84,13 +82,13 @@ def prompts() -> DataProto:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_adapters_alone_make_what_merged_weights_make(rollouts, actor, name):
+def test_adapters_alone_generate_what_merged_weights_generate(rollouts, actor, name):
     rollout = rollouts(name)
-    rollout.load_weights(1, actor.weights(lora="apart"))
+    rollout.load_weights(1, actor.weights(lora="base_and_adapters"))
     for version in (2, 3):
         before = rollout.generate(prompts(), GREEDY).batch["rollout_log_probs"]
-        learn(actor)
-        sent = Outgoing(actor.weights(lora="adapters"), torch.float32)
+        train_adapters(actor)
+        sent = OutgoingWeights(actor.weights(lora="adapters"), torch.float32)
         rollout.load_weights(version, sent, sent=lambda sent=sent: sent.fingerprint, adapters=True)
         alone, health = rollout.generate(prompts(), GREEDY), rollout.health()
         assert (health.version, health.received) == (version, sent.fingerprint)
@@ -103,27 +101,27 @@ def test_adapters_alone_make_what_merged_weights_make(rollouts, actor, name):
         merged = rollout.generate(prompts(), GREEDY)
         assert torch.equal(merged.batch["responses"], alone.batch["responses"])
         assert (merged.batch["rollout_log_probs"] - alone.batch["rollout_log_probs"]).abs().max() < 1e-4
-        rollout.load_weights(version, actor.weights(lora="apart"))
+        rollout.load_weights(version, actor.weights(lora="base_and_adapters"))
         assert rollout.health().fingerprint == health.fingerprint
 
 
-def test_only_a_and_b_travel(actor):
-    whole, alone = (Outgoing(actor.weights(lora=lora), torch.bfloat16) for lora in ("merged", "adapters"))
-    assert list(whole)
+def test_only_a_and_b_are_sent(actor):
+    merged, alone = (OutgoingWeights(actor.weights(lora=lora), torch.bfloat16) for lora in ("merged", "adapters"))
+    assert list(merged)
     named = dict(alone)
     assert len(named) == 2 * 7 * 2, "A and B of seven layers in each of two blocks"
     assert {name.rpartition(".")[2] for name in named} == {"lora_A", "lora_B"}
-    # Sums of small numbers on large ones: they stay float32 where the weights become bfloat16. rank * (in + out)
-    # numbers each.
+    # Their products are small and are added to large weights, so they stay float32 where the weights become bfloat16.
+    # rank * (in + out) numbers each.
     assert (
         alone.num_bytes
         == 4 * sum(tensor.numel() for tensor in named.values())
         == 4 * 2 * 4 * (128 + 96 * 2 + 128 + 3 * 128)
     )
-    assert whole.num_bytes > 2 * alone.num_bytes
+    assert merged.num_bytes > 2 * alone.num_bytes
 
 
-def test_a_rollout_that_never_got_everything_refuses_adapters_alone(path, actor):
+def test_a_rollout_without_a_full_push_rejects_adapters_alone(path, actor):
     rollout = make_rollout("hf", setup_of(path))
     for push in (None, actor.weights()):
         if push is not None:
@@ -136,26 +134,26 @@ def test_a_rollout_that_never_got_everything_refuses_adapters_alone(path, actor)
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
-def test_a_matrix_that_did_not_come_is_named_and_nothing_is_generated(rollouts, actor, name, part):
+def test_a_missing_matrix_is_named_and_nothing_is_generated(rollouts, actor, name, part):
     rollout = rollouts(name)
-    rollout.load_weights(1, actor.weights(lora="apart"))
+    rollout.load_weights(1, actor.weights(lora="base_and_adapters"))
     lost = f"model.layers.1.self_attn.v_proj.{part}"
-    learn(actor)
+    train_adapters(actor)
     with pytest.raises(StaleWeightsError, match=f"v_proj.weight came without|without 1 of its weights \\({lost}\\)"):
         rollout.load_weights(2, [pair for pair in actor.weights(lora="adapters") if pair[0] != lost], adapters=True)
     with pytest.raises(StaleWeightsError):
         rollout.generate(prompts(), GREEDY)
-    rollout.load_weights(3, actor.weights(lora="apart"))
+    rollout.load_weights(3, actor.weights(lora="base_and_adapters"))
     assert rollout.generate(prompts(), GREEDY).batch["weights_version"].eq(3).all()
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_adapters_of_another_step_than_were_sent_are_found_before_the_next_token(rollouts, actor, name):
+def test_adapters_of_another_step_than_the_sent_ones_are_detected_before_the_next_token(rollouts, actor, name):
     rollout = rollouts(name)
-    rollout.load_weights(1, actor.weights(lora="apart"))
+    rollout.load_weights(1, actor.weights(lora="base_and_adapters"))
     old = [(n, t.clone()) for n, t in actor.weights(lora="adapters")]
-    learn(actor)
-    sent = Outgoing(actor.weights(lora="adapters"), torch.float32)
+    train_adapters(actor)
+    sent = OutgoingWeights(actor.weights(lora="adapters"), torch.float32)
     assert list(sent)
     with pytest.raises(StaleWeightsError, match=f"with fingerprint {sent.fingerprint:016x}, and "):
         rollout.load_weights(2, old, sent=lambda: sent.fingerprint, adapters=True)
@@ -164,44 +162,44 @@ def test_adapters_of_another_step_than_were_sent_are_found_before_the_next_token
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 26, 1 << 12])
-def test_files_that_keep_no_order_bring_adapters_before_their_weights(path, actor, tmp_path, bucket_bytes):
+def test_adapters_arrive_before_their_weights_although_files_keep_no_order(path, actor, tmp_path, bucket_bytes):
     rollout, sender = make_rollout("hf", setup_of(path)), DiskSender(str(tmp_path), bucket_bytes=bucket_bytes)
-    for version, lora in enumerate(("apart", "adapters", "adapters")):
-        learn(actor)
-        sent = sender.send(version, Outgoing(actor.weights(lora=lora), torch.float32))
+    for version, lora in enumerate(("base_and_adapters", "adapters", "adapters")):
+        train_adapters(actor)
+        sent = sender.send(version, OutgoingWeights(actor.weights(lora=lora), torch.float32))
         incoming = receive(sent)
         rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=lora == "adapters")
         assert rollout.health().received == sent.fingerprint
-    held = rollout.health().fingerprint
-    rollout.load_weights(3, actor.weights(lora="apart"))
-    assert rollout.health().fingerprint == held
+    fingerprint = rollout.health().fingerprint
+    rollout.load_weights(3, actor.weights(lora="base_and_adapters"))
+    assert rollout.health().fingerprint == fingerprint
 
 
-class Deaf(HFRollout):
-    """Takes a push and keeps what its model had."""
+class IgnoresWeights(HFRollout):
+    """Consumes a push but keeps the old weights if `ignore` is set."""
 
-    deaf = False
+    ignore = False
 
     def _copy_weights(self, weights) -> None:
-        if self.deaf:
+        if self.ignore:
             assert list(weights)
         else:
             super()._copy_weights(weights)
 
 
-def test_an_engine_that_took_adapters_and_kept_the_old_policy_is_found_before_the_next_token(path, actor):
-    rollout = Deaf(setup_of(path))
-    rollout.load_weights(1, actor.weights(lora="apart"))
-    learn(actor)
-    rollout.deaf = True
+def test_an_engine_that_consumed_adapters_but_kept_the_old_weights_is_detected_before_the_next_token(path, actor):
+    rollout = IgnoresWeights(setup_of(path))
+    rollout.load_weights(1, actor.weights(lora="base_and_adapters"))
+    train_adapters(actor)
+    rollout.ignore = True
     with pytest.raises(StaleWeightsError, match=r"the engine holds \w+ instead of \w+ \(version 1 before"):
         rollout.load_weights(2, actor.weights(lora="adapters"), adapters=True)
     with pytest.raises(StaleWeightsError, match="it holds no weights"):
         rollout.generate(prompts(), GREEDY)
 
 
-def test_a_pair_that_comes_after_its_weight_or_halved_is_refused(path, actor):
-    weights = list(actor.weights(lora="apart"))
+def test_adapters_after_their_weight_or_incomplete_are_rejected(path, actor):
+    weights = list(actor.weights(lora="base_and_adapters"))
     rollout = make_rollout("hf", setup_of(path))
     half = [pair for pair in weights if pair[0] != "model.layers.0.mlp.up_proj.lora_B"]
     for push in (half, weights[::-1]):

@@ -1,6 +1,4 @@
-"""Each way for weights between processes, with real processes at both ends: all arrive as they were sent, and nobody
-waits for ever.
-"""
+"""Every weight transport with real processes on both sides: weights arrive as sent, and no process waits forever."""
 
 import multiprocessing
 import socket
@@ -12,22 +10,23 @@ import torch
 
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import CallTimeout, CheckpointError, ConfigError, StaleWeightsError
-from hybridrl.workers.weight_transfer import Outgoing, Receivers, disk, make_sender
+from hybridrl.workers.weight_transfer import OutgoingWeights, Receivers, disk, make_sender
 from hybridrl.workers.weight_transfer.buckets import fill_buckets, unpack
-from hybridrl.workers.weight_transfer.channel import Place
+from hybridrl.workers.weight_transfer.channel import PeerLocation
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
-from hybridrl.workers.weight_transfer.shared_memory import slot_kind
-from hybridrl.workers.weight_transfer.streaming import here, this_machine
+from hybridrl.workers.weight_transfer.shared_memory import slot_class
+from hybridrl.workers.weight_transfer.streaming import own_location, shared_memory_id
 
 HOST = "127.0.0.1"
 SPAWN = multiprocessing.get_context("spawn")
-LIVE, STORED = ("shared_memory", "broadcast"), ("object_store", "disk")
+STREAMING, STORED = ("shared_memory", "broadcast"), ("object_store", "disk")
 RECEIVERS = 2
 
 
 def model_like(seed: int, *, rows: int = 700) -> list[tuple[str, torch.Tensor]]:
-    """4 MB in tensors of many sizes, one larger than a bucket of 1 MB, one of one number, one of no number, one of
-    integers.
+    """Return 4 MB in tensors of many sizes.
+
+    One is larger than a bucket of 1 MB, one has one number, one has none, and one has integers.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -37,25 +36,25 @@ def model_like(seed: int, *, rows: int = 700) -> list[tuple[str, torch.Tensor]]:
         "none": (0, 4),
         **{f"block.{i}": (50 + i, 101) for i in range(40)},
     }
-    found = [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
-    return [*found, ("steps", torch.arange(5))]
+    tensors = [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+    return [*tensors, ("steps", torch.arange(5))]
 
 
 def receive_all(address, rank: int, versions: list[int], answers) -> None:
-    """A rollout process: take each version in turn and answer with what arrived; an error is an answer, too."""
+    """Act as a rollout process: receive each version in turn and put what arrived, or the error, into `answers`."""
     receivers = Receivers(rank=rank, device="cpu", timeout_s=30)
     try:
         receivers.join(address)
         for version in versions:
             incoming = receivers.receive(version, None)
             arrived = {name: tensor.clone() for name, tensor in incoming}
-            held = fingerprint(arrived.items(), torch.float32)
+            actual = fingerprint(arrived.items(), torch.float32)
             answers.put(
                 (
                     rank,
                     version,
                     {name: t.double().sum().item() for name, t in arrived.items()},
-                    held,
+                    actual,
                     incoming.fingerprint(),
                 )
             )
@@ -64,7 +63,7 @@ def receive_all(address, rank: int, versions: list[int], answers) -> None:
 
 
 def start(sender, versions: list[int], *, ranks=range(RECEIVERS), where=SPAWN.Process):
-    """Receivers in processes of their own, or (Thread) in this one, which is quicker to start and not to be killed."""
+    """Start receivers in processes of their own, or (Thread) in this one, which starts faster but cannot be killed."""
     answers = SPAWN.Queue()
     receivers = [where(target=receive_all, args=(sender.address, r, versions, answers), daemon=True) for r in ranks]
     for receiver in receivers:
@@ -72,19 +71,19 @@ def start(sender, versions: list[int], *, ranks=range(RECEIVERS), where=SPAWN.Pr
     return receivers, answers
 
 
-def live_sender(name: str, *, timeout_s: float = 60.0, num_receivers: int = RECEIVERS):
+def streaming_sender(name: str, *, timeout_s: float = 60.0, num_receivers: int = RECEIVERS):
     settings = WeightSyncConfig(transport=name, bucket_mb=1)
     return make_sender(name, settings, host=HOST, num_receivers=num_receivers, device="cpu", timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_every_receiver_gets_every_version_as_it_was_sent(name):
-    sender = live_sender(name)
+@pytest.mark.parametrize("name", STREAMING)
+def test_every_receiver_gets_every_version_as_sent(name):
+    sender = streaming_sender(name)
     processes, answers = start(sender, [1, 2, 3])
     for version in (1, 2, 3):
         rows = 700 if version < 3 else 2000  # in the third push the slots have to grow
         weights = model_like(version, rows=rows)
-        sent = sender.send(version, Outgoing(weights, torch.float32))
+        sent = sender.send(version, OutgoingWeights(weights, torch.float32))
         assert sent.fingerprint == fingerprint(weights, torch.float32) and sent.num_buckets >= 2
         assert sent.num_bytes == sum(tensor.nbytes for _, tensor in weights)
         sums = {name: tensor.double().sum().item() for name, tensor in weights}
@@ -96,52 +95,53 @@ def test_every_receiver_gets_every_version_as_it_was_sent(name):
     sender.close()
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_a_receiver_that_was_never_told_is_named_before_long_and_the_others_hear_of_it(name):
-    sender = live_sender(name, timeout_s=2)
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_missing_receiver_is_named_at_the_deadline_and_the_other_receivers_get_the_reason(name):
+    sender = streaming_sender(name, timeout_s=2)
     _, answers = start(sender, [1], ranks=[0], where=Thread)
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(
-        CallTimeout, match=rf"weight_sync.transport={name}: rollout rank 1 did not take weights of version 1 within 2 s"
+        CallTimeout,
+        match=rf"weight_sync.transport={name}: rollout rank 1 did not receive weights of version 1 within 2 s",
     ):
-        sender.send(1, Outgoing(model_like(1), torch.float32))
-    assert time.monotonic() - began < 6
-    rank, _, said = answers.get(timeout=20)
-    assert rank == 0 and said.startswith("StaleWeightsError") and "rollout rank 1 did not take weights" in said
+        sender.send(1, OutgoingWeights(model_like(1), torch.float32))
+    assert time.monotonic() - started < 6
+    rank, _, error = answers.get(timeout=20)
+    assert rank == 0 and error.startswith("StaleWeightsError") and "rollout rank 1 did not receive weights" in error
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", STREAMING)
 @pytest.mark.slow
-def test_a_receiver_that_dies_on_the_way_is_an_error_at_the_deadline(name):
-    sender = live_sender(name, timeout_s=15)
+def test_a_receiver_that_dies_between_pushes_raises_an_error_at_the_deadline(name):
+    sender = streaming_sender(name, timeout_s=15)
     processes, answers = start(sender, [1, 2])
-    sender.send(1, Outgoing(model_like(1), torch.float32))
+    sender.send(1, OutgoingWeights(model_like(1), torch.float32))
     answers.get(timeout=30), answers.get(timeout=30)
     processes[1].kill()
     processes[1].join(10)
 
-    began = time.monotonic()
-    with pytest.raises(CallTimeout, match=r"rollout rank .*1 did not take") as caught:
-        sender.send(2, Outgoing(model_like(2), torch.float32))
-    assert time.monotonic() - began < 30 and "15 s" in str(caught.value)
+    started = time.monotonic()
+    with pytest.raises(CallTimeout, match=r"rollout rank .*1 did not receive") as caught:
+        sender.send(2, OutgoingWeights(model_like(2), torch.float32))
+    assert time.monotonic() - started < 30 and "15 s" in str(caught.value)
     processes[0].kill()
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_a_sender_that_waits_for_the_dead_is_told_so_and_tells_the_living(name):
-    sender = live_sender(name, timeout_s=60)
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_cancelled_push_ends_the_senders_wait_and_the_other_receivers_get_the_reason(name):
+    sender = streaming_sender(name, timeout_s=60)
     _, answers = start(sender, [1], ranks=[0], where=Thread)
-    began = time.monotonic()
-    Timer(1.0, sender.address.abandon, ("rollout-1 was lost",)).start()
-    with pytest.raises(StaleWeightsError, match="the push was given up: rollout-1 was lost"):
-        sender.send(1, Outgoing(model_like(1), torch.float32))
-    assert time.monotonic() - began < 10
-    rank, _, said = answers.get(timeout=20)
-    assert rank == 0 and "rollout-1 was lost" in said
+    started = time.monotonic()
+    Timer(1.0, sender.address.cancel, ("rollout-1 was lost",)).start()
+    with pytest.raises(StaleWeightsError, match="the push was cancelled: rollout-1 was lost"):
+        sender.send(1, OutgoingWeights(model_like(1), torch.float32))
+    assert time.monotonic() - started < 10
+    rank, _, error = answers.get(timeout=20)
+    assert rank == 0 and "rollout-1 was lost" in error
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_a_sender_that_dies_is_an_error_of_the_receivers(name):
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_sender_that_dies_raises_an_error_in_the_receivers(name):
     parent, child = SPAWN.Pipe()
     sender = SPAWN.Process(target=dying_sender, args=(name, child), daemon=True)
     sender.start()
@@ -156,38 +156,38 @@ def test_a_sender_that_dies_is_an_error_of_the_receivers(name):
 def dying_sender(name: str, pipe) -> None:
     import os
 
-    sender = live_sender(name, timeout_s=10, num_receivers=1)
+    sender = streaming_sender(name, timeout_s=10, num_receivers=1)
     pipe.send(sender.address)
 
-    def half():
+    def first_half():
         for number, named in enumerate(model_like(1)):
             if number == 20:
-                time.sleep(0.3)  # the first bucket is on its way
+                time.sleep(0.3)  # the first bucket is in transit
                 os._exit(9)
             yield named
 
-    sender.send(1, Outgoing(half(), torch.float32))
+    sender.send(1, OutgoingWeights(first_half(), torch.float32))
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_another_version_than_asked_for_is_refused(name):
-    sender = live_sender(name, timeout_s=4)
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_push_of_another_version_than_expected_is_rejected(name):
+    sender = streaming_sender(name, timeout_s=4)
     _, answers = start(sender, [5], where=Thread)
-    refusal = "rollout rank 0 was told to take version 5; version 4 is sent"
+    refusal = "rollout rank 0 expects version 5, but version 4 is sent"
     with pytest.raises(StaleWeightsError, match=refusal):
-        sender.send(4, Outgoing(model_like(4), torch.float32))
-    said = [answers.get(timeout=20)[2] for _ in range(RECEIVERS)]
-    assert all(refusal in text for text in said), said
+        sender.send(4, OutgoingWeights(model_like(4), torch.float32))
+    errors = [answers.get(timeout=20)[2] for _ in range(RECEIVERS)]
+    assert all(refusal in error for error in errors), errors
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_stored_weights_wait_for_whoever_wants_them(name, tmp_path, ray_cluster):
+def test_stored_weights_can_be_fetched_late_out_of_order_and_twice(name, tmp_path, ray_cluster):
     settings = WeightSyncConfig(
         transport=name, bucket_mb=1, directory=str(tmp_path / "weights") if name == "disk" else None
     )
     sender = make_sender(name, settings, host=HOST, num_receivers=2, device="cpu")
-    pushes = {version: sender.send(version, Outgoing(model_like(version), torch.bfloat16)) for version in (1, 2)}
-    for version in (2, 1, 2):  # late, early, twice
+    pushes = {version: sender.send(version, OutgoingWeights(model_like(version), torch.bfloat16)) for version in (1, 2)}
+    for version in (2, 1, 2):  # the newest, an older one, the newest again
         incoming = Receivers(rank=0, device="cpu", timeout_s=20).receive(version, pushes[version])
         arrived = {name: tensor.clone() for name, tensor in incoming}
         for key, tensor in model_like(version):
@@ -195,7 +195,7 @@ def test_stored_weights_wait_for_whoever_wants_them(name, tmp_path, ray_cluster)
         assert incoming.fingerprint() == fingerprint(arrived.items(), torch.bfloat16)
 
 
-def test_a_directory_keeps_the_last_version_and_says_what_is_wrong_with_it(tmp_path):
+def test_a_directory_keeps_the_last_version_and_errors_name_what_is_wrong(tmp_path):
     sender = make_sender(
         "disk",
         WeightSyncConfig(transport="disk", bucket_mb=1, directory=str(tmp_path)),
@@ -203,18 +203,20 @@ def test_a_directory_keeps_the_last_version_and_says_what_is_wrong_with_it(tmp_p
         num_receivers=1,
         device="cpu",
     )
-    sent = {version: sender.send(version, Outgoing(model_like(version), torch.float32)) for version in (9, 10, 11)}
-    sender.forget(11)
+    sent = {
+        version: sender.send(version, OutgoingWeights(model_like(version), torch.float32)) for version in (9, 10, 11)
+    }
+    sender.delete_older_than(11)
     assert [path.name for path in tmp_path.iterdir()] == ["version_11"]
     assert sorted(path.suffix for path in (tmp_path / "version_11").iterdir())[0] == ".json"
     with pytest.raises(CheckpointError, match="version_9 holds no manifest.json"):
         list(disk.receive(sent[9]))
-    sender.send(11, Outgoing(model_like(12), torch.float32))
+    sender.send(11, OutgoingWeights(model_like(12), torch.float32))
     with pytest.raises(CheckpointError, match="do two runs write to the same"):
         list(disk.receive(sent[11]))
 
 
-def test_a_bucket_is_no_larger_than_asked_and_nothing_is_lost():
+def test_a_bucket_is_no_larger_than_requested_and_nothing_is_lost():
     weights = model_like(3)
     sizes, seen = [], []
 
@@ -224,16 +226,16 @@ def test_a_bucket_is_no_larger_than_asked_and_nothing_is_lost():
 
     for bucket in fill_buckets(weights, num_bytes=100_000, buffer=buffer):
         seen += [(name, tensor.clone()) for name, tensor in unpack(bucket)]
-    assert sorted(set(sizes)) == [100_000, 2_800_000]  # the embedding, 700 * 1000 * 4 bytes, has one for itself
+    assert sorted(set(sizes)) == [100_000, 2_800_000]  # the embedding, 700 * 1000 * 4 bytes, has a bucket of its own
     assert [name for name, _ in seen] == [name for name, _ in weights]
     assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(seen, weights, strict=True))
 
 
 def test_memory_is_shared_on_one_machine_only():
-    own = here("cpu")
-    assert own.machine == this_machine() and own.machine.startswith(socket.gethostname())
-    assert slot_kind([own, own], own).__name__ == "HostSlot"
+    own = own_location("cpu")
+    assert own.machine == shared_memory_id() and own.machine.startswith(socket.gethostname())
+    assert slot_class([own, own], own).__name__ == "HostSlot"
     with pytest.raises(ConfigError, match="rollout rank 1 is on elsewhere"):
-        slot_kind([own, Place("elsewhere", 1)], own)
-    gpus = [Place(own.machine, 1, "GPU-a"), Place(own.machine, 2, "GPU-b")]
-    assert slot_kind(gpus, gpus[0]).__name__ == "HostSlot" and slot_kind(gpus[:1], gpus[0]).__name__ == "GpuSlot"
+        slot_class([own, PeerLocation("elsewhere", 1)], own)
+    gpus = [PeerLocation(own.machine, 1, "GPU-a"), PeerLocation(own.machine, 2, "GPU-b")]
+    assert slot_class(gpus, gpus[0]).__name__ == "HostSlot" and slot_class(gpus[:1], gpus[0]).__name__ == "GpuSlot"

@@ -1,1 +1,1 @@
-"""From a batch of rows to micro-batches of tokens, and back."""
+"""Micro-batches: from rows to the model's input tokens, and from its outputs back to rows."""

@@ -1,9 +1,10 @@
-"""From a micro-batch's layout to what the worker asked for: log-probs, entropy, values, scores. Not how the model is
-parallel.
+"""Read a model's outputs for a micro-batch: log-probs, entropy, values, scores.
 
-A vocabulary is large, so the head of a language model is only shown the states whose logits are needed: a hook on the
-output embedding selects them. That works for any Hugging Face causal model, also sharded and with tied embeddings,
-because the model's own forward still runs as its authors wrote it (soft caps and scales on the logits included).
+Used by the FSDP engine. How the model is parallel is not its concern.
+
+The vocabulary is large, so the head of a language model only receives the states whose logits are needed. A hook on the
+output embedding selects them. This works for any Hugging Face causal model, also sharded and with tied embeddings,
+because the model's own forward still runs, including soft caps and scales on the logits.
 
 Shapes: b rows of a micro-batch, R response width, N response tokens, H hidden size, V vocabulary.
 """
@@ -13,7 +14,7 @@ from torch import nn
 
 from hybridrl.algos.token_stats import log_probs_and_entropy
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.batching.layout import Layout
+from hybridrl.workers.engine.batching.layout import TokenLayout
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
 
@@ -25,66 +26,71 @@ def check_outputs(outputs: tuple[str, ...], *, kind: str) -> None:
         raise ValueError(f"outputs={outputs!r}: a model of kind {kind!r} computes {', '.join(OUTPUTS[kind])}")
 
 
-class Reader:
-    """Runs a model on layouts and reads the results. Made once per model: it hooks the head.
+class OutputReader:
+    """Run a model on layouts and read its outputs.
 
-    pass_runs: the model's attention is `packed_attention`, which needs a layout's runs.
+    Build it once per model, since it hooks the head.
+
+    Args:
+        pass_spans: The model's attention is `packed_attention`, which needs a layout's spans.
     """
 
-    def __init__(self, model: nn.Module, *, kind: str, temperature: float, pass_runs: bool = False):
-        self.model, self.temperature, self.pass_runs = model, temperature, pass_runs
+    def __init__(self, model: nn.Module, *, kind: str, temperature: float, pass_spans: bool = False):
+        self.model, self.temperature, self.pass_spans = model, temperature, pass_spans
         self._read = {"causal_lm": self._log_probs, "value": self._values, "score": self._scores}[kind]
-        self._wanted: torch.Tensor | None = None  # states the head is to be shown; taken by the hook
+        self._wanted_states: torch.Tensor | None = None  # states for the head; the hook consumes them
         self._head_output: torch.Tensor | None = None
         if kind == "causal_lm":
-            _output_embedding(model).register_forward_pre_hook(self._select)
+            _output_embedding(model).register_forward_pre_hook(self._select_states)
         if kind == "score":
-            _score_head(model).register_forward_hook(self._keep)
+            _score_head(model).register_forward_hook(self._store_head_output)
 
-    def __call__(self, layout: Layout, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return the named outputs of one micro-batch, float32 on the model's device: (b,R), 0 off the response;
-        "scores" (b,).
+    def __call__(self, layout: TokenLayout, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Return the named outputs of one micro-batch, float32 on the model's device.
+
+        Shape (b,R), 0 off the response; "scores" (b,).
         """
         return self._read(layout, outputs)
 
-    def _run(self, layout: Layout) -> torch.Tensor:
-        more = {"runs": layout.runs} if self.pass_runs else {}
+    def _run(self, layout: TokenLayout) -> torch.Tensor:
+        more = {"spans": layout.spans} if self.pass_spans else {}
         return self.model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **more).logits
 
-    def _log_probs(self, layout: Layout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        self._wanted = layout.state
+    def _log_probs(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        self._wanted_states = layout.state
         logits = self._run(layout).flatten(0, -2)
-        if self._wanted is not None:  # a model that does not call its output embedding as a module
-            logits, self._wanted = logits[layout.state], None
+        if (
+            self._wanted_states is not None
+        ):  # the hook did not run: the model does not call its output embedding as a module
+            logits, self._wanted_states = logits[layout.state], None
         log_probs, entropy = log_probs_and_entropy(
             logits, layout.labels, temperature=self.temperature, with_entropy="entropy" in outputs
         )
         found = {"log_probs": log_probs, "entropy": entropy}
         return {name: _cells(found[name], layout) for name in outputs}
 
-    def _values(self, layout: Layout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def _values(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return {"values": _cells(self._run(layout).flatten()[layout.state], layout)}
 
-    def _scores(self, layout: Layout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        # transformers finds a row's last token by comparing ids with the pad token, which is wrong where the pad token
-        # is also a real one (often EOS). So its choice is ignored: the head's output at every token is kept, and read
-        # where a row ends.
+    def _scores(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        # transformers finds a row's last token by comparing ids with the pad token. That is wrong where the pad token
+        # is also a real one (often EOS). So store the head's output at every token and read it where a row ends.
         self._run(layout)
         per_token, self._head_output = self._head_output, None
         return {"scores": per_token.flatten()[layout.last].float()}
 
-    def _select(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
-        if self._wanted is None:
+    def _select_states(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        if self._wanted_states is None:
             return None
-        states, self._wanted = self._wanted, None
+        states, self._wanted_states = self._wanted_states, None
         return (args[0].flatten(0, -2)[states][None],)
 
-    def _keep(self, head: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def _store_head_output(self, head: nn.Module, args: tuple, output: torch.Tensor) -> None:
         self._head_output = output
 
 
-def _cells(values_N: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Put values of response tokens where they belong: (N,) -> (b,R) float32, 0 elsewhere."""
+def _cells(values_N: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    """Scatter values of response tokens to their cells: (N,) -> (b,R) float32, 0 elsewhere."""
     b, R = layout.shape
     return values_N.new_zeros(b * R, dtype=torch.float32).index_copy(0, layout.cell, values_N.float()).view(b, R)
 
@@ -93,7 +99,7 @@ def _output_embedding(model: nn.Module) -> nn.Module:
     head = model.get_output_embeddings()
     if head is None:
         raise ConfigError(
-            f"{type(model).__name__} has no output embedding, so it cannot give log-probs; use a causal language model"
+            f"{type(model).__name__} has no output embedding and hence no log-probs; use a causal language model"
         )
     return head
 
@@ -102,7 +108,7 @@ def _score_head(model: nn.Module) -> nn.Module:
     head = getattr(model, "score", None)
     if head is None:
         raise ConfigError(
-            f"{type(model).__name__} has no per-token head named score; use a decoder's "
-            "AutoModelForSequenceClassification as reward model"
+            f"{type(model).__name__} has no per-token head named score; set reward_model.model.path to a decoder saved "
+            "by AutoModelForSequenceClassification"
         )
     return head

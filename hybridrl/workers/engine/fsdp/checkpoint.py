@@ -1,7 +1,7 @@
-"""An FSDP2 engine's durable state, as `torch.distributed.checkpoint` (DCP) writes and reads it.
+"""Checkpointed state of an FSDP2 engine, read and written by `torch.distributed.checkpoint` (DCP).
 
-Every rank writes its own shards; DCP cuts them anew for any other number of ranks. Random states belong to a rank, not
-to a shard: a rank that did not exist when the checkpoint was written keeps the random state it has.
+Every rank writes its own shards. DCP reshards them for any other number of ranks. Random states belong to a rank, not
+to a shard: a rank that did not exist when the checkpoint was written keeps its current random state.
 """
 
 import os
@@ -19,23 +19,28 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.engine.collective_errors import writing
+from hybridrl.workers.engine.collective_errors import collective_write
 
 
 def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Write model, optimizer, step count and this rank's random state, fsynced.
+    """Write model, optimizer, step count and this rank's random state, fsynced. Collective.
 
-    Collective. Raises StorageError on every rank.
+    Raises:
+        StorageError: Some rank cannot write. Raised on every rank.
     """
     state = _state(model, optimizer) | {"step": torch.tensor(step), "random": _random_state()}
-    with writing(directory):
+    with collective_write(directory):
         dcp.save(state, checkpoint_id=directory)
 
 
 def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Read into model, optimizer and random generators what `save_state` wrote. Collective. Returns the step count.
+    """Read what `save_state` wrote into model, optimizer and random generators. Collective.
 
-    Raises CheckpointError naming what is missing.
+    Returns:
+        The step count.
+
+    Raises:
+        CheckpointError: Part of the state is missing; the message names it.
     """
     metadata = _metadata(directory)
     state = _state(model, optimizer) | {"step": torch.tensor(0)}
@@ -54,7 +59,8 @@ def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optim
 def _metadata(directory: str) -> Metadata:
     if not os.path.exists(os.path.join(directory, ".metadata")):
         raise CheckpointError(
-            f"{directory} holds no engine state: .metadata is missing; it was never written, or not completely"
+            f"{directory} holds no engine state: .metadata is missing, so the write never started or did not finish. "
+            "Resume from another checkpoint"
         )
     return dcp.FileSystemReader(directory).read_metadata()
 
@@ -65,8 +71,10 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """DCP gives a fresh optimizer its state by a step without gradients; that step must not count, or the first real
-    one is smaller.
+    """Return DCP's optimizer state, initialised without counting a step.
+
+    DCP initialises a fresh optimizer by a step without gradients. Were it counted, the first real step would be
+    smaller.
     """
     if not optimizer.state:
         get_optimizer_state_dict(model, optimizer)

@@ -1,9 +1,9 @@
-"""The FSDP2 engine: parameters, gradients and optimizer state sharded over all ranks by `fully_shard`, on gloo or nccl.
+"""FSDP2 engine: `fully_shard` shards parameters, gradients and optimizer state over all ranks, on gloo or nccl.
 
-Blocks are gathered one at a time when they run. Gradients are *summed* over ranks and micro-batches, since losses come
-divided by global counts, and reduced with every micro-batch: holding them back until the last would save a
-reduce-scatter per micro-batch, and cost every rank a whole model's float32 gradients. A world of one runs the same code
-in a process group of its own.
+Blocks are gathered one at a time as they run. Gradients are *summed* over ranks and micro-batches, since losses are
+already divided by global counts. They are reduced after every micro-batch. Reducing only after the last one would save
+a reduce-scatter per micro-batch but cost every rank a full model's float32 gradients. One rank runs the same code in a
+process group of its own.
 """
 
 import math
@@ -22,11 +22,11 @@ from hybridrl.algos.partition import micro_batches
 from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import Durable, EngineConfig, LossFn, MicroBatching, Place
-from hybridrl.workers.engine.batching.layout import Layout, TokenGrid, lay_out, placeholder_grid, token_grid
-from hybridrl.workers.engine.batching.outputs import Reader, check_outputs
+from hybridrl.workers.engine.base import EngineConfig, LossFn, MeshPosition, MicroBatching, StateTensors
+from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout, make_layout, placeholder_grid, token_grid
+from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs
 from hybridrl.workers.engine.batching.packed_attention import use_packed_sdpa
-from hybridrl.workers.engine.collective_errors import check_finite, log_skipped, tensors_of
+from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.fsdp.checkpoint import load_state, save_state
 from hybridrl.workers.engine.hf_model import (
     check_packable,
@@ -34,8 +34,8 @@ from hybridrl.workers.engine.hf_model import (
     empty_model,
     hf_config,
     load_model,
-    number_heads,
     recompute_activations,
+    scalar_heads,
 )
 from hybridrl.workers.engine.lora import WEIGHTS, add_adapters
 from hybridrl.workers.engine.lr_schedule import learning_rate
@@ -44,40 +44,39 @@ from hybridrl.workers.engine.lr_schedule import learning_rate
 class FSDPEngine:
     """An `Engine` on `torch.distributed.fsdp.fully_shard`.
 
-    `model` is the sharded module, there after `setup`. It stays in eval mode: no dropout, so that PPO's ratio starts at
-    1.
+    `setup` creates `model`, the sharded module. It stays in eval mode: without dropout, PPO's ratio starts at 1.
     """
 
     def __init__(self, config: EngineConfig):
         self.config = config
 
     def setup(self) -> None:
-        """Load, shard, make the optimizer; offload what the settings say."""
+        """Load and shard the model, build the optimizer, and offload what the settings name."""
         config = self.config
-        _join_process_group(config.device)
-        self.place = Place(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), answers=True)
+        _ensure_process_group(config.device)
+        self.mesh_position = MeshPosition(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), is_output_rank=True)
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
         )
         self._params_on = self._optimizer_on = self._device
         self.model = _sharded_model(config, self._device)
-        self._read = Reader(
+        self._reader = OutputReader(
             self.model,
             kind=config.kind,
             temperature=config.temperature,
-            pass_runs=config.packed and use_packed_sdpa(self.model),
+            pass_spans=config.packed and use_packed_sdpa(self.model),
         )
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
         self.to("cpu", params=config.param_offload, optimizer=config.optimizer_offload)
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         check_outputs(outputs, kind=self.config.kind)
-        self._bring_back(params=True)
+        self._load_to_device(params=True)
         found: list[dict[str, torch.Tensor]] = []
         order: list[int] = []
         with torch.no_grad():
-            for rows, layout in self._layouts(batch, micro):
-                results = self._read(layout, outputs=outputs)
+            for rows, layout in self._micro_batch_layouts(batch, micro):
+                results = self._reader(layout, outputs=outputs)
                 if rows:
                     found.append(results)
                     order += rows
@@ -90,10 +89,10 @@ class FSDPEngine:
     ) -> list[dict[str, float]]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
         check_outputs(outputs, kind=self.config.kind)
-        self._bring_back(params=True)
+        self._load_to_device(params=True)
         stats: list[dict[str, torch.Tensor | float]] = []
-        for rows, layout in self._layouts(batch, micro):
-            results = self._read(layout, outputs=outputs)
+        for rows, layout in self._micro_batch_layouts(batch, micro):
+            results = self._reader(layout, outputs=outputs)
             if rows:
                 loss, values = loss_fn(results, batch.select_idxs(rows).to(self._device))
                 stats.append(
@@ -106,17 +105,17 @@ class FSDPEngine:
                 loss = sum(result.sum() for result in results.values()) * 0.0
             loss.backward()
         self._reshard()
-        # Numbers are read only here, so that a GPU is never waited for between micro-batches.
+        # Read numbers only here: reading between micro-batches would synchronise with the GPU each time.
         return [{name: float(value) for name, value in values.items()} for values in stats]
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
-        self._bring_back(params=True, optimizer=True)
+        self._load_to_device(params=True, optimizer=True)
         lr = learning_rate(self.config.optim, self.num_updates, total_steps=self.config.total_steps)
         norm = _clip(self.model, max_norm=self.config.grad_clip)
         skipped = skip or not math.isfinite(norm)
         if skipped:
-            log_skipped(self.num_updates, norm)
+            log_skipped_updates(self.num_updates, norm)
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -126,30 +125,30 @@ class FSDPEngine:
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
-        self._bring_back(params=True)
-        yield from WEIGHTS[lora](self.model, _whole)
+        self._load_to_device(params=True)
+        yield from WEIGHTS[lora](self.model, _full_tensor)
 
     def save(self, directory: str) -> None:
-        self._bring_back(params=True, optimizer=True)
-        check_finite([*self.model.parameters(), *tensors_of(self._optimizer)], self._device)
+        self._load_to_device(params=True, optimizer=True)
+        check_finite([*self.model.parameters(), *optimizer_tensors(self._optimizer)], self._device)
         save_state(directory, model=self.model, optimizer=self._optimizer, step=self.num_updates)
 
     def load(self, directory: str) -> None:
-        self._bring_back(params=True, optimizer=True)
+        self._load_to_device(params=True, optimizer=True)
         self.num_updates = load_state(directory, model=self.model, optimizer=self._optimizer)
-        if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
+        if self._optimizer is not None:  # configured hyperparameters override those of the checkpoint
             for group in self._optimizer.param_groups:
                 group.update(_hyperparameters(self.config.optim))
 
-    def durable(self) -> Durable:
+    def state_tensors(self) -> StateTensors:
         self._reshard()
         if self._optimizer is None:
-            return Durable([self.model], [])
+            return StateTensors([self.model], [])
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
-            if not self._optimizer.state[parameter]:  # what the first step would make
+            if not self._optimizer.state[parameter]:  # the state that the first step would create
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self._optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-        return Durable([self.model], [self._optimizer])
+        return StateTensors([self.model], [self._optimizer])
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
         target = self._device if device == self._device.type else torch.device(device)
@@ -164,31 +163,35 @@ class FSDPEngine:
             self._optimizer_on = target
 
     def _reshard(self) -> None:
-        """Free gathered parameters: kept over the next optimizer step they would be stale."""
+        """Free gathered parameters, which the next optimizer step would make stale."""
         for module in _sharded_modules(self.model):
             module.reshard()
 
-    def _bring_back(self, *, params: bool = False, optimizer: bool = False) -> None:
+    def _load_to_device(self, *, params: bool = False, optimizer: bool = False) -> None:
         self.to(
             self._device.type,
             params=params and self._params_on != self._device,
             optimizer=optimizer and self._optimizer_on != self._device,
         )
 
-    def _layouts(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], Layout]]:
-        """Yield (row indices, layout on the device), equally often on every rank: placeholders without rows fill up."""
-        grid, groups, num_passes = self._cut(batch, micro)
+    def _micro_batch_layouts(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], TokenLayout]]:
+        """Yield (row indices, layout on the device), equally often on every rank.
+
+        Ranks with fewer micro-batches add placeholders without rows.
+        """
+        grid, groups, num_passes = self._split_micro_batches(batch, micro)
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
-            layout = lay_out(grid if rows else placeholder_grid(), rows or [0], packed=self.config.packed)
+            layout = make_layout(grid if rows else placeholder_grid(), rows or [0], packed=self.config.packed)
             yield rows, layout.to(self._device)
 
-    def _cut(self, batch: DataProto, micro: MicroBatching) -> tuple[TokenGrid | None, list[list[int]], int]:
-        """Return the batch's tokens, its micro-batches, and the largest number of micro-batches of any rank.
-        Collective.
+    def _split_micro_batches(
+        self, batch: DataProto, micro: MicroBatching
+    ) -> tuple[TokenGrid | None, list[list[int]], int]:
+        """Return the tokens, the micro-batches and the largest number of micro-batches of any rank. Collective.
 
-        Raises DataError on every rank if any rank's rows cannot be cut: a rank on its own would leave the others
-        waiting.
+        Raises:
+            DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
         """
         grid, groups, problem = None, [], None
         try:
@@ -203,13 +206,15 @@ class FSDPEngine:
             problem = error
         num_passes, failed = _max_over_ranks([len(groups), int(problem is not None)], self._device)
         if failed:
-            raise problem or DataError("another rank's rows cannot be cut into micro-batches; its own error says why")
+            raise problem or DataError(
+                "another rank's rows cannot be split into micro-batches; the reason is in that rank's error"
+            )
         return grid, groups, num_passes
 
 
-def _join_process_group(device: str) -> None:
+def _ensure_process_group(device: str) -> None:
     if not dist.is_initialized():
-        # Collectives of a world of one: a store in this process's memory, so no port.
+        # One rank: a store in this process's memory needs no port.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
@@ -224,7 +229,10 @@ def _max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
 
 
 def _sharded_model(config: EngineConfig, device: torch.device) -> nn.Module:
-    """Return the loaded model, sharded, on the device. Only rank 0 ever holds a whole model, in host memory."""
+    """Return the loaded, sharded model on the device.
+
+    Only rank 0 ever holds the full model, in host memory.
+    """
     settings = hf_config(config)
     dtype = config.compute_dtype if config.optim is None else torch.float32
     if dist.get_world_size() == 1:
@@ -233,7 +241,7 @@ def _sharded_model(config: EngineConfig, device: torch.device) -> nn.Module:
     model = _shard(_adapted(empty_model(config, settings, dtype=dtype), config), config).to_empty(device=device)
     state = {} if whole is None else whole.state_dict()
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    # Buffers that no checkpoint holds (rotary frequencies) are computed at construction, which the meta device skipped.
+    # The meta device skips buffers computed at construction (rotary frequencies), which no checkpoint holds.
     source = {} if whole is None else dict(whole.named_buffers())
     for name, buffer in model.named_buffers():
         if name in source:
@@ -249,22 +257,22 @@ def _adapted(model: nn.Module, config: EngineConfig) -> nn.Module:
 
 
 def _load_on_rank_zero(config: EngineConfig, settings: Any, *, dtype: torch.dtype) -> nn.Module | None:
-    """Return the whole model on rank 0 and None elsewhere.
+    """Return the full model on rank 0 and None elsewhere.
 
-    If rank 0 fails, every rank raises instead of waiting for it.
+    If rank 0 fails, every rank raises.
     """
     model, problem = None, None
     if dist.get_rank() == 0:
         try:
             model = _adapted(load_model(config, settings, dtype=dtype), config)
-        except Exception as error:  # whatever it is, it is raised below
+        except Exception as error:  # raised below, on every rank
             problem = error
-    said = [problem and f"{type(problem).__name__}: {problem}"]
-    dist.broadcast_object_list(said, src=0)
+    errors = [problem and f"{type(problem).__name__}: {problem}"]
+    dist.broadcast_object_list(errors, src=0)
     if problem is not None:
         raise problem
-    if said[0] is not None:
-        raise CheckpointError(f"rank 0 could not load {config.path}: {said[0]}")
+    if errors[0] is not None:
+        raise CheckpointError(f"rank 0 could not load {config.path}: {errors[0]}")
     return model
 
 
@@ -281,7 +289,7 @@ def _shard(model: nn.Module, config: EngineConfig) -> nn.Module:
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=torch.float32),
         "reshard_after_forward": config.reshard_after_forward,
     }
-    for head in number_heads(model, kind=config.kind):
+    for head in scalar_heads(model, kind=config.kind):
         fully_shard(
             head,
             **settings | {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)},
@@ -291,7 +299,7 @@ def _shard(model: nn.Module, config: EngineConfig) -> nn.Module:
     fully_shard(model, **settings)
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a factor alone asks for PREMUL_SUM, which gloo does not have
+        module.set_force_sum_reduction_for_comms(True)  # a factor alone uses PREMUL_SUM, which gloo lacks
         module.set_reshard_after_backward(config.reshard_after_forward, recurse=False)
     return model
 
@@ -301,8 +309,9 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def _adamw(config: EngineConfig, model: nn.Module) -> torch.optim.AdamW | None:
-    """Return AdamW over all parameters that are trained; weight decay applies to every one, norms and biases too, as in
-    verl.
+    """Return AdamW over all trained parameters.
+
+    Weight decay applies to every parameter, norms and biases included, as in verl.
     """
     if config.optim is None:
         return None
@@ -315,16 +324,19 @@ def _hyperparameters(optim: OptimConfig) -> dict[str, Any]:
 
 
 def _clip(model: nn.Module, *, max_norm: float) -> float:
-    """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before. Collective."""
-    return float(_whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+    """Scale all gradients to a global norm of at most `max_norm`. Collective.
+
+    Returns the norm before scaling.
+    """
+    return float(_full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _in_row_order(parts: list[torch.Tensor], order: list[int], *, empty_shape: tuple[int, ...]) -> torch.Tensor:
-    """Join micro-batches' results on the CPU and undo the sorting of rows."""
+    """Concatenate micro-batch results on the CPU and undo the sorting of rows."""
     if not parts:
         return torch.zeros(empty_shape)
     joined = torch.cat(parts).float().cpu()

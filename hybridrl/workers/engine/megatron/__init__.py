@@ -1,19 +1,16 @@
-"""The Megatron-core engine: `MegatronEngine` in `engine.py`. Importing this package imports megatron-core.
+"""Megatron-core engine: `MegatronEngine` in `engine.py`. Importing this package imports megatron-core.
 
-cpu            megatron-core on a machine without CUDA
-layout         which processes share which part of the model, and which of them answers
-architecture   Hugging Face settings -> Megatron's, one table entry per family
-layers         the layers: torch's own kernels, packing and context parallelism
-hf_weights     weights from and to Hugging Face names, a tensor at a time
-pieces         what one process computes of a micro-batch
-vocabulary     log-probs and entropy where the vocabulary is cut over processes
-network        the model: GPTModel with the head that a kind needs
-state          checkpoints that load under another layout
+cpu_backend         megatron-core on a machine without CUDA parallel_groups     Megatron's process groups and this
+process's mesh position architecture        Hugging Face settings to Megatron's, one table entry per model family layers
+layers on torch's own kernels, with packing and context parallelism hf_weights          weights from and to Hugging Face
+names, one tensor at a time local_tokens        the tokens of a micro-batch that one process computes sharded_log_probs
+log-probs and entropy where the vocabulary is sharded network             the model: GPTModel with the head of the
+engine's kind checkpoint          checkpoints that load under another layout
 """
 
 import warnings
 
-with warnings.catch_warnings():  # five warnings that a machine without Transformer Engine does not have it
+with warnings.catch_warnings():  # megatron-core warns five times that Transformer Engine is missing
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     import megatron.core.distributed
     import megatron.core.optimizer

@@ -1,7 +1,6 @@
-"""Model families: Hugging Face settings to Megatron's, and which Hugging Face tensors make up which Megatron tensor.
-Tables only.
+"""Model families: Hugging Face settings to Megatron's, and the Hugging Face tensors of each Megatron tensor.
 
-A family is its entry in FAMILIES; all of them are the Llama layout with a few switches.
+Tables only. A family is its entry in FAMILIES. All of them are the Llama layout with a few switches.
 """
 
 from dataclasses import dataclass
@@ -14,14 +13,17 @@ from megatron.core.transformer import TransformerConfig
 from hybridrl.config.checks.megatron import model_problems
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import EngineConfig
-from hybridrl.workers.engine.megatron.parallel_groups import KEY, Sizes
+from hybridrl.workers.engine.megatron.parallel_groups import KEY, ParallelSizes
 
 
 @dataclass(frozen=True)
-class Family:
-    """What differs between families.
+class ModelFamily:
+    """Differences between families.
 
-    qkv_bias: biases on queries, keys and values. qk_norm: a norm on queries and keys.
+    Attributes:
+        qkv_bias: Biases on queries, keys and values.
+        qk_norm: A norm on queries and keys.
+        experts: Mixture of experts in the MLP.
     """
 
     qkv_bias: bool = False
@@ -30,77 +32,89 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "llama": ModelFamily(),
+    "mistral": ModelFamily(),
+    "qwen2": ModelFamily(qkv_bias=True),
+    "qwen3": ModelFamily(qk_norm=True),
+    "qwen3_moe": ModelFamily(qk_norm=True, experts=True),
 }
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a Megatron tensor is made.
+class TensorMapping:
+    """How a Megatron tensor is built from Hugging Face tensors.
 
-    parts: Hugging Face names. kind: how they are joined. cut: the dimension cut over tensor ranks.
+    Attributes:
+        hf_names: Hugging Face names.
+        kind: How they are joined: "same" (concatenated), "qkv" (heads interleaved by group), "glu" (gate and up of one
+            rank adjacent) or "vocabulary" (padded).
+        shard_dim: Dimension sharded over tensor-parallel ranks, or None.
     """
 
-    parts: tuple[str, ...]
-    # "qkv": heads interleaved by group; "glu": gate and up of one rank next to each other; "vocabulary": padded
+    hf_names: tuple[str, ...]
     kind: str = "same"
-    cut: int | None = None
+    shard_dim: int | None = None
 
 
-def _mlp(prefix: str, megatron: str) -> dict[str, Recipe]:
+def _mlp(prefix: str, megatron: str) -> dict[str, TensorMapping]:
     return {
-        f"{megatron}linear_fc1.weight": Recipe((f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), "glu", 0),
-        f"{megatron}linear_fc2.weight": Recipe((f"{prefix}down_proj.weight",), cut=1),
+        f"{megatron}linear_fc1.weight": TensorMapping(
+            (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), "glu", 0
+        ),
+        f"{megatron}linear_fc2.weight": TensorMapping((f"{prefix}down_proj.weight",), shard_dim=1),
     }
 
 
-OUTSIDE = {
-    "embedding.word_embeddings.weight": Recipe(("model.embed_tokens.weight",), "vocabulary", 0),
-    "decoder.final_layernorm.weight": Recipe(("model.norm.weight",)),
+OUTER_TENSORS = {
+    "embedding.word_embeddings.weight": TensorMapping(("model.embed_tokens.weight",), "vocabulary", 0),
+    "decoder.final_layernorm.weight": TensorMapping(("model.norm.weight",)),
 }
-HEADS = {
-    "causal_lm": {"output_layer.weight": Recipe(("lm_head.weight",), "vocabulary", 0)},
-    "value": {"output_layer.weight": Recipe(("score.weight",)), "output_layer.bias": Recipe(("score.bias",))},
-    "score": {"output_layer.weight": Recipe(("score.weight",))},
+HEAD_TENSORS = {
+    "causal_lm": {"output_layer.weight": TensorMapping(("lm_head.weight",), "vocabulary", 0)},
+    "value": {
+        "output_layer.weight": TensorMapping(("score.weight",)),
+        "output_layer.bias": TensorMapping(("score.bias",)),
+    },
+    "score": {"output_layer.weight": TensorMapping(("score.weight",))},
 }
-LAYER = {
-    "input_layernorm.weight": Recipe(("input_layernorm.weight",)),
-    "pre_mlp_layernorm.weight": Recipe(("post_attention_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": Recipe(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), "qkv", 0),
-    "self_attention.linear_qkv.bias": Recipe(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), "qkv", 0),
-    "self_attention.linear_proj.weight": Recipe(("self_attn.o_proj.weight",), cut=1),
-    "self_attention.q_layernorm.weight": Recipe(("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Recipe(("self_attn.k_norm.weight",)),
-    "mlp.router.weight": Recipe(("mlp.gate.weight",)),
+LAYER_TENSORS = {
+    "input_layernorm.weight": TensorMapping(("input_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": TensorMapping(("post_attention_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": TensorMapping(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), "qkv", 0),
+    "self_attention.linear_qkv.bias": TensorMapping(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), "qkv", 0),
+    "self_attention.linear_proj.weight": TensorMapping(("self_attn.o_proj.weight",), shard_dim=1),
+    "self_attention.q_layernorm.weight": TensorMapping(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": TensorMapping(("self_attn.k_norm.weight",)),
+    "mlp.router.weight": TensorMapping(("mlp.gate.weight",)),
     **_mlp("mlp.", "mlp."),
 }
-EXPERT = {name: Recipe(recipe.parts, recipe.kind) for name, recipe in _mlp("", "").items()}  # whole experts, never cut
+EXPERT_TENSORS = {
+    name: TensorMapping(mapping.hf_names, mapping.kind) for name, mapping in _mlp("", "").items()
+}  # experts are never sharded
 
 
-def recipe_of(name: str, kind: str) -> Recipe:
-    """Return the recipe of a Megatron tensor whose layer and expert numbers count over the whole model, of an engine of
-    this kind.
+def mapping_for(name: str, kind: str) -> TensorMapping:
+    """Return the mapping of a Megatron tensor.
+
+    Layer and expert numbers in `name` count over the whole model. `kind` is the engine's kind.
     """
     if not name.startswith("decoder.layers."):
-        return (OUTSIDE | HEADS[kind])[name]
+        return (OUTER_TENSORS | HEAD_TENSORS[kind])[name]
     number, rest = name.removeprefix("decoder.layers.").split(".", 1)
     prefix = f"model.layers.{number}."
     if rest.startswith("mlp.experts.local_experts."):
         expert, rest = rest.removeprefix("mlp.experts.local_experts.").split(".", 1)
-        found, prefix = EXPERT[rest], f"{prefix}mlp.experts.{expert}."
+        found, prefix = EXPERT_TENSORS[rest], f"{prefix}mlp.experts.{expert}."
     else:
-        found = LAYER[rest]
-    return Recipe(tuple(prefix + part for part in found.parts), found.kind, found.cut)
+        found = LAYER_TENSORS[rest]
+    return TensorMapping(tuple(prefix + part for part in found.hf_names), found.kind, found.shard_dim)
 
 
-def transformer_config(config: EngineConfig, model: Any, sizes: Sizes) -> TransformerConfig:
+def transformer_config(config: EngineConfig, model: Any, sizes: ParallelSizes) -> TransformerConfig:
     """Return Megatron's settings for a Hugging Face config.
 
-    Raises ConfigError for what this engine cannot run as it is.
+    Raises:
+        ConfigError: This engine cannot run the model unchanged.
     """
     if problems := list(model_problems(config.megatron, model.to_dict(), key=KEY)):
         raise ConfigError("\n".join(f"{config.path}: {problem}" for problem in problems))
@@ -133,14 +147,13 @@ def transformer_config(config: EngineConfig, model: Any, sizes: Sizes) -> Transf
         context_parallel_size=sizes.context,
         expert_tensor_parallel_size=1,
         sequence_parallel=config.megatron.sequence_parallel,
-        calculate_per_token_loss=True,  # losses come divided by global counts: gradients are summed and never averaged
+        calculate_per_token_loss=True,  # losses are divided by global counts, so sum gradients
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for sequences of any length
-        # An interleaved pipeline of two stages gives wrong results, without an error, unless sends and receives are
-        # separate.
+        # An interleaved pipeline of two stages silently gives wrong results unless sends and receives are separate.
         overlap_p2p_comm=sizes.virtual_pipeline is not None,
         batch_p2p_comm=sizes.virtual_pipeline is None,
-        # Kernels of Transformer Engine, apex or Triton:
+        # These need kernels of Transformer Engine, apex or Triton:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -148,16 +161,16 @@ def transformer_config(config: EngineConfig, model: Any, sizes: Sizes) -> Transf
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         **(recompute if config.gradient_checkpointing else {}),
-        **(_experts(model, sizes) if family.experts else {}),
+        **(_moe_settings(model, sizes) if family.experts else {}),
     )
 
 
-def _experts(model: Any, sizes: Sizes) -> dict[str, Any]:
+def _moe_settings(model: Any, sizes: ParallelSizes) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_intermediate_size,
         "moe_router_topk": model.num_experts_per_tok,
-        # weights of all experts, or of the chosen ones among themselves
+        # softmax over all experts, or over the chosen ones
         "moe_router_pre_softmax": not model.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",

@@ -1,8 +1,8 @@
-"""A Megatron engine's durable state, as megatron-core's `dist_checkpointing` lays it out: files of
-torch.distributed.checkpoint (DCP).
+"""Checkpointed state of a Megatron engine, in megatron-core's `dist_checkpointing` layout.
 
-Every process writes its own parts, which are cut anew for any other layout. Random states belong to a rank, not to a
-part: they lie beside, and a rank that did not exist when the checkpoint was written keeps the random state it has.
+The files are written by torch.distributed.checkpoint (DCP). Every process writes its own shards, which are resharded
+for any other layout. Random states belong to a rank, not to a shard, and have files of their own. A rank that did not
+exist when the checkpoint was written keeps its current random state.
 """
 
 import os
@@ -25,10 +25,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.engine.collective_errors import raise_together, writing
+from hybridrl.workers.engine.collective_errors import collective_write, raise_on_all_ranks
 from hybridrl.workers.engine.megatron.network import Network
 
-# Given to megatron-core in copies: it puts process groups into them.
+# Pass copies to megatron-core: it adds process groups to the dict.
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # the only one that loads under another layout
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -38,42 +38,46 @@ METADATA = (".metadata", "metadata.json")
 
 
 def save_state(directory: str, *, chunks: list[Network], optimizer: MegatronOptimizer | None, step: int) -> None:
-    """Write model, optimizer, step count and this rank's random state, fsynced.
+    """Write model, optimizer, step count and this rank's random state, fsynced. Collective.
 
-    Collective. Raises StorageError on every rank.
+    Raises:
+        StorageError: Some rank cannot write. Raised on every rank.
     """
     state = _state(chunks, optimizer, is_loading=False) | {"step": step}
-    with writing(directory):
+    with collective_write(directory):
         dist_checkpointing.save(
-            state, directory, sharded_strategy=_InThisProcess("torch_dist", 1), content_metadata=dict(FORMAT)
+            state, directory, sharded_strategy=_InProcessSaveStrategy("torch_dist", 1), content_metadata=dict(FORMAT)
         )
     problem = None
     try:
-        _write_own(directory)
-    except (OSError, RuntimeError) as error:  # torch's file format has RuntimeErrors of its own
+        _write_rank_files(directory)
+    except (OSError, RuntimeError) as error:  # torch's file format raises RuntimeError
         problem = error
-    raise_together(problem, directory)
+    raise_on_all_ranks(problem, directory)
 
 
-def _write_own(directory: str) -> None:
-    own = os.path.join(directory, _random_file())
-    torch.save(_random_state(), own)
+def _write_rank_files(directory: str) -> None:
+    random_path = os.path.join(directory, _random_file())
+    torch.save(_random_state(), random_path)
     shared = [os.path.join(directory, name) for name in ("common.pt", "metadata.json")] if dist.get_rank() == 0 else []
-    for path in [own, *shared]:
-        _flush(path)
+    for path in [random_path, *shared]:
+        _fsync(path)
 
 
 def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOptimizer | None) -> int:
-    """Read into model, optimizer and random generators what `save_state` wrote. Collective. Returns the step count.
+    """Read what `save_state` wrote into model, optimizer and random generators. Collective.
 
-    Raises CheckpointError naming what is missing.
+    Returns:
+        The step count.
+
+    Raises:
+        CheckpointError: Part of the state is missing; the message names it.
     """
     for name in METADATA:
         if not os.path.exists(os.path.join(directory, name)):
             raise CheckpointError(
-                f"{directory} holds no state of a Megatron engine: {name} is missing; it was not "
-                "completely written, or by another engine "
-                "(its export is a model that any engine starts from)"
+                f"{directory} holds no state of a Megatron engine: {name} is missing, so the write did not finish or "
+                "another engine wrote it. Export that checkpoint (`hybridrl export`) and start from the export"
             )
     try:
         loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), directory)
@@ -83,10 +87,10 @@ def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
         chunk.load_state_dict(loaded[f"model{number}"] if len(chunks) > 1 else loaded["model"])
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
-        _unshare_steps(optimizer)
-    own = os.path.join(directory, _random_file())
-    if os.path.exists(own):
-        _set_random_state(torch.load(own))
+        _separate_steps(optimizer)
+    random_path = os.path.join(directory, _random_file())
+    if os.path.exists(random_path):
+        _set_random_state(torch.load(random_path))
     return int(loaded["step"])
 
 
@@ -99,14 +103,14 @@ def _state(chunks: list[Network], optimizer: MegatronOptimizer | None, *, is_loa
     return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=dict(FORMAT))}
 
 
-class _InThisProcess(TorchDistSaveShardedStrategy):
-    """Writes with DCP's own writer.
+class _InProcessSaveStrategy(TorchDistSaveShardedStrategy):
+    """Write with DCP's own writer.
 
-    Megatron's writer forks, and starts a server process, which a process full of threads should not.
+    Megatron's writer forks and starts a server process, which is unsafe in a process with many threads.
     """
 
     def save(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> None:
-        """Write the parts that this process is the first to have. Collective."""
+        """Write the shards of which this process is the main replica. Collective."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(flat, False),
@@ -117,32 +121,32 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
         )
 
 
-# -- What megatron-core 0.16 lacks for torch's own Adam, which it uses without Transformer Engine and apex.
+# -- Fixes for megatron-core 0.16 with torch's own Adam, which it uses without Transformer Engine and apex.
 
 
 def prepare_torch_adam(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer that has not stepped the state that saving and loading expect, and make a distributed one leave
-    `step` out.
+    """Create the optimizer state that saving and loading expect before the first step.
 
-    Torch keeps `step` with each parameter, megatron-core with each group: copying it from where it is not stored fails.
+    A distributed optimizer also skips `step` when it copies state. Torch keeps `step` with each parameter,
+    megatron-core with each group, so copying it from the group fails.
     """
-    for one in optimizer.chained_optimizers:
-        for group in one.optimizer.param_groups:
+    for inner in optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
-                if not one.optimizer.state[parameter]:
+                if not inner.optimizer.state[parameter]:
                     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    one.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | moments
-        if isinstance(one, DistributedOptimizer):
-            one._set_main_param_and_optimizer_states = MethodType(_copy_but_step, one)
-            _keep_padding(one)
+                    inner.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | moments
+        if isinstance(inner, DistributedOptimizer):
+            inner._set_main_param_and_optimizer_states = MethodType(_copy_all_but_step, inner)
+            _count_bucket_padding(inner)
 
 
-def _keep_padding(optimizer: DistributedOptimizer) -> None:
-    """Count the padding at a bucket's end as part of it.
+def _count_bucket_padding(optimizer: DistributedOptimizer) -> None:
+    """Count the padding at a bucket's end as part of the bucket.
 
-    megatron-core gathers buckets without it, and looks parameters up as if it were there. That goes wrong with more
-    than one bucket, which is where tied embeddings on two pipeline stages have one of their own: it warns of "data
-    corruption", and that is what it is.
+    megatron-core gathers buckets without the padding but looks parameters up as if it were there. With more than one
+    bucket this corrupts data, and megatron-core warns of "data corruption". Tied embeddings on two pipeline stages have
+    a bucket of their own.
     """
     for buffer in optimizer.buffers:
         buffer.numel_unpadded = buffer.numel
@@ -151,7 +155,9 @@ def _keep_padding(optimizer: DistributedOptimizer) -> None:
 
 
 @torch.no_grad()
-def _copy_but_step(self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+def _copy_all_but_step(
+    self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+) -> None:
     group, index = self.model_param_group_index_map[parameter]
     main = self.optimizer.param_groups[group]["params"][index]
     for name, target in {"param": main, **self.optimizer.state[main]}.items():
@@ -159,10 +165,13 @@ def _copy_but_step(self: DistributedOptimizer, parameter: torch.nn.Parameter, te
             target.copy_(tensors[name])
 
 
-def _unshare_steps(optimizer: MegatronOptimizer) -> None:
-    """Loading puts one `step` tensor with all parameters, and Adam would count it up once for each."""
-    for one in optimizer.chained_optimizers:
-        for state in one.optimizer.state.values():
+def _separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give each parameter its own `step` tensor.
+
+    Loading shares one tensor between all parameters, and Adam would increment it once for each.
+    """
+    for inner in optimizer.chained_optimizers:
+        for state in inner.optimizer.state.values():
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
 
 
@@ -180,7 +189,7 @@ def _set_random_state(state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _flush(path: str) -> None:
+def _fsync(path: str) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,12 +1,13 @@
-"""megatron-core on a machine without CUDA: process groups of gloo, tensors on the CPU. Nothing here runs where there is
-CUDA.
+"""Run megatron-core on a machine without CUDA: gloo process groups, tensors on the CPU.
+
+`parallel_groups` calls it in worker processes. It refuses to act where CUDA is available.
 
 megatron-core names the accelerator in four ways: `torch.cuda.f()`, `device="cuda"`, `tensor.cuda()` and `tensor.type()
-== "torch.cuda.FloatTensor"`. Without CUDA each of them raises, or is false, so letting them mean the CPU takes nothing
-away that works. Modules of megatron-core, and no others, see a `torch` in which the first two do, whenever they are
-imported. The two tensor methods change for everybody in the process; only megatron-core's processes have them.
+== "torch.cuda.FloatTensor"`. Without CUDA each of them raises or is false, so redirecting them to the CPU breaks
+nothing. The first two are replaced only in the `torch` that modules of megatron-core see, also in those imported later.
+The two tensor methods change for the whole process; only processes that run megatron-core call this.
 
-Two simpler ways fail: a TorchFunctionMode is off inside `autograd.backward`, where recomputation runs; and changing the
+Two simpler ways fail. A TorchFunctionMode is off inside `autograd.backward`, where recomputation runs. Patching the
 modules imported so far misses those that megatron-core imports later.
 """
 
@@ -27,29 +28,28 @@ PACKAGE = "megatron.core"
 CPU = torch.device("cpu")
 
 
-def let_cuda_mean_cpu() -> None:
-    """Make megatron-core of this process compute on the CPU; a second call changes nothing.
+def patch_cuda_to_cpu() -> None:
+    """Make megatron-core in this process compute on the CPU. Idempotent.
 
-    Raises ConfigError where there is CUDA.
+    Raises:
+        ConfigError: CUDA is available.
     """
     if torch.cuda.is_available():
         raise ConfigError(
-            "trainer.device=cpu: with strategy=megatron a process that sees CUDA computes there; use "
-            "trainer.device=cuda, or hide the "
-            "devices with CUDA_VISIBLE_DEVICES=''"
+            "trainer.device=cpu: with strategy=megatron a process that sees CUDA computes there; set "
+            "trainer.device=cuda, or hide the devices with CUDA_VISIBLE_DEVICES=''"
         )
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _TorchSwapFinder) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _TorchSwapFinder())
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGE):
             _swap_torch(module)
     random = importlib.import_module(f"{PACKAGE}.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = _get_rng_state, _set_rng_state
-    logging.getLogger(random.__name__).setLevel(
-        logging.ERROR
-    )  # it warns that the CPU's state changed: here that is the state
-    importlib.import_module(f"{PACKAGE}.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _as_counts
+    # It warns that the CPU's random state changed; here that is the intended state.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    importlib.import_module(f"{PACKAGE}.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _counts_to_numpy
     real_type = torch.Tensor.type
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     torch.Tensor.type = lambda tensor, *args, **kwargs: (
@@ -57,15 +57,16 @@ def let_cuda_mean_cpu() -> None:
     )
 
 
-def _as_counts(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Numbers of tokens for each expert, as a collective takes them: megatron-core leaves a CPU's tensor a tensor,
-    which none takes.
+def _counts_to_numpy(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return token counts per expert as numpy, as collectives need them.
+
+    megatron-core leaves a CPU tensor a tensor.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-class _View:
-    """An object seen with some of its attributes replaced."""
+class _AttributeOverride:
+    """Proxy of an object with some attributes replaced."""
 
     def __init__(self, real: Any, **replaced: Any):
         self.__dict__.update(replaced, _real=real)
@@ -74,8 +75,8 @@ class _View:
         return getattr(self._real, name)
 
 
-class _InOrder:
-    """A CUDA stream or event: on the CPU everything happens in order already."""
+class _NoOpStream:
+    """Stand-in for a CUDA stream or event: the CPU executes in order."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -102,19 +103,19 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
-_CUDA = _View(
+_CUDA = _AttributeOverride(
     torch.cuda,
     current_device=lambda: CPU,
     synchronize=lambda *args: None,
     manual_seed=torch.manual_seed,
     get_rng_state=_get_rng_state,
     set_rng_state=_set_rng_state,
-    Stream=_InOrder,
-    Event=_InOrder,
-    current_stream=_InOrder,
+    Stream=_NoOpStream,
+    Event=_NoOpStream,
+    current_stream=_NoOpStream,
     stream=lambda stream: contextlib.nullcontext(),
 )
-_TORCH = _View(
+_TORCH = _AttributeOverride(
     torch,
     cuda=_CUDA,
     **{name: _on_cpu(getattr(torch, name)) for name in ("empty", "empty_like", "zeros", "ones", "tensor")},
@@ -126,8 +127,8 @@ def _swap_torch(module: ModuleType) -> None:
         module.torch = _TORCH
 
 
-class _Finder:
-    """Finds megatron-core's modules as usual, and swaps `torch` in them once they are imported."""
+class _TorchSwapFinder:
+    """Import hook that swaps `torch` in megatron-core's modules after they are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         found = importlib.machinery.PathFinder.find_spec(name, path, target) if name.startswith(PACKAGE) else None

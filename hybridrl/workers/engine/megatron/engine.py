@@ -1,8 +1,8 @@
-"""The Megatron-core engine: a model over tensor-, pipeline-, context-, expert- and data-parallel processes, on gloo or
-nccl.
+"""Megatron-core engine: tensor, pipeline, context, expert and data parallelism, on gloo or nccl.
 
-As with FSDP2, gradients are *summed* over processes and micro-batches, since losses come divided by global counts. They
-are reduced once, before the optimizer steps. Peers of a data-parallel rank get the same rows and compute the same loss.
+As with FSDP2, gradients are *summed* over processes and micro-batches, since losses are already divided by global
+counts. They are reduced once, before the optimizer step. Peers of a data-parallel rank get the same rows and compute
+the same loss.
 """
 
 import math
@@ -21,18 +21,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from hybridrl.algos.partition import micro_batches
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import Durable, EngineConfig, LossFn, MicroBatching
-from hybridrl.workers.engine.batching.layout import lay_out, placeholder_grid, token_grid
+from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching, StateTensors
+from hybridrl.workers.engine.batching.layout import make_layout, placeholder_grid, token_grid
 from hybridrl.workers.engine.batching.outputs import check_outputs
-from hybridrl.workers.engine.collective_errors import check_finite, log_skipped, tensors_of
+from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.hf_model import hf_config
 from hybridrl.workers.engine.lr_schedule import learning_rate
 from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
-from hybridrl.workers.engine.megatron.hf_weights import HFTensors, read_weights, whole_tensors
-from hybridrl.workers.engine.megatron.local_tokens import Piece, Sharing, piece_of
+from hybridrl.workers.engine.megatron.hf_weights import HFCheckpointReader, gather_full_tensors, read_weights
+from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenSharding, local_tokens
 from hybridrl.workers.engine.megatron.network import Network
-from hybridrl.workers.engine.megatron.parallel_groups import enter_layout, place
+from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_log_probs_and_entropy
 
 Outputs = dict[str, torch.Tensor]
@@ -41,19 +41,20 @@ Outputs = dict[str, torch.Tensor]
 class MegatronEngine:
     """An `Engine` on megatron-core.
 
-    `chunks` are this process's parts of the model, there after `setup`; several if interleaved.
+    `setup` creates `chunks`, this process's parts of the model. There are several if the pipeline is interleaved.
     """
 
     def __init__(self, config: EngineConfig):
         self.config = config
 
     def setup(self) -> None:
-        """Make the groups, build this process's part, read its weights, make the optimizer; offload what the settings
-        say.
+        """Create the process groups, build and load this process's part, and build the optimizer.
+
+        Offloads what the settings name.
         """
         config = self.config
-        sizes = enter_layout(config.megatron, device=config.device, seed=config.seed)
-        self.place = place()
+        sizes = init_model_parallel(config.megatron, device=config.device, seed=config.seed)
+        self.mesh_position = mesh_position()
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
         )
@@ -63,8 +64,8 @@ class MegatronEngine:
         self._tied = config.kind == "causal_lm" and model.tie_word_embeddings
         stages = [None] if sizes.virtual_pipeline is None else list(range(sizes.virtual_pipeline))
         self.chunks = [Network(settings, model, kind=config.kind, vp_stage=stage).to(self._device) for stage in stages]
-        read_weights(self.chunks, HFTensors(config.path), kind=config.kind, tied=self._tied, seed=config.seed)
-        self._sharing = Sharing(
+        read_weights(self.chunks, HFCheckpointReader(config.path), kind=config.kind, tied=self._tied, seed=config.seed)
+        self._sharding = TokenSharding(
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=sizes.context,
             sp_size=sizes.tensor if settings.sequence_parallel else 1,
@@ -99,88 +100,91 @@ class MegatronEngine:
             clip_grad=config.grad_clip,
             **_hyperparameters(config),
         )
-        # An empty dictionary of exceptions: weight decay applies to every parameter, norms and biases too, as in verl
-        # and with FSDP2.
+        # No overrides: weight decay applies to every parameter, norms and biases included, as in verl and with FSDP2.
         self._optimizer = get_megatron_optimizer(
             settings, self._modules, config_overrides={}, use_gloo_process_groups=False
         )
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> Outputs:
         check_outputs(outputs, kind=self.config.kind)
-        self._bring_back(params=True)
-        pieces = self._pieces(batch, micro)
+        self._load_to_device(params=True)
+        micro_batch_tokens = self._local_micro_batches(batch, micro)
         with torch.no_grad():
-            found = self._run(pieces, partial(self._read, outputs=outputs), forward_only=True)
-        return self._in_row_order(batch, pieces, found, outputs)
+            found = self._run_pipeline(
+                micro_batch_tokens, partial(self._read_outputs, outputs=outputs), forward_only=True
+            )
+        return self._in_row_order(batch, micro_batch_tokens, found, outputs)
 
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
     ) -> list[dict[str, float]]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
         check_outputs(outputs, kind=self.config.kind)
-        self._bring_back(params=True)
+        self._load_to_device(params=True)
 
-        def loss_of(piece: Piece, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict | None]:
-            results = self._read(piece, head, outputs=outputs)
-            nothing = torch.zeros((), dtype=torch.int)
-            if not piece.rows:
-                return sum(result.sum() for result in results.values()) * 0.0, nothing, None
-            loss, stats = loss_fn(results, batch.select_idxs(piece.rows).to(self._device))
+        def loss_of(tokens: LocalTokens, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict | None]:
+            results = self._read_outputs(tokens, head, outputs=outputs)
+            no_tokens = torch.zeros((), dtype=torch.int)
+            if not tokens.rows:
+                return sum(result.sum() for result in results.values()) * 0.0, no_tokens, None
+            loss, stats = loss_fn(results, batch.select_idxs(tokens.rows).to(self._device))
             # Megatron's schedule may change the loss in place, and a stat may be the loss.
             stats = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in stats.items()
             }
-            return loss, nothing, stats
+            return loss, no_tokens, stats
 
-        found = self._run(self._pieces(batch, micro), loss_of, forward_only=False)
+        found = self._run_pipeline(self._local_micro_batches(batch, micro), loss_of, forward_only=False)
         return [
             {name: float(value) for name, value in stats.items()}
             for stats in found
-            if stats is not None and self.place.answers
+            if stats is not None and self.mesh_position.is_output_rank
         ]
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
-        self._bring_back(params=True, optimizer=True)
+        self._load_to_device(params=True, optimizer=True)
         lr = learning_rate(self.config.optim, self.num_updates, total_steps=self.config.total_steps)
         finalize_model_grads(self._modules, None)
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         skipped = skip or not math.isfinite(norm)
         if skipped:
-            log_skipped(self.num_updates, norm)
+            log_skipped_updates(self.num_updates, norm)
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            for one in self._optimizer.chained_optimizers:  # experts have one of their own; the norm is everybody's
-                clip_grad_by_total_norm_fp32(one.get_parameters(), self.config.grad_clip, norm)
+            # Experts have an optimizer of their own, but the norm is global.
+            for inner in self._optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.grad_clip, norm)
             self._optimizer.step_with_ready_grads()
             self.num_updates += 1
         self._drop_gradients()
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._bring_back(params=True)
-        return whole_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
+        self._load_to_device(params=True)
+        return gather_full_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
 
     def save(self, directory: str) -> None:
-        self._bring_back(params=True, optimizer=True)
+        self._load_to_device(params=True, optimizer=True)
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        check_finite([*parameters, *(t for one in self._inner_optimizers() for t in tensors_of(one))], self._device)
+        state = [tensor for inner in self._inner_optimizers() for tensor in optimizer_tensors(inner)]
+        check_finite([*parameters, *state], self._device)
         save_state(directory, chunks=self.chunks, optimizer=self._optimizer, step=self.num_updates)
 
     def load(self, directory: str) -> None:
-        self._bring_back(params=True, optimizer=True)
+        self._load_to_device(params=True, optimizer=True)
         self.num_updates = load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
-        if self._optimizer is not None:  # the checkpoint brings its own, but what runs is what is configured
+        if self._optimizer is not None:  # configured hyperparameters override those of the checkpoint
             for group in self._optimizer.param_groups:
                 group.update({"betas": tuple(self.config.optim.betas), "weight_decay": self.config.optim.weight_decay})
 
-    def durable(self) -> Durable:
+    def state_tensors(self) -> StateTensors:
         if self._optimizer is not None:
             prepare_torch_adam(self._optimizer)
-        return Durable(list(self.chunks), self._inner_optimizers())
+        return StateTensors(list(self.chunks), self._inner_optimizers())
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
         target = self._device if device == self._device.type else torch.device(device)
@@ -190,83 +194,93 @@ class MegatronEngine:
                     tensor.data = tensor.data.to(target)
             self._params_on = target
         if optimizer and self._optimizer is not None and target != self._optimizer_on:
-            for one in self._inner_optimizers():
-                for state in one.state.values():
+            for inner in self._inner_optimizers():
+                for state in inner.state.values():
                     state.update(
                         {name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)}
                     )
             self._optimizer_on = target
 
-    def _bring_back(self, *, params: bool = False, optimizer: bool = False) -> None:
+    def _load_to_device(self, *, params: bool = False, optimizer: bool = False) -> None:
         self.to(self._device.type, params=params, optimizer=optimizer)
 
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [] if self._optimizer is None else [one.optimizer for one in self._optimizer.chained_optimizers]
+        return [] if self._optimizer is None else [inner.optimizer for inner in self._optimizer.chained_optimizers]
 
     def _drop_gradients(self) -> None:
         for module in self._modules:
             module.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _run(
-        self, pieces: list[Piece], finish: Callable[[Piece, torch.Tensor], Any], *, forward_only: bool
+    def _run_pipeline(
+        self,
+        micro_batch_tokens: list[LocalTokens],
+        read_fn: Callable[[LocalTokens, torch.Tensor], Any],
+        *,
+        forward_only: bool,
     ) -> list[Any]:
-        """Send pieces through the pipeline; return what `finish(piece, output of the head)` gave, on the last stage."""
+        """Run micro-batches through the pipeline.
 
-        def step(data: Iterator[Piece], module: Any) -> tuple[torch.Tensor, Callable]:
-            piece = next(data)
+        Returns:
+            `read_fn(tokens, output of the head)` of each micro-batch on the last stage; an empty list on other stages.
+        """
+
+        def forward_step(data: Iterator[LocalTokens], module: Any) -> tuple[torch.Tensor, Callable]:
+            tokens = next(data)
             network = module.module if isinstance(module, DistributedDataParallel) else module
-            network.wanted = piece.last if self.config.kind == "score" else piece.state
-            output = module(piece.input_ids, piece.position_ids, None, packed_seq_params=piece.pack)
-            return output, lambda head, non_loss_data=False: finish(piece, head)
+            network.wanted_states = tokens.last if self.config.kind == "score" else tokens.state
+            output = module(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens.packed_params)
+            return output, lambda head, non_loss_data=False: read_fn(tokens, head)
 
-        iterators = [iter(pieces) for _ in self._modules]
+        iterators = [iter(micro_batch_tokens) for _ in self._modules]
         return get_forward_backward_func()(
-            forward_step_func=step,
+            forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._modules if len(iterators) > 1 else self._modules[0],
-            num_microbatches=len(pieces),
-            seq_length=1,  # not used: sequences of a pipeline vary in length
+            num_microbatches=len(micro_batch_tokens),
+            seq_length=1,  # unused: variable_seq_lengths is set
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
-    def _read(self, piece: Piece, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
-        """Return the named outputs of all rows of a micro-batch from what the head computed here, (1,N,...).
+    def _read_outputs(self, tokens: LocalTokens, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
+        """Return the named outputs of a micro-batch's rows, equal on all peers.
 
-        Equal on all peers.
+        Args:
+            head: Output of the head for this process's tokens, (1,N,...).
         """
-        b, R = piece.shape
+        b, R = tokens.shape
         if self.config.kind == "causal_lm":
             log_probs, entropy = sharded_log_probs_and_entropy(
                 head[0],
-                piece.labels,
+                tokens.labels,
                 temperature=self.config.temperature,
                 vocab_size=self.chunks[-1].vocab,
                 group=parallel_state.get_tensor_model_parallel_group(),
             )
-            found, size, cell = {"log_probs": log_probs, "entropy": entropy}, (b, R), piece.cell
+            found, size, cell = {"log_probs": log_probs, "entropy": entropy}, (b, R), tokens.cell
         elif self.config.kind == "value":
-            found, size, cell = {"values": head.flatten()}, (b, R), piece.cell
+            found, size, cell = {"values": head.flatten()}, (b, R), tokens.cell
         else:
-            found, size, cell = {"scores": head.flatten()}, (b,), piece.last_row
+            found, size, cell = {"scores": head.flatten()}, (b,), tokens.last_row
         return {name: self._cells(found[name], cell, size) for name in outputs}
 
     def _cells(self, values: torch.Tensor, cell: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         cells = values.new_zeros(math.prod(size), dtype=torch.float32).index_copy(0, cell, values.float()).view(size)
         return (
-            _SumOfParts.apply(cells, parallel_state.get_context_parallel_group())
-            if self._sharing.cp_size > 1
+            _SumOverParts.apply(cells, parallel_state.get_context_parallel_group())
+            if self._sharding.cp_size > 1
             else cells
         )
 
-    def _pieces(self, batch: DataProto, micro: MicroBatching) -> list[Piece]:
-        """Return this process's pieces of the batch, equally many on all processes: placeholders without rows fill up.
-        Collective.
+    def _local_micro_batches(self, batch: DataProto, micro: MicroBatching) -> list[LocalTokens]:
+        """Return this process's tokens of each micro-batch, equally many on all processes. Collective.
 
-        Raises DataError on every rank if any rank's rows cannot be cut: a rank on its own would leave the others
-        waiting.
+        Ranks with fewer micro-batches add placeholders without rows.
+
+        Raises:
+            DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
         """
         grid, groups, problem = None, [], None
         try:
@@ -279,36 +293,38 @@ class MegatronEngine:
             )
         except DataError as error:
             problem = error
-        most = torch.tensor([len(groups), int(problem is not None)], device=self._device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        if most[1]:
-            raise problem or DataError("another rank's rows cannot be cut into micro-batches; its own error says why")
+        maxima = torch.tensor([len(groups), int(problem is not None)], device=self._device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        if maxima[1]:
+            raise problem or DataError(
+                "another rank's rows cannot be split into micro-batches; the reason is in that rank's error"
+            )
         multiple = self._num_micro_multiple
-        groups += [[]] * (-(-max(1, int(most[0])) // multiple) * multiple - len(groups))
+        groups += [[]] * (-(-max(1, int(maxima[0])) // multiple) * multiple - len(groups))
         packed = self.config.packed
         return [
-            piece_of(
-                lay_out(grid if rows else placeholder_grid(), rows or [0], packed=packed),
+            local_tokens(
+                make_layout(grid if rows else placeholder_grid(), rows or [0], packed=packed),
                 rows,
-                self._sharing,
+                self._sharding,
                 packed=packed,
             ).to(self._device)
             for rows in groups
         ]
 
     def _in_row_order(
-        self, batch: DataProto, pieces: list[Piece], found: list[Outputs], outputs: tuple[str, ...]
+        self, batch: DataProto, micro_batch_tokens: list[LocalTokens], found: list[Outputs], outputs: tuple[str, ...]
     ) -> Outputs:
-        """Join micro-batches' results and undo the sorting of rows; the last stage sends them to the others.
+        """Concatenate micro-batch results on the CPU and undo the sorting of rows.
 
-        On the CPU.
+        The last pipeline stage broadcasts them to the other stages.
         """
         shape = (len(batch),) if self.config.kind == "score" else (len(batch), batch.batch["response_mask"].size(1))
         joined = {name: torch.zeros(shape, device=self._device) for name in outputs}
-        for piece, results in zip(pieces, found, strict=False):  # stages before the last found nothing
+        for tokens, results in zip(micro_batch_tokens, found, strict=False):  # empty before the last stage
             for name in outputs:
-                if piece.rows:
-                    joined[name][piece.rows] = results[name]
+                if tokens.rows:
+                    joined[name][tokens.rows] = results[name]
         stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() > 1:
             for name in outputs:
@@ -316,10 +332,10 @@ class MegatronEngine:
         return {name: tensor.cpu() for name, tensor in joined.items()}
 
 
-class _SumOfParts(torch.autograd.Function):
-    """The sum over context-parallel peers, each of which has some of the cells and zeros elsewhere.
+class _SumOverParts(torch.autograd.Function):
+    """Sum over context-parallel peers, each of which has some of the cells and zeros elsewhere.
 
-    All peers compute the same loss from the sum, so a peer's part gets the loss's gradient as it is.
+    All peers compute the same loss from the sum, so the gradient of a peer's part is the gradient of the sum.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Weights from and to Hugging Face names, one tensor at a time: no process ever holds a whole model.
+"""Load and export weights under Hugging Face names, one tensor at a time.
 
-Reading: each process opens the safetensors files and takes its part of each tensor it has. Writing: tensor-parallel
-peers put a tensor together, and its pipeline stage sends it to the others.
+No process holds a full model. Reading: each process opens the safetensors files and takes its shard of each of its
+tensors. Writing: tensor-parallel peers gather a tensor, and its pipeline stage broadcasts it to the other stages.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.workers.engine.megatron.architecture import Recipe, recipe_of
+from hybridrl.workers.engine.megatron.architecture import TensorMapping, mapping_for
 from hybridrl.workers.engine.megatron.network import Network
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(local_experts\.)(\d+)")
 
 
-class HFTensors:
-    """The tensors of a Hugging Face model on disk, by name; nothing is read before it is asked for."""
+class HFCheckpointReader:
+    """Tensors of a Hugging Face model on disk, by name, read lazily."""
 
     def __init__(self, path: str):
         self.path = path
@@ -39,11 +39,17 @@ class HFTensors:
         return name in self._file_of
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return one tensor, on the CPU, as it is stored. Raises CheckpointError if there is none."""
+        """Return one tensor on the CPU, in its stored dtype.
+
+        Raises:
+            CheckpointError: The checkpoint has no such tensor.
+        """
         from safetensors import safe_open
 
         if name not in self._file_of:
-            raise CheckpointError(f"{self.path} lacks {name}; it is another kind of model, or damaged")
+            raise CheckpointError(
+                f"{self.path} lacks the tensor {name}; check that it is the right kind of model and complete"
+            )
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -64,39 +70,40 @@ def _files(path: str) -> dict[str, str]:
     single = cached_file(path, "model.safetensors", **optional)
     if single is None:
         raise CheckpointError(
-            f"{path} has no *.safetensors, which strategy=megatron reads; save the model as safetensors, or use fsdp"
+            f"{path} has no *.safetensors, which strategy=megatron needs; save the model as safetensors, or use fsdp"
         )
     with safe_open(single, framework="pt") as f:
         return dict.fromkeys(f.keys(), os.path.abspath(single))
 
 
 @torch.no_grad()
-def read_weights(chunks: list[Network], tensors: HFTensors, *, kind: str, tied: bool, seed: int) -> None:
-    """Fill this process's parts of the model.
+def read_weights(chunks: list[Network], tensors: HFCheckpointReader, *, kind: str, tied: bool, seed: int) -> None:
+    """Load this process's parts of the model.
 
-    A value head that the checkpoint lacks is drawn with `seed`, equal on all ranks.
+    A value head that the checkpoint lacks is drawn from `seed`, equal on all ranks.
     """
     peers, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for chunk in chunks:
-        for name, parameter in named(chunk):
-            recipe = recipe_of(name, kind)
-            names = ("model.embed_tokens.weight",) if tied and recipe.parts == ("lm_head.weight",) else recipe.parts
+        for name, parameter in named_megatron_parameters(chunk):
+            mapping = mapping_for(name, kind)
+            names = (
+                ("model.embed_tokens.weight",) if tied and mapping.hf_names == ("lm_head.weight",) else mapping.hf_names
+            )
             if kind == "value" and names[0] in NEW_HEAD and names[0] not in tensors:
-                _draw_head(names[0], parameter, deviation=chunk.init_std, seed=seed)
+                _init_head(names[0], parameter, deviation=chunk.init_std, seed=seed)
                 continue
             parts = [tensors[part] for part in names]
-            if recipe.kind == "vocabulary" and len(parts[0]) != chunk.vocab:  # padding could hide it
+            if mapping.kind == "vocabulary" and len(parts[0]) != chunk.vocab:  # padding could hide the difference
                 raise ConfigError(
-                    f"vocab_size={chunk.vocab}: {names[0]} has {len(parts[0])} rows in the model's files; "
-                    "leave vocab_size out of "
-                    "actor_rollout_ref.model.override_config, and see that config.json has the number of the files"
+                    f"vocab_size={chunk.vocab}: {names[0]} has {len(parts[0])} rows in the model's files; remove "
+                    "vocab_size from actor_rollout_ref.model.override_config, and correct it in config.json"
                 )
-            whole = _join(parts, recipe, chunk.config, peers)
-            parameter.copy_(whole if recipe.cut is None else whole.chunk(peers, recipe.cut)[rank])
+            whole = _merge(parts, mapping, chunk.config, peers)
+            parameter.copy_(whole if mapping.shard_dim is None else whole.chunk(peers, mapping.shard_dim)[rank])
 
 
-def _draw_head(name: str, parameter: torch.Tensor, *, deviation: float, seed: int) -> None:
-    logger.info("The checkpoint has no %s; it is new, drawn with seed %d.", name, seed)
+def _init_head(name: str, parameter: torch.Tensor, *, deviation: float, seed: int) -> None:
+    logger.info("The checkpoint has no %s: created it with seed %d.", name, seed)
     if name.endswith("bias"):
         parameter.zero_()
         return
@@ -105,41 +112,43 @@ def _draw_head(name: str, parameter: torch.Tensor, *, deviation: float, seed: in
 
 
 @torch.no_grad()
-def whole_tensors(
+def gather_full_tensors(
     chunks: list[Network],
     *,
     kind: str,
     tied: bool,
-    of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data,
+    value_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of all parameters, on every rank. Collective: all ranks exhaust it
-    together.
+    """Yield (Hugging Face name, full tensor) of all parameters, on every rank.
 
-    of: what of a parameter is meant, a tensor of its shape; its gradient, for instance.
+    Collective: all ranks exhaust the iterator together.
+
+    Args:
+        value_of: Maps a parameter to the exported tensor of the same shape, for instance its gradient.
     """
     peers = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     config = chunks[0].config
-    mine = {
+    own = {
         name: parameter
         for chunk in chunks
-        for name, parameter in named(chunk)
+        for name, parameter in named_megatron_parameters(chunk)
         if not (tied and name == "output_layer.weight")
     }
-    table = [(name, tuple(parameter.shape), of(parameter).dtype) for name, parameter in mine.items()]
+    table = [(name, tuple(parameter.shape), value_of(parameter).dtype) for name, parameter in own.items()]
     tables: list = [table] * stages
     if stages > 1:
         dist.all_gather_object(tables, table, group=parallel_state.get_pipeline_model_parallel_group())
     for stage, entries in enumerate(tables):
         for name, shape, dtype in entries:
-            tensor = of(mine[name]) if stage == parallel_state.get_pipeline_model_parallel_rank() else None
-            for recipe, whole in _gathered(
+            tensor = value_of(own[name]) if stage == parallel_state.get_pipeline_model_parallel_rank() else None
+            for mapping, whole in _gather_tensor(
                 name, tensor, shape, dtype, kind=kind, peers=peers, stage=stage, chunk=chunks[0]
             ):
-                yield from zip(recipe.parts, _split(whole, recipe, config, peers, chunks[0].vocab), strict=True)
+                yield from zip(mapping.hf_names, _split(whole, mapping, config, peers, chunks[0].vocab), strict=True)
 
 
-def _gathered(
+def _gather_tensor(
     name: str,
     tensor: torch.Tensor | None,
     shape: tuple,
@@ -149,33 +158,34 @@ def _gathered(
     peers: int,
     stage: int,
     chunk: Network,
-) -> Iterator[tuple[Recipe, torch.Tensor]]:
-    """Yield a whole Megatron tensor and its recipe; of an expert, those of all expert-parallel peers, which have others
-    in its place.
+) -> Iterator[tuple[TensorMapping, torch.Tensor]]:
+    """Yield a full Megatron tensor and its mapping.
+
+    For an expert, yield one of every expert-parallel peer.
     """
     device = next(chunk.parameters()).device
-    recipe = recipe_of(name, kind)
-    if recipe.cut is not None and peers > 1:
-        size = tuple(n * peers if dim == recipe.cut else n for dim, n in enumerate(shape))
+    mapping = mapping_for(name, kind)
+    if mapping.shard_dim is not None and peers > 1:
+        size = tuple(n * peers if dim == mapping.shard_dim else n for dim, n in enumerate(shape))
         whole = (
             None
             if tensor is None
-            else _all_gather(tensor, parallel_state.get_tensor_model_parallel_group(), recipe.cut)
+            else _all_gather(tensor, parallel_state.get_tensor_model_parallel_group(), mapping.shard_dim)
         )
     else:
         size, whole = shape, tensor
-    whole = _from_stage(whole, size, dtype, stage, device)
+    whole = _broadcast_from_stage(whole, size, dtype, stage, device)
     experts = parallel_state.get_expert_model_parallel_group()
     if "local_experts" not in name or experts.size() == 1:
-        yield recipe, whole
+        yield mapping, whole
         return
     number = int(_EXPERT.search(name)[2])
     per_rank = chunk.config.num_moe_experts // experts.size()
-    everyone = [torch.empty_like(whole) for _ in range(experts.size())]
-    dist.all_gather(everyone, whole.contiguous(), group=experts)
-    for rank, other in enumerate(everyone):
-        theirs = _EXPERT.sub(lambda found, n=rank * per_rank + number % per_rank: f"{found[1]}{n}", name)
-        yield recipe_of(theirs, kind), other
+    experts_of_ranks = [torch.empty_like(whole) for _ in range(experts.size())]
+    dist.all_gather(experts_of_ranks, whole.contiguous(), group=experts)
+    for rank, other in enumerate(experts_of_ranks):
+        other_name = _EXPERT.sub(lambda found, n=rank * per_rank + number % per_rank: f"{found[1]}{n}", name)
+        yield mapping_for(other_name, kind), other
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
@@ -184,7 +194,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> tor
     return torch.cat(parts, dim)
 
 
-def _from_stage(
+def _broadcast_from_stage(
     whole: torch.Tensor | None, size: tuple, dtype: torch.dtype, stage: int, device: torch.device
 ) -> torch.Tensor:
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -195,8 +205,8 @@ def _from_stage(
     return whole
 
 
-def named(chunk: Network) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (Megatron name, parameter), layer and expert numbers counting over the whole model."""
+def named_megatron_parameters(chunk: Network) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield (Megatron name, parameter), with layer and expert numbers of the whole model."""
     layers = chunk.decoder.layers
     first = layers[0].layer_number - 1 if len(layers) else 0
     expert = 0
@@ -208,30 +218,31 @@ def named(chunk: Network) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + expert}", name), parameter
 
 
-def _join(parts: list[torch.Tensor], recipe: Recipe, config: TransformerConfig, peers: int) -> torch.Tensor:
-    """Hugging Face tensors -> the whole Megatron tensor, ordered so that `chunk(peers)` gives each rank's part, if it
-    is cut.
+def _merge(parts: list[torch.Tensor], mapping: TensorMapping, config: TransformerConfig, peers: int) -> torch.Tensor:
+    """Return the full Megatron tensor of some Hugging Face tensors.
+
+    A sharded tensor is ordered so that `chunk(peers)` gives each rank's shard.
     """
-    kind = recipe.kind
-    if kind == "qkv":  # of each group of heads: its queries, its key, its value
+    kind = mapping.kind
+    if kind == "qkv":  # per group of heads: queries, key, value
         return torch.cat([part.unflatten(0, (config.num_query_groups, -1)) for part in parts], 1).flatten(0, 1)
-    if kind == "glu" and recipe.cut is not None:  # of each rank: gate, then up
-        return torch.cat([piece for pair in zip(*(part.chunk(peers) for part in parts), strict=True) for piece in pair])
+    if kind == "glu" and mapping.shard_dim is not None:  # per rank: gate, then up
+        return torch.cat([shard for pair in zip(*(part.chunk(peers) for part in parts), strict=True) for shard in pair])
     if kind == "vocabulary":
         return torch.nn.functional.pad(parts[0], (0, 0, 0, -parts[0].size(0) % peers))
     return torch.cat(parts)
 
 
 def _split(
-    whole: torch.Tensor, recipe: Recipe, config: TransformerConfig, peers: int, vocab: int
+    whole: torch.Tensor, mapping: TensorMapping, config: TransformerConfig, peers: int, vocab: int
 ) -> list[torch.Tensor]:
-    """What `_join` joined."""
-    kind = recipe.kind
+    """Invert `_merge`."""
+    kind = mapping.kind
     if kind == "qkv":
         d, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
         groups = whole.unflatten(0, (config.num_query_groups, -1))
         return [part.flatten(0, 1) for part in groups.split([queries * d, d, d], 1)]
     if kind == "glu":
-        halves = [part.chunk(2) for part in whole.chunk(1 if recipe.cut is None else peers)]
+        halves = [part.chunk(2) for part in whole.chunk(1 if mapping.shard_dim is None else peers)]
         return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
     return [whole[:vocab] if kind == "vocabulary" else whole]

@@ -1,10 +1,10 @@
-"""Megatron's transformer layers with torch's own kernels: no Transformer Engine, no apex, any device.
+"""Megatron's transformer layers on torch's own kernels: any device, no Transformer Engine, no apex.
 
 megatron-core's own layers without Transformer Engine refuse sequence parallelism, packed sequences and context
-parallelism. What a layer is made of is a public choice of megatron-core (a spec), so these are two ordinary classes and
-no change of its code.
+parallelism. A layer's submodules are a public choice of megatron-core (a spec), so two ordinary classes suffice and its
+code stays unchanged.
 
-Shapes: s tokens of this process's part, b rows, S = s * (context-parallel peers) tokens.
+Shapes: s tokens of this process, b rows, S = s * (context-parallel peers) tokens.
 """
 
 from dataclasses import dataclass
@@ -21,39 +21,38 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from hybridrl.workers.engine.batching.packed_attention import Run
+from hybridrl.workers.engine.batching.packed_attention import SequenceSpan
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = (
-        None  # megatron-core 0.16 asks whether it is None, and binds it only with Transformer Engine
-    )
+    # megatron-core 0.16 tests it for None, but binds it only with Transformer Engine.
+    moe_utils.te_general_gemm = None
 
 
 @dataclass
-class Pack(PackedSeqParams):
-    """Megatron's description of a packed row, and what `TorchAttention` needs besides.
+class PackedParams(PackedSeqParams):
+    """Megatron's description of a packed row, with the spans that `TorchAttention` needs.
 
-    runs: sequences of similar length, attended together; only without context parallelism.
+    Attributes:
+        spans: Adjacent sequences of similar length, attended together. Empty with context parallelism.
     """
 
-    runs: tuple[Run, ...] = ()
+    spans: tuple[SequenceSpan, ...] = ()
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, made as Megatron makes norms."""
+    """torch's RMSNorm with the constructor that Megatron calls."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = (
-            config.sequence_parallel
-        )  # its gradient is then summed over tensor-parallel peers
+        # Megatron then sums the weight's gradient over tensor-parallel peers.
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class TorchAttention(MegatronModule):
     """Causal attention by `scaled_dot_product_attention`: grouped heads, packed sequences, context parallelism.
 
-    With context parallelism each process has two of 2 * peers chunks of every sequence, one early and one late, and
-    gathers all keys and values; the gradient of the gathering is a reduce-scatter.
+    With context parallelism each process has two of 2 * peers chunks of every sequence, one early and one late. It
+    gathers all keys and values; the gradient of that gather is a reduce-scatter.
     """
 
     def __init__(
@@ -79,40 +78,49 @@ class TorchAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Pack | None = None,
+        packed_seq_params: PackedParams | None = None,
     ) -> torch.Tensor:
-        """Return (s, b, heads * d), or (s, heads * d) of a pack, from query, key, value (s, b, heads, d) or (s, heads,
-        d).
+        """Return (s, b, heads * d), or (s, heads * d) of a packed row.
+
+        Args:
+            query, key, value: (s, b, heads, d), or (s, heads, d) of a packed row.
         """
         if packed_seq_params is None:
-            return self._rows(query, key, value)
+            return self._attend_rows(query, key, value)
         if self.cp.size() == 1:
-            return self._runs(query, key, value, packed_seq_params.runs)
+            return self._attend_spans(query, key, value, packed_seq_params.spans)
         whole = packed_seq_params.cu_seqlens_q.tolist()
-        return self._cut(query[:, None], key[:, None], value[:, None], whole).squeeze(1)
+        return self._attend_across_ranks(query[:, None], key[:, None], value[:, None], whole).squeeze(1)
 
-    def _rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if self.cp.size() > 1:
-            return self._cut(query, key, value, [0, query.size(0) * self.cp.size()])
+            return self._attend_across_ranks(query, key, value, [0, query.size(0) * self.cp.size()])
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         return self._sdpa(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
 
-    def _runs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
+    def _attend_spans(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: tuple[SequenceSpan, ...]
+    ) -> torch.Tensor:
         parts = []
-        for run in runs:
+        for span in spans:
             q, k, v = (
-                t.index_select(0, run.tokens).unflatten(0, (-1, run.width)).transpose(1, 2) for t in (query, key, value)
+                t.index_select(0, span.tokens).unflatten(0, (-1, span.width)).transpose(1, 2)
+                for t in (query, key, value)
             )
-            parts.append(self._sdpa(q, k, v, None).transpose(1, 2).flatten(0, 1).index_select(0, run.cells))
+            parts.append(self._sdpa(q, k, v, None).transpose(1, 2).flatten(0, 1).index_select(0, span.cells))
         return torch.cat(parts).flatten(1)
 
-    def _cut(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int]) -> torch.Tensor:
-        """Attention of this process's tokens to everyone's; `ends` are the limits of the sequences, counted over all
-        processes.
+    def _attend_across_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int]
+    ) -> torch.Tensor:
+        """Attend from this process's tokens to those of all context-parallel peers.
+
+        Args:
+            ends: Limits of the sequences, counted over all processes.
         """
-        sequence, position = (t.to(query.device) for t in _whose(ends, self.cp.size()))
-        mine = self.cp.rank()
-        mask = (sequence[mine][:, None] == sequence.flatten()) & (position[mine][:, None] >= position.flatten())
+        sequence, position = (t.to(query.device) for t in _token_positions(ends, self.cp.size()))
+        own = self.cp.rank()
+        mask = (sequence[own][:, None] == sequence.flatten()) & (position[own][:, None] >= position.flatten())
         key, value = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (key, value))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         return self._sdpa(q, k, v, mask).permute(2, 0, 1, 3).flatten(2)
@@ -123,22 +131,21 @@ class TorchAttention(MegatronModule):
         )
 
 
-def _whose(ends: list[int], peers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sequence, position in it) of every process's tokens, two int64 tensors (peers, s)."""
+def _token_positions(ends: list[int], peers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sequence, position in it) of every process's tokens: two int64 tensors (peers, s)."""
     sequences, positions = [], []
     for rank in range(peers):
-        held = [two_chunks(end - start, rank, peers) for start, end in zip(ends[:-1], ends[1:], strict=True)]
-        positions.append(torch.cat(held))
-        sequences.append(torch.cat([torch.full_like(part, number) for number, part in enumerate(held)]))
+        chunks = [zigzag_chunks(end - start, rank, peers) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        positions.append(torch.cat(chunks))
+        sequences.append(torch.cat([torch.full_like(part, number) for number, part in enumerate(chunks)]))
     return torch.stack(sequences), torch.stack(positions)
 
 
-def two_chunks(length: int, rank: int, peers: int) -> torch.Tensor:
-    """Return which positions of a sequence a context-parallel process has: chunks `rank` and `2 * peers - 1 - rank` of
-    2 * peers.
+def zigzag_chunks(length: int, rank: int, peers: int) -> torch.Tensor:
+    """Return the positions of a sequence that a context-parallel process holds.
 
-    An early chunk attends to little and a late one to much, so that all processes have the same work. One peer has
-    everything.
+    These are chunks `rank` and `2 * peers - 1 - rank` of 2 * peers. An early chunk attends to few tokens and a late one
+    to many, so all processes do equal work. A single peer holds everything.
     """
     if peers == 1:
         return torch.arange(length)
@@ -147,7 +154,7 @@ def two_chunks(length: int, rank: int, peers: int) -> torch.Tensor:
 
 
 def layer_spec(config: TransformerConfig, *, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return what the layers of one part of the pipeline are made of."""
+    """Return the spec of the layers of one part of the pipeline."""
     layer = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=config.qk_layernorm,
@@ -159,7 +166,7 @@ def layer_spec(config: TransformerConfig, *, vp_stage: int | None = None) -> Tra
     parts.self_attention.submodules.core_attention = TorchAttention
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
-    # megatron-core stores its norms under the names that Transformer Engine's fused layers have; these are not fused.
+    # megatron-core stores norms under the names of Transformer Engine's fused layers; these are not fused.
     parts.sharded_state_dict_keys_map = {}
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

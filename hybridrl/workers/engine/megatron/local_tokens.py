@@ -1,6 +1,8 @@
-"""What one process computes of a micro-batch: a layout padded to what its peers can share, and its tokens of it.
+"""Select the tokens of a micro-batch that one process computes.
 
-Shapes: b rows, s tokens of this process, N response tokens whose state this process has.
+The engine calls it in worker processes, once per micro-batch. Sequences are first padded so that peers can share them.
+
+Shapes: b rows, s tokens of this process, N response tokens whose preceding state this process holds.
 """
 
 from dataclasses import dataclass, replace
@@ -8,15 +10,19 @@ from math import lcm
 
 import torch
 
-from hybridrl.workers.engine.batching.layout import Layout
-from hybridrl.workers.engine.batching.packed_attention import runs_of
-from hybridrl.workers.engine.megatron.layers import Pack, two_chunks
+from hybridrl.workers.engine.batching.layout import TokenLayout
+from hybridrl.workers.engine.batching.packed_attention import sequence_spans
+from hybridrl.workers.engine.megatron.layers import PackedParams, zigzag_chunks
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How tokens are shared: this process's place among its context-parallel peers, and tensor-parallel peers that
-    share activations.
+class TokenSharding:
+    """How a micro-batch's tokens are sharded over peers.
+
+    Attributes:
+        cp_rank: This process's rank among its context-parallel peers.
+        cp_size: Context-parallel peers.
+        sp_size: Tensor-parallel peers that share activations (sequence parallelism), else 1.
     """
 
     cp_rank: int
@@ -25,25 +31,29 @@ class Sharing:
 
     @property
     def sequence_multiple(self) -> int:
-        """A sequence's length: two chunks per context-parallel peer."""
+        """Divisor of a sequence's length: two chunks per context-parallel peer."""
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
     @property
     def multiple(self) -> int:
-        """The length of a row: besides, each context-parallel peer's part is cut again among those that share
-        activations.
+        """Divisor of a row's length.
+
+        Each context-parallel peer's part is also divided among the peers that share activations.
         """
         return lcm(self.sequence_multiple, self.cp_size * self.sp_size)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The model's input of this process, and where to read results; as `Layout`, but for some of its tokens."""
+class LocalTokens:
+    """This process's model input and the positions of its results.
 
-    rows: list[int]  # of the batch; none in a pass that only keeps peers company
+    A `TokenLayout` reduced to this process's tokens.
+    """
+
+    rows: list[int]  # of the batch; empty in a placeholder for peers
     input_ids: torch.Tensor  # (b,s) or (1,s) int64
     position_ids: torch.Tensor  # same
-    pack: Pack | None
+    packed_params: PackedParams | None
     state: torch.Tensor  # (N,) int64, flat index of the state before each response token
     labels: torch.Tensor  # (N,) int64
     cell: torch.Tensor  # (N,) int64, flat index in (b,R)
@@ -51,26 +61,26 @@ class Piece:
     last_row: torch.Tensor  # (n,) int64, which row that is
     shape: tuple[int, int]  # (b,R)
 
-    def to(self, device: torch.device) -> "Piece":
-        """Return the piece with its tensors on a device."""
+    def to(self, device: torch.device) -> "LocalTokens":
+        """Return them with the tensors on a device."""
         if device.type == "cpu":
             return self
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **moved, pack=self.pack and _moved(self.pack, device))
+        return replace(self, **moved, packed_params=self.packed_params and _packed_to(self.packed_params, device))
 
 
-def piece_of(layout: Layout, rows: list[int], sharing: Sharing, *, packed: bool) -> Piece:
-    """Return this process's piece of a micro-batch."""
+def local_tokens(layout: TokenLayout, rows: list[int], sharding: TokenSharding, *, packed: bool) -> LocalTokens:
+    """Return this process's tokens of a micro-batch."""
     is_start = layout.position_ids.flatten() == 0
     starts = is_start.nonzero().squeeze(-1)
     sequence = is_start.cumsum(0) - 1
     lengths = torch.diff(starts, append=torch.tensor([len(sequence)]))
-    padded = _padded(lengths, sharing, packed=packed)
+    padded = _padded_lengths(lengths, sharding, packed=packed)
     shift = padded.cumsum(0) - padded - starts
-    held, inverse = _held(padded.tolist(), sharing)
+    local_index, inverse = _local_token_index(padded.tolist(), sharding)
 
     def flat(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(where this process has them, which of them it has)"""
+        """Return (local positions, which of `index` are local)."""
         found = inverse[index + shift[sequence[index]]]
         return found[found >= 0], (found >= 0).nonzero().squeeze(-1)
 
@@ -78,56 +88,61 @@ def piece_of(layout: Layout, rows: list[int], sharing: Sharing, *, packed: bool)
     ids = torch.zeros(int(padded.sum()), dtype=torch.int64).index_copy(0, moved, layout.input_ids.flatten())
     positions = torch.cat([torch.arange(n) for n in padded.tolist()])
     view = (1, -1) if packed else (layout.input_ids.size(0), -1)
-    state, kept = flat(layout.state)
+    state, selected = flat(layout.state)
     last, last_row = flat(layout.last)
-    return Piece(
+    return LocalTokens(
         rows=rows,
-        input_ids=ids[held].view(view),
-        position_ids=positions[held].view(view),
-        pack=_pack(padded, sharing) if packed else None,
+        input_ids=ids[local_index].view(view),
+        position_ids=positions[local_index].view(view),
+        packed_params=_packed_params(padded, sharding) if packed else None,
         state=state,
-        labels=layout.labels[kept],
-        cell=layout.cell[kept],
+        labels=layout.labels[selected],
+        cell=layout.cell[selected],
         last=last,
         last_row=last_row,
         shape=layout.shape,
     )
 
 
-def _padded(lengths: torch.Tensor, sharing: Sharing, *, packed: bool) -> torch.Tensor:
-    """Lengths that can be shared: every row's of a padded batch, the sum of a pack's."""
-    multiple = sharing.sequence_multiple if packed else sharing.multiple
+def _padded_lengths(lengths: torch.Tensor, sharding: TokenSharding, *, packed: bool) -> torch.Tensor:
+    """Return lengths that can be sharded.
+
+    In a padded batch every row is a multiple; in a packed row, their sum.
+    """
+    multiple = sharding.sequence_multiple if packed else sharding.multiple
     padded = -(-lengths // multiple) * multiple
     if packed:
-        padded[-1] += -int(padded.sum()) % sharing.multiple
+        padded[-1] += -int(padded.sum()) % sharding.multiple
     return padded
 
 
-def _held(padded: list[int], sharing: Sharing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the tokens of this process, counted over all padded sequences; for every token its place here, -1 if it
-    has none).
+def _local_token_index(padded: list[int], sharding: TokenSharding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which padded tokens this process holds, and the inverse.
+
+    The first tensor counts tokens over all padded sequences. The second gives each token's local position, -1 if
+    another process holds it.
     """
     start, parts = 0, []
     for length in padded:
-        parts.append(start + two_chunks(length, sharing.cp_rank, sharing.cp_size))
+        parts.append(start + zigzag_chunks(length, sharding.cp_rank, sharding.cp_size))
         start += length
-    held = torch.cat(parts)
-    return held, torch.full((start,), -1).index_copy(0, held, torch.arange(len(held)))
+    local_index = torch.cat(parts)
+    return local_index, torch.full((start,), -1).index_copy(0, local_index, torch.arange(len(local_index)))
 
 
-def _pack(padded: torch.Tensor, sharing: Sharing) -> Pack:
+def _packed_params(padded: torch.Tensor, sharding: TokenSharding) -> PackedParams:
     ends = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).int()
     longest = int(padded.max())
-    return Pack(
+    return PackedParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        runs=runs_of(padded.tolist()) if sharing.cp_size == 1 else (),
+        spans=sequence_spans(padded.tolist()) if sharding.cp_size == 1 else (),
     )
 
 
-def _moved(pack: Pack, device: torch.device) -> Pack:
+def _packed_to(pack: PackedParams, device: torch.device) -> PackedParams:
     ends = pack.cu_seqlens_q.to(device)
-    return replace(pack, cu_seqlens_q=ends, cu_seqlens_kv=ends, runs=tuple(run.to(device) for run in pack.runs))
+    return replace(pack, cu_seqlens_q=ends, cu_seqlens_kv=ends, spans=tuple(span.to(device) for span in pack.spans))

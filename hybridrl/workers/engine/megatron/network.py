@@ -1,7 +1,8 @@
-"""The model of one pipeline part: megatron-core's GPTModel, with a head that is shown only the states whose outputs are
-needed.
+"""The model of one pipeline part: megatron-core's GPTModel with a selective head.
 
-Shapes: s tokens, b rows, H hidden size, N states wanted.
+The head computes only the states whose outputs are needed.
+
+Shapes: s tokens, b rows, H hidden size, N needed states.
 """
 
 from typing import Any
@@ -18,10 +19,10 @@ from hybridrl.workers.engine.megatron.layers import layer_spec
 
 
 class Network(GPTModel):
-    """GPTModel whose head computes `wanted` states only, flat indices over (b, s) row by row, set before each forward.
+    """GPTModel whose head computes only `wanted_states`, flat indices over (b, s).
 
-    kind "causal_lm": logits (1, N, vocabulary / tensor-parallel peers). Others: (1, N, 1) float32, of a head that every
-    peer has whole.
+    The engine sets them before each forward. Kind "causal_lm": logits (1, N, vocabulary / tensor-parallel peers). Other
+    kinds: (1, N, 1) float32, from a head that every peer holds in full.
     """
 
     def __init__(self, config: TransformerConfig, model: Any, *, kind: str, vp_stage: int | None):
@@ -41,39 +42,43 @@ class Network(GPTModel):
             **rotary(model),
         )
         self.vocab, self.init_std = model.vocab_size, model.initializer_range
-        self.wanted: torch.Tensor | None = None
+        self.wanted_states: torch.Tensor | None = None
         self._padding_id = model.pad_token_id
         if self.pre_process and self._padding_id is not None:
-            self.embedding.register_forward_hook(self._leave_padding_untrained, with_kwargs=True)
+            self.embedding.register_forward_hook(self._detach_padding, with_kwargs=True)
         if last and kind != "causal_lm":
-            self.output_layer = NumberHead(config.hidden_size, bias=kind == "value")
+            self.output_layer = ScalarHead(config.hidden_size, bias=kind == "value")
         if last:
-            self.output_layer.register_forward_pre_hook(self._show_wanted)
+            self.output_layer.register_forward_pre_hook(self._select_states)
             self._gather = config.sequence_parallel
-            self.output_layer.sequence_parallel = False  # states are gathered here, before they are chosen
+            self.output_layer.sequence_parallel = False  # `_select_states` gathers states before it selects some
             self.output_layer.allreduce_dgrad = peers > 1
 
-    def _leave_padding_untrained(
+    def _detach_padding(
         self, embedding: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor
     ) -> torch.Tensor:
-        """Give the padding token's input embedding no gradient, also where a text has that token: transformers' models
-        do not.
+        """Give the padding token's input embedding no gradient, also where a text contains that token.
+
+        transformers' models do not train it either.
         """
         ids = kwargs["input_ids"].t()
         if self.config.sequence_parallel:
             ids = ids.chunk(self.config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
-        # Contiguous, as it came: pipelines send nothing else, and the mask is the transpose of what lies in memory.
+        # Pipelines send only contiguous tensors, and the transposed mask makes the result non-contiguous.
         return torch.where((ids == self._padding_id)[:, :, None], output.detach(), output).contiguous()
 
-    def _show_wanted(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def _select_states(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         states = args[0]
         if self._gather:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
-        return (states.transpose(0, 1).flatten(0, 1).index_select(0, self.wanted)[:, None],)
+        return (states.transpose(0, 1).flatten(0, 1).index_select(0, self.wanted_states)[:, None],)
 
 
-class NumberHead(nn.Linear):
-    """One float32 number per state, whatever the model's dtype, called as Megatron calls an output layer."""
+class ScalarHead(nn.Linear):
+    """Linear head with one float32 output per state.
+
+    It is float32 in every model dtype, and called like a Megatron output layer.
+    """
 
     def __init__(self, hidden_size: int, *, bias: bool):
         super().__init__(hidden_size, 1, bias=bias, dtype=torch.float32)

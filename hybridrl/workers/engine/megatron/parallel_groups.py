@@ -1,8 +1,7 @@
-"""Which processes share which part of a model: Megatron's parallel groups, made once per process, and this process's
-place in them.
+"""Megatron's parallel groups, created once per process, and this process's position in them.
 
-Ranks count tensor-parallel peers first, then context, then data, then pipeline stages. Megatron-core keeps its groups
-per process, so the actor, the reference, the critic and the reward model of one process have one layout.
+Ranks are ordered tensor, context, data, pipeline: tensor-parallel peers are adjacent. Megatron-core keeps its groups
+per process, so the actor, reference, critic and reward model of one process have one layout.
 """
 
 from dataclasses import dataclass
@@ -14,15 +13,15 @@ from megatron.core import parallel_state, tensor_parallel
 from hybridrl.config.checks.megatron import layout_problems
 from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.base import Place
-from hybridrl.workers.engine.megatron.cpu_backend import let_cuda_mean_cpu
+from hybridrl.workers.engine.base import MeshPosition
+from hybridrl.workers.engine.megatron.cpu_backend import patch_cuda_to_cpu
 
 KEY = "actor_rollout_ref.actor.megatron"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How many processes share what; the same for all engines of a process."""
+class ParallelSizes:
+    """Sizes of the parallel groups; the same for all engines of a process."""
 
     tensor: int
     pipeline: int
@@ -31,19 +30,23 @@ class Sizes:
     expert: int
 
 
-_entered: list[Sizes] = []  # at most one: what this process's groups are
+_initialized: list[ParallelSizes] = []  # at most one: sizes of this process's groups
 
 
-def enter_layout(config: MegatronConfig, *, device: str, seed: int) -> Sizes:
-    """Make Megatron's groups for this process, or check that they are these already. Collective. Raises ConfigError."""
+def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> ParallelSizes:
+    """Create Megatron's groups in this process, or check that they exist with these sizes. Collective.
+
+    Raises:
+        ConfigError: The sizes do not fit the world, or this process already has other sizes.
+    """
     if not dist.is_initialized():
-        # Collectives of a world of one: a store in this process's memory, so no port.
+        # One rank: a store in this process's memory needs no port.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
     if device == "cpu":
-        let_cuda_mean_cpu()
-    sizes = Sizes(
+        patch_cuda_to_cpu()
+    sizes = ParallelSizes(
         tensor=config.tensor_model_parallel_size,
         pipeline=config.pipeline_model_parallel_size,
         virtual_pipeline=config.virtual_pipeline_model_parallel_size,
@@ -51,9 +54,9 @@ def enter_layout(config: MegatronConfig, *, device: str, seed: int) -> Sizes:
         expert=config.expert_model_parallel_size,
     )
     if parallel_state.model_parallel_is_initialized():
-        if [sizes] != _entered:
+        if [sizes] != _initialized:
             raise ConfigError(
-                f"{KEY}: this process has the layout {_entered} and cannot have {sizes} too; use one "
+                f"{KEY}: this process has the layout {_initialized[0]} and cannot also have {sizes}; set one "
                 "layout for all roles"
             )
         return sizes
@@ -65,27 +68,32 @@ def enter_layout(config: MegatronConfig, *, device: str, seed: int) -> Sizes:
         virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=1,  # an expert is small: it is never cut
-        create_gloo_process_groups=device
-        == "cuda",  # for the host's side of checkpoints; on the CPU every group is gloo
+        expert_tensor_parallel_size=1,  # an expert is small and never sharded
+        # For the host side of checkpoints; on the CPU every group is gloo.
+        create_gloo_process_groups=device == "cuda",
     )
     with torch.random.fork_rng(devices=None if device == "cuda" else []):
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # new weights need generators, though all are overwritten
-    _entered[:] = [sizes]
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed
+        )  # new weights need generators, although loading overwrites all
+    _initialized[:] = [sizes]
     return sizes
 
 
-def leave_layout() -> None:
-    """Destroy Megatron's groups of this process, so that another layout can be entered. Collective. For tests."""
+def destroy_model_parallel() -> None:
+    """Destroy Megatron's groups in this process, so that tests can create others. Collective."""
     parallel_state.destroy_model_parallel()
-    _entered.clear()
+    _initialized.clear()
 
 
-def place() -> Place:
-    """Return this process's place. The answering peer is on the last pipeline stage, where the head is."""
+def mesh_position() -> MeshPosition:
+    """Return this process's mesh position.
+
+    The output rank is on the last pipeline stage, with the head.
+    """
     first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
-    return Place(
+    return MeshPosition(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        answers=first and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        is_output_rank=first and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
     )

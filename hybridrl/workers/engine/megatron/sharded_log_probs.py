@@ -1,5 +1,6 @@
-"""Log-probs and entropy of logits whose vocabulary is cut over tensor-parallel processes. No process ever has a whole
-row.
+"""Log-probs and entropy of logits whose vocabulary is sharded over tensor-parallel processes.
+
+No process ever holds a full row.
 
 Shapes: N tokens, v columns of this process, V = v * peers columns in all, of which the first `vocab_size` are tokens.
 """
@@ -17,14 +18,16 @@ IMPOSSIBLE = -1e30
 def sharded_log_probs_and_entropy(
     logits_Nv: torch.Tensor, labels_N: torch.Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log_probs_N, entropy_N) of softmax(logits / temperature), float32, differentiable, equal on all peers.
-    Collective.
+    """Return (log_probs_N, entropy_N) of softmax(logits / temperature), equal on all peers. Collective.
 
-        log_probs_n = z_{n, label_n} - logsumexp_v z_nv        entropy_n = -sum_v p_nv log p_nv        z = logits /
-        temperature
+    Both are float32 and differentiable. With z = logits / temperature:
 
-    `labels_N` int64 in [0, vocab_size). Each peer's backward gives the gradient of its own columns, so all must see the
-    same loss.
+        log_probs_n = z_{n, label_n} - logsumexp_v z_nv        entropy_n = -sum_v p_nv log p_nv
+
+    Each peer's backward gives the gradient of its own columns, so all peers must compute the same loss.
+
+    Args:
+        labels_N: int64 in [0, vocab_size).
     """
     return _ShardedLogProbs.apply(logits_Nv, labels_N, temperature, vocab_size, group)
 

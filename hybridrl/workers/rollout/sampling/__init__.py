@@ -1,1 +1,1 @@
-"""Sampling: parameters, logits processing, seeded draws per row."""
+"""Sampling for all rollout engines: parameters, logits processing, and seeded draws per row."""

@@ -1,11 +1,10 @@
-"""Drawing tokens: random numbers without state, and the one sampler that every rollout engine uses.
+"""Sampling parameters, stateless random numbers, and the one sampler that every rollout engine uses.
 
-A draw depends on three integers only: the seed of its prompt row, the number of the sample and the number of the token.
-It does not depend on which rank, batch, engine or order it is made in, and no generator has to be kept per sequence.
+A draw depends on three integers only: the seed of its prompt row, the sample number and the token number. It does not
+depend on rank, batch, engine or order, and needs no generator per sequence. The engines call it in their worker
+processes; the driver builds `SamplingParams` from the settings (`sampling_params`).
 
 Shapes: B prompts, S = B * n sequences, V vocabulary.
-
-The sampling parameters that a job's settings ask for.
 """
 
 from dataclasses import dataclass
@@ -16,17 +15,19 @@ import torch
 from hybridrl.config.schema.ppo import PPOConfig
 
 # SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195): the step of its counter and the finalizer's
-# multipliers, as signed 64-bit numbers; int64 products wrap, which is the arithmetic modulo 2^64 that it asks for.
+# multipliers, as signed 64-bit numbers. int64 products wrap, which is the arithmetic modulo 2^64 that SplitMix64 needs.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate. temperature, top_k, top_p and min_p do nothing when do_sample is false (greedy).
+    """How to generate. Names and meanings are vLLM's.
 
-    The names are vLLM's, and so is what they do. stop, stop_token_ids: a response ends with what completes one of these
-    texts, or with one of these tokens, and keeps it. min_tokens: so many come before any end.
+    temperature, top_k, top_p and min_p have no effect if do_sample is false (greedy).
+    stop, stop_token_ids: a response ends with the token that completes one of these texts, or with one of these tokens,
+        and keeps it.
+    min_tokens: minimum number of tokens before a response may end.
     """
 
     max_new_tokens: int
@@ -56,7 +57,7 @@ class SamplingParams:
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]; 0 is off"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 is off"),
             "min_tokens": (self.min_tokens >= 0, "0 (off) or more"),
-            "stop": (isinstance(self.stop, tuple) and all(self.stop), "a tuple of texts that are not empty"),
+            "stop": (isinstance(self.stop, tuple) and all(self.stop), "a tuple of non-empty strings"),
             "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids), "token ids, 0 or more"),
             "ignore_eos": (not (self.ignore_eos and self.stop), "false where `stop` ends responses"),
         }
@@ -70,61 +71,71 @@ class SamplingParams:
 
 
 def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
-    """Return a seed (num_rows,) int64 for each row of a batch that brings none."""
+    """Return seeds (num_rows,) int64 for the rows of a batch that has no `seeds` column."""
     start = torch.tensor(seed, dtype=torch.int64)
     return _mix(_mix(start) + torch.arange(num_rows))
 
 
 def sequence_keys(seeds: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the key (B * n,) int64 of every sequence; the n samples of a row of `seeds` (B,) int64 are adjacent."""
+    """Return the keys (B * n,) int64 of all sequences for `seeds` (B,) int64; samples of a row are adjacent."""
     return _mix(_mix(seeds)[:, None] + torch.arange(n, device=seeds.device)).reshape(-1)
 
 
 def advance(keys: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return keys whose streams begin with element `steps` of those of `keys` (S,) int64."""
+    """Return keys whose streams start at element `steps` of the streams of `keys` (S,) int64."""
     return keys + torch.tensor(steps, dtype=torch.int64, device=keys.device) * _GAMMA
 
 
 def uniforms(keys: torch.Tensor, steps: int | torch.Tensor) -> torch.Tensor:
-    """Return uniform numbers (S,) float64 in [0, 1): element `steps` (one, or one per row) of each key's SplitMix64
-    stream.
+    """Return uniform numbers (S,) float64 in [0, 1) from each key's SplitMix64 stream.
 
-    The finalizer sends consecutive counters to 64 bits that pass the usual statistical batteries; the upper 53 become
-    the number.
+    The finalizer maps consecutive counters to 64 bits that pass the usual statistical batteries. The upper 53 bits
+    become the number.
+
+    Args:
+        keys: (S,) int64.
+        steps: the element of the stream, one for all rows or (S,).
     """
     counter = torch.as_tensor(steps, dtype=torch.int64, device=keys.device) + 1
     return _logical_shift(_mix(keys + counter * _GAMMA), 11).double() * 2.0**-53
 
 
 def draw_tokens(
-    logits: torch.Tensor, uniform: torch.Tensor | None, sampling: SamplingParams, *, shaped: torch.Tensor | None = None
+    logits: torch.Tensor,
+    uniform: torch.Tensor | None,
+    sampling: SamplingParams,
+    *,
+    processed_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the next tokens (S,) int64 and their log-probs (S,) float32.
 
-    logits: (S, V) of any float dtype. uniform: (S,) float64, from `uniforms`; not used when greedy. shaped: the logits
-    to draw from, where they are not the model's (`History.shape`). The log-prob is the model's, as training computes
-    it: that of softmax(logits / temperature), before penalties, min-p, top-k and top-p; for greedy that of
-    softmax(logits).
+    The log-prob is the model's, as training computes it: that of softmax(logits / temperature), before penalties,
+    min-p, top-k and top-p. For greedy sampling it is that of softmax(logits).
+
+    Args:
+        logits: the model's, (S, V) of any float dtype.
+        uniform: (S,) float64, from `uniforms`; not used for greedy sampling.
+        processed_logits: logits to draw from instead of the model's (`TokenHistory.process_logits`).
     """
     if not sampling.do_sample:
         log_probs = logits.float().log_softmax(-1)
-        tokens = (logits if shaped is None else shaped).argmax(-1)
+        tokens = (logits if processed_logits is None else processed_logits).argmax(-1)
     else:
         log_probs = (logits.float() / sampling.temperature).log_softmax(-1)
-        probs = log_probs.exp() if shaped is None else (shaped / sampling.temperature).softmax(-1)
-        tokens = _invert_cdf(_truncate(_likely(probs, sampling.min_p), sampling.top_k, sampling.top_p), uniform)
+        probs = log_probs.exp() if processed_logits is None else (processed_logits / sampling.temperature).softmax(-1)
+        tokens = _invert_cdf(
+            _apply_top_k_top_p(_apply_min_p(probs, sampling.min_p), sampling.top_k, sampling.top_p), uniform
+        )
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def _likely(probs: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Return probs (S, V) with zeros where a token has less than the share min_p of the likeliest one's probability."""
+def _apply_min_p(probs: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Return probs (S, V) with zeros for tokens below min_p times the largest probability of their row."""
     return probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0) if min_p > 0 else probs
 
 
-def _truncate(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Return probs (S, V) with zeros outside the k most likely tokens, then outside the smallest set with the share
-    top_p of them.
-    """
+def _apply_top_k_top_p(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Return probs (S, V) with zeros outside the top k tokens, then outside the smallest set with share top_p."""
     vocab_size = probs.shape[-1]
     num_kept = min(top_k, vocab_size) if top_k > 0 else vocab_size
     if num_kept == vocab_size and top_p >= 1:
@@ -139,19 +150,19 @@ def _truncate(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 def _invert_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return for each row the first token whose cumulative weight passes the share `uniform` of the row's sum.
+    """Return for each row the first token whose cumulative weight exceeds `uniform` times the row's sum.
 
-    The sum is over the vocabulary in its own order and in float64: with 150 000 tokens, float32 would lose the rare
-    ones.
+    The sum runs over the vocabulary in its own order, in float64: with 150 000 tokens, float32 would lose the rare
+        ones.
     """
     mass = weights.double().cumsum(-1)  # six times faster than cumsum(dtype=torch.float64)
     tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True).squeeze(-1)
-    # A broken model's NaN would point past the vocabulary, and on CUDA an index out of range ends the process.
+    # NaN logits would give an index past the vocabulary, and on CUDA an index out of range ends the process.
     return tokens.clamp_(max=weights.shape[-1] - 1)
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """Return SplitMix64's finalizer of int64 values: every input bit reaches every output bit."""
+    """Return SplitMix64's finalizer of int64 values: every input bit affects every output bit."""
     values = (values ^ _logical_shift(values, 30)) * _MULTIPLIERS[0]
     values = (values ^ _logical_shift(values, 27)) * _MULTIPLIERS[1]
     return values ^ _logical_shift(values, 31)
@@ -162,8 +173,11 @@ def _logical_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sampling_of(config: PPOConfig, *, validate: bool, seed: int) -> SamplingParams:
-    """Return how responses are sampled in training or in validation. seed: of batches whose rows bring no seeds."""
+def sampling_params(config: PPOConfig, *, validate: bool, seed: int) -> SamplingParams:
+    """Return the settings' sampling parameters for training or validation.
+
+    seed: for batches whose rows have no seeds.
+    """
     rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
     common: dict[str, Any] = {
         "max_new_tokens": length,

@@ -1,8 +1,8 @@
-"""The part of tensor-parallel vLLM that vLLM itself imports: where an engine's ranks are, and what each of them holds.
+"""Tensor-parallel vLLM with one engine per worker process: the executor, and the shards that each rank holds.
 
-Every rank is one of our own worker processes with an engine of its own. All engines of a tensor-parallel group get the
-same requests in the same order, schedule them alike, and meet in the layers' collectives; they belong to the process
-group that our workers have.
+vLLM imports this module inside its worker. Every rank is one of our own worker processes with an engine of its own. All
+engines of a tensor-parallel group get the same requests in the same order and schedule them alike. They synchronize in
+the layers' collectives, on the process group of our workers.
 """
 
 import os
@@ -16,52 +16,51 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from hybridrl.workers.weight_transfer.fingerprint import Named
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class InWorkerExecutor(ExecutorWithExternalLauncher):
-    """vLLM's executor for engines whose ranks were started by somebody else, without what collides on one host."""
+    """vLLM's executor for ranks that our driver started, with names that do not collide on one host."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
         """Return an address, this rank in the process group, and its device.
 
-        Nobody connects to the address, because the process group is there already. On CPU vLLM names its shared memory
-        after its last part: with "env://" all jobs of a machine would have the same.
+        No process connects to the address, because the process group exists already. On CPU vLLM names its shared
+        memory after the address's last part: with "env://" all jobs of a machine would share one name.
         """
         local_rank = 0 if current_platform.is_cpu() else torch.cuda.current_device()
-        return f"tcp://{os.environ['MASTER_ADDR']}:{_name_of_group()}", dist.get_rank(), local_rank
+        return f"tcp://{os.environ['MASTER_ADDR']}:{_group_name()}", dist.get_rank(), local_rank
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        # All ranks have mapped it by now. Without its name it goes when they do, also if they are killed.
+        # After the barrier all ranks have mapped the segments. Unlinked, they vanish with the processes, also killed
+        # ones.
         dist.barrier(group=get_tp_group().cpu_group)
-        for segment in SHARED_MEMORY.glob(f"{_name_of_group()}-tp*"):
+        for segment in SHARED_MEMORY.glob(f"{_group_name()}-tp*"):
             segment.unlink(missing_ok=True)
 
 
-def _name_of_group() -> str:
+def _group_name() -> str:
     return f"hybridrl{os.environ['MASTER_PORT']}"
 
 
-def own_shards(model: torch.nn.Module) -> Iterator[Named]:
-    """Yield what this rank adds to the weights of its tensor-parallel group: every weight once over
-    all of its ranks.
-    """
-    first = get_tp_group().rank_in_group == 0
+def local_shards(model: torch.nn.Module) -> Iterator[NamedTensor]:
+    """Yield this rank's part of the group's weights; over all ranks every element appears once."""
+    is_first = get_tp_group().rank_in_group == 0
     for path, module in model.named_modules():
-        shards = getattr(module, "tp_size", 1) > 1
+        is_sharded = getattr(module, "tp_size", 1) > 1
         for name, parameter in module.named_parameters(recurse=False):
-            whole = not shards or (isinstance(module, RowParallelLinear) and name == "bias")
-            if isinstance(module, QKVParallelLinear) and shards:
-                yield f"{path}.{name}", _own_heads(module, parameter)
-            elif first or not whole:
+            replicated = not is_sharded or (isinstance(module, RowParallelLinear) and name == "bias")
+            if isinstance(module, QKVParallelLinear) and is_sharded:
+                yield f"{path}.{name}", _local_heads(module, parameter)
+            elif is_first or not replicated:
                 yield f"{path}.{name}", parameter
 
 
-def _own_heads(module: QKVParallelLinear, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the rows of query heads, and those of key and value heads unless an earlier rank has the same ones."""
+def _local_heads(module: QKVParallelLinear, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the rows of the query heads, and of the key and value heads unless an earlier rank has the same ones."""
     repeated = module.tp_rank % module.num_kv_head_replicas > 0
     return parameter[: module.num_heads * module.head_size] if repeated else parameter
 

@@ -1,4 +1,8 @@
-"""What vLLM changes in the process that it runs in, put back."""
+"""Preserve the state of the worker process around calls into vLLM.
+
+`VLLMRollout` and `VLLMRequestEngine` wrap every such call. Not covered: what vLLM keeps for itself, such as its VLLM_*
+variables.
+"""
 
 import os
 import random
@@ -10,12 +14,12 @@ import torch
 
 
 @contextmanager
-def process_left_alone() -> Iterator[None]:
-    """Undo what vLLM changes around itself.
+def preserve_process_state() -> Iterator[None]:
+    """Restore the process state that vLLM changes.
 
-    It seeds and draws from the global generators, switches grad mode, replaces `torch.set_num_threads`, and sets
-    variables that child processes and torch.distributed would inherit (LD_PRELOAD, LOCAL_WORLD_SIZE); its own VLLM_*
-    variables stay.
+    vLLM seeds and draws from the global generators, switches grad mode, and replaces `torch.set_num_threads`. It also
+    sets variables that child processes and torch.distributed would inherit (LD_PRELOAD, LOCAL_WORLD_SIZE). Its own
+    VLLM_* variables stay.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
@@ -31,15 +35,15 @@ def process_left_alone() -> Iterator[None]:
             set_num_threads(num_threads)
         for key in set(os.environ) | set(environment):
             if not key.startswith("VLLM_"):
-                _restore(key, environment.get(key))
+                _restore_variable(key, environment.get(key))
 
 
 def _cuda_device() -> list[int]:
-    """Return the CUDA device of this process, whose random state is to be kept; none where CUDA is not in use."""
+    """Return the CUDA device whose random state to preserve; none where CUDA is not in use."""
     return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 
-def _restore(key: str, value: str | None) -> None:
+def _restore_variable(key: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(key, None)
     elif os.environ.get(key) != value:

@@ -1,5 +1,8 @@
-"""Requests that come and go on the in-process vLLM engine: one `step` is one of vLLM's, for all that are open
-(continuous batching).
+"""Serve single requests with the in-process vLLM engine; one step is one vLLM step for all open requests.
+
+`VLLMRollout.request_engine` returns it, and `RequestServer` drives it in the rollout's worker process. vLLM batches
+continuously. The tokens themselves are sampled by `RowSampler` in `worker_extension`, which this module reaches through
+`call_worker`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -8,16 +11,16 @@ from typing import Any, Protocol
 import torch
 
 from hybridrl.workers.rollout.base import RolloutSetup
-from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput, looks_back
-from hybridrl.workers.rollout.sampling.logits import Ends
+from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput, needs_history
+from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
-from hybridrl.workers.rollout.vllm.process_state import process_left_alone
+from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
 
-MOST_SHARED_RUNS = 8  # training and validation need two
+MAX_SHARED_BATCHES = 8  # training and validation need two
 
 
 class EngineHost(Protocol):
-    """What this module needs of a `VLLMRollout`."""
+    """The part of `VLLMRollout` that this module uses."""
 
     setup: RolloutSetup
 
@@ -29,40 +32,41 @@ class EngineHost(Protocol):
 
     def current_version(self) -> int: ...
 
-    def ends(self, sampling: SamplingParams) -> Ends: ...
+    def stop_condition(self, sampling: SamplingParams) -> StopCondition: ...
 
-    def engine_params(self, row: int, sampling: SamplingParams, ends: Ends) -> Any: ...
+    def engine_params(self, row: int, sampling: SamplingParams, stop_condition: StopCondition) -> Any: ...
 
 
 @dataclass
-class _Run:
-    """Rows that draw with the same sampling parameters.
+class _BatchSlots:
+    """The rows of one `SampledBatch` in the worker: requests with the same sampling parameters share it.
 
-    A request whose next token depends on its history has a run of its own.
+    shared: the parameters under which it is shared; None for the own batch of a request whose next token depends on its
+    history.
     """
 
     number: int
-    free: list[int]
+    free_rows: list[int]
     shared: SamplingParams | None
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     request: Request
-    run: _Run
+    batch: _BatchSlots
     row: int
     version: int
     tokens: list[int] = field(default_factory=list)
 
 
-class VLLMEngine:
-    """Serves with a `VLLMRollout`, which can generate whole batches whenever no request is open."""
+class VLLMRequestEngine:
+    """A `RequestEngine` on a `VLLMRollout`, which can generate whole batches while no request is open."""
 
     def __init__(self, rollout: EngineHost):
         self.rollout = rollout
-        self._open: dict[str, _Open] = {}
-        self._shared: dict[SamplingParams, _Run] = {}
-        self._num_runs = 0
+        self._open: dict[str, _OpenRequest] = {}
+        self._shared_batches: dict[SamplingParams, _BatchSlots] = {}
+        self._num_batches = 0
 
     def num_open(self) -> int:
         return len(self._open)
@@ -71,54 +75,58 @@ class VLLMEngine:
         return request_id in self._open
 
     def add(self, request: Request) -> None:
-        run = self._run_for(request)
-        row = run.free.pop()
-        self.rollout.call_worker("seat", run.number, row, request.key)
-        self._open[request.request_id] = _Open(request, run, row, self.rollout.current_version())
-        with process_left_alone():
+        batch = self._batch_for(request)
+        row = batch.free_rows.pop()
+        self.rollout.call_worker("assign_slot", batch.number, row, request.key)
+        self._open[request.request_id] = _OpenRequest(request, batch, row, self.rollout.current_version())
+        with preserve_process_state():
             self.rollout.engine.add_request(
                 request.request_id,
                 {"prompt_token_ids": list(request.prompt_ids)},
-                self._params(request, run.number, row),
+                self._params(request, batch.number, row),
             )
 
     def _params(self, request: Request, number: int, row: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
-        params = self.rollout.engine_params(row, request.sampling, self.rollout.ends(request.sampling))
-        params.extra_args["run"] = number
+        params = self.rollout.engine_params(row, request.sampling, self.rollout.stop_condition(request.sampling))
+        params.extra_args["batch"] = number
         params.output_kind = RequestOutputKind.DELTA
         return params
 
-    def _run_for(self, request: Request) -> _Run:
-        """A run with a free row for this request."""
-        sampling, ends = request.sampling, self.rollout.ends(request.sampling)
-        if looks_back(sampling, ends):
-            return self._open_run([list(request.prompt_ids)], request.key, sampling, request.num_done, shared=None)
-        kind = replace(
+    def _batch_for(self, request: Request) -> _BatchSlots:
+        """Return a batch with a free row for this request."""
+        sampling, stop_condition = request.sampling, self.rollout.stop_condition(request.sampling)
+        if needs_history(sampling, stop_condition):
+            return self._open_batch([list(request.prompt_ids)], request.key, sampling, request.num_done, shared=None)
+        shared = replace(
             sampling, max_new_tokens=self.rollout.setup.max_response_length, seed=0, stop_token_ids=(), ignore_eos=False
         )
-        run = self._shared.get(kind)
-        if run is None or not run.free:
-            # vLLM keeps waiting requests itself, so there may be more than it computes at the same time; then there is
-            # another run.
-            self._close_idle_runs()
+        batch = self._shared_batches.get(shared)
+        if batch is None or not batch.free_rows:
+            # vLLM queues waiting requests itself, so more may be open than it computes at a time. They get another
+            # batch.
+            self._close_idle_batches()
             keys = torch.zeros(self.rollout.setup.config.max_num_seqs, dtype=torch.int64)
-            run = self._shared[kind] = self._open_run([[0]] * len(keys), keys, kind, 0, shared=kind)
-        return run
+            batch = self._shared_batches[shared] = self._open_batch([[0]] * len(keys), keys, shared, 0, shared=shared)
+        return batch
 
-    def _close_idle_runs(self) -> None:
-        """Forget runs that nothing is open in, when there are many: each takes memory, and an endpoint's clients ask
-        for what they like.
+    def _close_idle_batches(self) -> None:
+        """Close shared batches without open requests, if there are `MAX_SHARED_BATCHES` or more.
+
+        Each takes memory, and clients of an endpoint choose their own sampling parameters.
         """
-        if len(self._shared) < MOST_SHARED_RUNS:
+        if len(self._shared_batches) < MAX_SHARED_BATCHES:
             return
-        for kind, run in list(self._shared.items()):
-            if len(run.free) == self.rollout.setup.config.max_num_seqs:
-                self.rollout.call_worker("close_run", run.number)
-                del self._shared[kind]
+        for shared, batch in list(self._shared_batches.items()):
+            if self._is_idle(batch):
+                self.rollout.call_worker("close_batch", batch.number)
+                del self._shared_batches[shared]
 
-    def _open_run(
+    def _is_idle(self, batch: _BatchSlots) -> bool:
+        return len(batch.free_rows) == self.rollout.setup.config.max_num_seqs
+
+    def _open_batch(
         self,
         prompts: list[list[int]],
         keys: torch.Tensor,
@@ -126,19 +134,19 @@ class VLLMEngine:
         num_done: int,
         *,
         shared: SamplingParams | None,
-    ) -> _Run:
-        self._num_runs += 1
+    ) -> _BatchSlots:
+        self._num_batches += 1
         self.rollout.call_worker(
-            "open_run", self._num_runs, prompts, keys, sampling, self.rollout.ends(sampling), num_done
+            "open_batch", self._num_batches, prompts, keys, sampling, self.rollout.stop_condition(sampling), num_done
         )
-        return _Run(self._num_runs, list(range(len(keys))), shared)
+        return _BatchSlots(self._num_batches, list(range(len(keys))), shared)
 
     def step(self) -> list[TokenOutput]:
-        with process_left_alone():
+        with preserve_process_state():
             outputs = self.rollout.engine.step()
         done = []
         for output in outputs:
-            # A request that was aborted in this very step may still be reported.
+            # vLLM may still report a request that was aborted in this very step.
             entry = self._open.get(output.request_id)
             if entry is None:
                 continue
@@ -151,25 +159,23 @@ class VLLMEngine:
         entry = self._open.get(request_id)
         if entry is None:
             return None
-        with process_left_alone():
+        with preserve_process_state():
             self.rollout.engine.abort_request([request_id])
         return self._close(entry, "abort")
 
-    def _close(self, entry: _Open, reason: FinishReason) -> TokenOutput:
-        """Return what was drawn, after checking that vLLM returned the same tokens, and give the row back."""
-        name, run = entry.request.request_id, entry.run
-        tokens, log_probs = self.rollout.call_worker("drawn", run.number, entry.row, len(entry.tokens))
+    def _close(self, entry: _OpenRequest, reason: FinishReason) -> TokenOutput:
+        """Free the request's row and return its output, after checking that vLLM returned the sampled tokens."""
+        name, batch = entry.request.request_id, entry.batch
+        tokens, log_probs = self.rollout.call_worker("sampled_tokens", batch.number, entry.row, len(entry.tokens))
         if tokens != entry.tokens[: len(tokens)]:
             raise RuntimeError(
-                f"vllm rollout: vLLM returned other tokens than were drawn for request {name}; its "
-                "log-probs would be wrong"
+                f"vllm rollout: vLLM returned other tokens than were sampled for request {name}; its log-probs would "
+                "be wrong"
             )
         del self._open[name]
-        if len(tokens) < len(entry.tokens):  # a stop string ended it, and then vLLM needed a token of its own to end
+        if len(tokens) < len(entry.tokens):  # a stop string was complete; vLLM then needed one more token to end
             reason = "stop"
-        run.free.append(entry.row)
-        if run.shared is None or (
-            self._shared.get(run.shared) is not run and len(run.free) == self.rollout.setup.config.max_num_seqs
-        ):
-            self.rollout.call_worker("close_run", run.number)
+        batch.free_rows.append(entry.row)
+        if batch.shared is None or (self._shared_batches.get(batch.shared) is not batch and self._is_idle(batch)):
+            self.rollout.call_worker("close_batch", batch.number)
         return TokenOutput(name, tokens, log_probs, reason, entry.version)

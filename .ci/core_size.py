@@ -1,0 +1,87 @@
+"""Print the size of the core: the code that `main_ppo` loads for a run with trainer.backend=local.
+
+    python .ci/core_size.py
+
+Trains a tiny model for one step in a process of its own, then counts the lines of every loaded module of `hybridrl` without
+blank lines, comments, docstrings and imports. Exits with 1 if an optional room was loaded.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+AIM = 13_000  # lines
+OPTIONAL_ROOMS = (
+    "hybridrl.framework.parallel",
+    "hybridrl.master.jobs",
+    "hybridrl.serving.openai",
+    "hybridrl.workers.engine.megatron",
+    "hybridrl.workers.rollout.vllm",
+)
+
+
+def code_lines(source: str) -> int:
+    """Return the number of lines that are neither blank nor part of a comment, a docstring or an import."""
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        is_docstring = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_docstring or isinstance(node, ast.Import | ast.ImportFrom):
+            skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(source.splitlines(), start=1)
+    return sum(1 for i, line in lines if i not in skipped and line.strip() and not line.lstrip().startswith("#"))
+
+
+RUN = """
+import json, sys
+from hybridrl.main_ppo import main
+code = main(sys.argv[2:])
+loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "hybridrl"}
+json.dump(loaded, open(sys.argv[1], "w"))
+sys.exit(code)
+"""
+
+
+def loaded_modules(folder: Path) -> dict[str, Path]:
+    """Return module name -> file of every module of hybridrl that a local run of one step loads."""
+    from tests.conftest import make_tiny_qwen2
+    from tests.support.end_to_end.runs import settings
+
+    words = settings(folder, make_tiny_qwen2(folder / "model"), trainer__total_training_steps=1)
+    command = [sys.executable, "-c", RUN, str(folder / "loaded.json"), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"the run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+    loaded = json.loads((folder / "loaded.json").read_text())
+    return {name: Path(file) for name, file in sorted(loaded.items()) if file}
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        modules = loaded_modules(Path(folder))
+    per_room: Counter[str] = Counter()
+    for name, file in modules.items():
+        per_room[name.split(".")[1] if "." in name else "hybridrl"] += code_lines(file.read_text(encoding="utf-8"))
+    for room, lines in per_room.most_common():
+        sys.stdout.write(f"{room:<20}{lines:>7,}\n")
+    total = sum(per_room.values())
+    sys.stdout.write(f"core: {total:,} code lines in {len(modules)} modules (aim {AIM:,})\n")
+    extra = sorted({room for name in modules for room in OPTIONAL_ROOMS if (name + ".").startswith(room + ".")})
+    sys.stdout.write(f"optional rooms loaded: {', '.join(extra) or 'none'}\n")
+    return 1 if extra else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
