@@ -2,8 +2,8 @@
 
     python .ci/core_size.py
 
-Trains a tiny model for one step in a process of its own, then counts the lines of every loaded module of `hybridrl` without
-blank lines, comments, docstrings and imports. Exits with 1 if an optional room was loaded.
+Trains a tiny model for one step in a process of its own. Then counts the lines of every loaded module of `hybridrl`
+without blank lines, comments, docstrings and imports. Exits with 1 if an optional room was loaded.
 """
 
 import ast

@@ -17,7 +17,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
-from hybridrl.config.import_path import load_plugins
+from hybridrl.config.plugins import load_plugins
 from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_local_cluster, start_ray

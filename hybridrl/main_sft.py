@@ -13,7 +13,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybridrl.config import SFTConfig, check_sft_config, load_config
-from hybridrl.config.import_path import load_plugins
+from hybridrl.config.plugins import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup

@@ -18,7 +18,7 @@ class FunctionAddress:
     """A function by import path, or as a pickled object.
 
     Attributes:
-        path: Python file or dotted module, as in `config.import_path`; None for a pickled object.
+        path: Python file or dotted module, as in `hybridrl.import_path`; None for a pickled object.
         kwargs: Fixed keyword arguments of every call.
         arguments: Names of the keyword arguments that differ per call.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hybridrl.algos.policy_losses import get_policy_loss
-from hybridrl.config.import_path import load_plugins
+from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

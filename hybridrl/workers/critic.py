@@ -1,6 +1,6 @@
 """`CriticWorker`: one process of PPO's value model. The trainer calls it."""
 
-from hybridrl.config.import_path import load_plugins
+from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register

@@ -9,10 +9,10 @@ import math
 import os
 from collections.abc import Callable, Iterator
 
-from hybridrl.config.import_path import load_object
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.workers import CriticFSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from hybridrl.errors import ConfigError
+from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching

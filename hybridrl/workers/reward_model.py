@@ -5,7 +5,7 @@ It runs in a worker process. The trainer's stage `reward` calls it.
 
 import torch
 
-from hybridrl.config.import_path import load_plugins
+from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto

@@ -1,6 +1,6 @@
 """`SFTWorker`: one process of supervised fine-tuning, on the same engine as PPO's actor. `SFTTrainer` calls it."""
 
-from hybridrl.config.import_path import load_plugins
+from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register

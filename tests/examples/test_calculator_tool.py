@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.import_path import load_module
+from hybridrl.import_path import load_module
 from hybridrl.serving.agent_loop.base import AgentLoopContext, lookup_agent_loop
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 
-from hybridrl.config.import_path import load_object
 from hybridrl.errors import ConfigError
+from hybridrl.import_path import load_object
 from hybridrl.master.jobs.spec import is_script
 
 

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.import_path import load_object
 from hybridrl.errors import ConfigError, WorkerLost
+from hybridrl.import_path import load_object
 from hybridrl.master.jobs.plan_table import plan_table
 from hybridrl.master.jobs.planner import plan_job
 from hybridrl.master.jobs.spec import JobSpec

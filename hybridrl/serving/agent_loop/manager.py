@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.import_path import load_module
 from hybridrl.errors import ConfigError
+from hybridrl.import_path import load_module
 from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop.base import (
     UNSET_VERSION,

@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hybridrl.config.import_path import load_module
 from hybridrl.errors import ConfigError
+from hybridrl.import_path import load_module
 
 logger = logging.getLogger(__name__)
 

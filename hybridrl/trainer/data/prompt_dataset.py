@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.config.import_path import load_object
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.errors import ConfigError, DataError
+from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render, truncate
 from hybridrl.trainer.data.parquet import ParquetRows

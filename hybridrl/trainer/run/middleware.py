@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.import_path import load_object
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StageSpec, Task
 from hybridrl.framework.context import apply_changes
 from hybridrl.framework.stage import with_spec
+from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
 
 Middleware = Callable[[Task, Any], None]

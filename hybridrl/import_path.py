@@ -1,6 +1,6 @@
-"""Load the user's code by path: objects from a Python file or module, and plugin modules.
+"""Load the user's code by path: modules, classes and functions from a Python file or an importable module.
 
-A plugin module registers formulas or models when it is imported. The driver and all workers use this module.
+The driver and all workers use this module.
 """
 
 import difflib
@@ -8,13 +8,10 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.errors import ConfigError
 
 
@@ -86,26 +83,3 @@ def _nearest(name: str, module: ModuleType) -> str:
     names = sorted(key for key in vars(module) if not key.startswith("_"))
     near = difflib.get_close_matches(name, names, n=3)
     return f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names) or 'no public names'}"
-
-
-def load_plugins(config: PPOConfig | SFTConfig) -> None:
-    """Import the files and modules of `external_lib` and `algorithm.path`, once per process.
-
-    The driver and every worker call it before anything else.
-
-    Raises:
-        ConfigError: A path does not exist or cannot be imported; the message names its key.
-    """
-    if isinstance(config, SFTConfig):
-        _load(config.model.external_lib, key="model.external_lib")
-        return
-    _load(config.actor_rollout_ref.model.external_lib, key="actor_rollout_ref.model.external_lib")
-    _load(config.algorithm.path, key="algorithm.path")
-
-
-def _load(paths: Sequence[str], *, key: str) -> None:
-    for path in paths:
-        try:
-            load_module(path)
-        except ConfigError as error:
-            raise ConfigError(f"{key}={path}: {error}") from error

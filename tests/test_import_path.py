@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from hybridrl.config.import_path import load_object
 from hybridrl.errors import ConfigError
+from hybridrl.import_path import load_object
 
 
 def test_an_object_comes_from_a_file_or_from_a_module(tmp_path):

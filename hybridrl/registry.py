@@ -1,0 +1,115 @@
+"""Registries: names of settings to the classes and functions behind them, the user's own included.
+
+A setting such as `actor_rollout_ref.rollout.name` takes a registered name, or an import path: `package.module:Name` or
+`path/to/file.py:Name`. Built-in entries that stand on a heavy library are declared by their address and imported when
+they are looked up. A registry is a dict of the entries that are loaded; it never imports anything by itself.
+"""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from hybridrl.errors import ConfigError
+from hybridrl.import_path import load_object
+
+Entry = TypeVar("Entry")
+
+
+class Registry(dict[str, Entry]):
+    """Entries of one kind by name.
+
+    Args:
+        setting: The setting whose value is a name of this registry; errors quote it.
+        kind: What an entry is, in two or three words, such as "training engine".
+        builtins: Addresses `package.module:Name` of built-in entries, loaded when they are looked up.
+        plugins: The setting whose files may register more, if there is one.
+    """
+
+    def __init__(
+        self, setting: str, *, kind: str, builtins: Mapping[str, str] | None = None, plugins: str | None = None
+    ) -> None:
+        super().__init__()
+        self.setting, self.kind, self.plugins = setting, kind, plugins
+        self.builtins = dict(builtins or {})
+
+    def names(self) -> list[str]:
+        """Return every known name, sorted."""
+        return sorted({*self, *self.builtins})
+
+    def register(self, name: str) -> Callable[[Entry], Entry]:
+        """Return a decorator that enters a class or function under `name`.
+
+        Raises:
+            ConfigError: Another entry has the name. The same one may be entered again, as a notebook does.
+        """
+
+        def enter(entry: Entry) -> Entry:
+            self.enter(name, entry)
+            return entry
+
+        return enter
+
+    def enter(self, name: str, entry: Entry) -> None:
+        """Put `entry` under `name`; see `register`."""
+        taken = self.get(name)
+        if taken is not None and not _origins(taken) & _origins(entry):
+            raise ConfigError(
+                f"the name {name!r} is taken by {_origin(taken)}; register {_origin(entry)} under another name"
+            )
+        self[name] = entry
+
+    def lookup(self, name: str, *, setting: str | None = None) -> Entry:
+        """Return the entry called `name`, or the object at the import path `name`.
+
+        Args:
+            name: A registered name, or an import path with a colon.
+            setting: The setting to quote in an error, if it is not the registry's own.
+
+        Raises:
+            ConfigError: The name is unknown, or the path cannot be imported. The message lists the known names.
+        """
+        if name not in self and is_import_path(name):
+            return self._load(name, setting or self.setting)
+        if name not in self and name in self.builtins:
+            loaded = self._load(self.builtins[name], setting or self.setting)
+            self.setdefault(name, loaded)
+        if name in self:
+            return self[name]
+        raise ConfigError(f"{setting or self.setting}={self.problem(name)}")
+
+    def problem(self, name: object) -> str:
+        """Return what is wrong with `name` as a value of the setting, or "" if it may be used. Imports nothing."""
+        if name in self or name in self.builtins or (isinstance(name, str) and is_import_path(name)):
+            return ""
+        near = get_close_matches(str(name), self.names(), n=1, cutoff=0.0)
+        nearest = f"; did you mean {near[0]!r}?" if near else "."
+        files = f", or a name that a file in {self.plugins} registers" if self.plugins else ""
+        return (
+            f"{name!r} is not a known {self.kind}{nearest} Known: {', '.join(self.names())}. "
+            f"Give one of these{files}, or an import path such as my_package.module:Name"
+        )
+
+    def _load(self, address: str, setting: str) -> Any:
+        path, _, name = address.rpartition(":")
+        try:
+            return load_object(path, name)
+        except ConfigError as error:
+            raise ConfigError(f"{setting}={address}: {error}") from error
+
+
+def is_import_path(name: str) -> bool:
+    """Return whether `name` is written as `package.module:Name` or `path/to/file.py:Name`."""
+    path, colon, attribute = name.rpartition(":")
+    return bool(colon and path and attribute.isidentifier())
+
+
+def _origin(entry: object) -> str:
+    function = getattr(entry, "fn", entry)
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _origins(entry: object) -> set[str]:
+    """Return where an entry comes from: its module, and its file if it is a function."""
+    function = getattr(entry, "fn", entry)
+    code = getattr(function, "__code__", None)
+    return {_origin(entry)} | ({f"{code.co_filename}:{function.__qualname__}"} if code else set())

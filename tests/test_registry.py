@@ -1,0 +1,51 @@
+"""Registries: names and import paths behind a setting."""
+
+import pytest
+
+from hybridrl.errors import ConfigError
+from hybridrl.registry import Registry
+
+
+@pytest.fixture
+def shapes():
+    registry = Registry("shape.kind", kind="shape", builtins={"fraction": "fractions:Fraction"}, plugins="shape.path")
+    registry.register("square")(dict)
+    return registry
+
+
+def test_a_registered_name_is_found(shapes):
+    assert shapes.lookup("square") is dict
+
+
+def test_a_built_in_entry_is_imported_when_it_is_looked_up(shapes):
+    from fractions import Fraction
+
+    assert "fraction" not in shapes and shapes.names() == ["fraction", "square"]
+    assert shapes.lookup("fraction") is Fraction and shapes["fraction"] is Fraction
+
+
+def test_an_import_path_is_a_name(shapes, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("class Circle:\n    pass\n")
+    assert shapes.lookup(f"{file}:Circle").__name__ == "Circle"
+    assert shapes.lookup("decimal:Decimal")("1.5") == 1.5
+    assert shapes.problem("decimal:Decimal") == "" and "decimal:Decimal" not in shapes
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest(shapes):
+    with pytest.raises(ConfigError, match=r"^shape.kind='sqare' is not a known shape; did you mean 'square'\? Known: "):
+        shapes.lookup("sqare")
+    assert "a file in shape.path registers" in shapes.problem("sqare")
+
+
+def test_an_import_path_that_cannot_be_imported_names_the_setting_and_the_path(shapes):
+    with pytest.raises(ConfigError, match=r"^actor.shape=no_such_module:Circle: no module named 'no_such_module'"):
+        shapes.lookup("no_such_module:Circle", setting="actor.shape")
+    with pytest.raises(ConfigError, match=r"^shape.kind=decimal:Decmal: decimal has no 'Decmal'; did you mean"):
+        shapes.lookup("decimal:Decmal")
+
+
+def test_a_name_is_taken_once_but_the_same_entry_may_come_again(shapes):
+    shapes.register("square")(dict)
+    with pytest.raises(ConfigError, match="the name 'square' is taken by builtins.dict; register builtins.list"):
+        shapes.register("square")(list)
