@@ -32,7 +32,7 @@ from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.framework.graph.drawing import draw_graph
 from hybridrl.framework.graph.stage_graph import RolePlacement, StageGraph, stage_graph, to_dot, to_text
 from hybridrl.framework.graph.timeline import newest_trace, read_spans, summarize, trace_events
-from hybridrl.master.jobs.plan_table import plan_table
+from hybridrl.master.plan.plan_table import plan_table
 from hybridrl.master.state.tables import to_text as states_text
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, settings_for_export, verify_manifest

@@ -1,14 +1,14 @@
 """Roles of a job, and the resource pools that they are placed on.
 
-The front ends and the trainers use it, in the driver. It decides nothing about nodes: `master/jobs/planner.py` does.
+The front ends and the trainers use it, in the driver. It decides nothing about nodes: `master/plan/planner.py` does.
 """
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.jobs.planner import plan_job
-from hybridrl.master.jobs.spec import JobSpec, PoolSpec, RoleSpec
+from hybridrl.master.plan.planner import plan_job
+from hybridrl.master.plan.spec import JobSpec, PoolSpec, RoleSpec
 from hybridrl.single_controller.launch import make_pools
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.single_controller.placement.resource_pool import (

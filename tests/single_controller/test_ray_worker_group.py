@@ -7,8 +7,8 @@ import ray
 import torch
 
 from hybridrl.errors import CallTimeout, WorkerLost
-from hybridrl.master.jobs.planner import plan_job
-from hybridrl.master.jobs.spec import JobSpec, PoolSpec, RoleSpec
+from hybridrl.master.plan.planner import plan_job
+from hybridrl.master.plan.spec import JobSpec, PoolSpec, RoleSpec
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool

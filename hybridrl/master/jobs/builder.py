@@ -22,9 +22,10 @@ from typing import Any, Self
 
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.entrypoint import parse_entry, parse_torchrun
-from hybridrl.master.jobs.planner import check_declared_size, plan_job
-from hybridrl.master.jobs.role_pools import RoleRequest, assign_pools
-from hybridrl.master.jobs.spec import (
+from hybridrl.master.jobs.submit import RunningJob, submit
+from hybridrl.master.plan.planner import check_declared_size, plan_job
+from hybridrl.master.plan.role_pools import RoleRequest, assign_pools
+from hybridrl.master.plan.spec import (
     MAX_RESTART,
     RESTART_TIMEOUT_S,
     RESTARTS,
@@ -34,7 +35,6 @@ from hybridrl.master.jobs.spec import (
     Resource,
     TrainerSpec,
 )
-from hybridrl.master.jobs.submit import RunningJob, submit
 from hybridrl.single_controller.placement.plan import Plan
 
 # Names that DLRover's resource() also accepts.

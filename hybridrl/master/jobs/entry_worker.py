@@ -17,7 +17,7 @@ from typing import Any
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.entrypoint import load_entry
 from hybridrl.master.jobs.job_handle import GroupHandle, JobHandle, ResumePoint
-from hybridrl.master.jobs.spec import TRAINER, JobSpec, RoleSpec, is_script
+from hybridrl.master.plan.spec import TRAINER, JobSpec, RoleSpec, is_script
 from hybridrl.single_controller.placement.plan import Plan, PoolPlan, ProcessPlan
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
 

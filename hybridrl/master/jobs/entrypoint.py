@@ -14,7 +14,7 @@ import cloudpickle
 
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_object
-from hybridrl.master.jobs.spec import is_script
+from hybridrl.master.plan.spec import is_script
 
 
 def parse_entry(role: str, target: Any, class_name: str | None = None) -> str:

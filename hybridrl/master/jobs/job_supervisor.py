@@ -23,10 +23,10 @@ from typing import Any
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.master.jobs.entry_worker import add_trainer_process, worker_recipes
 from hybridrl.master.jobs.job_handle import GroupHandle, ResumePoint
-from hybridrl.master.jobs.packing import pack_plan
-from hybridrl.master.jobs.planner import plan_job
 from hybridrl.master.jobs.restart_policy import RestartBudget, restart_set
-from hybridrl.master.jobs.spec import TRAINER, JobSpec
+from hybridrl.master.plan.packing import pack_plan
+from hybridrl.master.plan.planner import plan_job
+from hybridrl.master.plan.spec import TRAINER, JobSpec
 from hybridrl.master.service.client import MasterClient
 from hybridrl.master.state.events import Level, WarningRaised, role_of_slot
 from hybridrl.single_controller.awaiting import wait_all

@@ -5,7 +5,7 @@ Pure functions; `JobSupervisor` (`job_supervisor.py`) carries them out.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hybridrl.master.jobs.spec import RoleSpec
+from hybridrl.master.plan.spec import RoleSpec
 from hybridrl.master.state.reducer import REFILL_STEPS
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object
-from hybridrl.master.jobs.plan_table import plan_table
-from hybridrl.master.jobs.planner import plan_job
-from hybridrl.master.jobs.spec import JobSpec
+from hybridrl.master.plan.plan_table import plan_table
+from hybridrl.master.plan.planner import plan_job
+from hybridrl.master.plan.spec import JobSpec
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import (
     JOB_SUPERVISOR,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.builder import RLJob, RLJobBuilder
 from hybridrl.master.jobs.restart_policy import RestartBudget, restart_set
-from hybridrl.master.jobs.spec import RoleSpec
+from hybridrl.master.plan.spec import RoleSpec
 from hybridrl.master.state.events import JobStarted, Kind, Level, RecoveryNeeded, WorkerFailed, WorkerJoined
 from hybridrl.master.state.reducer import JobState, reduce
 from hybridrl.master.state.tables import JOB_ENDS

@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 
 from hybridrl.errors import PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder
-from hybridrl.master.jobs.packing import pack_plan
+from hybridrl.master.plan.packing import pack_plan
 from hybridrl.single_controller.launch import make_pools
 from hybridrl.single_controller.placement.placement_groups import cluster_nodes, nodes_of
 

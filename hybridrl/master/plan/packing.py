@@ -9,7 +9,7 @@ meanwhile, the reservation goes elsewhere.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hybridrl.master.jobs.spec import JobSpec
+from hybridrl.master.plan.spec import JobSpec
 from hybridrl.single_controller.placement.feasibility import NodeCapacity, Unit, assign_to_nodes
 from hybridrl.single_controller.placement.placement_groups import NODE_LABEL
 from hybridrl.single_controller.placement.plan import Plan, Reservation

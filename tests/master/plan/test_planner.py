@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.errors import ConfigError, PlacementError
-from hybridrl.master.jobs.planner import check_declared_size, plan_job
-from hybridrl.master.jobs.spec import JobSpec, PoolSpec, Resource, RoleSpec, TrainerSpec
+from hybridrl.master.plan.planner import check_declared_size, plan_job
+from hybridrl.master.plan.spec import JobSpec, PoolSpec, Resource, RoleSpec, TrainerSpec
 from hybridrl.single_controller.placement.resource_pool import ROUNDING
 
 HALF = {"CPU": 0.5, "GPU": 0.5}

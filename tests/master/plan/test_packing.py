@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder
-from hybridrl.master.jobs.packing import pack, pack_plan, pool_edges
+from hybridrl.master.plan.packing import pack, pack_plan, pool_edges
 from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
 from hybridrl.single_controller.placement.plan import Reservation
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.jobs.spec import MAX_RESTART, RESTART_TIMEOUT_S, PoolSpec, Resource, RoleSpec
+from hybridrl.master.plan.spec import MAX_RESTART, RESTART_TIMEOUT_S, PoolSpec, Resource, RoleSpec
 
 
 @dataclass

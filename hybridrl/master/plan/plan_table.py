@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from hybridrl.master.jobs.spec import EdgeSpec
+from hybridrl.master.plan.spec import EdgeSpec
 from hybridrl.single_controller.placement.feasibility import format_amount
 from hybridrl.single_controller.placement.plan import Plan, PoolPlan, ProcessPlan, Reservation
 

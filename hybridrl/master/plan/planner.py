@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.jobs.spec import TRAINER, JobSpec, PoolSpec, Resource, RoleSpec
+from hybridrl.master.plan.spec import TRAINER, JobSpec, PoolSpec, Resource, RoleSpec
 from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
 from hybridrl.single_controller.placement.plan import DriverPlan, Plan, PoolPlan, ProcessPlan, Reservation
 

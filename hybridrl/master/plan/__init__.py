@@ -1,0 +1,1 @@
+"""From a job specification to a plan: pools, slots, ranks. Pure: starts nothing."""
