@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hybridrl.framework.parallel.labels import VoidMiddleware
-from hybridrl.framework.parallel.task_events import TaskEvents
+from hybridrl.framework.events.labels import VoidMiddleware
+from hybridrl.framework.events.task_events import TaskEvents
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.framework.stage_halves import (
     Pending,

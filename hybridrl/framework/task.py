@@ -25,10 +25,9 @@ from typing import Any, Self
 from hybridrl.errors import ConfigError
 from hybridrl.framework.composition import Composition
 from hybridrl.framework.context import Context
+from hybridrl.framework.events.event_loop import ListenerFn
+from hybridrl.framework.events.labels import Role, StageLabels, VoidMiddleware, labels_of
 from hybridrl.framework.overlap import DeviceSlots, OverlapPlan
-from hybridrl.framework.parallel.event_loop import ListenerFn
-from hybridrl.framework.parallel.labels import Role, StageLabels, VoidMiddleware, labels_of
-from hybridrl.framework.parallel.router import current_router
 from hybridrl.framework.stage import StageFn, StageSpec, declared_spec, spec_of, with_spec
 from hybridrl.framework.stage_halves import Pending, close_on_error, resume_stages
 
@@ -78,7 +77,7 @@ class Task(Composition, StageLabels):
         self._exit_hooks: list[Callable[[], Any]] = []
         self._submitted: list[Future] = []  # stage halves that run in threads
         self._overlap: tuple[tuple[StageFn, ...], DeviceSlots, OverlapPlan] | None = None
-        self._init_events(current_router(), auto_sync_ctx=auto_sync_ctx)
+        self._init_events(auto_sync_ctx=auto_sync_ctx)
         self._init_composition()
         self._threads = self._new_threads(n_async_workers)
         self.labels = labels_of(self.router, async_mode=async_mode, own=labels or ())

@@ -195,7 +195,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
         """Add requests, abort those in `aborted`, generate for about `slice_s` seconds, and return finished outputs.
 
         The request router calls it for one replica at a time, repeatedly while the replica has open requests. See
-        `Server.serve`.
+        `RequestServer.serve`.
         """
         self._require_version(weights_version)
         return self._server.serve(requests, aborted, slice_s=slice_s)

@@ -17,7 +17,7 @@ import cloudpickle
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.framework.parallel.inbox import Message
-from hybridrl.framework.parallel.router import current_router
+from hybridrl.framework.parallel.router import peer_router
 from hybridrl.single_controller.awaiting import register_actors, wait_all
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class GroupMember:
             labels: Labels of the group.
             attached_to: Names of the attached processes.
         """
-        current_router().activate(node_id, name=name, labels=labels, attached_to=attached_to)
+        peer_router().activate(node_id, name=name, labels=labels, attached_to=attached_to)
         self._program = program
         cloudpickle.loads(program)  # raises import errors here, and completes slow imports before any `main` starts
         return os.getpid()
@@ -274,16 +274,16 @@ class GroupMember:
     def connect(self, peers: Mapping[str, Any]) -> None:
         """Add peers, given as name -> Ray actor of this class."""
         for name, peer in peers.items():
-            current_router().connect(name, peer.deliver.options(concurrency_group=INBOX).remote)
+            peer_router().connect(name, peer.deliver.options(concurrency_group=INBOX).remote)
 
     def deliver(self, stream: str, number: int, message: Message) -> None:
         """Accept a message from a peer."""
-        current_router().deliver(stream, number, message)
+        peer_router().deliver(stream, number, message)
 
     def run(self, retries: int) -> Any:
         """Call `main` with fresh copies of its arguments and return the result."""
         main, args, kwargs = cloudpickle.loads(self._program)
-        router = current_router()
+        router = peer_router()
         router.start_run(retries)
         try:
             result = _call(main, args, kwargs)

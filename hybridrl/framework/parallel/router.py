@@ -1,7 +1,7 @@
 """Messages between this process and its peers.
 
-There is one router per process, `current_router()`; `Parallel()` and `task.router` return it. It is active in processes
-that `Parallel.runner` started; elsewhere it sends and receives nothing. `process_group.py` decides who the peers are.
+Importing this module makes a `PeerRouter` the router of the process. It is active in processes that `Parallel.runner`
+started; elsewhere it sends and receives nothing. `process_group.py` decides who the peers are.
 """
 
 import logging
@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hybridrl.framework.parallel.event_loop import ListenerFn, ReplayingLoop
+from hybridrl.framework.events.event_loop import ListenerFn, ReplayingLoop
+from hybridrl.framework.events.router import Router, install_router
 from hybridrl.framework.parallel.inbox import Inbox, Link, Message
 from hybridrl.framework.parallel.message import serialize
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 LISTENER_TIMEOUT_S = 60.0
 
 
-class PeerRouter:
+class PeerRouter(Router):
     """Sends events to peers and passes received ones to listeners.
 
     Messages of one sender are handled in the order in which they were sent, in the router's own thread. Messages that
@@ -28,32 +29,17 @@ class PeerRouter:
     raise it: `emit`, the next stage of a task, or the end of `main`.
 
     Attributes:
-        is_active: Whether this process belongs to a group.
-        node_id: Number of the process in its group.
-        labels: Labels given to the runner.
-        attached_to: Names of the processes of other groups to which it is attached.
         retries: How often `main` was restarted here.
-        message_bytes: Size of the message being handled, for listeners.
     """
 
     def __init__(self) -> None:
-        self.is_active = False
-        self.node_id = 0
-        self.name = "standalone"
-        self.labels: frozenset[str] = frozenset()
-        self.attached_to: tuple[str, ...] = ()
+        super().__init__()
         self.retries = 0
-        self.message_bytes = 0  # of the message being handled
-        self.failure: BaseException | None = None
-        self.on_failure: list[Callable[[], None]] = []
         self._links: dict[str, Link] = {}
         self._retained: dict[str, Message] = {}  # topic -> message for peers that connect later
         self._send_lock = threading.Lock()
         self._inbox: Inbox | None = None
         self._topics = ReplayingLoop("router", self.post)
-
-    def __reduce__(self) -> tuple:
-        return current_router, ()  # unpickles as the receiving process's own
 
     # -- lifecycle, called by `GroupMember`
 
@@ -159,24 +145,11 @@ class PeerRouter:
             message.topic, args, kwargs, num_bytes=message.contents.num_bytes, newest_only=message.newest_only
         )
 
-    def record_failure(self, error: BaseException) -> None:
-        """Store a listener's exception until a call can raise it."""
-        logger.error("%s: a listener failed: %r; the next emit or stage raises it", self.name, error, exc_info=error)
-        if self.failure is None:
-            self.failure = error
-        for hook in tuple(self.on_failure):
-            hook()
-
-    def raise_failure(self) -> None:
-        """Raise a stored exception of a listener, once."""
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
-
 
 _ROUTER = PeerRouter()
+install_router(_ROUTER)
 
 
-def current_router() -> PeerRouter:
+def peer_router() -> PeerRouter:
     """Return the router of this process."""
     return _ROUTER

@@ -21,9 +21,9 @@ from typing import Any
 
 import cloudpickle
 
-from hybridrl.framework.parallel.labels import environment_labels
+from hybridrl.framework.events.labels import environment_labels
 from hybridrl.framework.parallel.process_group import GroupPlan, MemberGroup
-from hybridrl.framework.parallel.router import PeerRouter, current_router
+from hybridrl.framework.parallel.router import PeerRouter, peer_router
 
 logger = logging.getLogger(__name__)
 TOPOLOGIES = ("mesh", "star", "alone")
@@ -35,7 +35,7 @@ class Parallel:
     """`Parallel()` returns this process's router; `Parallel.runner` starts groups of processes."""
 
     def __new__(cls) -> PeerRouter:  # type: ignore[misc]
-        return current_router()
+        return peer_router()
 
     @staticmethod
     def runner(
@@ -151,7 +151,7 @@ def _check_attach_to(attach_to: Sequence[str]) -> None:
 
 
 def _run_in_process(main: Callable, args: tuple, kwargs: Mapping[str, Any], *, max_retries: float) -> Any:
-    router = current_router()
+    router = peer_router()
     router.retries = 0
     while True:
         try:

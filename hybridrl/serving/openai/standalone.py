@@ -71,7 +71,7 @@ class StandaloneModel:
             return min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
         if self.max_length < 2 or (limit is not None and self.max_length > limit):
             raise ConfigError(
-                f"--max-length={self.max_length}: must be from 2 to {limit}, the number of the model's positions"
+                f"--max-length={self.max_length}: must be from 2 to the {limit} positions that the model has"
             )
         return self.max_length
 

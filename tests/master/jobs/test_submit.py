@@ -103,7 +103,8 @@ def test_hybridrl_job_stops_a_submitted_job_and_its_trainer_can_clean_up(tmp_pat
     running = job.workload("actor", A).resource(**SMALL).build().submit("found", blocking=False, journal=str(tmp_path))
     wait_until((tmp_path / "out").exists)
     assert re.search(rf"^{running.name} +found +\w+ +0 +3/3 alive", list_jobs(), re.MULTILINE)
-    assert "trainer-0  alive" in status("found", None) and "trainer.run for" in status(running.name, None)
+    wait_until(lambda: "trainer.run for" in status(running.name, None))  # with the next heartbeat
+    assert "trainer-0  alive" in status("found", None)
     assert stop("found", None, timeout_s=60) == f"{running.name} has ended\n"
     assert running.wait(timeout_s=10) == 143 and (tmp_path / "out").read_text().split() == ["works", "leaves"]
     assert "StopRequested" in logs(running.journal, None)

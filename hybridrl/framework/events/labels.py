@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from hybridrl.framework.parallel.router import PeerRouter
+from hybridrl.framework.events.router import Router
 
 LABELS_VARIABLE = "HYBRIDRL_TASK_LABELS"  # environment variable: labels of every task in the process, comma-separated
 
@@ -32,7 +32,7 @@ def environment_labels() -> set[str]:
     return {label for label in (part.strip() for part in os.environ.get(LABELS_VARIABLE, "").split(",")) if label}
 
 
-def labels_of(router: PeerRouter, *, async_mode: bool, own: Iterable[str] = ()) -> set[str]:
+def labels_of(router: Router, *, async_mode: bool, own: Iterable[str] = ()) -> set[str]:
     """Return the labels of a task.
 
     These are `standalone`, or `distributed`, `node.N` and those of the group; `async`; the task's own; and those of the

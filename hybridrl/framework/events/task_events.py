@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridrl.framework.context import Context
-from hybridrl.framework.parallel.event_loop import EventLoop, Listener, ListenerFn, ReplayingLoop
-from hybridrl.framework.parallel.router import PeerRouter
+from hybridrl.framework.events.event_loop import EventLoop, Listener, ListenerFn, ReplayingLoop
+from hybridrl.framework.events.router import Router, current_router
 
 SYNC_EVENT = "sync_parallel_ctx"  # emitted when a peer's context has arrived; its argument is the context
 EVENT, CONTEXT, FINISH = "task.event", "task.context", "task.finish"  # topics of the router
@@ -100,15 +100,19 @@ class TaskEvents:
     """Base class of `Task` that emits events and listens to them.
 
     Attributes:
-        router: The router of this process; without peers all events are local.
         parallel_ctx: The newest context that a peer sent at the end of a step.
     """
 
     ctx: Context
     async_mode: bool
 
-    def _init_events(self, router: PeerRouter, *, auto_sync_ctx: bool) -> None:
-        self.router = router
+    @property
+    def router(self) -> Router:
+        """The router of this process; without peers all events are local."""
+        return current_router()
+
+    def _init_events(self, *, auto_sync_ctx: bool) -> None:
+        router = self.router
         self.parallel_ctx = Context()
         self._auto_sync_ctx = auto_sync_ctx
         self._local = EventLoop("task")

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from hybridrl.framework import EventLoop, Task
-from hybridrl.framework.parallel import event_loop as module
-from hybridrl.framework.parallel.event_loop import ReplayingLoop
-from hybridrl.framework.parallel.task_events import MAX_UNCLAIMED
+from hybridrl.framework.events import event_loop as module
+from hybridrl.framework.events.event_loop import ReplayingLoop
+from hybridrl.framework.events.task_events import MAX_UNCLAIMED
 
 
 def test_there_is_one_loop_of_each_name_until_it_stops():

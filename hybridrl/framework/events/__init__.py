@@ -1,0 +1,1 @@
+"""Events within a task: listeners, labels, and the router that a process without peers has."""

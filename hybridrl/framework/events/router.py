@@ -1,0 +1,87 @@
+"""The router of a process: how the events of its task reach peers.
+
+There is one per process, `current_router()`; `Parallel()` and `task.router` return it. Without `framework.parallel` a
+process has no peers, and its router sends and receives nothing.
+"""
+
+import logging
+from collections.abc import Callable
+
+from hybridrl.framework.events.event_loop import ListenerFn
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """The router of a process without peers; `framework.parallel.router.PeerRouter` extends it.
+
+    Attributes:
+        is_active: Whether this process belongs to a group.
+        node_id: Number of the process in its group.
+        name: Name of the process in messages.
+        labels: Labels given to the runner.
+        attached_to: Names of the processes of other groups to which it is attached.
+        message_bytes: Size of the message being handled, for listeners.
+        failure: Exception of a listener that no call has raised yet.
+        on_failure: Functions to call when a listener fails.
+    """
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self.node_id = 0
+        self.name = "standalone"
+        self.labels: frozenset[str] = frozenset()
+        self.attached_to: tuple[str, ...] = ()
+        self.message_bytes = 0
+        self.failure: BaseException | None = None
+        self.on_failure: list[Callable[[], None]] = []
+
+    def __reduce__(self) -> tuple:
+        return current_router, ()  # unpickles as the receiving process's own
+
+    def on(self, topic: str, fn: ListenerFn) -> None:
+        """Do nothing: no peer emits."""
+
+    def off(self, topic: str, fn: ListenerFn | None = None) -> None:
+        """Do nothing: there are no listeners."""
+
+    def send(self, topic: str, args: tuple, kwargs: dict, *, newest_only: bool = False, retained: bool = False) -> None:
+        """Raise the stored exception of a listener, if there is one; there is no peer to send to."""
+        self.raise_failure()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Call `function` at once."""
+        function()
+
+    def flush(self) -> None:
+        """Return at once: no messages arrive."""
+
+    def stop_buffering(self) -> None:
+        """Do nothing: no messages are buffered."""
+
+    def record_failure(self, error: BaseException) -> None:
+        """Store a listener's exception until a call can raise it."""
+        logger.error("%s: a listener failed: %r; the next emit or stage raises it", self.name, error, exc_info=error)
+        if self.failure is None:
+            self.failure = error
+        for hook in tuple(self.on_failure):
+            hook()
+
+    def raise_failure(self) -> None:
+        """Raise a stored exception of a listener, once."""
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+
+_routers: list[Router] = [Router()]
+
+
+def install_router(router: Router) -> None:
+    """Make `router` the router of this process."""
+    _routers[:] = [router]
+
+
+def current_router() -> Router:
+    """Return the router of this process."""
+    return _routers[0]
