@@ -39,7 +39,7 @@ setup(
     packages=find_packages(
         include=["hybridrl", "hybridrl.*", "reward_score", "reward_score.*", "data_preprocess", "data_preprocess.*"]
     ),
-    package_data={"hybridrl": ["py.typed"], "hybridrl.config": ["presets/*.yaml"]},
+    package_data={"": ["*.pyi"], "hybridrl": ["py.typed"], "hybridrl.config": ["presets/*.yaml"]},
     entry_points={"console_scripts": ["hybridrl=hybridrl.cli:main"]},
     install_requires=[
         "torch>=2.13",
@@ -53,6 +53,7 @@ setup(
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "PyYAML>=6",
+        "lazy-loader>=0.4",
         # Hydra's parsers need antlr 4.9, and math-verify takes the one that it is told to.
         "math-verify[antlr4_9_3]>=0.9,<0.10",
         "cloudpickle>=3",

@@ -1,1 +1,8 @@
-"""Parts of `hybridrl.protocol`: columns, batches, serialization, sharing between processes, and futures."""
+"""Parts of `hybridrl.protocol`: columns, batches, serialization, sharing between processes, and futures.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

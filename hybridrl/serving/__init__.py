@@ -1,1 +1,8 @@
-"""Serving: request routing over rollout replicas, agent loops, and the OpenAI-compatible endpoint."""
+"""Serving: request routing over rollout replicas, agent loops, and the OpenAI-compatible endpoint.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,1 +1,8 @@
-"""Worker groups: one driver calls a group of worker processes as if it were one object."""
+"""Worker groups: one driver calls a group of worker processes as if it were one object.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

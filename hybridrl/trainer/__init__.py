@@ -1,0 +1,8 @@
+"""What happens in which order: PPO and SFT, their data, checkpoints and recovery. Runs in the driver.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,36 @@
+__version__: str
+
+from .algos.advantages import register_adv_est as register_adv_est
+from .algos.policy_losses import register_policy_loss as register_policy_loss
+from .config import PPOConfig as PPOConfig
+from .config import SFTConfig as SFTConfig
+from .config import load_config as load_config
+from .data_plane.batch import DataProto as DataProto
+from .data_plane.futures import DataProtoFuture as DataProtoFuture
+from .data_plane.items import DataProtoItem as DataProtoItem
+from .errors import ConfigError as ConfigError
+from .errors import HybridRLError as HybridRLError
+from .master.jobs.builder import DLJobBuilder as DLJobBuilder
+from .master.jobs.builder import RLJobBuilder as RLJobBuilder
+from .rewards.manager import RewardManager as RewardManager
+from .serving.agent_loop.base import register_agent_loop as register_agent_loop
+from .serving.agent_loop.manager import AgentLoopManager as AgentLoopManager
+from .single_controller.dispatch import Dispatch as Dispatch
+from .single_controller.dispatch import Execute as Execute
+from .single_controller.dispatch import register as register
+from .single_controller.placement.resource_pool import RayResourcePool as RayResourcePool
+from .single_controller.ray_worker_group import (
+    RayClassWithInitArgs as RayClassWithInitArgs,
+)
+from .single_controller.ray_worker_group import (
+    RayWorkerGroup as RayWorkerGroup,
+)
+from .single_controller.worker import Worker as Worker
+from .trainer.ppo.trainer import RayPPOTrainer as RayPPOTrainer
+from .trainer.roles import ResourcePoolManager as ResourcePoolManager
+from .trainer.roles import Role as Role
+from .trainer.sft.trainer import SFTTrainer as SFTTrainer
+from .workers.actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
+from .workers.critic import CriticWorker as CriticWorker
+from .workers.reward_model import RewardModelWorker as RewardModelWorker
+from .workers.rollout.base import register_rollout as register_rollout

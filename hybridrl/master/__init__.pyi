@@ -1,0 +1,9 @@
+from .jobs.builder import DLJob as DLJob
+from .jobs.builder import DLJobBuilder as DLJobBuilder
+from .jobs.builder import RLJob as RLJob
+from .jobs.builder import RLJobBuilder as RLJobBuilder
+from .jobs.job_supervisor import JobSupervisor as JobSupervisor
+from .plan.planner import plan_job as plan_job
+from .plan.spec import JobSpec as JobSpec
+from .service.client import MasterClient as MasterClient
+from .service.job_master import JobMaster as JobMaster

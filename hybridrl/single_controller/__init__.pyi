@@ -1,0 +1,30 @@
+from .dispatch import (
+    Dispatch as Dispatch,
+)
+from .dispatch import (
+    Execute as Execute,
+)
+from .dispatch import (
+    make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
+)
+from .dispatch import (
+    register as register,
+)
+from .dispatch import (
+    register_dispatch_mode as register_dispatch_mode,
+)
+from .invocation import Invocation as Invocation
+from .local_worker_group import LocalWorkerGroup as LocalWorkerGroup
+from .placement.resource_pool import RayResourcePool as RayResourcePool
+from .placement.resource_pool import ResourcePool as ResourcePool
+from .ray_worker_group import (
+    RayClassWithInitArgs as RayClassWithInitArgs,
+)
+from .ray_worker_group import (
+    RayWorkerGroup as RayWorkerGroup,
+)
+from .ray_worker_group import (
+    create_colocated_worker_cls as create_colocated_worker_cls,
+)
+from .worker import Worker as Worker
+from .worker_group import WorkerGroup as WorkerGroup

@@ -1,0 +1,6 @@
+from .checkpoint.store import CheckpointStore as CheckpointStore
+from .data.prompt_dataset import RLHFDataset as RLHFDataset
+from .ppo.trainer import RayPPOTrainer as RayPPOTrainer
+from .roles import ResourcePoolManager as ResourcePoolManager
+from .roles import Role as Role
+from .sft.trainer import SFTTrainer as SFTTrainer
