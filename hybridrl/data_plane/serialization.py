@@ -8,7 +8,6 @@ plain data, and the unpickler can construct nothing else. `batch.py` calls this 
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -19,6 +18,7 @@ from tensordict import TensorDict
 from hybridrl.data_plane.columns import jagged_dim, without_holes
 from hybridrl.data_plane.sharing import private_copy
 from hybridrl.errors import DataError
+from hybridrl.system.atomic_write import atomic_write
 
 # (dtype name, shape, bytes) of a dense tensor, or (values, offsets, ragged dimension) of a jagged one, the first two
 # encoded as dense tensors.
@@ -191,16 +191,8 @@ def save_plain(path: str | os.PathLike, content: tuple) -> None:
     Raises:
         DataError: A value is not plain data; the message names its type.
     """
-    target = Path(path)
-    partial_file = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with open(partial_file, "wb") as file:
-            _PlainPickler(file, protocol=5).dump((FILE_KIND, FILE_VERSION, *content))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial_file, target)
-    finally:
-        partial_file.unlink(missing_ok=True)
+    with atomic_write(path, "wb") as file:
+        _PlainPickler(file, protocol=5).dump((FILE_KIND, FILE_VERSION, *content))
 
 
 def load_plain(path: str | os.PathLike) -> tuple:

@@ -6,7 +6,6 @@ driver without a supervisor (a notebook, a test, `trainer.backend=local`) is att
 Runs in the driver; the trainer and its recovery use the module instance `LIFECYCLE`. Restarts nothing itself.
 """
 
-import json
 import logging
 import os
 import queue
@@ -15,6 +14,8 @@ import socket
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from hybridrl.system.json_lines import RECEIVE_BYTES, MessageReader, send_message
 
 logger = logging.getLogger(__name__)
 CLUSTER_TIMEOUT_S = 120.0  # for the supervisor to start Ray on this machine
@@ -87,12 +88,13 @@ class DriverLifecycle:
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._channel is not None:
-            self._channel.sendall(json.dumps(message).encode() + b"\n")
+            send_message(self._channel, message)
 
     def _receive(self, channel: socket.socket) -> None:
-        with channel.makefile("rb") as lines:
-            for line in lines:
-                self._cluster_answers.put(json.loads(line))
+        reader = MessageReader()
+        while data := channel.recv(RECEIVE_BYTES):
+            for message in reader.messages(data):
+                self._cluster_answers.put(message)
         self.on_orphaned()
         os.kill(
             os.getpid(), signal.SIGKILL

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.system.json_lines import MessageReader, send_message
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3  # consecutive drivers lost without a completed step
@@ -72,7 +73,7 @@ class _Driver:
     pid: int
     channel: socket.socket
     signals: int  # file descriptor from which to read the numbers of the signals that the driver received
-    unparsed: bytes = b""  # of the channel
+    reader: MessageReader = field(default_factory=MessageReader)
     received_signals: dict[int, float] = field(default_factory=dict)  # signal -> `time.monotonic` of its arrival
     exit_code: int | None = None  # from the driver's exit report
     new_job_reason: str | None = None
@@ -175,12 +176,11 @@ class _Supervisor:
                 driver.received_signals[number] = time.monotonic()
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while data := driver.channel.recv(65536):
-                *lines, driver.unparsed = (driver.unparsed + data).split(b"\n")
-                for line in lines:
-                    self._handle(driver, json.loads(line))
+                for message in driver.reader.messages(data):
+                    self._handle(driver, message)
         if (answer := self.cluster.poll_answer()) is not None:
             with contextlib.suppress(OSError):
-                driver.channel.sendall(json.dumps(answer).encode() + b"\n")
+                send_message(driver.channel, answer)
 
     def _handle(self, driver: _Driver, message: dict[str, Any]) -> None:
         if "step" in message and message["step"] > self._last_step:

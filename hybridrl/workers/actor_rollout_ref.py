@@ -21,6 +21,7 @@ from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers.engine.base import Engine, MicroBatching
 from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import (
@@ -47,7 +48,6 @@ from hybridrl.workers.weight_transfer import (
     Receivers,
     Sender,
     make_sender,
-    shared_memory_id,
 )
 
 PARTS = ("actor", "rollout", "ref")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.errors import CheckpointError
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, StateTensors
+from hybridrl.workers.engine.random_state import get_random_state, set_random_state
 
 
 class EngineState(TypedDict):
@@ -60,7 +61,12 @@ def take_engine_state(engine: Engine) -> EngineState:
     state = engine.state_tensors()
     groups = [[copy.deepcopy(_settings(group)) for group in one.param_groups] for one in state.optimizers]
     tensors = torch.cat([_bytes_of(tensor) for tensor in _tensors(state)]).numpy()
-    return EngineState(tensors=tensors, groups=groups, random=_random_state(), num_updates=engine.num_updates)
+    return EngineState(
+        tensors=tensors,
+        groups=groups,
+        random={name: state.numpy() for name, state in get_random_state().items()},
+        num_updates=engine.num_updates,
+    )
 
 
 @torch.no_grad()
@@ -88,7 +94,7 @@ def load_engine_state(engine: Engine, snapshot: EngineState) -> None:
     for optimizer, groups in zip(state.optimizers, snapshot["groups"], strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(copy.deepcopy(settings))
-    _set_random_state(snapshot["random"])
+    set_random_state({name: torch.from_numpy(state.copy()) for name, state in snapshot["random"].items()})
     engine.num_updates = snapshot["num_updates"]
 
 
@@ -114,14 +120,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _random_state() -> dict[str, np.ndarray]:
-    state = {"cpu": torch.get_rng_state().numpy()}
-    return state | ({"cuda": torch.cuda.get_rng_state().numpy()} if torch.cuda.is_available() else {})
-
-
-def _set_random_state(state: dict[str, np.ndarray]) -> None:
-    torch.set_rng_state(torch.from_numpy(state["cpu"].copy()))
-    if "cuda" in state:
-        torch.cuda.set_rng_state(torch.from_numpy(state["cuda"].copy()))

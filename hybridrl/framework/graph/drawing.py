@@ -6,7 +6,6 @@ stage that reads them. Every name is written once, and no two lines cross. Lines
 order; those to the next step come last and point back. Needs matplotlib, not Graphviz.
 """
 
-import os
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from hybridrl.framework.graph.stage_graph import DRIVER, Edge, StageGraph
 from hybridrl.framework.stage import StageSpec
+from hybridrl.system.atomic_write import replaced_file
 
 # All lengths are in inches.
 SLOT, GAP, BOX_HEIGHT = 1.42, 0.14, 0.72  # SLOT is a minimum: long names widen all slots
@@ -74,10 +74,8 @@ def draw_graph(graph: StageGraph, path: str | Path, *, title: str = "", picture:
         top += 0.3
     drawing = GraphDrawing(graph, slots, axes, slot=slot, top=top, bottom=height - MARGIN - LEGEND_HEIGHT)
     drawing.draw(rows, heights)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hybridrl"}):
+    with replaced_file(path) as temporary, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hybridrl"}):
         figure.savefig(temporary, format=picture, dpi=130, metadata={"Date": None} if picture == "svg" else None)
-    os.replace(temporary, path)
 
 
 def slot_width(graph: StageGraph) -> float:

@@ -4,12 +4,13 @@ Messages are lines of JSON, received in the master's one thread. The other end i
 `single_controller/monitoring/heartbeat_client.py`.
 """
 
-import json
 import selectors
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from hybridrl.system.json_lines import MessageReader, send_message
 
 MAX_LINE_BYTES = 4 * 1024**2
 SEND_TIMEOUT_S = 1.0
@@ -21,7 +22,7 @@ class Connection:
 
     socket: socket.socket
     hello: dict[str, Any] = field(default_factory=dict)
-    received: bytes = b""
+    reader: MessageReader = field(default_factory=MessageReader)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, or drop it.
@@ -30,7 +31,7 @@ class Connection:
         """
         try:
             self.socket.settimeout(SEND_TIMEOUT_S)
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            send_message(self.socket, message)
         except OSError:
             return
         finally:
@@ -81,17 +82,15 @@ class HeartbeatServer:
             return []
         except OSError:
             data = b""
-        *lines, connection.received = (connection.received + data).split(b"\n")
         messages: list[dict[str, Any] | None] = []
         try:
-            for line in lines:
-                message = json.loads(line)
+            for message in connection.reader.messages(data):
                 if not connection.hello:
                     connection.hello = self._authenticate(message)
                 messages.append(message)
         except (ValueError, KeyError, TypeError):
             data = b""  # not a process of this job
-        if not data or len(connection.received) > MAX_LINE_BYTES:
+        if not data or connection.reader.num_pending > MAX_LINE_BYTES:
             self._close(connection)
             if connection.hello:
                 messages.append(None)

@@ -42,8 +42,8 @@ from hybridrl.master.state.events import (
 from hybridrl.master.state.reducer import to_json, unfinished_effects
 from hybridrl.master.state.tables import JOB_ENDS, WorkerPhase
 from hybridrl.single_controller.cluster import accepts_connections, find_actor, job_supervisor_name, master_name
-from hybridrl.single_controller.monitoring.heartbeat_client import machine_id
 from hybridrl.single_controller.processes.termination import kill_named, kill_process, kill_processes, kill_run
+from hybridrl.system.machine import machine_id
 
 logger = logging.getLogger(__name__)
 TICK_S, QUICK_TICK_S = 0.25, 0.02  # period of the checks; the quick one while an exit status is awaited

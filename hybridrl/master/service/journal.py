@@ -36,6 +36,7 @@ from hybridrl.master.state.events import (
     encode,
 )
 from hybridrl.master.state.reducer import JobState, from_json, reduce, to_json
+from hybridrl.system.atomic_write import atomic_write
 
 logger = logging.getLogger(__name__)
 EVENTS, SNAPSHOT = "events-", "snapshot-"
@@ -124,12 +125,8 @@ class JournaledState:
     def _write_snapshot(self) -> None:
         path, line = _file(self._root, SNAPSHOT, self.num_events), _line(to_json(self.state))
         if isinstance(self._fs, LocalFileSystem):
-            part_path = f"{path}.part"
-            with open(part_path, "wb") as f:
+            with atomic_write(path, "wb") as f:
                 f.write(line)
-                f.flush()
-                os.fsync(f.fileno())
-            os.rename(part_path, path)
         else:
             self._fs.pipe_file(path, line)
         self._snapshot_at = self.num_events

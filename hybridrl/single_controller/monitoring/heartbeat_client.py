@@ -13,7 +13,6 @@ If the master is gone, the thread reconnects until it is back; no caller waits f
 """
 
 import faulthandler
-import json
 import logging
 import os
 import select
@@ -28,6 +27,8 @@ from typing import Any
 from hybridrl.single_controller.cluster import NAMESPACE
 from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
 from hybridrl.single_controller.monitoring.lost_workers import mark_lost
+from hybridrl.system.json_lines import MessageReader, send_message
+from hybridrl.system.machine import machine_id
 
 logger = logging.getLogger(__name__)
 MASTER_VARIABLE = "HYBRIDRL_MASTER"  # environment variable: name of the master's actor
@@ -127,7 +128,7 @@ class HeartbeatClient:
         return connection
 
     def _exchange(self, connection: socket.socket) -> None:
-        next_beat, received = time.monotonic(), b""
+        next_beat, reader = time.monotonic(), MessageReader()
         while not self._stopped.is_set():
             if time.monotonic() >= next_beat:
                 self._send_line({"beat": {**self._progress(), **self._process_stats.read()}})
@@ -141,9 +142,8 @@ class HeartbeatClient:
                 data = connection.recv(65536)
                 if not data:
                     raise ConnectionResetError("the master closed the connection")
-                *lines, received = (received + data).split(b"\n")
-                for line in lines:
-                    self._handle(json.loads(line))
+                for message in reader.messages(data):
+                    self._handle(message)
         self._send_queued()
         self._send_line({"bye": {}})
 
@@ -172,16 +172,7 @@ class HeartbeatClient:
 
     def _send_line(self, message: Mapping[str, Any]) -> None:
         assert self._connection is not None
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def machine_id() -> str:
-    """Return an id that is equal for two processes if they can see each other's process ids.
-
-    It consists of the kernel's boot id and the namespace of process ids.
-    """
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
-        return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+        send_message(self._connection, message)
 
 
 def process_identity() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from hybridrl.config import PPOConfig, from_dict
 from hybridrl.config.checks.megatron import single_process_layout
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError, StorageError
+from hybridrl.system.atomic_write import fsync_path
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
@@ -136,7 +137,7 @@ class ManifestWriter:
             with self._lock:
                 if not self._abandoned:
                     os.rename(self.partial, self.path)
-                    _sync(os.path.dirname(self.path))
+                    fsync_path(os.path.dirname(self.path))
         except BaseException as error:  # raised in `finish_within`
             self._error = error
 
@@ -256,16 +257,8 @@ def _sha256(path: str) -> str:
 def _sync_tree(directory: str) -> None:
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            _sync(os.path.join(folder, name))
-        _sync(folder)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            fsync_path(os.path.join(folder, name))
+        fsync_path(folder)
 
 
 def newest_checkpoint(directory: str) -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hybridrl.protocol import DataProto
+from hybridrl.system.atomic_write import atomic_write
 
 EXAMPLES_FILE = "examples.jsonl"
 MAX_EXAMPLES = 3  # data sources with one example each
@@ -46,11 +47,9 @@ def _ids(tokens: torch.Tensor, is_token: torch.Tensor) -> list[list[int]]:
 def write_samples(path: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write records as JSON lines to a file that appears complete or not at all."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8") as f:
+    with atomic_write(path) as f:
         for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
-    os.replace(partial, path)
 
 
 def _plain(value: Any) -> Any:

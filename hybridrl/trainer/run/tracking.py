@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Protocol, Self
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.atomic_write import atomic_write
 from hybridrl.trainer.run.console import ConsoleProgress
 
 logger = logging.getLogger(__name__)
@@ -279,12 +280,8 @@ def _keep_steps(path: Path, *, last: int) -> None:
     if not path.exists():
         return
     valid = [entry for entry in read_metrics(path) if entry["step"] <= last]
-    partial = path.with_suffix(".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
+    with atomic_write(path) as file:
         file.writelines(json.dumps(entry) + "\n" for entry in valid)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def _run_id(run: RunInfo, file_name: str) -> str | None:

@@ -22,7 +22,7 @@ from hybridrl.workers.weight_transfer.channel import ChannelAddress
 from hybridrl.workers.weight_transfer.disk import DiskSender
 from hybridrl.workers.weight_transfer.object_store import ObjectStoreSender
 from hybridrl.workers.weight_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from hybridrl.workers.weight_transfer.streaming import StreamingReceiver, StreamingSender, shared_memory_id
+from hybridrl.workers.weight_transfer.streaming import StreamingReceiver, StreamingSender
 
 __all__ = [
     "ChannelAddress",
@@ -33,7 +33,6 @@ __all__ = [
     "Sender",
     "PushReceipt",
     "make_sender",
-    "shared_memory_id",
 ]
 
 STREAMING_TRANSPORTS: dict[str, tuple[type[StreamingSender], type[StreamingReceiver]]] = {

@@ -6,7 +6,6 @@ receivers read one, the sender fills the other.
 """
 
 import os
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt
 from hybridrl.workers.weight_transfer.buckets import (
     Bucket,
@@ -139,16 +139,3 @@ def own_location(device: str) -> PeerLocation:
     """Return the location of this process."""
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else None
     return PeerLocation(machine=shared_memory_id(), process=os.getpid(), gpu=gpu)
-
-
-def shared_memory_id() -> str:
-    """Return a name that two processes have in common only if they can share memory.
-
-    It contains host name, boot id and the device of /dev/shm. Containers on different machines may have the same host
-    name, and those on one machine a /dev/shm each.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
-            return f"{socket.gethostname()} ({f.read()[:8]}-{os.stat('/dev/shm').st_dev})"
-    except FileNotFoundError:  # not Linux
-        return socket.gethostname()

@@ -10,12 +10,13 @@ import torch
 
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import CallTimeout, CheckpointError, ConfigError, StaleWeightsError
+from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers.weight_transfer import OutgoingWeights, Receivers, disk, make_sender
 from hybridrl.workers.weight_transfer.buckets import fill_buckets, unpack
 from hybridrl.workers.weight_transfer.channel import PeerLocation
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 from hybridrl.workers.weight_transfer.shared_memory import slot_class
-from hybridrl.workers.weight_transfer.streaming import own_location, shared_memory_id
+from hybridrl.workers.weight_transfer.streaming import own_location
 
 HOST = "127.0.0.1"
 SPAWN = multiprocessing.get_context("spawn")

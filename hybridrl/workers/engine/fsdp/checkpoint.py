@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.collective_errors import collective_write
+from hybridrl.workers.engine.random_state import get_random_state, set_random_state
 
 
 def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
@@ -84,14 +85,8 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _random_state() -> dict[str, torch.Tensor]:
-    rank = dist.get_rank()
-    state = {f"cpu_{rank}": torch.get_rng_state()}
-    return state | ({f"cuda_{rank}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    return {f"{generator}_{dist.get_rank()}": state for generator, state in get_random_state().items()}
 
 
 def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    for key, value in state.items():
-        if key.startswith("cpu_"):
-            torch.set_rng_state(value)
-        else:
-            torch.cuda.set_rng_state(value)
+    set_random_state({key.rpartition("_")[0]: value for key, value in state.items()})

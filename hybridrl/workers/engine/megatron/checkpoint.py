@@ -25,8 +25,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hybridrl.errors import CheckpointError
+from hybridrl.system.atomic_write import fsync_path
 from hybridrl.workers.engine.collective_errors import collective_write, raise_on_all_ranks
 from hybridrl.workers.engine.megatron.network import Network
+from hybridrl.workers.engine.random_state import get_random_state, set_random_state
 
 # Pass copies to megatron-core: it adds process groups to the dict.
 FORMAT = {
@@ -58,10 +60,10 @@ def save_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
 
 def _write_rank_files(directory: str) -> None:
     random_path = os.path.join(directory, _random_file())
-    torch.save(_random_state(), random_path)
+    torch.save(get_random_state(), random_path)
     shared = [os.path.join(directory, name) for name in ("common.pt", "metadata.json")] if dist.get_rank() == 0 else []
     for path in [random_path, *shared]:
-        _fsync(path)
+        fsync_path(path)
 
 
 def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOptimizer | None) -> int:
@@ -90,7 +92,7 @@ def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
         _separate_steps(optimizer)
     random_path = os.path.join(directory, _random_file())
     if os.path.exists(random_path):
-        _set_random_state(torch.load(random_path))
+        set_random_state(torch.load(random_path))
     return int(loaded["step"])
 
 
@@ -177,21 +179,3 @@ def _separate_steps(optimizer: MegatronOptimizer) -> None:
 
 def _random_file() -> str:
     return f"random_{dist.get_rank()}.pt"
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _fsync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
