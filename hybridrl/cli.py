@@ -129,7 +129,7 @@ def _kind_of(output: Path | None) -> str:
 def job_graph(config: PPOConfig) -> StageGraph:
     """Return the stage graph that `main_ppo` would run, with its workers and pools."""
     from hybridrl.main_ppo import validate_config, worker_classes
-    from hybridrl.trainer.ppo.stages import ppo_stages
+    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
     from hybridrl.trainer.run.middleware import preview_stages
 
     validate_config(config, with_inputs=False)
@@ -139,9 +139,8 @@ def job_graph(config: PPOConfig) -> StageGraph:
         for process in plan.processes
         for role in process.roles
     }
-    return stage_graph(
-        preview_stages([spec for _, spec in ppo_stages(config, worker_classes(config))], config), placements
-    )
+    step = RayPPOTrainer.step(config, worker_classes(config))
+    return stage_graph(preview_stages([stage.spec for stage in step if stage.enabled], config), placements)
 
 
 def job_plan(config: PPOConfig) -> Plan:

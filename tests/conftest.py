@@ -8,6 +8,7 @@ import os
 os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"
 )  # before torch is imported
+os.environ["HYBRIDRL_CHECK_STAGES"] = "1"  # every stage is compared with its declaration, see run/column_check.py
 
 from collections.abc import Iterator
 from importlib.util import find_spec

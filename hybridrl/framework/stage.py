@@ -1,12 +1,14 @@
 """Stage declarations: name, role, columns read and written, purity.
 
-A trainer declares it with the decorator `stage`; the task, the stage graph and the master read it with `spec_of`.
+A trainer declares its step as a list of `Stage`, and a single function with the decorator `stage`. The task, the stage
+graph and the master read the declaration with `spec_of`.
 """
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any, Self
 
 StageFn = Callable[[Any], Any]  # takes the context; a generator function has a second half after its one `yield`
 
@@ -20,6 +22,43 @@ class StageSpec:
     reads: tuple[str, ...] = ()  # required columns of the batch
     writes: tuple[str, ...] = ()  # columns of the batch that it adds or replaces
     pure: bool = False  # running it again has the same effect
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One line of a step: a method of a trainer, and what it declares. Data only: `bind` makes it callable.
+
+    Attributes:
+        method: Function of trainer and context.
+        name: Default: the method's own.
+        role: Role whose workers do the work; None is the driver.
+        reads: Required columns of the batch.
+        writes: Columns of the batch that it adds or replaces.
+        once: Whether it may run only once per step, because running it again has another effect.
+        enabled: Whether the step has this stage.
+    """
+
+    method: Callable[[Any, Any], Any]
+    name: str = ""
+    role: str | None = None
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    once: bool = False
+    enabled: bool = True
+
+    def when(self, condition: Any) -> Self:
+        """Return this stage, enabled only if `condition` is true."""
+        return replace(self, enabled=bool(condition))
+
+    @property
+    def spec(self) -> StageSpec:
+        """The declaration, without repeated columns."""
+        reads, writes = (tuple(dict.fromkeys(columns)) for columns in (self.reads, self.writes))
+        return StageSpec(self.name or self.method.__name__, self.role, reads, writes, pure=not self.once)
+
+    def bind(self, trainer: Any) -> StageFn:
+        """Return the stage as a function of the context, with its spec."""
+        return with_spec(MethodType(self.method, trainer), self.spec)
 
 
 def stage(

@@ -229,7 +229,8 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`.
 
-        `mini_batch.py` describes how the rows are cut into mini-batches.
+        The loss multiplies the advantages by `rollout_is_weights` if the batch has them. `mini_batch.py` describes how
+        the rows are cut into mini-batches.
 
         Returns:
             A batch without rows. `meta_info["metrics"]` has one value per optimizer step, equal on every rank.

@@ -53,7 +53,7 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
         parts = surrogate(
             outputs["log_probs"],
             rows.batch["old_log_probs"],
-            rows.batch["advantages"],
+            weighted_advantages(rows),
             mask_BT,
             clip_low=low,
             clip_high=high,
@@ -78,6 +78,12 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
         return loss, stats | {"actor/loss": loss}
 
     return loss_fn
+
+
+def weighted_advantages(rows: DataProto) -> torch.Tensor:
+    """Return the advantages (B, R), times the importance weights of the rollout correction if there are any."""
+    advantages_BT, weights_BT = rows.batch["advantages"], rows.batch.get("rollout_is_weights", None)
+    return advantages_BT if weights_BT is None else advantages_BT * weights_BT
 
 
 def critic_loss(cliprange_value: float, counts: GlobalCounts) -> LossFn:

@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from hybridrl.framework import StageSpec, spec_of, stage
+from hybridrl.framework.stage import Stage
 
 
 class _Trainer:
@@ -75,3 +76,20 @@ def test_the_decorator_without_parentheses_is_refused():
         @stage
         def forgotten(ctx):
             pass
+
+
+def test_a_line_of_a_step_is_data_until_it_is_bound():
+    line = Stage(_Trainer.plain, role="actor", reads=("a", "b", "a"), writes=("c",), once=True)
+    assert line.spec == StageSpec("plain", "actor", ("a", "b"), ("c",), False)
+    assert line.enabled and not line.when([]).enabled and line.when(2).enabled
+    assert Stage(_Trainer.plain, "other").spec == StageSpec("other", pure=True)
+
+
+def test_a_bound_line_calls_the_method_of_that_trainer():
+    class Context:
+        seen = None
+
+    trainer, ctx = _Trainer(), Context()
+    bound = Stage(_Trainer.generate, "renamed").bind(trainer)
+    bound(ctx)
+    assert ctx.seen is trainer and spec_of(bound).name == "renamed" and spec_of(trainer.generate).name == "gen"

@@ -22,3 +22,19 @@ def test_gspo_weighs_answers_alike_whatever_their_length(mode):
     loss, _ = actor_loss(config, GlobalCounts(num_tokens=10.0, num_seqs=2.0))({"log_probs": log_probs_BT}, rows)
     loss.backward()
     assert log_probs_BT.grad.sum(-1).tolist() == pytest.approx([-0.5, 0.5])
+
+
+def test_importance_weights_multiply_the_advantages():
+    # ratio 1: d loss / d log_prob of a token is -advantage * weight / num_tokens
+    mask_BT = torch.tensor([[1, 1, 0]])
+    columns = {
+        "response_mask": mask_BT,
+        "old_log_probs": torch.zeros(1, 3),
+        "advantages": torch.tensor([[2.0, -4.0, 0.0]]),
+        "rollout_is_weights": torch.tensor([[0.5, 2.0, 0.0]]),
+    }
+    log_probs_BT = torch.zeros(1, 3, requires_grad=True)
+    loss_fn = actor_loss(ActorConfig(), GlobalCounts(num_tokens=2.0, num_seqs=1.0))
+    loss, _ = loss_fn({"log_probs": log_probs_BT}, DataProto.from_dict(tensors=columns))
+    loss.backward()
+    assert log_probs_BT.grad.tolist() == [[-0.5, 4.0, 0.0]]

@@ -83,6 +83,13 @@ def check_compatible(path: str, config: PPOConfig | SFTConfig) -> None:
         logger.info("settings that differ from the checkpoint: %s", ", ".join(changed))
 
 
+def read_complete_state(path: str) -> dict[str, Any]:
+    """Return the driver's state in the checkpoint at `path`, with what older versions did not write."""
+    state = read_trainer_state(path)
+    num_drawn = state["global_steps"] + len(state.get("ahead", []))
+    return {"prompts": {"num_drawn": num_drawn}} | state
+
+
 def changed_settings(path: str, config: PPOConfig | SFTConfig) -> list[str]:
     """Return "key old -> new" for every setting that differs from the checkpoint at `path`."""
     with open(os.path.join(path, CONFIG), encoding="utf-8") as f:

@@ -49,10 +49,15 @@ class StepLedger:
     Args:
         directory: The run's directory.
         rows: Rows of the training data.
+
+    Attributes:
+        engine_updates: Trained role -> optimizer steps in the weights, one value per rank. The trainer sets it whenever
+            it saves or loads the engines.
     """
 
     def __init__(self, directory: str, *, rows: int):
         self.path, self.rows = os.path.join(directory, FILE), rows
+        self.engine_updates: dict[str, Sequence[int]] = {}
         self.step = 0  # the last completed one
         self.updates = Updates()  # as the workers reported them to this process
         self._start_entry: dict[str, Any] | None = (
@@ -160,6 +165,24 @@ class StepLedger:
             CHECKSUM: self._checksum,
             "updates": {role: counts[0] for role, counts in num_updates.items() if counts},
         }
+
+    # -- stateful part of a trainer
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the last completed step, for a snapshot."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the step of a snapshot."""
+        self.rewind(state["step"])
+
+    def save(self, directory: str) -> dict[str, Any]:
+        """Return what `commit` returns for `engine_updates`; writes no file to `directory`."""
+        return self.commit(self.engine_updates)
+
+    def load(self, directory: str, state: Mapping[str, Any] | None) -> None:
+        """Resume after `step` from the checkpoint around `directory`, whose engines are loaded already."""
+        self.resume_from(state, path=os.path.dirname(directory), step=self.step, num_updates=self.engine_updates)
 
     def check_ranks_agree(self, num_updates: Mapping[str, Sequence[int]]) -> None:
         """Raise CheckpointError unless every rank's count of optimizer steps equals the ledger's."""

@@ -5,6 +5,7 @@ step and gives each an id that its samples share and a seed of its own. Used by 
 driver.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any, Protocol
@@ -131,7 +132,7 @@ class PromptLoader:
     def state_dict(self) -> dict:
         """Return the position of the next batch as JSON-able values, with a stateful sampler's own state."""
         state = {"epoch": self.epoch, "rows_taken": self._rows_taken} | self._fingerprint
-        return state | ({"sampler": self._sampler.state_dict()} if self._is_stateful() else {})
+        return state | ({"sampler": copy.deepcopy(self._sampler.state_dict())} if self._is_stateful() else {})
 
     def load_state_dict(self, state: dict) -> None:
         """Move a new loader to a position from `state_dict`, usually of another process; the batch size may differ.
@@ -142,7 +143,7 @@ class PromptLoader:
         self._check_state(state)
         self.epoch, self._rows_taken, self._iterator = state["epoch"], state["rows_taken"], None
         if self._is_stateful():
-            self._sampler.load_state_dict(state["sampler"])
+            self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
             self._iterator = iter(self._sampler) if self._rows_taken else None
             return
         if not hasattr(self._sampler, "set_epoch"):
@@ -215,6 +216,13 @@ class StepPrompts:
         batch.non_tensor_batch[ROW] = np.array(self.loader.rows, dtype=object)
         self.num_drawn = step
         return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many batches were drawn; the loader saves its own position."""
+        return {"num_drawn": self.num_drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_drawn = state["num_drawn"]
 
 
 def assign_uids_and_seeds(batch: DataProto, *, seed: int, purpose: Purpose, step: int) -> None:

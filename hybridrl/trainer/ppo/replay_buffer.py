@@ -98,14 +98,14 @@ class ReplayBuffer:
         width = max(batch.batch["prompts"].shape[1] for batch in batches)
         return DataProto.concat([_pad_to(batch, width, self.pad_token_id) for batch in batches])
 
-    # -- step retry
+    # -- snapshot
 
-    def snapshot(self) -> list[SampleGroup]:
-        """Return the present groups, for `rewind`."""
+    def state_dict(self) -> list[SampleGroup]:
+        """Return the present groups."""
         return [replace(group) for group in self._groups]
 
-    def rewind(self, groups: Sequence[SampleGroup]) -> None:
-        """Replace the groups by those of a `snapshot`."""
+    def load_state_dict(self, groups: Sequence[SampleGroup]) -> None:
+        """Replace the groups by those of a `state_dict`."""
         self._groups = deque((replace(group) for group in groups), maxlen=self.config.size)
 
     # -- checkpoint
@@ -117,9 +117,9 @@ class ReplayBuffer:
             self.concat_padded([group.rows for group in self._groups]).save_to_disk(os.path.join(directory, FILE))
         return [{"version": group.version, "uses": group.uses} for group in self._groups]
 
-    def load(self, directory: str, state: Iterable[dict[str, Any]]) -> None:
-        """Replace the groups by those that `save` wrote."""
-        entries = list(state)
+    def load(self, directory: str, state: Iterable[dict[str, Any]] | None) -> None:
+        """Replace the groups by those that `save` wrote; without state the buffer is empty."""
+        entries = list(state or ())
         self._groups.clear()
         rows = DataProto.load_from_disk(os.path.join(directory, FILE)) if entries else None
         for i, entry in enumerate(entries):

@@ -45,9 +45,9 @@ class PendingBatch:
     prompts: DataProto | None = None
     pending_pushes: list = field(default_factory=list)
 
-    def as_unsubmitted(self) -> "PendingBatch":
-        """Return a copy without responses, for another driver: the responses are lost with this one."""
-        return self if self.prompts is None else replace(self, responses=None, pending_pushes=[])
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for another driver: responses being generated are lost with this one."""
+        return vars(self) | ({} if self.prompts is None else {"responses": None, "pending_pushes": []})
 
 
 def make_pipeline(policy: PolicyGroups, config: PPOConfig) -> "RolloutPipeline":
@@ -135,19 +135,19 @@ class RolloutPipeline:
         pushes, self._pushes = self._pushes, []
         return pushes
 
-    # -- step retry
+    # -- snapshot
 
-    def snapshot(self) -> list[PendingBatch]:
-        """Return the present queue, for `rewind`."""
+    def state_dict(self) -> list[PendingBatch]:
+        """Return the present queue. A pickled copy has no responses."""
         return [replace(batch, pending_pushes=[]) for batch in self._pending]
 
-    def rewind(self, pending: Sequence[PendingBatch]) -> None:
-        """Replace the queue by that of a `snapshot`.
-
-        Responses that were lost with a process are generated again, with the weights that the rollout has now.
-        """
+    def load_state_dict(self, pending: Sequence[PendingBatch]) -> None:
+        """Replace the queue by that of a `state_dict`; `regenerate_lost` completes it."""
         self._pushes = []
         self._pending = deque(replace(batch) for batch in pending)
+
+    def regenerate_lost(self) -> None:
+        """Generate responses again that were lost with a process, with the weights that the rollout has now."""
         for batch in self._pending:
             try:
                 if batch.responses is not None:
@@ -174,9 +174,11 @@ class RolloutPipeline:
             state.append({"step": batch.step, "epoch": batch.epoch, "shares": batch.num_chunks})
         return state
 
-    def load(self, directory: str, state: list[dict[str, Any]]) -> None:
-        """Append the batches that `save` wrote, also if the rollout has another number of processes now."""
-        for number, entry in enumerate(state):
+    def load(self, directory: str, state: list[dict[str, Any]] | None) -> None:
+        """Replace the queue by what `save` wrote, also if the rollout has another number of processes now."""
+        self._pushes = []
+        self._pending.clear()
+        for number, entry in enumerate(state or ()):
             other_columns = DataProto.load_from_disk(os.path.join(directory, f"{number}.rest"))
             responses = DataProto.load_from_disk(os.path.join(directory, f"{number}.responses"))
             future = self._as_future(responses, num_groups=len(other_columns))

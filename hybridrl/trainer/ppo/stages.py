@@ -1,21 +1,16 @@
-"""The step of PPO and its relatives, as a table of stages with their roles and columns.
+"""Conditions, roles and optional columns of PPO's stages, from the settings.
 
-The table is the dataflow of a job. `RayPPOTrainer.stages` binds each line to the method of that name. Overlap and
-failover are derived from it, and `hybridrl job graph` draws it. Nothing is started here.
+The list of the stages is `RayPPOTrainer.step`, and the table of columns `columns.py`. Nothing is started here.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.config import PPOConfig
 from hybridrl.errors import ConfigError
-from hybridrl.framework import StageSpec
+from hybridrl.trainer.ppo import columns as c
 from hybridrl.trainer.roles import Role
-
-# Columns that a model reads. All other columns of a batch stay in the driver.
-MODEL_INPUT = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-PROMPT_INPUT = ("input_ids", "attention_mask", "position_ids", "seeds")
-SCORES = ("token_level_scores", "reward_valid")
 
 
 def uses_critic(config: PPOConfig) -> bool:
@@ -62,58 +57,79 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
         raise ConfigError("no reward is configured; pass reward_fn, or map Role.RewardModel to a worker class")
 
 
-def ppo_stages(config: PPOConfig, roles: Collection[Role]) -> list[tuple[str, StageSpec]]:
-    """Return (method of the trainer, stage spec) for every stage of a step, in order.
+@dataclass(frozen=True)
+class StageRoles:
+    """Names of the roles that execute the stages of a step.
 
-    A stage that is not pure runs exactly once per step. A stage without a role runs in the driver itself.
+    Attributes:
+        reward_model: None: the driver scores alone.
     """
+
+    actor: str | None
+    rollout: str | None
+    reference: str | None
+    critic: str
+    reward_model: str | None
+
+
+def stage_roles(roles: Collection[Role]) -> StageRoles:
+    """Return which of a job's roles executes which stages."""
     actor = next((str(role) for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in roles), None)
-    rollout = str(Role.Rollout) if Role.Rollout in roles else actor
-    reference = str(Role.RefPolicy) if Role.RefPolicy in roles else actor
-    critic, reward_model = str(Role.Critic), str(Role.RewardModel) if Role.RewardModel in roles else None
-    values = ("values",) if uses_critic(config) else ()
-    weights = ("rollout_is_weights",) if corrects_rollout(config) else ()
-    kl_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
-    kl_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
-    sampled = ("rollout_log_probs",) if config.actor_rollout_ref.rollout.calculate_log_probs else ()
-    replayed = ("prompts", *MODEL_INPUT, *sampled, *SCORES)
-    trained = (*MODEL_INPUT, "old_log_probs", "advantages", "reward_valid", *weights, *kl_loss)
-
-    table = [
-        _stage("next_batch", "next_batch", writes=PROMPT_INPUT, once=True),
-        _stage(
-            "gen", "generate", rollout, PROMPT_INPUT, ("prompts", *MODEL_INPUT, *sampled), once=config.trainer.lag > 0
-        ),
-        _stage("reward", "reward", reward_model, ("prompts", "responses", "response_mask"), SCORES),
-        *([_stage("replay", "replay", None, replayed, replayed, once=True)] if config.trainer.replay.groups else ()),
-        _stage("old_log_prob", "old_log_prob", actor, (*MODEL_INPUT, *sampled), ("old_log_probs",)),
-    ]
-    if weights:
-        reads = ("response_mask", "old_log_probs", "rollout_log_probs")
-        table.append(_stage("rollout_correction", "rollout_correction", None, reads, weights))
-    if uses_reference(config):
-        table.append(_stage("ref", "ref_log_prob", reference, MODEL_INPUT, ("ref_log_prob",)))
-    if values:
-        table.append(_stage("values", "values", critic, MODEL_INPUT, values))
-    reads = ("response_mask", *SCORES, *kl_reward, *values)
-    table.append(_stage("adv", "advantage", None, reads, ("token_level_rewards", "advantages", "returns"), once=True))
-    if values:
-        table.append(
-            _stage(
-                "update_critic", "update_critic", critic, (*MODEL_INPUT, "reward_valid", *values, "returns"), once=True
-            )
-        )
-    table += [
-        _stage("update_actor", "update_actor", actor, trained, once=True),
-        _stage("update_weights", "update_weights", rollout, once=True),
-        _stage("testing", "validate", rollout),
-        _stage("log", "log", once=True),
-        _stage("save_checkpoint", "save_checkpoint", once=True),
-    ]
-    return table
+    return StageRoles(
+        actor=actor,
+        rollout=str(Role.Rollout) if Role.Rollout in roles else actor,
+        reference=str(Role.RefPolicy) if Role.RefPolicy in roles else actor,
+        critic=str(Role.Critic),
+        reward_model=str(Role.RewardModel) if Role.RewardModel in roles else None,
+    )
 
 
-def _stage(
-    name: str, method: str, role: str | None = None, reads: tuple = (), writes: tuple = (), *, once: bool = False
-) -> tuple[str, StageSpec]:
-    return method, StageSpec(name, role, tuple(dict.fromkeys(reads)), writes, pure=not once)
+@dataclass(frozen=True)
+class OptionalColumns:
+    """Columns that a batch has only with some settings; each group is empty without them.
+
+    Attributes:
+        sampled: Written by `gen` in addition to `GENERATED`.
+        log_probs: Of the rollout.
+        model_scores: Of a reward model.
+        weights: Of the rollout correction.
+        kl_loss: Read by `update_actor`.
+        kl_reward: Read by `adv`.
+        values: Of the critic.
+        ages: Versions that decide which tokens are too old to train.
+    """
+
+    sampled: tuple[str, ...]
+    log_probs: tuple[str, ...]
+    model_scores: tuple[str, ...]
+    weights: tuple[str, ...]
+    kl_loss: tuple[str, ...]
+    kl_reward: tuple[str, ...]
+    values: tuple[str, ...]
+    ages: tuple[str, ...]
+
+
+def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColumns:
+    """Return the optional columns that a job with these settings and roles has."""
+    rollout, trainer, algorithm = config.actor_rollout_ref.rollout, config.trainer, config.algorithm
+    log_probs = (c.ROLLOUT_LOG_PROBS,) if rollout.calculate_log_probs else ()
+    versions = (c.TOKEN_VERSIONS,) if records_token_versions(config) else ()
+    drops_tokens = trainer.stale_tokens == "drop" and trainer.staleness is not None
+    return OptionalColumns(
+        sampled=(*log_probs, *versions, *((c.NUM_TURNS,) if rollout.mode == "async" else ())),
+        log_probs=log_probs,
+        model_scores=(c.RM_SCORES,) if Role.RewardModel in roles else (),
+        weights=(c.ROLLOUT_IS_WEIGHTS,) if corrects_rollout(config) else (),
+        kl_loss=(c.REF_LOG_PROB,) if config.actor_rollout_ref.actor.use_kl_loss else (),
+        kl_reward=(c.OLD_LOG_PROBS, c.REF_LOG_PROB) if algorithm.use_kl_in_reward else (),
+        values=(c.VALUES,) if uses_critic(config) else (),
+        ages=(c.WEIGHTS_VERSION, *versions) if drops_tokens else (),
+    )
+
+
+def records_token_versions(config: PPOConfig) -> bool:
+    """Return whether responses are generated in chunks by several versions of the weights."""
+    trainer = config.trainer
+    waits = trainer.staleness is not None and trainer.stale_tokens != "drop"
+    lag = min(trainer.lag, trainer.staleness) if waits else trainer.lag
+    return trainer.partial_rollout and (lag > 1 or config.actor_rollout_ref.rollout.mode == "async")

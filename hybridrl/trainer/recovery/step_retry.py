@@ -14,38 +14,72 @@ completed step; then the error is raised. Exceptions in user code are never retr
 lost node takes the snapshots in its object store with it; then, and beyond the limits, a new job resumes from the
 newest checkpoint.
 
-Called by the PPO trainer; runs in the driver. Every recovery is one line of `failures.jsonl` in the run directory.
+Called by `Trainer`; runs in the driver. Every recovery is one line of `failures.jsonl` in the run directory.
 """
 
-import copy
 import json
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.master.state.events import TRAINER
-from hybridrl.trainer.recovery.step_snapshot import StepSnapshot
+from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
+from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES, MAX_TIMEOUTS = 3, 1  # per completed step
 FILE = "failures.jsonl"
 
 
+class Recoverable(Protocol):
+    """What the retry of steps requires of a trainer.
+
+    Attributes:
+        global_steps: The step in progress, or the last completed one.
+        groups: Role -> worker group.
+    """
+
+    global_steps: int
+    groups: dict[str, Any]
+
+    @property
+    def parts(self) -> Parts:
+        """The driver's own state."""
+
+    @property
+    def weight_channel(self) -> Any:
+        """Channel that weights are pushed over, for the next driver; None without one."""
+
+    def trained_groups(self) -> Mapping[str, Any]:
+        """Return the groups whose state is in a snapshot, by name."""
+
+    def init_role(self, role: str) -> None:
+        """Load this role's model into its newly started processes."""
+
+    def disconnect(self, reason: str) -> None:
+        """Stop what depends on processes that are about to be replaced. Safe to call twice."""
+
+    def reconnect(self) -> None:
+        """Bring roles without a snapshot to the restored step; raises WorkerLost if another worker is lost."""
+
+
 class StepRetry:
     """Snapshots of a run's steps, and the recovery of lost workers from them.
 
     Args:
-        trainer: The PPO trainer.
+        trainer: The trainer whose steps are run.
+        resume_state: Stores snapshots for the next driver.
         snapshot_freq: Steps between two snapshots. 0: no snapshots, and a lost worker ends the run.
         directory: Run directory, for `failures.jsonl`.
     """
 
-    def __init__(self, trainer: Any, *, snapshot_freq: int, directory: str):
-        self._trainer, self._snapshot_freq, self._path = trainer, snapshot_freq, os.path.join(directory, FILE)
+    def __init__(self, trainer: Recoverable, resume_state: ResumeState, *, snapshot_freq: int, directory: str):
+        self._trainer, self._resume_state = trainer, resume_state
+        self._snapshot_freq, self._path = snapshot_freq, os.path.join(directory, FILE)
         self._snapshot: StepSnapshot | None = None
         self._losses = self._timeouts = 0  # since the last snapshot
         self._newest = -1  # completed step
@@ -76,30 +110,20 @@ class StepRetry:
             return
         start = time.perf_counter()
         engine_refs = {
-            role: trainer.resume_state.call_surviving(group, "take_snapshot")
+            role: self._resume_state.call_surviving(group, "take_snapshot")
             for role, group in trainer.trained_groups().items()
         }
         for parts in engine_refs.values():
             parts.fetch(parts.sizes or [])  # waits for all ranks; sizes are small, the parts stay in the store
-        self._snapshot = StepSnapshot(
-            trainer.global_steps,
-            engine_refs,
-            trainer_state(trainer),
-            trainer.pipeline.snapshot(),
-            trainer.policy.weight_channel,
-        )
-        trainer.resume_state.store(self._snapshot)
+        state = parts_in_memory(trainer.parts)
+        self._snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
+        self._resume_state.store(self._snapshot)
         LIFECYCLE.report_step(trainer.global_steps)
         self._losses, self._timeouts, self._snapshot_s = 0, 0, time.perf_counter() - start
 
-    def start(self, snapshot: StepSnapshot | None) -> None:
-        """Bring all roles to the same step: the trainer's, or that of a previous driver's snapshot."""
-        trainer = self._trainer
-        if snapshot is None:
-            trainer.prompts.num_drawn = trainer.global_steps + len(trainer.pipeline)
-            trainer.policy.push_weights(trainer.global_steps)
-            return
-        start, self._newest, trainer.global_steps = time.time(), snapshot.step, snapshot.step
+    def resume(self, snapshot: StepSnapshot) -> None:
+        """Bring all roles to the step of a previous driver's snapshot."""
+        start, self._newest, self._trainer.global_steps = time.time(), snapshot.step, snapshot.step
         self._rewind([], snapshot)
         seconds = time.time() - start
         logger.warning(
@@ -114,8 +138,6 @@ class StepRetry:
                 "back_at_step": snapshot.step,
             }
         )
-        if snapshot.step and trainer.commit_is_due() and snapshot.step not in trainer.store.steps():
-            trainer.commit()
 
     def is_first_completion(self, step: int) -> bool:
         """Return whether this step completes for the first time."""
@@ -161,7 +183,7 @@ class StepRetry:
             if losses:
                 self._check_budget(losses[-1], step, snapshot)
             try:
-                self._trainer.policy.disconnect(str(losses[-1]) if losses else "its driver was lost")
+                self._trainer.disconnect(str(losses[-1]) if losses else "its driver was lost")
                 self._rebuild({role for one in losses for role in one.role.split("+")})
                 return self._restore(snapshot)
             except (WorkerLost, CallTimeout) as another:
@@ -211,28 +233,6 @@ class StepRetry:
         trainer = self._trainer
         for role, group in trainer.trained_groups().items():
             group.load_snapshot(snapshot.engine_refs[role])
-        load_trainer_state(trainer, snapshot.trainer_state)
-        trainer.ledger.rewind(snapshot.step)
-        trainer.policy.reconnect()
-        trainer.policy.push_weights(snapshot.step)
-        trainer.pipeline.rewind(snapshot.pending_batches)
-        if trainer.remote_evaluator is not None:
-            trainer.remote_evaluator.resubmit()
-
-
-def trainer_state(trainer: Any) -> dict[str, Any]:
-    """Return the driver's own state between two steps, for `load_trainer_state`."""
-    return {
-        "global_steps": trainer.global_steps,
-        "drawn": trainer.prompts.num_drawn,
-        "data": copy.deepcopy(trainer.train_loader.state_dict()),
-        "kl_ctrl": copy.deepcopy(trainer.kl_ctrl.state_dict()),
-        "replay": trainer.replay_buffer.snapshot(),
-    }
-
-
-def load_trainer_state(trainer: Any, state: dict[str, Any]) -> None:
-    trainer.global_steps, trainer.prompts.num_drawn = state["global_steps"], state["drawn"]
-    trainer.train_loader.load_state_dict(copy.deepcopy(state["data"]))
-    trainer.kl_ctrl.load_state_dict(copy.deepcopy(state["kl_ctrl"]))
-    trainer.replay_buffer.rewind(state["replay"])
+        trainer.global_steps = snapshot.step
+        load_from_memory(trainer.parts, snapshot.parts)
+        trainer.reconnect()

@@ -5,7 +5,7 @@ that outlives it. The next attempt loads the newest snapshot there, reattaches t
 the end of that step. Without a snapshot only the newest checkpoint is left: the job is then a new run on the cluster,
 and the processes of the old one are killed.
 
-Used by the PPO trainer and by `StepRetry`, in the driver.
+Used by the trainers and by `StepRetry`, in the driver.
 """
 
 import logging
@@ -39,15 +39,13 @@ class StepSnapshot:
     Attributes:
         step: The completed step.
         engine_refs: Role -> one reference per rank to what `take_snapshot` returned.
-        trainer_state: State of the driver itself, see `trainer_state` in `step_retry.py`.
-        pending_batches: Batches whose generation has been submitted (`trainer.lag`).
+        parts: State of the driver's own parts, see `run/state.py`.
         channel: Channel that weights were pushed over, see `PolicyGroups.weight_channel`.
     """
 
     step: int
     engine_refs: Mapping[str, list]
-    trainer_state: Mapping[str, Any]
-    pending_batches: list[Any]
+    parts: Mapping[str, Any]
     channel: Any = None
 
 
@@ -93,9 +91,7 @@ class ResumeState:
         """Store this snapshot for the next driver, if there is a supervisor."""
         if not self.is_supervised:
             return
-        description = replace(
-            snapshot, engine_refs={}, pending_batches=[batch.as_unsubmitted() for batch in snapshot.pending_batches]
-        )
+        description = replace(snapshot, engine_refs={})
         parts = {role: list(references) for role, references in snapshot.engine_refs.items()}
         if not store_snapshot(self._store, cloudpickle.dumps(description), parts):
             logger.warning("snapshot store of %s was lost; the next step starts a new one", self.run_name)

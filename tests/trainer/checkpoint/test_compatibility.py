@@ -14,6 +14,7 @@ from hybridrl.trainer.checkpoint.compatibility import (
     changed_settings,
     check_compatible,
     hash_files,
+    read_complete_state,
     run_fingerprint,
 )
 from hybridrl.trainer.checkpoint.store import write_run_state
@@ -99,3 +100,11 @@ def test_a_path_that_is_not_on_this_machine_counts_by_its_name():
     assert hash_files(["Qwen/Qwen2.5-0.5B"]) != hash_files(["Qwen/Qwen2.5-1.5B"])
     sft = from_dict(SFTConfig, {"model": {"path": "Qwen/Qwen2.5-0.5B"}})
     assert run_fingerprint(sft)["model.path"] == hash_files(["Qwen/Qwen2.5-0.5B"])
+
+
+def test_a_checkpoint_without_the_number_of_drawn_batches_has_drawn_the_pending_ones_too(tmp_path):
+    old = {"global_steps": 3, "data": {}, "ahead": [{"step": 4}, {"step": 5}]}
+    write_run_state(str(tmp_path), old, config_yaml="")
+    assert read_complete_state(str(tmp_path))["prompts"] == {"num_drawn": 5}
+    write_run_state(str(tmp_path), old | {"prompts": {"num_drawn": 4}}, config_yaml="")
+    assert read_complete_state(str(tmp_path))["prompts"] == {"num_drawn": 4}

@@ -1,0 +1,353 @@
+"""`Trainer`: what PPO and supervised fine-tuning share, from the start of the workers to the last commit.
+
+    init_workers   reserve devices, start processes, load models
+    fit            resume -> roll back after a NonFiniteError -> retry after a lost worker -> run stages -> commit
+    shutdown       end the processes
+
+`RayPPOTrainer` and `SFTTrainer` say what a step is (`step`), how a role starts (`init_role`), and what belongs to
+snapshot and checkpoint besides the weights (`parts`). Runs in the driver; knows no algorithm.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from hybridrl.config import PPOConfig, SFTConfig, to_yaml
+from hybridrl.config.schema.workers import ModelConfig
+from hybridrl.driver.termination import TERMINATION
+from hybridrl.framework import OnlineRLContext
+from hybridrl.framework.overlap import DeviceSlots
+from hybridrl.framework.stage import Stage, StageFn
+from hybridrl.single_controller.launch import launch
+from hybridrl.single_controller.monitoring.tracing import stop_recording
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.trainer.checkpoint.compatibility import (
+    FINGERPRINT_KEY,
+    check_compatible,
+    read_complete_state,
+    run_fingerprint,
+)
+from hybridrl.trainer.checkpoint.saver import CheckpointSaver, min_checkpoint_bytes
+from hybridrl.trainer.checkpoint.step_ledger import LEDGER, StepLedger
+from hybridrl.trainer.checkpoint.store import (
+    CheckpointStore,
+    check_engine_state,
+    find_resume_checkpoint,
+    write_run_state,
+)
+from hybridrl.trainer.data.prompt_loader import PromptLoader
+from hybridrl.trainer.recovery.nonfinite import NonFiniteGuard, train_with_rollbacks
+from hybridrl.trainer.recovery.step_retry import StepRetry
+from hybridrl.trainer.recovery.step_snapshot import ResumeState
+from hybridrl.trainer.roles import ResourcePoolManager
+from hybridrl.trainer.run.column_check import Column, column_checks
+from hybridrl.trainer.run.metrics import mean_metrics
+from hybridrl.trainer.run.middleware import Middleware, apply_middleware
+from hybridrl.trainer.run.setup import (
+    enable_tracing,
+    is_due,
+    open_tracking,
+    run_directory,
+    run_stages,
+    warn_about_small_batches,
+)
+from hybridrl.trainer.run.state import Parts, load_parts, save_parts
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """The loop of every trainer.
+
+    Args:
+        config: Settings of the job.
+        tokenizer: The model's tokenizer.
+        resource_pool_manager: Pools, and the role -> pool mapping.
+        ray_worker_group_cls: `RayWorkerGroup`, or `LocalWorkerGroup` for one process without Ray.
+        train_loader: Batches of the training data.
+        resume_state: What an earlier driver of the run has left.
+        model: Settings of the trained model.
+
+    Attributes:
+        columns: Table of the batch's columns, for checks of the stages.
+        engine_directories: Trained role -> directory in a checkpoint; default the role's name.
+        global_steps: The step in progress, or the last completed one; also the version of its weights.
+    """
+
+    columns: Mapping[str, Column] = {}
+    engine_directories: Mapping[str, str] = {}
+
+    def __init__(
+        self,
+        config: PPOConfig | SFTConfig,
+        tokenizer: Any,
+        *,
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type = RayWorkerGroup,
+        train_loader: PromptLoader,
+        resume_state: ResumeState,
+        model: ModelConfig,
+    ):
+        self.config: Any = config
+        self.tokenizer, self.train_loader = tokenizer, train_loader
+        self.resource_pool_manager, self.ray_worker_group_cls = resource_pool_manager, ray_worker_group_cls
+        self.resume_state, self.job = resume_state, resume_state.run_name
+        trainer, num_rows = config.trainer, len(train_loader.dataset)
+        warn_about_small_batches(config, num_rows=num_rows)
+        self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * train_loader.steps_per_epoch
+        self.store = CheckpointStore(run_directory(trainer), keep=trainer.max_ckpt_to_keep)
+        self.saver = CheckpointSaver(self.store, trainer, min_checkpoint_bytes=min_checkpoint_bytes(model))
+        self.ledger = StepLedger(self.store.root, rows=num_rows)
+        self.nonfinite_guard = NonFiniteGuard(trainer.nonfinite)
+        self.middleware: list[Middleware] = []
+        self.groups: dict[str, Any] = {}
+        self.global_steps = 0
+
+    # ---- what a trainer is
+
+    @classmethod
+    def step(cls, config: Any, roles: Collection[Any]) -> list[Stage]:
+        """Return the stages of a step in order, from settings and roles alone: nothing needs to run."""
+        raise NotImplementedError
+
+    def init_workers(self) -> None:
+        """Reserve devices, start the worker processes and load their models. A failure stops all of them."""
+        raise NotImplementedError
+
+    def init_role(self, role: str) -> None:
+        """Load this role's model into its newly started processes."""
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> Parts:
+        """The stateful parts, in the order in which they are saved and loaded."""
+        return {"data": self.train_loader, LEDGER: self.ledger}
+
+    @property
+    def roles(self) -> Collection[Any]:
+        """The roles that have workers."""
+        return tuple(self.groups)
+
+    def trained_groups(self) -> dict[str, Any]:
+        """Return the groups with a trained engine, by their name in the ledger."""
+        return dict(self.groups)
+
+    def stages(self) -> list[StageFn]:
+        """Return the stages of a step, bound to this trainer. Override it to add some."""
+        return [stage.bind(self) for stage in self.step(self.config, self.roles) if stage.enabled]
+
+    # ---- workers
+
+    def launch_workers(
+        self,
+        classes: Mapping[str, RayClassWithInitArgs],
+        pool_of_role: Mapping[str, str],
+        *,
+        detached: bool = False,
+        reattach: bool = False,
+    ) -> None:
+        """Start the processes of all roles and load their models; a failure stops all of them.
+
+        Args:
+            classes: Role -> worker class.
+            pool_of_role: Role -> pool.
+            detached: Whether the processes outlive the driver.
+            reattach: Whether to adopt processes that a previous driver left.
+        """
+        manager, trainer = self.resource_pool_manager, self.config.trainer
+        environment = enable_tracing(trainer, self.job)
+        plan = manager.plan(self.job, pool_of_role, colocate=trainer.colocate, worker_env=environment)
+        manager.create_resource_pool(plan=plan, detached=detached)
+        try:
+            self.groups = launch(
+                plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls, reattach=reattach
+            )
+            for role, group in self.groups.items():
+                group.set_call_timeout(trainer.call_timeout_s)
+                if group.is_new:
+                    self.init_role(role)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Stop the worker processes and release their devices. Safe to call twice."""
+        for group in self.groups.values():
+            group.shutdown()
+        self.groups = {}
+        self.resume_state.drop()
+        self.resource_pool_manager.release()
+        stop_recording()
+
+    # ---- the loop
+
+    def fit(self) -> str | None:
+        """Train up to `total_training_steps`, from the newest checkpoint if there is one (`trainer.resume_mode`).
+
+        Returns:
+            Path of the newest checkpoint, if there is one.
+
+        Raises:
+            Terminated: SIGTERM arrived. In the middle of a step, the step is committed first (`driver/termination.py`).
+        """
+        with TERMINATION.handle_sigterm():
+            self._resume()
+            train_with_rollbacks(
+                self._train,
+                policy=self.config.trainer.nonfinite,
+                newest=lambda: self.saver.committed,
+                roll_back=self.load_checkpoint,
+            )
+        return self.store.latest()
+
+    def _resume(self) -> None:
+        self.identity = run_fingerprint(self.config)
+        path, snapshot = find_resume_checkpoint(self.store, self.config.trainer), self.resume_state.snapshot
+        if snapshot is not None:
+            self.saver.committed = path
+            self.ledger.resume_from(None, path=None, step=snapshot.step, num_updates={})
+        elif path is None:
+            self.ledger.start()
+        else:
+            check_compatible(path, self.config)
+            self.load_checkpoint(path)
+            logger.info("resumed from %s, step %d of %d", path, self.global_steps, self.total_training_steps)
+
+    def _train(self) -> None:
+        """Train from the step after `global_steps` to the last one."""
+        self.step_retry = StepRetry(
+            self, self.resume_state, snapshot_freq=self.snapshot_freq, directory=self.store.root
+        )
+        self.begin()
+        start, end = self.global_steps, self.total_training_steps
+        with open_tracking(self.config, start_step=start, total_steps=end) as self.tracking:
+            self.run_remaining_steps()
+
+    def run_remaining_steps(self) -> None:
+        """Run the steps that are left, and a step again if a worker was lost in it."""
+        if self.global_steps >= self.total_training_steps:
+            logger.info("nothing to train: step %d of %d is complete", self.global_steps, self.total_training_steps)
+            return
+        self.step_retry.take_snapshot(force=True)
+        self.step_retry.run_with_retry(self._run_stages)
+
+    def _run_stages(self) -> None:
+        with TERMINATION.defer_sigterm(grace_s=self.config.trainer.grace_s):
+            run_stages(
+                self.stages(),
+                max_step=self.total_training_steps - self.global_steps,
+                first_step=self.global_steps + 1,
+                change=functools.partial(apply_middleware, trainer=self),
+                device_slots=self.device_slots(),
+                wrappers=[self.ledger, *column_checks(self.columns)],
+            )
+            self.end()
+        if self.global_steps < self.total_training_steps:
+            TERMINATION.raise_if_received()
+
+    @property
+    def snapshot_freq(self) -> int:
+        """Steps between two snapshots; 0 means that a lost worker ends the run."""
+        return 0
+
+    def device_slots(self) -> DeviceSlots | None:
+        """Return role -> device slots if independent stages run concurrently, else None."""
+        return None
+
+    def begin(self) -> None:
+        """Bring all roles to the same step, before the first stage runs and after every rollback."""
+
+    def end(self) -> None:
+        """Finish what the last step has started."""
+
+    # ---- stages and parts of stages
+
+    def update_metrics(self, updates: Mapping[str, Any], *, role: str, prefix: str) -> dict[str, float]:
+        """Return the means of an update's metrics, and record its optimizer steps in the ledger.
+
+        Raises:
+            NonFiniteError: According to `trainer.nonfinite`.
+        """
+        self.nonfinite_guard.check(updates, prefix=prefix, step=self.global_steps)
+        self.ledger.record_update(role, updates, prefix=prefix)
+        return mean_metrics(updates)
+
+    def save_checkpoint(self, ctx: OnlineRLContext) -> None:
+        """Commit a checkpoint every `trainer.save_freq` steps, after the last one, and before an exit by SIGTERM."""
+        epoch, rows = ctx.metrics.get("training/epoch"), ctx.get("prompt_rows", ())
+        self.ledger.end_step(self.global_steps, epoch=epoch, prompts=rows)
+        terminating = TERMINATION.received
+        due = terminating or self.commit_is_due()
+        self.step_retry.take_snapshot(force=due)
+        if due:
+            self.commit(required=terminating)
+        ctx.finish = ctx.finish or terminating
+
+    # ---- checkpoints
+
+    def is_due(self, freq: int) -> bool:
+        """Return whether something is due in this step that is done every `freq` steps and after the last one."""
+        return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
+
+    def commit_is_due(self) -> bool:
+        return self.is_due(self.config.trainer.save_freq)
+
+    def commit(self, *, required: bool = False) -> None:
+        """Commit a checkpoint of the present state.
+
+        Args:
+            required: Whether a failure ends the run whatever `trainer.save_failure` is, as it does after the last step.
+        """
+        required = required or self.global_steps == self.total_training_steps
+        save: Callable[[], None] = functools.partial(
+            self.saver.save, self.global_steps, self.write_checkpoint, required=required
+        )
+        self.step_retry.run_with_retry(save)
+
+    def write_checkpoint(self, directory: str) -> None:
+        """Write the whole state between two steps into `directory`; `CheckpointSaver` publishes it.
+
+        Raises:
+            StorageError: The state cannot be written.
+        """
+        self.ledger.engine_updates = self.save_engines(directory)
+        state = {"global_steps": self.global_steps, FINGERPRINT_KEY: self.identity} | save_parts(self.parts, directory)
+        write_run_state(directory, state, config_yaml=to_yaml(self.config))
+
+    def save_engines(self, directory: str) -> dict[str, Any]:
+        """Write the engines of all trained groups; return role -> optimizer steps in the weights, one per rank."""
+        num_updates = {}
+        for role, group in self.trained_groups().items():
+            own = self._engine_directory(directory, role)
+            num_updates[role] = group.save_checkpoint(own)
+            check_engine_state(own, num_ranks=group.world_size)
+        return num_updates
+
+    def load_checkpoint(self, path: str) -> None:
+        """Set the trainer to the state of the checkpoint at `path`, whatever it has done since."""
+        state = read_complete_state(path)
+        self.ledger.engine_updates = {
+            role: group.load_checkpoint(self._engine_directory(path, role))
+            for role, group in self.trained_groups().items()
+        }
+        self.global_steps = self.ledger.step = state["global_steps"]
+        load_parts(self.parts, state, path)
+        self.saver.committed = path
+
+    def _engine_directory(self, checkpoint: str, role: str) -> str:
+        return os.path.join(checkpoint, self.engine_directories.get(role, role))
+
+    # ---- recovery of lost workers, see `StepRetry`
+
+    @property
+    def weight_channel(self) -> Any:
+        """Channel that weights are pushed over; None without one."""
+        return None
+
+    def disconnect(self, reason: str) -> None:
+        """Stop what depends on processes that are about to be replaced. Safe to call twice."""
+
+    def reconnect(self) -> None:
+        """Bring roles without a snapshot to the restored step, after processes were replaced."""

@@ -1,0 +1,57 @@
+"""The columns of a batch, one row each, and the groups of them that stages read and write.
+
+`RayPPOTrainer.step` refers to these names. With HYBRIDRL_CHECK_STAGES=1 the batch is compared with this table before
+and after every stage (`run/column_check.py`). The data set's own columns (`data_source`, ...) pass through unlisted.
+
+Letters of shapes: B rows, one per prompt up to `gen` and one per response from there on; P tokens of a padded prompt;
+R tokens of a padded response; T tokens of a sequence, which is the prompt up to `gen` and P + R from there on.
+"""
+
+from collections.abc import Mapping
+
+from hybridrl.trainer.run.column_check import Column
+
+INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
+SEEDS, UID, DATASET_ROW = "seeds", "uid", "dataset_row"
+PROMPTS, RESPONSES, RESPONSE_MASK = "prompts", "responses", "response_mask"
+ROLLOUT_LOG_PROBS, NUM_TURNS = "rollout_log_probs", "num_turns"
+WEIGHTS_VERSION, TOKEN_VERSIONS = "weights_version", "token_versions"
+RM_SCORES, TOKEN_LEVEL_SCORES, REWARD_VALID = "rm_scores", "token_level_scores", "reward_valid"
+OLD_LOG_PROBS, REF_LOG_PROB, ROLLOUT_IS_WEIGHTS = "old_log_probs", "ref_log_prob", "rollout_is_weights"
+VALUES, TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS = "values", "token_level_rewards", "advantages", "returns"
+
+PROMPT_INPUT = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, SEEDS)
+MODEL_INPUT = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, RESPONSES, RESPONSE_MASK)
+"""What a model reads. All other columns of a batch stay in the driver."""
+GENERATED = (PROMPTS, *MODEL_INPUT, WEIGHTS_VERSION)
+RESPONSE = (PROMPTS, RESPONSES, RESPONSE_MASK)
+SCORES = (TOKEN_LEVEL_SCORES, REWARD_VALID)
+LOG_PROB_PAIR = (RESPONSE_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS)
+"""What the rollout correction compares."""
+ESTIMATES = (TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS)
+
+COLUMNS: Mapping[str, Column] = {
+    INPUT_IDS: Column("int64", "B T", ("next_batch", "gen", "replay"), "tokens, prompts padded on the left"),
+    ATTENTION_MASK: Column("int64", "B T", ("next_batch", "gen", "replay"), "1 on tokens, 0 on padding"),
+    POSITION_IDS: Column("int64", "B T", ("next_batch", "gen", "replay"), "position from the first real token on"),
+    SEEDS: Column("int64", "B", ("next_batch",), "seed of a prompt's responses; `gen` consumes it"),
+    UID: Column("object", "B", ("next_batch",), "id that the samples of one prompt share"),
+    DATASET_ROW: Column("object", "B", ("next_batch",), "row of the prompt in the training data"),
+    PROMPTS: Column("int64", "B P", ("gen", "replay"), "tokens of the prompt, padded on the left"),
+    RESPONSES: Column("int64", "B R", ("gen", "replay"), "tokens of the response, padded on the right"),
+    RESPONSE_MASK: Column("int64", "B R", ("gen", "replay"), "1 on tokens that the policy sampled"),
+    ROLLOUT_LOG_PROBS: Column("float32", "B R", ("gen", "replay"), "log-probs at which the rollout sampled"),
+    WEIGHTS_VERSION: Column("int64", "B", ("gen", "replay"), "version of the weights that sampled the first token"),
+    TOKEN_VERSIONS: Column("int64", "B R", ("gen", "replay"), "version of the weights of each token, -1 for none"),
+    NUM_TURNS: Column("int64", "B", ("gen", "replay"), "agent turns of the response"),
+    RM_SCORES: Column("float32", "B R", ("reward", "replay"), "the reward model's score, on the last token"),
+    TOKEN_LEVEL_SCORES: Column("float32", "B R", ("reward", "replay"), "rewards before any KL penalty"),
+    REWARD_VALID: Column("bool", "B", ("reward", "replay"), "whether scoring succeeded; other rows train nothing"),
+    OLD_LOG_PROBS: Column("float32", "B R", ("old_log_prob",), "log-probs of the policy that is about to be trained"),
+    ROLLOUT_IS_WEIGHTS: Column("float32", "B R", ("rollout_correction",), "importance weights, 0 off the mask"),
+    REF_LOG_PROB: Column("float32", "B R", ("ref",), "log-probs of the reference policy"),
+    VALUES: Column("float32", "B R", ("values",), "the critic's value before each token"),
+    TOKEN_LEVEL_REWARDS: Column("float32", "B R", ("adv",), "scores minus the KL penalty, if configured"),
+    ADVANTAGES: Column("float32", "B R", ("adv",), "advantages, 0 off the mask"),
+    RETURNS: Column("float32", "B R", ("adv",), "targets of the critic"),
+}

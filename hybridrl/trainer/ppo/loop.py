@@ -1,0 +1,218 @@
+"""PPO's part of the loop around the step: data, workers, stateful parts, recovery. The step is `trainer.py`.
+
+`RayPPOTrainer` inherits it, and it fills in `Trainer` (`trainer/loop.py`). Runs in the driver.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from hybridrl.algos.advantages import get_adv_estimator
+from hybridrl.config import PPOConfig
+from hybridrl.framework.overlap import DeviceSlots
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.trainer.checkpoint.step_ledger import LEDGER
+from hybridrl.trainer.data.prompt_dataset import collate_fn, load_prompt_data
+from hybridrl.trainer.data.prompt_loader import StepPrompts
+from hybridrl.trainer.data.seeds import Purpose, call_seed
+from hybridrl.trainer.data.tokenizer import pad_token_id
+from hybridrl.trainer.loop import Trainer
+from hybridrl.trainer.ppo.columns import COLUMNS, PROMPT_INPUT
+from hybridrl.trainer.ppo.policy import make_policy
+from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
+from hybridrl.trainer.ppo.rewards import NoRewardGuard, RewardFn, make_kl_controller
+from hybridrl.trainer.ppo.rollout_pipeline import make_pipeline
+from hybridrl.trainer.ppo.stages import check_roles
+from hybridrl.trainer.ppo.update_batch import num_optimizer_steps
+from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
+from hybridrl.trainer.recovery.step_snapshot import load_resume_state
+from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
+from hybridrl.trainer.run.middleware import load_middleware
+from hybridrl.trainer.run.state import Parts
+
+
+class PPOLoop(Trainer):
+    """Everything of `RayPPOTrainer` but its step; the arguments are described there."""
+
+    columns = COLUMNS
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, type],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type = RayWorkerGroup,
+        *,
+        reward_fn: RewardFn | None = None,
+        val_reward_fn: RewardFn | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Callable = collate_fn,
+        train_sampler: Any = None,
+        agent_loops: Any = None,
+    ):
+        self.role_worker_mapping = role_worker_mapping
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
+        self.agent_loops = agent_loops
+        self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
+        resume_state = load_resume_state(config.trainer)
+        middleware = load_middleware(config.trainer.middleware)
+        check_roles(
+            config, set(role_worker_mapping), has_reward=reward_fn is not None, has_agent_loops=agent_loops is not None
+        )
+        self.collate = functools.partial(collate_fn, pad_token_id=pad_token_id(tokenizer))
+        train_loader, self.val_dataset = load_prompt_data(
+            config.data, tokenizer, train_dataset, val_dataset, self.collate, train_sampler
+        )
+        super().__init__(
+            config,
+            tokenizer,
+            resource_pool_manager=resource_pool_manager,
+            ray_worker_group_cls=ray_worker_group_cls,
+            train_loader=train_loader,
+            resume_state=resume_state,
+            model=config.actor_rollout_ref.model,
+        )
+        self.middleware = middleware
+        self.prompts = StepPrompts(train_loader, seed=config.trainer.seed, total_steps=self.total_training_steps)
+        self.replay_buffer = ReplayBuffer(
+            config.trainer.replay,
+            n=config.actor_rollout_ref.rollout.n,
+            staleness=config.trainer.staleness or 0,
+            pad_token_id=pad_token_id(tokenizer),
+        )
+        self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
+        self.reward_guard = NoRewardGuard()
+        self.remote_evaluator: RemoteEvaluator | None = None
+
+    # ---- workers
+
+    def init_workers(self) -> None:
+        """Reserve devices, start the worker processes and load their models. A failure stops all of them."""
+        manager = self.resource_pool_manager
+        classes: dict[str, RayClassWithInitArgs] = {
+            str(role): RayClassWithInitArgs(cls, self.config, worker_role(role))
+            for role, cls in self.role_worker_mapping.items()
+        }
+        manager.check_colocation(self.config.trainer.colocate)
+        self.launch_workers(
+            classes,
+            {str(role): manager.mapping[role] for role in self.role_worker_mapping},
+            detached=self.resume_state.is_supervised,
+            reattach=self.resume_state.snapshot is not None,
+        )
+        self.policy = make_policy(self.groups, manager, self.config, agent_loops=self.agent_loops)
+        self.pipeline = make_pipeline(self.policy, self.config)
+
+    def init_role(self, role: str) -> None:
+        """Load this role's model into its newly started processes."""
+        sizes = self.train_loader.batch_sizes(self.total_training_steps)
+        self.groups[role].init_model(num_optimizer_steps(self.config, sizes, role=role))
+        self.groups[role].mark_ready()
+
+    def shutdown(self) -> None:
+        """Stop the worker processes and release their devices. Safe to call twice."""
+        if self.agent_loops is not None:
+            self.agent_loops.close()
+        super().shutdown()
+
+    # ---- parts of the loop, see `Trainer`
+
+    @property
+    def roles(self) -> Collection[Role]:
+        """The roles that have workers."""
+        return self.role_worker_mapping.keys()
+
+    @property
+    def parts(self) -> Parts:
+        """The stateful parts, in the order in which they are saved and loaded. Names are a format on disk."""
+        return {
+            "data": self.train_loader,
+            "prompts": self.prompts,
+            "kl_ctrl": self.kl_ctrl,
+            "ahead": self.pipeline,
+            "replay": self.replay_buffer,
+            LEDGER: self.ledger,
+        }
+
+    def trained_groups(self) -> dict[str, Any]:
+        """Return the groups with a trained engine, by their name in a checkpoint."""
+        critic = self.groups.get(str(Role.Critic))
+        return {"actor": self.policy.actor} | ({"critic": critic} if critic is not None else {})
+
+    @property
+    def snapshot_freq(self) -> int:
+        """Steps between two snapshots; 0 means that a lost worker ends the run."""
+        return self.config.trainer.snapshot_freq if self.config.trainer.backend == "ray" else 0
+
+    def device_slots(self) -> DeviceSlots | None:
+        """Return role -> device slots if independent stages run concurrently, else None."""
+        return self.resource_pool_manager.pools_by_role() if self.config.trainer.overlap else None
+
+    def begin(self) -> None:
+        """Bring all roles to the same step: the trainer's, or that of a previous driver's snapshot."""
+        if str(Role.Evaluator) in self.groups:
+            self.remote_evaluator = RemoteEvaluator(functools.partial(validate_on_evaluator, self))
+        snapshot = self.resume_state.pop_snapshot()
+        if snapshot is None:
+            self.policy.push_weights(self.global_steps)
+            return
+        self.step_retry.resume(snapshot)
+        if snapshot.step and self.commit_is_due() and snapshot.step not in self.store.steps():
+            self.commit()
+
+    def run_remaining_steps(self) -> None:
+        """Validate if configured, submit the first `lag` batches so that the first steps find them, and train."""
+        trainer = self.config.trainer
+        if trainer.val_only or (trainer.val_before_train and self.global_steps == 0 and self.val_dataset is not None):
+            self.tracking.log(validate(self, step=self.global_steps), self.global_steps)
+        if trainer.val_only:
+            return
+        while (batch := self.prompts.next_batch(until=self.global_steps + self.pipeline.lag)) is not None:
+            self._submit(batch)
+        super().run_remaining_steps()
+
+    def end(self) -> None:
+        """Wait for the last evaluations."""
+        for metrics in self.remote_evaluator.drain() if self.remote_evaluator is not None else ():
+            self.tracking.log(metrics, self.global_steps)
+
+    @property
+    def weight_channel(self) -> Any:
+        """Channel that weights are pushed over; None without one."""
+        return self.policy.weight_channel
+
+    def disconnect(self, reason: str) -> None:
+        """Cancel pushes and close agent loops. Safe to call twice."""
+        self.policy.disconnect(reason)
+
+    def reconnect(self) -> None:
+        """Push the restored weights to the rollout, and start again what was lost with a process."""
+        self.policy.reconnect()
+        self.policy.push_weights(self.global_steps)
+        self.pipeline.regenerate_lost()
+        if self.remote_evaluator is not None:
+            self.remote_evaluator.resubmit()
+
+    # ---- prompts
+
+    def _submit(self, batch: DataProto) -> None:
+        step, epoch = batch.meta_info.pop("step"), batch.meta_info.pop("epoch")
+        prompts = self._split_generation_inputs(batch)
+        prompts.meta_info = {
+            "seed": call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step),
+            "validate": False,
+        }
+        self.pipeline.submit(prompts, batch, step=step, epoch=epoch)
+
+    def _split_generation_inputs(self, batch: DataProto) -> DataProto:
+        """Remove the generation inputs from the batch and return them.
+
+        For agent loops they include the rows' other columns, which also stay in the batch.
+        """
+        prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
+        if self.agent_loops is not None:
+            prompts.non_tensor_batch = dict(batch.non_tensor_batch)
+        return prompts

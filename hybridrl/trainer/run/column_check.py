@@ -1,0 +1,99 @@
+"""Compare what a stage did to the batch with the columns that it declares.
+
+With HYBRIDRL_CHECK_STAGES=1 every trainer wraps its stages in `check_columns`, in the driver; the tests do so. Checked
+are tensor columns: those that a stage requires, adds, replaces or removes, and dtype and shape of those in the
+trainer's table. Not checked: values, changes in place, object arrays, and stages that middleware adds.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import torch
+
+from hybridrl.framework.stage import StageFn, StageSpec, spec_of
+
+CHECK_VARIABLE = "HYBRIDRL_CHECK_STAGES"
+HINT = "correct the stage, or its reads and writes in the trainer's list of stages"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A row of a trainer's table of columns.
+
+    Attributes:
+        dtype: Name of the torch dtype, or `object` for an array of Python objects.
+        shape: Letters of its sizes, for instance `B R`. Equal letters are equal sizes.
+        written_by: Names of the stages that write it.
+        meaning: One phrase.
+    """
+
+    dtype: str
+    shape: str
+    written_by: tuple[str, ...]
+    meaning: str
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def column_checks(table: Mapping[str, Column]) -> list[Callable[[StageFn], StageFn]]:
+    """Return the wrappers that check every stage: one if HYBRIDRL_CHECK_STAGES=1, else none."""
+    return [functools.partial(check_columns, table=table)] if os.environ.get(CHECK_VARIABLE) == "1" else []
+
+
+def check_columns(fn: StageFn, *, table: Mapping[str, Column]) -> StageFn:
+    """Return `fn`, which then raises TypeError if it does anything else to the batch than it declares."""
+    spec = spec_of(fn)
+
+    @functools.wraps(fn)
+    def checked(ctx: Any) -> Any:
+        before = _tensors(ctx)
+        if before is not None:
+            _require(spec.reads, before, spec, "requires")
+        result = fn(ctx)
+        after = _tensors(ctx)
+        if after is not None and not isinstance(result, GeneratorType):  # a generator has only begun
+            check_change(spec, before or {}, after, table=table)
+        return result
+
+    return checked
+
+
+def check_change(spec: StageSpec, before: Tensors, after: Tensors, *, table: Mapping[str, Column]) -> None:
+    """Raise TypeError unless a stage with this spec may change columns `before` into `after`."""
+    _require(spec.writes, after, spec, "declares to write")
+    written = {name for name, column in after.items() if before.get(name) is not column}
+    if undeclared := sorted(written - {*spec.writes}):
+        raise TypeError(f"stage {spec.name!r} wrote the columns {undeclared}, and declares {[*spec.writes]}; {HINT}")
+    if removed := sorted(before.keys() - after.keys() - {*spec.reads, *spec.writes}):
+        raise TypeError(f"stage {spec.name!r} removed the columns {removed}, which it does not read; {HINT}")
+    _check_types(spec, {name: after[name] for name in after if name in table}, table)
+
+
+def _require(names: tuple[str, ...], columns: Tensors, spec: StageSpec, verb: str) -> None:
+    if missing := [name for name in names if name not in columns]:
+        raise TypeError(f"stage {spec.name!r} {verb} the columns {missing}; the batch has {sorted(columns)}; {HINT}")
+
+
+def _check_types(spec: StageSpec, columns: Tensors, table: Mapping[str, Column]) -> None:
+    sizes: dict[str, int] = {}
+    for name, column in columns.items():
+        expected, dtype = table[name], str(column.dtype).removeprefix("torch.")
+        letters = expected.shape.split()
+        if dtype != expected.dtype:
+            raise TypeError(f"stage {spec.name!r}: column {name!r} is {dtype}, expected {expected.dtype}; {HINT}")
+        sizes = dict(zip(letters, column.shape, strict=False)) | sizes
+        if tuple(column.shape) != tuple(sizes[letter] for letter in letters if letter in sizes):
+            raise TypeError(
+                f"stage {spec.name!r}: column {name!r} has the shape {tuple(column.shape)}, expected "
+                f"({expected.shape}) with {sizes}; {HINT}"
+            )
+
+
+def _tensors(ctx: Any) -> dict[str, torch.Tensor] | None:
+    """Return the batch's tensor columns; None without a batch, as near the end of a run with a lag."""
+    return None if ctx.batch is None else dict(() if ctx.batch.batch is None else ctx.batch.batch.items())

@@ -1,0 +1,57 @@
+"""The table of columns and the list of stages agree, whatever the settings."""
+
+import itertools
+
+import pytest
+
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.main_ppo import worker_classes
+from hybridrl.trainer.ppo.columns import COLUMNS
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+
+CHOICES = [
+    ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"),
+    ("trainer.lag=0", "trainer.lag=2 trainer.partial_rollout=true"),
+    ("", "trainer.replay.groups=2 trainer.staleness=4"),
+    (
+        "",
+        "algorithm.use_kl_in_reward=true reward_model.enable=true actor_rollout_ref.rollout.calculate_log_probs=true "
+        "algorithm.rollout_correction.rollout_is=token",
+    ),
+]
+
+
+def stages_of(*words: str):
+    settings = ["actor_rollout_ref.rollout.n=2", "trainer.n_gpus_per_node=2"]
+    settings += [word for group in words for word in group.split()]
+    config = load_config(PPOConfig, settings, program="p", config_name="ppo_trainer")
+    return [stage.spec for stage in RayPPOTrainer.step(config, worker_classes(config)) if stage.enabled]
+
+
+@pytest.mark.parametrize("words", list(itertools.product(*CHOICES)))
+def test_stages_write_what_the_table_says_and_read_what_an_earlier_stage_wrote(words):
+    written: set[str] = set()
+    for spec in stages_of(*words):
+        assert set(spec.reads) <= written, spec
+        assert [name for name in spec.writes if spec.name not in COLUMNS[name].written_by] == [], spec
+        written |= {*spec.writes}
+
+
+def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
+    writers: dict[str, set[str]] = {}
+    for words in [*itertools.product(*CHOICES), ("actor_rollout_ref.rollout.mode=async",)]:
+        for spec in stages_of(*words):
+            for name in spec.writes:
+                writers.setdefault(name, set()).add(spec.name)
+    writers["num_turns"].add("replay")  # of agent loops, which are tried alone here
+    tensors = {name: {*column.written_by} for name, column in COLUMNS.items() if column.dtype != "object"}
+    assert writers == tensors
+
+
+def test_settings_add_and_remove_stages():
+    names = [spec.name for spec in stages_of("algorithm.adv_estimator=grpo")]
+    outputs = ["update_weights", "testing", "log", "save_checkpoint"]
+    assert names == ["next_batch", "gen", "reward", "old_log_prob", "adv", "update_actor", *outputs]
+    more = [spec.name for spec in stages_of(*(choice[1] for choice in CHOICES))]
+    models = ["old_log_prob", "rollout_correction", "ref", "values", "adv", "update_critic", "update_actor"]
+    assert more == ["next_batch", "gen", "reward", "replay", *models, *outputs]
