@@ -105,7 +105,7 @@ MOMENTS: dict[str, dict[str, tuple[str, str | None]]] = {
     "master": STAGES,
 }
 AT_WORK = {"actor": "update", "rollout": "generation", "ref": "log-probs", "rm": "scoring", "critic": "update"}
-LOST = re.compile(r"step (\d+): worker (\S+)-(\d+) was lost .*going back to the end of step (\d+)", re.DOTALL)
+LOST = re.compile(r"(\S+)-(\d+) was lost in .*? of step (\d+) .*from the snapshot of step (\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def of_process(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
     """Return the figures of a process that the trainer restarts."""
     logged = [entry for entry in events(folder, "said") if entry["at"] >= hit["at"]]
     matches = (
-        entry for entry in logged if (m := LOST.match(entry["text"])) and (m[2], int(m[3])) == (cell.role, cell.rank)
+        entry for entry in logged if (m := LOST.match(entry["text"])) and (m[1], int(m[2])) == (cell.role, cell.rank)
     )
     notice = next(matches, None)
     if notice is None or (lost := LOST.match(notice["text"])) is None:
@@ -291,7 +291,7 @@ def of_process(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
         "told_s": since(hit["at"], notice["at"]),
         "back_s": since(notice["at"], first(logged, "all roles are at the end of step", after=notice["at"])),
         "again_s": since(notice["at"], step_start(folder, hit["step"] + 1, after=notice["at"])),
-        "lost_steps": max(0, int(lost[1]) - 1 - int(lost[4])),
+        "lost_steps": max(0, int(lost[3]) - 1 - int(lost[4])),
     }
 
 

@@ -6,7 +6,7 @@
     hybridrl job logs JOB                     the events of a job, from its master's journal
     hybridrl job stop JOB                     stop a job as SIGTERM would
     hybridrl job resume DIRECTORY             resume a run from its last checkpoint, by the command that started it
-    hybridrl job states                       the states of a job, its roles and workers, and their transitions
+    hybridrl job states                       states of a job, its roles and workers; what follows a failure
     hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto
     hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
@@ -29,6 +29,7 @@ from hybridrl.config import PPOConfig, load_config
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.failure_policy import to_text as policy_text
 from hybridrl.framework.graph.drawing import draw_graph
 from hybridrl.framework.graph.stage_graph import RolePlacement, StageGraph, stage_graph, to_dot, to_text
 from hybridrl.framework.graph.timeline import newest_trace, read_spans, summarize, trace_events
@@ -231,9 +232,9 @@ def _resume(arguments: argparse.Namespace) -> None:
 
 
 def _add_states(job: argparse._SubParsersAction) -> None:
-    what = "print the master's tables: states of a job, a role and a worker, and the events between them"
+    what = "print the tables: states of a job, a role and a worker, the events between them, and what follows a failure"
     states = job.add_parser("states", help=what, description=what)
-    states.set_defaults(run_command=lambda arguments: sys.stdout.write(states_text()))
+    states.set_defaults(run_command=lambda arguments: sys.stdout.write(f"{states_text()}\n{policy_text()}"))
 
 
 # -- hybridrl trace

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from hybridrl.failure_policy import Decision
 from hybridrl.system.json_lines import RECEIVE_BYTES, MessageReader, send_message
 
 logger = logging.getLogger(__name__)
@@ -27,11 +28,13 @@ class DriverLifecycle:
     Attributes:
         attempt: 1 for the first driver of a run, one more for each restart.
         run_id: Name of the run on the cluster, the same in every attempt.
+        restarted_by: The supervisor's decision that started this driver; None for the first one.
         on_orphaned: Called when the supervisor is gone, right before this process kills itself.
     """
 
     def __init__(self) -> None:
         self.attempt, self.run_id = 1, ""
+        self.restarted_by: Decision | None = None
         self.on_orphaned: Callable[[], None] = lambda: None
         self._channel: socket.socket | None = None
         self._cluster_answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -41,15 +44,18 @@ class DriverLifecycle:
         """Whether a supervisor restarts this driver when it dies."""
         return self._channel is not None
 
-    def attach_supervisor(self, channel: socket.socket, *, attempt: int, run_id: str) -> None:
+    def attach_supervisor(
+        self, channel: socket.socket, *, attempt: int, run_id: str, restarted_by: Decision | None
+    ) -> None:
         """Connect to the supervisor.
 
         Args:
             channel: Socket to the supervisor. When it closes, the supervisor is gone and this process kills itself.
             attempt: Number of this driver.
             run_id: Name of the run.
+            restarted_by: See the attribute.
         """
-        self.attempt, self.run_id, self._channel = attempt, run_id, channel
+        self.attempt, self.run_id, self.restarted_by, self._channel = attempt, run_id, restarted_by, channel
         threading.Thread(target=self._receive, args=(channel,), name="supervisor-channel", daemon=True).start()
 
     def report_step(self, step: int) -> None:

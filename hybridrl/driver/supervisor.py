@@ -5,8 +5,8 @@
 A driver is lost when it ends without `LIFECYCLE.report_exit`: killed, out of memory, crashed in a library, or stopped
 by SIGSTOP. Its worker processes keep running. The next driver reattaches to them and retries the interrupted step
 (`trainer/recovery/step_snapshot.py`). A driver that requests a new job (a node is gone, a role died repeatedly) is
-followed by one that starts everything again from the last checkpoint. Every other end, an exception or Ctrl-C, ends the
-program.
+followed by one that starts everything again from the last checkpoint. `failure_policy.py` limits both. Every other end,
+an exception or Ctrl-C, ends the program.
 
 Runs in the parent process of the driver (`main_ppo`). The parent has imported what the driver needs and started
 nothing, so a fork is a driver that is ready. For the same reason a separate child process holds the local Ray cluster;
@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
 from hybridrl.system.json_lines import MessageReader, send_message
 
 logger = logging.getLogger(__name__)
-MAX_LOSSES = 3  # consecutive drivers lost without a completed step
 FREEZE_TIMEOUT_S = 4.5  # a driver stopped by SIGSTOP for so long, its parent not, is frozen: Ctrl-Z stops both
 POLL_PERIOD_S = 0.05
 FORWARD_DELAY_S = 0.3  # a signal to the parent is forwarded unless the driver received it too within this time
@@ -85,8 +85,8 @@ class _Supervisor:
     def __init__(self, start: Callable[[], int], cluster: "_Cluster", mask: set) -> None:
         self._start, self.cluster, self._mask = start, cluster, mask
         self._run_id, self._attempt = uuid.uuid4().hex[:6], 1
-        self._last_step = self._new_job_step = -1
-        self._losses = 0
+        self._budgets = Budgets(step=-1)  # its step is the newest completed one; 0 completes before the first
+        self._decision: Decision | None = None  # the newest one
         self._stop_requested = False
         self._to_forward: list[tuple[float, int]] = []
 
@@ -127,7 +127,7 @@ class _Supervisor:
         os.set_blocking(signals, False)
         signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        LIFECYCLE.attach_supervisor(channel, attempt=self._attempt, run_id=self._run_id)
+        LIFECYCLE.attach_supervisor(channel, attempt=self._attempt, run_id=self._run_id, restarted_by=self._decision)
         code = 1
         try:
             code = self._start()
@@ -183,8 +183,8 @@ class _Supervisor:
                 send_message(driver.channel, answer)
 
     def _handle(self, driver: _Driver, message: dict[str, Any]) -> None:
-        if "step" in message and message["step"] > self._last_step:
-            self._last_step, self._losses = message["step"], 0
+        if "step" in message:
+            self._budgets.on_step(message["step"])
         if "cluster" in message:
             self.cluster.request(close_fds=(driver.channel.fileno(), driver.signals))
         driver.new_job_reason = message.get("new_job", driver.new_job_reason)
@@ -199,38 +199,30 @@ class _Supervisor:
             return driver.exit_code
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} without an exit report"
         code = code if code >= 0 else 128 - code
-        self._losses += 1
+        self._decision = self._decide(how, driver.new_job_reason)
         if self._stop_requested:
             return code or 1
-        if driver.new_job_reason is not None and self._new_job_step == self._last_step:
-            logger.warning(
-                "the job failed twice after step %d (%s); the program ends, resume with trainer.resume_mode=auto",
-                self._last_step,
-                driver.new_job_reason,
-            )
-            return code or 1
-        if self._losses > MAX_LOSSES:
-            logger.warning(
-                "the driver was lost (%s) %d times since step %d completed (limit: %d); the failure repeats, so the "
-                "program ends; resume with trainer.resume_mode=auto",
-                how,
-                self._losses,
-                self._last_step,
-                MAX_LOSSES,
-            )
+        logger.warning("%s", self._decision)
+        if not self._decision.is_granted:
             return code or 1
         self._attempt += 1
         if driver.new_job_reason is not None:
-            self._new_job_step = self._last_step
-            logger.warning("starting a new job from the last checkpoint (attempt %d)", self._attempt)
             self._run_id = uuid.uuid4().hex[:6]
             self.cluster.stop()
-        else:
-            step = max(self._last_step, 0)
-            logger.warning(
-                "the driver was lost (%s) after step %d; restarting it (attempt %d)", how, step, self._attempt
-            )
         return None
+
+    def _decide(self, how: str, new_job_reason: str | None) -> Decision:
+        """Return what follows the loss of a driver; a driver that requests a new job counts as lost, too."""
+        step, driver = max(self._budgets.step, 0), f"the driver (attempt {self._attempt})"
+        origin = f"the snapshot of step {step}" if self._budgets.step >= 0 else ""
+        what = f"{driver} was lost after step {step} ({how})"
+        lost = self._budgets.spend(Failure(FailureKind.DRIVER_LOST, what, target="the driver", origin=origin))
+        if new_job_reason is None:
+            return lost
+        what = f"{driver} cannot repair the job after step {step} ({new_job_reason})"
+        failure = Failure(FailureKind.JOB_UNREPAIRABLE, what, target="a new job", origin="the newest checkpoint")
+        new_job = self._budgets.spend(failure)
+        return new_job if lost.is_granted or not new_job.is_granted else lost
 
 
 class _Cluster:

@@ -9,7 +9,8 @@ Used by agent loops and the OpenAI endpoint, on an event loop in the driver proc
 Each replica has one call in flight. The call hands over new requests and returns the finished ones
 (`RequestServer.serve`). A replica is lost when its process is gone or its call exceeds `progress_timeout_s`. The router
 then stops routing to it and sends its open requests to other replicas with the same seeds, so the answers are the same.
-Meanwhile it restarts the replica, gives it the current weights, and routes to it again. An exception raised by the
+Meanwhile it restarts the replica, gives it the current weights, and routes to it again. `failure_policy.py` limits how
+often a replica is restarted, and how often a request is sent. An exception raised by the
 replica's own code is a bug or a bad request that would raise anywhere. It ends all requests.
 
 Between `pause()` and `resume()` the router makes no calls, so that the processes can load weights or train. Open
@@ -26,7 +27,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from hybridrl.errors import CallTimeout, HybridRLError, WorkerLost
+from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
 from hybridrl.serving.routing_table import RoutingTable
+from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.workers.rollout.request_server import SLICE_S
 from hybridrl.workers.rollout.requests import Request, TokenOutput
@@ -34,8 +37,6 @@ from hybridrl.workers.rollout.requests import Request, TokenOutput
 logger = logging.getLogger(__name__)
 
 PROBE_PERIOD_S = 1.0  # between two calls to an idle replica
-MAX_TRIES = 3  # per request: a request that kills every process it runs on must not do so for ever
-MAX_RESPAWNS = 3  # per replica, without an answer in between
 
 
 class NotReplaceable(Exception):
@@ -43,9 +44,14 @@ class NotReplaceable(Exception):
 
 
 class Replicas(Protocol):
-    """Where requests are served. Methods block; the router calls them from threads, one at a time per replica."""
+    """Where requests are served. Methods block; the router calls them from threads, one at a time per replica.
+
+    Attributes:
+        can_respawn: Whether `respawn` may work. The trainer restarts replicas that also train.
+    """
 
     num_replicas: int
+    can_respawn: bool
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
         """Hand over requests and generate for a moment.
@@ -80,7 +86,7 @@ class GroupReplicas:
         self, group: Any, *, version: int | None, progress_timeout_s: float, resync: Callable[[int], None] | None = None
     ):
         self.group, self.version, self.progress_timeout_s, self.resync = group, version, progress_timeout_s, resync
-        self.num_replicas = group.world_size
+        self.num_replicas, self.can_respawn = group.world_size, resync is not None
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
         future = self.group.execute_rank_async(replica, "serve", requests, aborted, SLICE_S, self.version)
@@ -120,7 +126,6 @@ class _PendingRequest:
     request: Request
     conversation: str
     future: "asyncio.Future[TokenOutput]"
-    tries: int = 1
     paused: bool = False
 
 
@@ -149,6 +154,7 @@ class ReplicaRouter:
         self.outages: list[ReplicaOutage] = []
         self._queues = [_ReplicaQueue() for _ in range(replicas.num_replicas)]
         self._pending: dict[str, _PendingRequest] = {}
+        self._budgets = Budgets()  # of each replica since its last answer, and of each open request
         self._unassigned: list[str] = []  # requests that wait for a healthy replica
         self._given_up: set[int] = set()  # replicas that cannot be restarted
         self._idle: set[int] = set()  # replicas that get no calls until `resume`
@@ -297,6 +303,7 @@ class ReplicaRouter:
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return
+        self._budgets.reset(FailureKind.REQUEST_LOST, request_id)
         where = self.table.replica_of(request_id)
         self.table.finish(request_id)
         if pending.conversation == request_id:
@@ -319,7 +326,7 @@ class ReplicaRouter:
 
     async def _pump(self, replica: int) -> None:
         """Keep one call in flight while a replica has work, and probe it every `PROBE_PERIOD_S` while it is idle."""
-        last_ok_at, failures = time.monotonic(), 0
+        last_ok_at = time.monotonic()
         while self._failure is None:
             if not self._has_work(replica):
                 await (self._wait_for_resume(replica) if self.is_paused else self._wait_for_work(replica))
@@ -331,11 +338,11 @@ class ReplicaRouter:
             try:
                 for output in await self._serve(replica):
                     self._resolve(output)
-                last_ok_at, failures = time.monotonic(), 0
+                last_ok_at = time.monotonic()
+                self._budgets.reset(FailureKind.REPLICA_LOST, str(replica))
                 await asyncio.sleep(0)  # let callers submit their next requests before the next call
             except (WorkerLost, CallTimeout) as error:
-                failures += 1
-                if not await self._replace(replica, error, last_ok_at=last_ok_at, failures=failures):
+                if not await self._replace(replica, error, last_ok_at=last_ok_at):
                     return
             except Exception as error:
                 self._fail_all(error)
@@ -365,7 +372,7 @@ class ReplicaRouter:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self.replicas.serve, replica, old.requests, old.aborted)
 
-    async def _replace(self, replica: int, error: Exception, *, last_ok_at: float, failures: int) -> bool:
+    async def _replace(self, replica: int, error: Exception, *, last_ok_at: float) -> bool:
         """Stop routing to a replica, send its requests elsewhere, and restart it.
 
         Returns:
@@ -377,18 +384,11 @@ class ReplicaRouter:
             replica, f"{type(error).__name__}: {error}", last_ok_at, time.monotonic(), num_retried=len(lost)
         )
         self.outages.append(outage)
-        logger.warning("replica %d was lost; its %d open requests go to other replicas: %s", replica, len(lost), error)
+        decision = self._decide_about_replica(replica, error, num_open=len(lost))
         for name in lost:
-            pending = self._pending[name]
-            pending.tries += 1
-            if pending.paused:
-                self._resolve(TokenOutput(name, [], [], "abort", -1))
-            elif pending.tries > MAX_TRIES and not pending.future.done():
-                pending.future.set_exception(error)
-            elif not pending.future.done():
-                self._assign(name)
+            self._send_again(name, replica, error)
         try:
-            if failures > MAX_RESPAWNS:
+            if decision is not None and not decision.is_granted:
                 raise error
             await asyncio.get_running_loop().run_in_executor(self._threads, self.replicas.respawn, replica)
         except NotReplaceable as why:
@@ -407,6 +407,39 @@ class ReplicaRouter:
         for name in unassigned:
             self._assign(name)
         return True
+
+    def _decide_about_replica(self, replica: int, error: Exception, *, num_open: int) -> Decision | None:
+        """Log and return what follows the loss of a replica; None if the router cannot restart it."""
+        what = f"replica {replica} was lost ({error}); its {num_open} open requests go to other replicas"
+        if not self.replicas.can_respawn:
+            logger.warning("%s", what)
+            return None
+        subject = str(replica)
+        decision = self._budgets.spend(
+            Failure(FailureKind.REPLICA_LOST, what, subject=subject, target=f"replica {replica}")
+        )
+        report_decision(decision)
+        logger.warning("%s", decision)
+        return decision
+
+    def _send_again(self, request_id: str, replica: int, error: Exception) -> None:
+        """Assign a lost request to another replica, or end it if it was lost too often."""
+        pending = self._pending[request_id]
+        if pending.paused:
+            self._resolve(TokenOutput(request_id, [], [], "abort", -1))
+            return
+        if pending.future.done():
+            return
+        what = f"request {request_id} was lost with replica {replica}"
+        decision = self._budgets.spend(
+            Failure(FailureKind.REQUEST_LOST, what, subject=request_id, target="the request")
+        )
+        if decision.is_granted:
+            self._assign(request_id)
+            return
+        report_decision(decision)
+        logger.warning("%s", decision)
+        pending.future.set_exception(error)
 
     def _give_up(self, replica: int, error: Exception, why: Exception) -> bool:
         """Exclude a replica for good; if it was the last one, end all requests with `error`. Returns False."""

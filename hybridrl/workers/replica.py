@@ -56,7 +56,7 @@ class ReplicaWorker(Worker):
 class LocalReplica:
     """One replica in the router's process. It is never lost: its errors are raised."""
 
-    num_replicas = 1
+    num_replicas, can_respawn = 1, False
 
     def __init__(self, rollout: VersionedRollout):
         self._server: RequestServer = RequestServer(rollout)

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from hybridrl.master.service.journal import replay
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
 from tests.support.end_to_end.failing_runs import ON_RAY, ROOT, SAME
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
@@ -97,6 +98,9 @@ def test_a_lost_driver_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undistu
     assert done.returncode == 0
     assert len(seconds_back(done)) == 1 and "is started anew" not in done.stderr
     assert "starting new processes" not in done.stderr
+    [journal] = (tmp_path / "run/master").iterdir()
+    [decision] = replay(str(journal))[0].decisions
+    assert re.search(r"the supervisor restarts the driver from the snapshot of step \d \(1 of 3 losses\)", decision)
     print_seconds(tmp_path, f"{how} in {stage}")
     check_ended_the_same(tmp_path, undisturbed)
 
@@ -140,7 +144,7 @@ def test_a_lost_driver_and_a_lost_worker_are_both_replaced(tmp_path, tiny_qwen2,
 
 def test_a_job_whose_cluster_is_lost_restarts_on_a_new_one_from_its_last_checkpoint(tmp_path, tiny_qwen2, undisturbed):
     done = run_with(tmp_path, tiny_qwen2, fault("cluster", "gen", 0.0, step=4))
-    assert done.returncode == 0 and "starting a new job" in done.stderr and "global_step_2, step 2 of 4" in done.stderr
+    assert done.returncode == 0 and "starts a new job" in done.stderr and "global_step_2, step 2 of 4" in done.stderr
     check_ended_the_same(tmp_path, undisturbed)
 
 

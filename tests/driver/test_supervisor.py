@@ -38,6 +38,12 @@ def test_a_killed_driver_is_restarted_under_the_same_run_id_and_its_exit_code_co
     assert [line.split()[:2] for line in lines] == [["attempt", "1"], ["attempt", "2"], ["attempt", "3"]]
     assert len({line.split()[2] for line in lines}) == 1
     assert "killed by SIGKILL" in err or not err
+    assert lines[0].endswith(" None")
+    assert (
+        "the driver (attempt 1) was lost after step 0 (killed by SIGKILL); the supervisor restarts the driver"
+        in lines[1]
+    )
+    assert "(1 of 3 losses)" in lines[1] and "(2 of 3 losses)" in lines[2]
 
 
 def test_four_losses_without_a_step_end_the_program():
@@ -62,8 +68,9 @@ def test_an_exception_is_not_retried():
 def test_a_new_job_is_started_once_per_completed_step():
     code, lines, _ = run("requests_a_new_job")
     assert code == 1
-    (_, _, first), (_, _, second) = (line.split() for line in lines)
-    assert first != second
+    first, second = (line.split(maxsplit=3) for line in lines)
+    assert first[2] != second[2]
+    assert "cannot repair the job after step 4 (no machine is left); the supervisor starts a new job" in second[3]
 
 
 def test_a_driver_stopped_by_sigstop_is_killed_and_restarted():

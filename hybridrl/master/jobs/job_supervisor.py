@@ -21,17 +21,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError, WorkerLost
+from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
 from hybridrl.master.jobs.entry_worker import add_trainer_process, worker_recipes
 from hybridrl.master.jobs.job_handle import GroupHandle, ResumePoint
-from hybridrl.master.jobs.restart_policy import RestartBudget, restart_set
+from hybridrl.master.jobs.restart_policy import restart_report, restart_set
 from hybridrl.master.plan.packing import pack_plan
 from hybridrl.master.plan.planner import plan_job
 from hybridrl.master.plan.spec import TRAINER, JobSpec
 from hybridrl.master.service.client import MasterClient
-from hybridrl.master.state.events import Level, WarningRaised, role_of_slot
+from hybridrl.master.state.events import WarningRaised, role_of_slot
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import JOB_SUPERVISOR, master_name
 from hybridrl.single_controller.launch import launch, make_pools
+from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from hybridrl.single_controller.placement.feasibility import NodeCapacity
 from hybridrl.single_controller.placement.placement_groups import NODE_LABEL, cluster_nodes
 from hybridrl.single_controller.processes.termination import kill_processes, kill_run
@@ -44,8 +46,6 @@ POLL_PERIOD_S = 0.25
 DEATH_CHECK_TIMEOUT_S = 0.5  # Ray notices a death within this time
 OLD_PROCESSES_TIMEOUT_S = 30.0  # for the end of the processes of a lost supervisor
 RESULT_TIMEOUT_S = 60.0  # to fetch a result that is ready
-# Level.TRAINER is carried out by Ray, which restarts the supervisor.
-RECOVERABLE_LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE, Level.TRAINER)
 
 
 class JobSupervisor:
@@ -70,7 +70,7 @@ class JobSupervisor:
         max_restarts = {role.name: role.max_restart for role in spec.roles} | (
             {TRAINER: spec.trainer.max_restart} if spec.trainer else {}
         )
-        self._budget, self._restarts = RestartBudget(max_restarts), dict.fromkeys(max_restarts, 0)
+        self._budgets, self._restarts = Budgets(max_restarts), dict.fromkeys(max_restarts, 0)
         self._commit, self._last_exception = "", ("", -1)
         self._labels: dict[str, Mapping[str, str]] = {}  # node -> labels, of all machines seen so far
         self._given: dict[str, list[str]] = {}  # role -> names of the processes that a trainer has had
@@ -94,10 +94,9 @@ class JobSupervisor:
                 job=self._job,
                 run=self._run,
                 journal=self._journal,
-                recoverable_levels=RECOVERABLE_LEVELS,
+                restarts_driver=True,  # Ray does: the supervisor is this job's driver
                 replicas=[*replicas, TRAINER],
                 on_stop=self._stop,
-                limits_itself=True,
                 is_restart=is_restart,
             ) as self._master:
                 if is_restart:
@@ -121,7 +120,7 @@ class JobSupervisor:
             self._commit = commit
             self._master.report_commit(step, commit)
         else:
-            self._budget.on_step(step)
+            self._budgets.on_step(step)
             self._master.report_step(step)
 
     def recover(self, lost: WorkerLost, names: Mapping[str, Sequence[str]]) -> dict[str, GroupHandle]:
@@ -142,7 +141,7 @@ class JobSupervisor:
     def _restart_job(self) -> None:
         """Kill the processes of the previous supervisor, and restore the progress that the master recorded."""
         description = self._master.describe()
-        self._budget.step, self._commit = description["step"], description["commit"]
+        self._budgets.step, self._commit = description["step"], description["commit"]
         for role in self._restarts:
             incarnations = [
                 worker["incarnation"]
@@ -199,7 +198,7 @@ class JobSupervisor:
             for role, now in names.items()
         }
         self._given = names
-        resume_point = ResumePoint(self._restarts[TRAINER], self._budget.step, self._commit, new_ranks)
+        resume_point = ResumePoint(self._restarts[TRAINER], self._budgets.step, self._commit, new_ranks)
         return {role: GroupHandle.from_group(group) for role, group in groups.items()}, resume_point, self._own_handle
 
     def _collect(self, call: Any) -> None:
@@ -233,12 +232,26 @@ class JobSupervisor:
 
     def _count_trainer_exception(self, error: Exception) -> None:
         """Count an exception of the trainer. Raises it if it repeats at the same step, or exceeds the budget."""
-        exception = (f"{type(error).__name__}: {error}", self._budget.step)
+        exception = (f"{type(error).__name__}: {error}", self._budgets.step)
         if isinstance(error, ConfigError) or exception == self._last_exception:
+            what = f"the trainer raised {exception[0]} at step {exception[1]}"
+            self._decide(Failure(FailureKind.EXCEPTION_REPEATED, what))
             raise _add_traceback(error)
         self._last_exception = exception
-        if not self._budget.consume(TRAINER, exception[0]):
-            raise _add_traceback(_add_note(error, self._budget.report(TRAINER)))
+        if not self._decide(_role_failure(TRAINER, exception[0], [0])).is_granted:
+            raise _add_traceback(_add_note(error, self._report(TRAINER)))
+
+    def _decide(self, failure: Failure) -> Decision:
+        """Return what follows a failure; log it and report it to the master."""
+        decision = self._budgets.spend(failure)
+        logger.warning("step %d: %s", self._budgets.step, decision)
+        report_decision(decision)
+        return decision
+
+    def _report(self, role: str) -> str:
+        """Return why this role is not restarted, as a sentence."""
+        kind = FailureKind.TRAINER_FAILED if role == TRAINER else FailureKind.PROCESS_LOST
+        return restart_report(role, self._budgets.of(kind, role))
 
     # -- recovering
 
@@ -281,10 +294,11 @@ class JobSupervisor:
             for lost in losses:
                 self._master.add_exit_reason(lost)
             reason = ", ".join(f"{role}-{lost.rank} was lost: {lost.cause}" for lost in losses)
-            if not self._budget.consume(role, reason):
-                raise _add_note(losses[0], self._budget.report(role))
+            ranks = self._restart_set([lost.rank for lost in losses], role)
+            if not self._decide(_role_failure(role, reason, ranks)).is_granted:
+                raise _add_note(losses[0], self._report(role))
             try:
-                ranks = self._restart(role, self._restart_set([lost.rank for lost in losses], role), reason)
+                self._restart(role, ranks, reason)
                 break
             except WorkerLost as another:  # during the restart
                 losses = [another]
@@ -305,7 +319,7 @@ class JobSupervisor:
         self._labels |= {machine.labels[NODE_LABEL]: machine.labels for machine in machines}
         return machines
 
-    def _restart(self, role: str, ranks: Sequence[int], why: str) -> Sequence[int]:
+    def _restart(self, role: str, ranks: Sequence[int], why: str) -> None:
         """Restart these processes of a role. Their workers are constructed, but hold no state yet."""
         group, timeout_s = self._groups[role], None if role == TRAINER else self._spec.role(role).restart_timeout_s
         self._restarts[role] += 1
@@ -318,9 +332,8 @@ class JobSupervisor:
         else:
             group.processes.respawn(*ranks, **deadline)
         logger.warning(
-            "%s was restarted in %.1f s at step %d because %s", slots, time.monotonic() - start, self._budget.step, why
+            "%s was restarted in %.1f s at step %d because %s", slots, time.monotonic() - start, self._budgets.step, why
         )
-        return ranks
 
     # -- stopping
 
@@ -334,6 +347,14 @@ class JobSupervisor:
         pids = [pid for one in running for pid in zip(one.nodes, one.process_ids, strict=True)]
         # In a thread: this one has to keep sending heartbeats.
         threading.Thread(target=kill_processes, args=(pids,), kwargs={"graceful": True}, daemon=True).start()
+
+
+def _role_failure(role: str, what: str, ranks: Sequence[int]) -> Failure:
+    """Return the failure of a role's processes, or of the trainer."""
+    if role == TRAINER:
+        return Failure(FailureKind.TRAINER_FAILED, what, subject=TRAINER, target="the trainer")
+    target = f"{role}-{','.join(map(str, ranks))}"
+    return Failure(FailureKind.PROCESS_LOST, what, subject=role, target=target)
 
 
 def _add_traceback(error: Exception) -> Exception:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError, WorkerLost
+from hybridrl.failure_policy import RULES, FailureKind
 from hybridrl.import_path import load_object
 from hybridrl.master.plan.plan_table import plan_table
 from hybridrl.master.plan.planner import plan_job
@@ -36,7 +37,6 @@ from hybridrl.single_controller.placement.plan import Plan
 logger = logging.getLogger(__name__)
 NAME_VARIABLE = "DLROVER_UNIFIED_JOB_NAME"  # as DLRover's users set it
 SUPERVISOR_CLASS = ("hybridrl.master.jobs.job_supervisor", "JobSupervisor")
-MAX_SUPERVISOR_RESTARTS = 3
 LINGER_S = 2.0  # for the outcome to arrive at its receiver before the supervisor exits
 START_TIMEOUT_S = 120.0  # a longer start means that the cluster has no free core
 STOP_TIMEOUT_S = 45.0  # the trainer has 30 s of it to exit
@@ -156,7 +156,7 @@ def _start(spec: JobSpec, plan: Plan, name: str, *, journal: str, detached: bool
     process = ray.remote(num_cpus=0, concurrency_groups=concurrency_groups)(JobSupervisorActor).options(
         name=job_supervisor_name(plan.job),
         namespace=NAMESPACE,
-        max_restarts=MAX_SUPERVISOR_RESTARTS,
+        max_restarts=RULES[FailureKind.JOB_SUPERVISOR_LOST].limit,
         max_task_retries=-1,
         **options,
     )

@@ -25,7 +25,6 @@ from hybridrl.master.state.events import (
     JobEnded,
     JobStarted,
     Kind,
-    Level,
     StepCompleted,
     WorkerFailed,
     encode,
@@ -41,8 +40,6 @@ FINAL_REPORT_TIMEOUT_S = 5.0  # for the outcome, at the end of a job
 EXIT_REASON_TIMEOUT_S = 3.0
 MASTER_RESTART_TIMEOUT_S = 20.0  # for Ray to restart a lost master
 MAX_CONCURRENT_CALLS = 16  # of the master's methods
-# Levels that a trainer carries out itself when a call raises WorkerLost.
-TRAINER_LEVELS = (Level.CALL, Level.REPLICA, Level.ROLE, Level.SUBGRAPH)
 
 
 class MasterClient:
@@ -52,12 +49,12 @@ class MasterClient:
         job: Name of the job.
         run: Unique name of this run.
         journal: Directory on any fsspec path.
-        recoverable_levels: Failures that this job survives, see `reducer.py`.
+        restarts_workers: See `JobStarted`.
+        restarts_driver: See `JobStarted`.
         replicas: Roles whose processes do not communicate with each other.
         is_restart: Reattach to the master of the previous driver.
         hang_s: See `MasterSettings`.
         on_stop: Called in a thread when a stop was requested. By default the process gets SIGTERM.
-        limits_itself: The caller enforces the failure budget; the master never ends the job because of it.
         supervisor_pid: See `JobStarted`.
 
     Raises:
@@ -70,12 +67,12 @@ class MasterClient:
         job: str,
         run: str,
         journal: str,
-        recoverable_levels: Iterable[int] = TRAINER_LEVELS,
+        restarts_workers: bool = True,
+        restarts_driver: bool = False,
         replicas: Iterable[str] = (),
         is_restart: bool = False,
         hang_s: float = MasterSettings.hang_s,
         on_stop: Callable[[str], None] | None = None,
-        limits_itself: bool = False,
         supervisor_pid: int = 0,
     ) -> None:
         self.run, self.step, self.commit = run, 0, ""
@@ -85,8 +82,8 @@ class MasterClient:
             job,
             run,
             replicas=tuple(replicas),
-            recoverable_levels=tuple(recoverable_levels),
-            limits_itself=limits_itself,
+            restarts_workers=restarts_workers,
+            restarts_driver=restarts_driver,
             supervisor_pid=supervisor_pid,
         )
         self.master = (is_restart and reattach_master(run)) or start_master(

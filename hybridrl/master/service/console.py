@@ -184,9 +184,8 @@ def _status_text(description: dict[str, Any], *, live: bool) -> str:
         )
         rows.append((slot, worker["state"], str(worker["pid"]), str(worker["incarnation"]), memory, does))
     lines.append(_table(rows).rstrip())
-    lines += [f"failure: {text}" for text in description["failures"]] + [
-        f"notice: {text}" for text in description["notices"]
-    ]
+    for name, listed in (("failure", "failures"), ("decision", "decisions"), ("notice", "notices")):
+        lines += [f"{name}: {text}" for text in description[listed]]
     if not description["is_durable"]:
         lines.append(
             f"the journal {description['journal']} cannot be written; the master keeps the events in memory and retries"

@@ -28,8 +28,8 @@ from hybridrl.master.state.events import (
     JobStarted,
     KillProcess,
     Kind,
-    Level,
     NotifyTrainer,
+    RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
     StopRequested,
@@ -157,6 +157,8 @@ class MasterLoop:
             report = {name: value for name, value in message["report"].items() if name != "number"}
             if "call_timeout" in report:
                 self._on_call_timeout(**report["call_timeout"])
+            elif "decision" in report:
+                self._apply(RecoveryDecided(**report["decision"]))
             else:
                 self._apply(decode(report))
             connection.send({"acknowledge": message["report"]["number"]})
@@ -179,7 +181,7 @@ class MasterLoop:
                 self._kill_process(effect.name, effect.pid, effect.node, effect.machine)
             case RecoveryNeeded():
                 self._log_recovery(effect)
-                if effect.level == Level.TRAINER:
+                if effect.slot == TRAINER:
                     self._trainer_deadline = time.monotonic() + TRAINER_RESTART_TIMEOUT_S
             case StopTrainer():
                 if TRAINER in self._by_slot:
@@ -193,16 +195,8 @@ class MasterLoop:
                 self._finished_at = self._finished_at or time.monotonic()
 
     def _log_recovery(self, effect: RecoveryNeeded) -> None:
-        who = "the supervisor restarts it" if effect.level == Level.TRAINER else "the driver handles it"
-        logger.warning(
-            "step %d: %s; %s (level %d, %s; processes to replace: %s)",
-            self.journal.state.step,
-            effect.reason,
-            who,
-            effect.level,
-            Level(effect.level).name.lower(),
-            ", ".join(effect.slots) or "none",
-        )
+        who = "the supervisor" if effect.slot == TRAINER else "the driver"
+        logger.warning("step %d: %s; %s decides what follows", self.journal.state.step, effect.reason, who)
 
     def _kill_process(self, name: str, pid: int, node: str, machine_id: str) -> None:
         if machine_id == self.machine_id:

@@ -31,6 +31,7 @@ from hybridrl.master.state.events import (
     Event,
     JobEnded,
     JobStarted,
+    RecoveryDecided,
     StopRequested,
     decode,
     encode,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 EVENTS, SNAPSHOT = "events-", "snapshot-"
 EVENTS_PER_SNAPSHOT = 500
 # A local file is synced after these. After a machine crash, their senders send the other events again.
-SYNCED_EVENTS = (JobStarted, CheckpointCommitted, StopRequested, JobEnded)
+SYNCED_EVENTS = (JobStarted, RecoveryDecided, CheckpointCommitted, StopRequested, JobEnded)
 
 
 class JournalEntry(NamedTuple):

@@ -5,22 +5,12 @@ executes the effects.
 """
 
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 from hybridrl.errors import JournalError
 
 TRAINER = "trainer"  # the slot of the driver
-
-
-class Level(IntEnum):
-    CALL = 0
-    REPLICA = 1
-    ROLE = 2
-    SUBGRAPH = 3
-    TRAINER = 4
-    JOB = 5
-    ABORT = 6
 
 
 class Kind(StrEnum):
@@ -43,8 +33,8 @@ class JobStarted:
     Attributes:
         roles: Label of the processes (roles joined by "+") -> number of processes.
         replicas: Labels whose processes do not communicate with each other.
-        recoverable_levels: Levels that this job can carry out.
-        limits_itself: True if the caller counts failures and ends the job itself; the master then applies no budget.
+        restarts_workers: Whether this job restarts its lost workers. If not, the first loss ends it.
+        restarts_driver: Whether somebody restarts this job's driver. If not, its loss ends the job.
         supervisor_pid: Process id, on the trainer's node, of the supervisor that restarts the trainer. 0: none.
     """
 
@@ -52,8 +42,8 @@ class JobStarted:
     run: str
     roles: dict[str, int] = field(default_factory=dict)
     replicas: tuple[str, ...] = ()
-    recoverable_levels: tuple[int, ...] = ()
-    limits_itself: bool = False
+    restarts_workers: bool = False
+    restarts_driver: bool = False
     supervisor_pid: int = 0
 
 
@@ -103,6 +93,30 @@ class WorkerFailed:
     pid: int
     evidence: str
     signature: str = ""
+
+
+@dataclass(frozen=True)
+class RecoveryDecided:
+    """What the router, the trainer or a supervisor does about a failure (`failure_policy.py`).
+
+    Attributes:
+        kind: What failed.
+        subject: Whose budget it spent.
+        scope: What is restarted. "nothing" also if the budget is spent.
+        source: State that training continues from.
+        used: Failures since the budget was full, with this one.
+        limit: Failures that the budget covers.
+        text: The decision as a sentence.
+    """
+
+    kind: str
+    subject: str
+    scope: str
+    source: str
+    executor: str
+    used: int
+    limit: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -157,6 +171,7 @@ Event = (
     | WorkerSilent
     | WorkerRecovered
     | WorkerFailed
+    | RecoveryDecided
     | StepCompleted
     | CheckpointCommitted
     | WorkerLeft
@@ -172,6 +187,7 @@ EVENTS = {
         WorkerSilent,
         WorkerRecovered,
         WorkerFailed,
+        RecoveryDecided,
         StepCompleted,
         CheckpointCommitted,
         WorkerLeft,
@@ -232,10 +248,9 @@ class KillProcess:
 
 @dataclass(frozen=True)
 class RecoveryNeeded:
-    """Announce a recovery at this level. slots: the slots whose processes are replaced."""
+    """Expect a recovery from a failure of this slot, by somebody else: the master only waits for it."""
 
-    level: int
-    slots: tuple[str, ...]
+    slot: str
     reason: str
 
 

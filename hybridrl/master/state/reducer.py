@@ -1,22 +1,14 @@
-"""What the master decides: `reduce(state, event) -> (state, effects)`, a pure function.
+"""What the master knows and does: `reduce(state, event) -> (state, effects)`, a pure function.
 
 Detectors (a closed connection, missing heartbeats, a dead node) and reports of the trainer become events. The master
 (`service/job_master.py`) executes the effects, possibly twice. A state is a fold over the journal's events, so a
 restarted master has the state of the previous one. Nothing here waits, sends or kills.
 
-A failure is answered at the lowest level that fits it, that this job can carry out (`JobStarted.recoverable_levels`),
-and whose budget is not used up:
+The master does not decide about recovery. The process that restarts something decides by `failure_policy.py`, and
+reports its decision (`RecoveryDecided`). A failure ends the job here in two cases:
 
-  0. repeat the call
-  1. restart the replica
-  2. rebuild the role
-  3. rebuild the role and what depends on it
-  4. restart the trainer
-  5. restart the job from its last commit
-  6. end the job with a report
-
-Completed steps refill the budgets. The same exception at the same step is a bug of the program and ends the job,
-whatever budget is left.
+  - Nobody restarts what was lost (`JobStarted.restarts_workers`, `JobStarted.restarts_driver`).
+  - The same exception at the same step is a bug of the program.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,8 +23,8 @@ from hybridrl.master.state.events import (
     JobStarted,
     KillProcess,
     Kind,
-    Level,
     NotifyTrainer,
+    RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
     StepCompleted,
@@ -58,9 +50,7 @@ from hybridrl.master.state.tables import (
     next_state,
 )
 
-REFILL_STEPS = 10  # steps without a failure after which the budgets are full again
-BUDGETS = {0: 10, 1: 10, 2: 3, 3: 3, 4: 3, 5: 3}  # level -> failures that it may answer before the next refill
-MAX_LISTED_FAILURES = 20
+MAX_LISTED = 20  # failures, decisions and notices each
 
 
 @dataclass(frozen=True)
@@ -92,37 +82,28 @@ class JobState:
     sizes: dict[str, int] = field(default_factory=dict)
     workers: dict[str, WorkerState] = field(default_factory=dict)
     replicas: tuple[str, ...] = ()
-    recoverable_levels: tuple[int, ...] = ()
-    limits_itself: bool = False
+    restarts_workers: bool = False
+    restarts_driver: bool = False
     supervisor_pid: int = 0
-    spent: dict[int, int] = field(default_factory=dict)  # level -> failures answered since the last refill
-    healthy_steps: int = 0  # since the last failure
     step: int = 0
     commit: str = ""
     last_exception: tuple[str, int] = ("", -1)  # signature, step
     failures: tuple[str, ...] = ()  # the newest ones, as sentences
+    decisions: tuple[str, ...] = ()  # the newest ones, as sentences
     notices: tuple[str, ...] = ()  # the newest ones
     reason: str = ""  # of the end
 
 
 def to_json(state: JobState) -> dict[str, Any]:
     """Return a state as a JSON-compatible dict."""
-    return {
-        **vars(state),
-        "workers": {slot: vars(worker) for slot, worker in state.workers.items()},
-        "spent": {str(level): count for level, count in state.spent.items()},
-    }
+    return {**vars(state), "workers": {slot: vars(worker) for slot, worker in state.workers.items()}}
 
 
 def from_json(data: dict[str, Any]) -> JobState:
     """Return the state that `to_json` wrote."""
-    tuples = {
-        name: tuple(data[name]) for name in ("replicas", "recoverable_levels", "failures", "notices", "last_exception")
-    }
+    tuples = {name: tuple(data[name]) for name in ("replicas", "failures", "decisions", "notices", "last_exception")}
     workers = {slot: WorkerState(**worker) for slot, worker in data["workers"].items()}
-    return JobState(
-        **(data | tuples | {"workers": workers, "spent": {int(level): count for level, count in data["spent"].items()}})
-    )
+    return JobState(**(data | tuples | {"workers": workers}))
 
 
 # -- the reducer
@@ -150,9 +131,12 @@ def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]
             return _commit(state, event), ()
         case WorkerLeft():
             return _move_worker(state, event.slot, event.pid, "end"), ()
+        case RecoveryDecided():
+            text = f"step {state.step}: {event.text}"
+            return replace(state, decisions=(*state.decisions, text)[-MAX_LISTED:]), ()
         case WarningRaised():
             text = f"{event.slot}: {event.text}"
-            return replace(state, notices=(*state.notices, text)[-MAX_LISTED_FAILURES:]), (NotifyTrainer(text),)
+            return replace(state, notices=(*state.notices, text)[-MAX_LISTED:]), (NotifyTrainer(text),)
         case StopRequested():
             following = _move_job(replace(state, reason=event.reason), "stop")
             return following, (StopTrainer(event.reason),) if following.state == JobPhase.STOPPING else ()
@@ -168,11 +152,8 @@ def unfinished_effects(state: JobState) -> tuple[Effect, ...]:
         return (ReleaseJob(state.reason),)
     if state.state == JobPhase.STOPPING:
         return (StopTrainer(state.reason),)
-    lost = (
-        Level.TRAINER in state.recoverable_levels
-        and state.workers.get(TRAINER, WorkerState()).state == WorkerPhase.LOST
-    )
-    return (RecoveryNeeded(Level.TRAINER, (TRAINER,), state.workers[TRAINER].exit_reason),) if lost else ()
+    lost = state.restarts_driver and state.workers.get(TRAINER, WorkerState()).state == WorkerPhase.LOST
+    return (RecoveryNeeded(TRAINER, state.workers[TRAINER].exit_reason),) if lost else ()
 
 
 def _start_job(state: JobState, event: JobStarted) -> JobState:
@@ -185,8 +166,8 @@ def _start_job(state: JobState, event: JobStarted) -> JobState:
     return replace(
         started,
         replicas=tuple(event.replicas),
-        recoverable_levels=tuple(event.recoverable_levels),
-        limits_itself=event.limits_itself,
+        restarts_workers=event.restarts_workers,
+        restarts_driver=event.restarts_driver,
     )
 
 
@@ -221,10 +202,7 @@ def _step(state: JobState, event: StepCompleted) -> JobState:
     state = _move_job(state, "begin")
     if event.step <= state.step:  # reported twice, or replayed
         return state
-    steps = state.healthy_steps + 1
-    return _recovered_if_complete(
-        replace(state, step=event.step, healthy_steps=steps, spent={} if steps >= REFILL_STEPS else state.spent)
-    )
+    return _recovered_if_complete(replace(state, step=event.step))
 
 
 def _commit(state: JobState, event: CheckpointCommitted) -> JobState:
@@ -245,16 +223,16 @@ def _fail(state: JobState, event: WorkerFailed) -> tuple[JobState, tuple[Effect,
         return _end_job(lost, "stopped", state.reason) if event.slot == TRAINER else (lost, ())
     if event.kind in (Kind.DIED, Kind.NODE) and state.roles.get(role_of_slot(event.slot)) == RolePhase.REBUILDING:
         return _mark_lost(state, event), ()  # a rebuild also kills the healthy processes of the role
-    level = _choose_level(state, event)
+    is_survivable = _is_survivable(state, event)
     lost = state if event.kind in (Kind.CALL, Kind.EXCEPTION) else _mark_lost(state, event)
     lost = replace(
-        lost, failures=(*lost.failures, f"{event.slot} at step {state.step}: {event.evidence}")[-MAX_LISTED_FAILURES:]
+        lost, failures=(*lost.failures, f"{event.slot} at step {state.step}: {event.evidence}")[-MAX_LISTED:]
     )
     if event.kind == Kind.EXCEPTION:
         lost = replace(lost, last_exception=(event.signature, state.step))
-    if level == Level.ABORT:
+    if not is_survivable:
         return _end_job(lost, "abort", f"{event.slot}: {event.evidence}")
-    return _recover(lost, event, level)
+    return _await_recovery(lost, event)
 
 
 def _freeze(state: JobState, event: WorkerFailed, worker: WorkerState) -> tuple[JobState, tuple[Effect, ...]]:
@@ -266,49 +244,19 @@ def _freeze(state: JobState, event: WorkerFailed, worker: WorkerState) -> tuple[
     return replace(state, workers=workers), (kill,)
 
 
-def _recover(state: JobState, event: WorkerFailed, level: int) -> tuple[JobState, tuple[Effect, ...]]:
-    slots = _slots_to_restart(state, event.slot, level)
-    state = replace(state, spent=state.spent | {level: state.spent.get(level, 0) + 1}, healthy_steps=0)
-    if level != Level.CALL:
-        label = role_of_slot(event.slot)
-        state = _move_job(_move_role(state, label, "replica_lost" if level == Level.REPLICA else "rebuild"), "failure")
-    return state, (RecoveryNeeded(level, slots, f"{event.slot}: {event.evidence}"),)
+def _await_recovery(state: JobState, event: WorkerFailed) -> tuple[JobState, tuple[Effect, ...]]:
+    """Mark what a failure takes away until somebody has restarted it."""
+    label = role_of_slot(event.slot)
+    if event.kind != Kind.CALL:
+        is_replica = label in state.replicas and event.slot != TRAINER and event.kind != Kind.EXCEPTION
+        state = _move_job(_move_role(state, label, "replica_lost" if is_replica else "rebuild"), "failure")
+    return state, (RecoveryNeeded(event.slot, f"{event.slot}: {event.evidence}"),)
 
 
-def _slots_to_restart(state: JobState, slot: str, level: int) -> tuple[str, ...]:
-    """Return the slots whose processes a level replaces.
-
-    The reducer does not know which roles depend on each other. It assumes that all workers do.
-    """
-    if level in (Level.CALL, Level.REPLICA, Level.TRAINER):
-        return (slot,) if level != Level.CALL else ()
-    if level == Level.ROLE:
-        return tuple(other for other in state.workers if role_of_slot(other) == role_of_slot(slot))
-    return tuple(other for other in state.workers if other != TRAINER or level == Level.JOB)
-
-
-def _choose_level(state: JobState, event: WorkerFailed) -> int:
+def _is_survivable(state: JobState, event: WorkerFailed) -> bool:
     if event.kind == Kind.EXCEPTION and (event.signature, state.step) == state.last_exception:
-        return Level.ABORT
-    lowest = Level.ROLE
-    if event.kind == Kind.CALL:
-        lowest = Level.CALL
-    elif event.slot == TRAINER:
-        lowest = Level.TRAINER
-    elif role_of_slot(event.slot) in state.replicas and event.kind != Kind.EXCEPTION:
-        lowest = Level.REPLICA
-    fitting = [
-        level
-        for level in range(lowest, Level.ABORT)
-        if level != Level.REPLICA or role_of_slot(event.slot) in state.replicas
-    ]
-    return next(
-        (level for level in fitting if level in state.recoverable_levels and _has_budget(state, level)), Level.ABORT
-    )
-
-
-def _has_budget(state: JobState, level: int) -> bool:
-    return state.limits_itself or state.spent.get(level, 0) < BUDGETS[level]
+        return False
+    return state.restarts_driver if event.slot == TRAINER else state.restarts_workers
 
 
 def _mark_lost(state: JobState, event: WorkerFailed) -> JobState:

@@ -1,8 +1,8 @@
 """State tables of a job, its roles and its workers. `hybridrl job states` prints them.
 
 A table maps (state, event) to the next state. An event without an entry changes nothing, so a death that is reported
-twice, or a message from a replaced process, is harmless. `reducer.py` decides which event a failure is and what is
-done about it.
+twice, or a message from a replaced process, is harmless. `reducer.py` decides which event a failure is;
+`failure_policy.py` has what is done about it.
 """
 
 from collections.abc import Mapping

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hybridrl.failure_policy import Decision
 from hybridrl.single_controller.cluster import NAMESPACE
 from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
 from hybridrl.single_controller.monitoring.lost_workers import mark_lost
@@ -223,3 +224,9 @@ def report_call_timeout(role: str, ranks: Sequence[int], method: str, timeout_s:
     if _client is not None:
         call = {"role": role, "ranks": list(ranks), "method": method, "timeout_s": timeout_s}
         _client.send({"call_timeout": call})
+
+
+def report_decision(decision: Decision) -> None:
+    """Report to this process's master, if it has one, what follows a failure."""
+    if _client is not None:
+        _client.send({"decision": decision.to_json()})

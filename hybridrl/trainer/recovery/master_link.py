@@ -1,6 +1,6 @@
 """Connect a trainer to the job master: report stages, steps, commits and how the job ends.
 
-`main_ppo` and `main_sft` wrap their training in `run_under_master`; runs in the driver. Makes no recovery decisions.
+`main_ppo` and `main_sft` wrap their training in `run_under_master`; runs in the driver. Makes no recovery decision.
 """
 
 import functools
@@ -14,9 +14,9 @@ from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.errors import WorkerLost
 from hybridrl.framework import Task, spec_of
 from hybridrl.framework.stage import StageFn
-from hybridrl.master.service.client import TRAINER_LEVELS, MasterClient
-from hybridrl.master.state.events import Level
+from hybridrl.master.service.client import MasterClient
 from hybridrl.single_controller.cluster import MASTER
+from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.setup import run_directory
 
@@ -42,6 +42,8 @@ def run_under_master(trainer: Any) -> Iterator[None]:
         LIFECYCLE.on_orphaned = functools.partial(
             watch.finish_job, succeeded=False, reason="its program was killed", timeout_s=0.5
         )
+        if LIFECYCLE.restarted_by is not None:  # the supervisor has no connection of its own
+            report_decision(LIFECYCLE.restarted_by)
         trainer.middleware = [*trainer.middleware, report_stages_to(watch)]
         try:
             yield
@@ -51,15 +53,14 @@ def run_under_master(trainer: Any) -> Iterator[None]:
 
 
 def _recovery_options(trainer: Any) -> dict[str, Any]:
-    """Return arguments for `JobWatch`: the failures that this trainer recovers from itself."""
+    """Return arguments for `MasterClient`: who restarts what this job loses."""
     if isinstance(trainer.config, SFTConfig):
-        return {"recoverable_levels": ()}
+        return {"restarts_workers": False}
     rollout = trainer.config.actor_rollout_ref.rollout
     replaceable = rollout.mode == "async" and rollout.n_gpus_per_node and rollout.tensor_model_parallel_size == 1
     return {
         "replicas": (str(Role.Rollout),) if replaceable else (),  # the router works without one of them
-        "recoverable_levels": TRAINER_LEVELS + ((Level.TRAINER,) if trainer.resume_state.is_supervised else ()),
-        "limits_itself": True,  # `StepRetry` counts losses
+        "restarts_driver": trainer.resume_state.is_supervised,
         "is_restart": trainer.resume_state.snapshot is not None,
         "supervisor_pid": os.getppid() if LIFECYCLE.is_supervised else 0,
     }

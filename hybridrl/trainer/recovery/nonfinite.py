@@ -3,11 +3,11 @@
 Under every policy the workers skip such an optimizer step on all ranks: parameters, optimizer and schedule stay as they
 were. So no checkpoint ever contains it. The policy decides what the driver does then:
 
-    skip      continue; after MAX_SKIPPED_STEPS steps in a row without one applied update the run ends
-    rollback  load the newest checkpoint and train on from there; after MAX_ROLLBACKS to the same one the run ends
+    skip      continue; after some steps in a row without one applied update the run ends
+    rollback  load the newest checkpoint and train on from there; after some rollbacks to the same one the run ends
     stop      end the run
 
-Used by the PPO and SFT trainers, in the driver.
+`failure_policy.py` has both limits. Used by the PPO and SFT trainers, in the driver.
 """
 
 import logging
@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hybridrl.errors import NonFiniteError
+from hybridrl.failure_policy import Budgets, Failure, FailureKind, Refill
+from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 
 logger = logging.getLogger(__name__)
-MAX_SKIPPED_STEPS = 10
-MAX_ROLLBACKS = 3  # to one checkpoint; runs are deterministic, so only a hardware fault goes away by a rollback
 HINTS = {
     "actor": "critic/advantages/*, actor/ppo_kl and actor/grad_norm of the steps before (metrics.jsonl), then lower "
     "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip",
@@ -34,7 +34,7 @@ class NonFiniteGuard:
 
     def __init__(self, policy: str):
         self.policy = policy
-        self._skipped_in_a_row: dict[str, int] = {}  # consecutive steps without an applied update, by metric prefix
+        self._budgets = Budgets()  # consecutive steps without an applied update, by metric prefix
 
     def check(self, updates: Mapping[str, Sequence[float]], *, prefix: str, step: int) -> None:
         """Check one update.
@@ -48,19 +48,29 @@ class NonFiniteGuard:
             NonFiniteError: The policy does not continue after this update.
         """
         skipped = _values(updates, f"{prefix}/skipped")
-        self._skipped_in_a_row[prefix] = (
-            self._skipped_in_a_row.get(prefix, 0) + 1 if skipped.size and skipped.all() else 0
-        )
+        has_update = not (skipped.size and skipped.all())
+        if has_update:
+            self._budgets.reset(FailureKind.UPDATE_SKIPPED, prefix)
         if not skipped.any():
             return
         found = f"step {step}: {_describe_update(updates, prefix)}; that optimizer step is skipped on all ranks"
         if self.policy != "skip":
             raise NonFiniteError(f"{found}, and trainer.nonfinite={self.policy}. Check {HINTS[prefix]}")
-        if self._skipped_in_a_row[prefix] >= MAX_SKIPPED_STEPS:
+        if has_update:
+            logger.warning("%s; training continues with the others (trainer.nonfinite=skip)", found)
+        else:
+            self._skip_step(found, prefix)
+
+    def _skip_step(self, found: str, prefix: str) -> None:
+        """Count a step without an applied update. Raises NonFiniteError beyond the limit."""
+        target = f"an update of {_owner(prefix)}"
+        decision = self._budgets.spend(Failure(FailureKind.UPDATE_SKIPPED, found, subject=prefix, target=target))
+        report_decision(decision)
+        if not decision.is_granted:
             raise NonFiniteError(
-                f"{found}, as in each of the {MAX_SKIPPED_STEPS} steps before: nothing is learnt. Check {HINTS[prefix]}"
+                f"{found}, as in each of the {decision.limit} steps before: nothing is learnt. Check {HINTS[prefix]}"
             )
-        logger.warning("%s; training continues (trainer.nonfinite=skip)", found)
+        logger.warning("%s", decision)
 
 
 def _describe_update(updates: Mapping[str, Sequence[float]], prefix: str) -> str:
@@ -68,8 +78,12 @@ def _describe_update(updates: Mapping[str, Sequence[float]], prefix: str) -> str
     skipped, by_loss = (_values(updates, f"{prefix}/{name}") for name in ("skipped", "nonfinite_loss"))
     norms = _values(updates, f"{prefix}/grad_norm")[skipped > 0]
     what = "loss" if by_loss.any() else "gradient"
-    whose = {"train": "the model"}.get(prefix, f"the {prefix}")
-    return f"{whose}'s {what} is not finite (grad_norm {norms[0]:g}) in {skipped.mean():.0%} of its optimizer steps"
+    share = f"{skipped.mean():.0%} of its optimizer steps"
+    return f"{_owner(prefix)}'s {what} is not finite (grad_norm {norms[0]:g}) in {share}"
+
+
+def _owner(prefix: str) -> str:
+    return {"train": "the model"}.get(prefix, f"the {prefix}")
 
 
 def _values(updates: Mapping[str, Sequence[float]], name: str) -> np.ndarray:
@@ -87,13 +101,12 @@ def train_with_rollbacks(
         newest: Returns the path of the checkpoint to roll back to, None if there is none.
         roll_back: Loads the checkpoint at a path.
     """
-    last, times = None, 0
+    budgets, last = Budgets(), None
     while True:
         try:
             return train()
         except NonFiniteError as error:
             path = newest()
-            times = times + 1 if path == last else 1
             if policy != "rollback":
                 raise
             if path is None:
@@ -101,9 +114,13 @@ def train_with_rollbacks(
                     "there is no checkpoint to roll back to yet; trainer.save_freq=N commits one every N steps"
                 )
                 raise
-            if times > MAX_ROLLBACKS:
-                error.add_note(f"it happened again after each of {MAX_ROLLBACKS} rollbacks to {path}")
-                raise
+            if path != last:
+                budgets.refill(Refill.OTHER_CHECKPOINT)
             last = path
-            logger.warning("%s; rollback %d of %d to %s", error, times, MAX_ROLLBACKS, path)
+            decision = budgets.spend(Failure(FailureKind.UPDATE_REJECTED, str(error), target=path))
+            report_decision(decision)
+            if not decision.is_granted:
+                error.add_note(f"it happened again after each of {decision.limit} rollbacks to {path}")
+                raise
+            logger.warning("%s", decision)
             roll_back(path)

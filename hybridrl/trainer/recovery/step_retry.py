@@ -9,10 +9,10 @@ is a process of its own, so a snapshot survives the rank that made it. When a ca
   3. pushes the snapshot's weights to the rollout, and
   4. runs the step again with the same prompts and random numbers.
 
-So every completed step was applied exactly once. Limits: 3 losses, or 1 call timeout (`trainer.call_timeout_s`), per
-completed step; then the error is raised. Exceptions in user code are never retried, because they would only repeat. A
-lost node takes the snapshots in its object store with it; then, and beyond the limits, a new job resumes from the
-newest checkpoint.
+So every completed step was applied exactly once. `failure_policy.py` limits the losses and the call timeouts
+(`trainer.call_timeout_s`) without a completed step; then the error is raised. Exceptions in user code are never
+retried, because they would only repeat. A lost node takes the snapshots in its object store with it; then, and beyond
+the limits, a new job resumes from the newest checkpoint.
 
 Called by `Trainer`; runs in the driver. Every recovery is one line of `failures.jsonl` in the run directory.
 """
@@ -26,12 +26,13 @@ from typing import Any, Protocol
 
 from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.errors import CallTimeout, WorkerLost
+from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Refill
 from hybridrl.master.state.events import TRAINER
+from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
 from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
 
 logger = logging.getLogger(__name__)
-MAX_LOSSES, MAX_TIMEOUTS = 3, 1  # per completed step
 FILE = "failures.jsonl"
 
 
@@ -81,7 +82,7 @@ class StepRetry:
         self._trainer, self._resume_state = trainer, resume_state
         self._snapshot_freq, self._path = snapshot_freq, os.path.join(directory, FILE)
         self._snapshot: StepSnapshot | None = None
-        self._losses = self._timeouts = 0  # since the last snapshot
+        self._budgets = Budgets()  # full again with every snapshot
         self._newest = -1  # completed step
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
 
@@ -119,7 +120,8 @@ class StepRetry:
         self._snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
         self._resume_state.store(self._snapshot)
         LIFECYCLE.report_step(trainer.global_steps)
-        self._losses, self._timeouts, self._snapshot_s = 0, 0, time.perf_counter() - start
+        self._budgets.refill(Refill.COMPLETED_STEP)
+        self._snapshot_s = time.perf_counter() - start
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
@@ -160,9 +162,10 @@ class StepRetry:
         seconds = time.time() - detected_at
         self._recoveries, self._seconds = self._recoveries + 1, self._seconds + seconds
         logger.warning(
-            "recovered after %.1f s: all roles are at the end of step %d; training continues from there",
-            seconds,
+            "recovered: all roles are at the end of step %d (%.1f s); retrying step %d",
             snapshot.step,
+            seconds,
+            snapshot.step + 1,
         )
         names = [f"{one.role}-{one.rank}" for one in losses]
         self._record(
@@ -193,22 +196,27 @@ class StepRetry:
         """Return the error as a loss; raises a timeout without a worker, or one beyond the limit."""
         if isinstance(error, WorkerLost):
             return error
-        self._timeouts += 1
-        if not error.role or self._timeouts > MAX_TIMEOUTS:
+        if not error.role:
             raise error
+        failure = Failure(FailureKind.CALL_TIMEOUT, str(error), target=f"role {error.role}")
+        self._carry_out(self._budgets.spend(failure), error)
         return WorkerLost(error.role, error.ranks[0], error.method, f"{error}; its processes are killed")
 
     def _check_budget(self, lost: WorkerLost, step: int, snapshot: StepSnapshot) -> None:
-        self._losses += 1
-        if self._losses > MAX_LOSSES:
-            lost.add_note(
-                f"{self._losses} workers were lost since step {snapshot.step} completed (limit: {MAX_LOSSES}). The "
-                "failure repeats, so the run stops; resume with trainer.resume_mode=auto"
-            )
-            raise lost
-        logger.warning(
-            "step %d: %s; rebuilding its role and going back to the end of step %d", step, lost, snapshot.step
-        )
+        count = sum(self._trainer.groups[role].world_size for role in lost.role.split("+")[:1])
+        what = f"{lost.role}-{lost.rank} was lost in {lost.method} of step {step} ({lost.cause})"
+        target = f"role {lost.role} ({count} process{'es' if count != 1 else ''})"
+        origin = f"the snapshot of step {snapshot.step}"
+        failure = Failure(FailureKind.WORKER_LOST, what, target=target, origin=origin)
+        self._carry_out(self._budgets.spend(failure), lost)
+
+    def _carry_out(self, decision: Decision, error: WorkerLost | CallTimeout) -> None:
+        """Report a decision and log it; raises the error if the budget is spent."""
+        report_decision(decision)
+        if not decision.is_granted:
+            error.add_note(str(decision))
+            raise error
+        logger.warning("%s", decision)
 
     def _record(self, entry: dict[str, Any]) -> None:
         try:

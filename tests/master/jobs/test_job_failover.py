@@ -63,6 +63,7 @@ def test_a_trainer_that_does_not_handle_a_loss_is_restarted_with_its_reported_pr
         2,
     )
     assert any("actor-1 at step" in text and "killed by SIGKILL" in text for text in state.failures)
+    assert ["(1 of 10 losses)" in text and "restarts actor-1" in text for text in state.decisions[:1]] == [True]
     wait_until(lambda: not left_of("loses-"))
 
 
@@ -108,6 +109,7 @@ def test_a_trainer_that_dies_finds_its_workers_unchanged_until_its_budget_is_use
     assert report.count("killed by SIGKILL") == 2 and "(step 2)" in report
     state = state_of(tmp_path / "two")
     assert state.state == JobPhase.FAILED and "trainer-0 was lost" in state.reason
+    assert "the limit is 1 failure without 10 healthy steps, so the job ends" in state.decisions[-1]
     wait_until(lambda: not left_of("dies-"))
 
 

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import ConfigError
+from hybridrl.failure_policy import Budgets, Failure, FailureKind
 from hybridrl.master.jobs.builder import RLJob, RLJobBuilder
-from hybridrl.master.jobs.restart_policy import RestartBudget, restart_set
+from hybridrl.master.jobs.restart_policy import restart_report, restart_set
 from hybridrl.master.plan.spec import RoleSpec
-from hybridrl.master.state.events import JobStarted, Kind, Level, RecoveryNeeded, WorkerFailed, WorkerJoined
+from hybridrl.master.state.events import JobStarted, Kind, RecoveryNeeded, WorkerFailed, WorkerJoined
 from hybridrl.master.state.reducer import JobState, reduce
 from hybridrl.master.state.tables import JOB_ENDS
 
@@ -51,17 +52,24 @@ def test_lost_ranks_are_restarted_and_a_wider_set_contains_the_narrower(restart,
 
 
 def test_a_role_survives_max_restart_losses_and_healthy_steps_reset_the_count():
-    budgets = RestartBudget({"a": 2, "b": 0})
-    assert [budgets.consume("a", f"loss {number}") for number in range(4)] == [True, True, False, False]
-    assert not budgets.consume("b", "gone")
-    assert budgets.report("a").endswith("the last loss: loss 2 (step 0); before it: loss 0 (step 0); loss 1 (step 0)")
+    budgets = Budgets({"a": 2, "b": 0})
+
+    def survives(role, what):
+        return budgets.spend(Failure(FailureKind.PROCESS_LOST, what, subject=role)).is_granted
+
+    assert [survives("a", f"loss {number}") for number in range(4)] == [True, True, False, False]
+    assert not survives("b", "gone")
+    report = restart_report("a", budgets.of(FailureKind.PROCESS_LOST, "a"))
+    assert report.startswith("role 'a' was restarted 2 times, which is the limit of max_restart(2), so the job ends")
+    assert report.endswith("the last loss: loss 2 (step 0); before it: loss 0 (step 0); loss 1 (step 0)")
     for step in range(1, 10):
         budgets.on_step(step)
         budgets.on_step(step)  # reported twice
-    assert not budgets.consume("a", "too early")
+    assert not survives("a", "too early")
     for step in range(10, 20):
         budgets.on_step(step)
-    assert budgets.consume("a", "afterwards") and budgets.losses["a"] == ["afterwards (step 19)"]
+    assert survives("a", "afterwards")
+    assert budgets.of(FailureKind.PROCESS_LOST, "a").failures == ["afterwards (step 19)"]
 
 
 def test_restart_options_of_a_role_are_kept_in_the_spec():
@@ -102,11 +110,9 @@ def test_wrong_restart_options_are_refused(describe, message):
         describe(RLJobBuilder().actor(A))
 
 
-def test_a_master_ends_no_job_that_limits_itself():
-    state, _ = reduce(JobState(), JobStarted("j", "j-1", recoverable_levels=(Level.ROLE,), limits_itself=True))
+def test_a_master_ends_no_job_whose_processes_somebody_restarts():
+    state, _ = reduce(JobState(), JobStarted("j", "j-1", restarts_workers=True))
     for pid in range(1, 50):
         state, _ = reduce(state, WorkerJoined("a-0", "j-1/a-0", pid, "node"))
         state, effects = reduce(state, WorkerFailed(Kind.DIED, "a-0", pid, "killed"))
-        assert state.state not in JOB_ENDS and [
-            effect.level for effect in effects if isinstance(effect, RecoveryNeeded)
-        ] == [Level.ROLE]
+        assert state.state not in JOB_ENDS and effects == (RecoveryNeeded("a-0", "a-0: killed"),)

@@ -9,11 +9,13 @@ import pytest
 import ray
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
+from hybridrl.failure_policy import Budgets, Failure, FailureKind
 from hybridrl.master.service import console
 from hybridrl.master.service.client import MasterClient, list_masters
 from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.cluster import NAMESPACE
+from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from tests.support.master.monitored_process import describe, monitored_adders, wait_for, wait_until_gone
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -98,6 +100,25 @@ def test_a_requested_stop_reaches_the_driver(tmp_path):
         wait_for(client, lambda seen: received)
     assert received[0] == "requested by a test"
     assert replay(str(tmp_path))[0].state in (JobPhase.SUCCEEDED, JobPhase.STOPPED)
+
+
+def test_a_reported_decision_is_in_the_journal_and_in_the_status(tmp_path):
+    with MasterClient(job="job", run="job-f", journal=str(tmp_path)) as client:
+        client.report_step(3)
+        decision = Budgets().spend(Failure(FailureKind.WORKER_LOST, "actor-0 was lost", target="role actor"))
+        report_decision(decision)
+        seen = wait_for(client, lambda seen: seen["decisions"])
+        assert seen["decisions"] == (f"step 3: {decision}",) and seen["state"] == JobPhase.RUNNING
+        assert f"decision: step 3: {decision}\n" in console.status("job-f", None)
+    [event] = [one.event for one in history(str(tmp_path)) if type(one.event).__name__ == "RecoveryDecided"]
+    assert (event.scope, event.source, event.executor, event.used, event.limit) == (
+        "role",
+        "snapshot of the last step",
+        "trainer",
+        1,
+        3,
+    )
+    assert replay(str(tmp_path))[0].decisions == (f"step 3: {decision}",)
 
 
 def test_a_driver_that_dies_before_its_first_message_leaves_no_master_behind(tmp_path):

@@ -10,8 +10,8 @@ from hybridrl.master.state.events import (
     JobStarted,
     KillProcess,
     Kind,
-    Level,
     NotifyTrainer,
+    RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
     StepCompleted,
@@ -23,19 +23,12 @@ from hybridrl.master.state.events import (
     WorkerLeft,
     WorkerRecovered,
     WorkerSilent,
+    decode,
+    encode,
 )
-from hybridrl.master.state.reducer import (
-    BUDGETS,
-    REFILL_STEPS,
-    JobState,
-    from_json,
-    reduce,
-    to_json,
-    unfinished_effects,
-)
+from hybridrl.master.state.reducer import JobState, from_json, reduce, to_json, unfinished_effects
 from hybridrl.master.state.tables import JOB_ENDS, JobPhase, RolePhase, WorkerPhase
 
-ALL_LEVELS = tuple(range(6))
 SLOTS = ("trainer", "actor-0", "actor-1", "rollout-0")
 PIDS = {slot: 100 + i for i, slot in enumerate(SLOTS)}
 
@@ -52,9 +45,14 @@ def join(slot, pid=None):
     return WorkerJoined(slot, f"run/{slot}", pid or PIDS[slot], "node", group_size=2 if slot.startswith("actor") else 1)
 
 
-def running(levels=ALL_LEVELS):
+def running(*, restarts_workers=True, restarts_driver=True):
     start = JobStarted(
-        "job", "run", {"actor": 2, "rollout": 1}, replicas=("rollout",), recoverable_levels=tuple(levels)
+        "job",
+        "run",
+        {"actor": 2, "rollout": 1},
+        replicas=("rollout",),
+        restarts_workers=restarts_workers,
+        restarts_driver=restarts_driver,
     )
     return fold([start, *map(join, SLOTS), StepCompleted(0)])[0]
 
@@ -72,7 +70,7 @@ def test_a_role_is_ready_when_all_its_processes_have_joined():
 
 def test_a_lost_replica_is_restarted_and_the_job_has_recovered_when_it_rejoins():
     state, effects = reduce(running(), died("rollout-0"))
-    assert effects == (RecoveryNeeded(Level.REPLICA, ("rollout-0",), "rollout-0: killed by SIGKILL"),)
+    assert effects == (RecoveryNeeded("rollout-0", "rollout-0: killed by SIGKILL"),)
     assert (state.state, state.roles["rollout"]) == (JobPhase.RECOVERING, RolePhase.DEGRADED)
     state, _ = reduce(state, join("rollout-0", 200))
     assert (state.state, state.roles["rollout"], state.workers["rollout-0"].incarnation) == (
@@ -84,10 +82,10 @@ def test_a_lost_replica_is_restarted_and_the_job_has_recovered_when_it_rejoins()
 
 def test_a_lost_rank_of_a_communicating_group_takes_the_whole_role():
     state, (effect,) = reduce(running(), died("actor-1"))
-    assert (effect.level, set(effect.slots)) == (Level.ROLE, {"actor-0", "actor-1"})
+    assert effect == RecoveryNeeded("actor-1", "actor-1: killed by SIGKILL")
     assert state.roles["actor"] == RolePhase.REBUILDING
     state, effects = reduce(state, died("actor-0"))  # a rebuild kills the healthy peer, which is no failure
-    assert (effects, state.spent, len(state.failures)) == ((), {Level.ROLE: 1}, 1)
+    assert (effects, len(state.failures)) == ((), 1)
     state, _ = fold([join("actor-0", 201)], state)
     assert state.state == JobPhase.RECOVERING
     state, _ = fold([join("actor-1", 202)], state)
@@ -99,28 +97,30 @@ def test_a_single_replaced_rank_makes_its_role_ready():
     assert (state.state, state.roles["actor"]) == (JobPhase.RUNNING, RolePhase.READY)
 
 
-def test_a_lost_trainer_is_level_4():
-    _, (effect,) = reduce(running(), died("trainer"))
-    assert (effect.level, effect.slots) == (Level.TRAINER, ("trainer",))
+def test_the_first_loss_ends_a_job_that_restarts_nothing():
+    for lost, options in (("actor-0", {"restarts_workers": False}), ("trainer", {"restarts_driver": False})):
+        state, effects = reduce(running(**options), died(lost))
+        assert (state.state, state.reason) == (JobPhase.FAILED, f"{lost}: killed by SIGKILL")
+        assert effects == (ReleaseJob(f"{lost}: killed by SIGKILL"),)
 
 
-def test_a_level_that_the_job_cannot_carry_out_is_skipped():
-    assert reduce(running([5]), died("rollout-0"))[1][0].level == Level.JOB
-    state, effects = reduce(running([]), died("actor-0"))
-    assert (state.state, state.reason) == (JobPhase.FAILED, "actor-0: killed by SIGKILL")
-    assert effects == (ReleaseJob("actor-0: killed by SIGKILL"),)
-
-
-def test_a_used_up_budget_escalates_and_healthy_steps_refill_it():
-    state = running([Level.REPLICA])
-    for number in range(BUDGETS[Level.REPLICA]):
+def test_the_master_counts_no_losses():
+    state = running()
+    for number in range(50):
         state, effects = fold([died("rollout-0", state.workers["rollout-0"].pid)], state)
-        assert isinstance(effects[0], RecoveryNeeded)
+        assert isinstance(effects[0], RecoveryNeeded) and state.state == JobPhase.RECOVERING
         state, _ = fold([join("rollout-0", 300 + number)], state)
-    next_death = died("rollout-0", state.workers["rollout-0"].pid)
-    assert reduce(state, next_death)[0].state == JobPhase.FAILED
-    healthy, _ = fold(map(StepCompleted, range(1, REFILL_STEPS + 1)), state)
-    assert reduce(healthy, next_death)[0].state == JobPhase.RECOVERING
+
+
+def test_a_reported_decision_is_kept_and_changes_nothing_else():
+    decided = RecoveryDecided(
+        "worker lost", "", "role", "snapshot", "trainer", 1, 3, "actor-0 was lost; the trainer ..."
+    )
+    state, effects = fold([StepCompleted(7), decided], running())
+    assert effects == () and state.decisions == ("step 7: actor-0 was lost; ...",)
+    assert replace(state, decisions=()) == fold([StepCompleted(7)], running())[0]
+    assert len(fold([decided] * 50, state)[0].decisions) == 20  # the newest ones
+    assert decode(encode(decided)) == decided
 
 
 def test_the_same_exception_at_the_same_step_ends_the_job_and_another_does_not():
@@ -136,7 +136,7 @@ def test_the_same_exception_at_the_same_step_ends_the_job_and_another_does_not()
 
 
 def test_a_frozen_process_is_killed_and_its_death_keeps_the_reason():
-    state, effects = reduce(running([]), WorkerFailed(Kind.FROZEN, "actor-0", PIDS["actor-0"], "stopped for 6 s"))
+    state, effects = reduce(running(), WorkerFailed(Kind.FROZEN, "actor-0", PIDS["actor-0"], "stopped for 6 s"))
     assert effects == (KillProcess("actor-0", "run/actor-0", PIDS["actor-0"], "node", "", "stopped for 6 s"),)
     state, _ = reduce(state, died("actor-0"))
     assert state.workers["actor-0"].exit_reason == "stopped for 6 s; the master killed it for that"
@@ -157,18 +157,17 @@ def test_a_restarted_master_sends_the_stop_to_the_trainer_again():
     assert unfinished_effects(state) == effects
 
 
-def test_a_call_past_its_deadline_is_a_failure_without_a_lost_process_and_the_next_step_ends_the_recovery():
+def test_a_call_past_its_deadline_is_a_failure_without_a_lost_process_and_the_job_keeps_running():
     overdue = WorkerFailed(
         Kind.CALL, "actor-0", PIDS["actor-0"], "actor.update() did not answer within 60 s; still waiting for rank 0"
     )
     state, (effect,) = reduce(running(), overdue)
-    assert (effect.level, effect.slots, state.spent) == (Level.CALL, (), {Level.CALL: 1})
+    assert effect == RecoveryNeeded("actor-0", f"actor-0: {overdue.evidence}")
     assert (state.state, state.workers["actor-0"].state) == (JobPhase.RUNNING, WorkerPhase.ALIVE)
     assert state.failures == (f"actor-0 at step 0: {overdue.evidence}",)
-    spent, (effect,) = fold([overdue] * BUDGETS[Level.CALL], state)
-    assert (effect.level, spent.state) == (Level.ROLE, JobPhase.RECOVERING)
-    assert fold([StepCompleted(1)], spent)[0].state == JobPhase.RUNNING
-    assert fold([died("rollout-0"), StepCompleted(1)], spent)[0].state == JobPhase.RECOVERING  # still lost
+    assert fold([died("rollout-0"), StepCompleted(1)], state)[0].state == JobPhase.RECOVERING  # still lost
+    replaced = [died("rollout-0"), join("rollout-0", 200), StepCompleted(1)]
+    assert fold(replaced, state)[0].state == JobPhase.RUNNING
 
 
 def test_a_warning_is_sent_to_the_trainer_and_changes_no_state():
@@ -195,12 +194,16 @@ events = st.one_of(
     st.builds(lambda step: CheckpointCommitted(step, f"global_step_{step}"), st.integers(1, 5)),
     st.builds(WorkerLeft, slots, pids),
     st.builds(WarningRaised, slots, st.just("slow")),
+    st.builds(RecoveryDecided, *map(st.just, ("worker lost", "", "role", "snapshot", "trainer", 1, 3, "a sentence"))),
     st.builds(StopRequested, st.just("requested")),
     st.builds(JobEnded, st.booleans(), st.just("done")),
 )
 starts = st.builds(
-    lambda levels: JobStarted("job", "run", {"actor": 2, "rollout": 1}, ("rollout",), tuple(sorted(levels))),
-    st.sets(st.integers(0, 5)),
+    lambda workers, driver: JobStarted(
+        "job", "run", {"actor": 2, "rollout": 1}, ("rollout",), restarts_workers=workers, restarts_driver=driver
+    ),
+    st.booleans(),
+    st.booleans(),
 )
 
 
@@ -212,7 +215,7 @@ def test_no_sequence_of_events_leads_to_an_illegal_state_and_every_one_can_end(s
         before, (state, effects) = state, reduce(state, event)
         assert state.state in set(JobPhase) and set(state.roles.values()) <= set(RolePhase)
         assert {worker.state for worker in state.workers.values()} <= set(WorkerPhase)
-        assert all(count <= BUDGETS[level] for level, count in state.spent.items())
+        assert max(map(len, (state.failures, state.decisions, state.notices))) <= 20
         assert before.state not in JOB_ENDS or (state, effects) == (before, ())
         assert sum(isinstance(effect, ReleaseJob) for effect in effects) == (
             state.state in JOB_ENDS and before.state not in JOB_ENDS
@@ -236,9 +239,9 @@ def test_reduce_does_not_modify_its_input_state(start, sequence):
 def test_a_lost_trainer_is_awaited_if_a_supervisor_restarts_it_and_ends_the_job_otherwise():
     state, effects = reduce(running(), died("trainer"))
     assert state.state == JobPhase.RECOVERING
-    assert effects[0].level == Level.TRAINER and effects[0].slots == ("trainer",)
-    assert [(effect.level, effect.slots) for effect in unfinished_effects(state)] == [(Level.TRAINER, ("trainer",))]
+    assert effects == (RecoveryNeeded("trainer", "trainer: killed by SIGKILL"),)
+    assert unfinished_effects(state) == (RecoveryNeeded("trainer", "killed by SIGKILL"),)
     rejoined, _ = reduce(state, join("trainer", 300))
     assert rejoined.state == JobPhase.RUNNING and unfinished_effects(rejoined) == ()
-    unsupervised, effects = reduce(running([Level.ROLE]), died("trainer"))
+    unsupervised, effects = reduce(running(restarts_driver=False), died("trainer"))
     assert unsupervised.state == JobPhase.FAILED and effects == (ReleaseJob("trainer: killed by SIGKILL"),)

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl import cli
+from hybridrl import cli, failure_policy
 from hybridrl.master.state.tables import JOB, STATE_MACHINES, JobPhase, next_state, to_text
 
 
@@ -36,7 +36,7 @@ def test_an_event_without_an_entry_changes_nothing():
 def test_the_command_prints_every_entry(capsys):
     assert cli.main(["job", "states"]) == 0
     printed = capsys.readouterr().out
-    assert printed == to_text()
+    assert printed == f"{to_text()}\n{failure_policy.to_text()}"
     entries = [line.split() for line in printed.splitlines() if "->" in line]
     expected = [[*pair, "->", to] for machine in STATE_MACHINES for pair, to in machine.table.items()]
     assert entries == expected

@@ -17,7 +17,7 @@ def emit(*words: object) -> None:
 
 
 def killed_twice() -> int:
-    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.run_id)
+    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.run_id, LIFECYCLE.restarted_by)
     if LIFECYCLE.attempt < 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return 5
@@ -49,7 +49,7 @@ def raises() -> int:
 
 
 def requests_a_new_job() -> int:
-    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.run_id)
+    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.run_id, LIFECYCLE.restarted_by)
     LIFECYCLE.report_step(4)
     LIFECYCLE.request_new_job("no machine is left")
     return 1
