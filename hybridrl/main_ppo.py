@@ -150,11 +150,7 @@ def run(
         ray_worker_group_cls=WORKER_GROUPS[config.trainer.backend],
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
-        **(
-            {"agent_loops": AgentLoopManager(config, tokenizer)}
-            if config.actor_rollout_ref.rollout.mode == "async"
-            else {}
-        ),
+        agent_loops=AgentLoopManager(config, tokenizer) if config.actor_rollout_ref.rollout.mode == "async" else None,
     )
     logger.info("loading %s into the workers", model.path)
     try:

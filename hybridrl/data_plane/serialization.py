@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from hybridrl.data_plane.columns import jagged_dim, without_holes
+from hybridrl.data_plane.meta_info import GenerationRequest, UpdatePlan
 from hybridrl.data_plane.sharing import private_copy
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import atomic_write
@@ -157,6 +158,7 @@ PLAIN_DATA = {
     ("datetime", "datetime"),
     ("datetime", "timedelta"),
     (__name__, deserialize_single_tensor.__name__),
+    *((record.__module__, record.__name__) for record in (GenerationRequest, UpdatePlan)),
 }
 
 

@@ -4,7 +4,7 @@ The front ends and the trainers use it, in the driver. It decides nothing about 
 """
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 
 from hybridrl.errors import ConfigError
 from hybridrl.master.plan.planner import plan_job
@@ -19,8 +19,11 @@ from hybridrl.single_controller.placement.resource_pool import (
 )
 
 
-class Role(Enum):
-    """Purpose of a worker. Its string is the role's name in keys, process names and metrics."""
+class Role(StrEnum):
+    """Purpose of a worker, equal to the role's name in keys, process names and metrics.
+
+    `str(role)` is needed only for names that other processes get: they do not import this module.
+    """
 
     Actor = "actor"
     Rollout = "rollout"
@@ -33,13 +36,10 @@ class Role(Enum):
     Env = "env"
     TeacherModel = "teacher"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 def worker_role(role: Role) -> str:
     """Return the role argument of a worker class: an evaluator holds a rollout."""
-    return str(Role.Rollout if role is Role.Evaluator else role)
+    return str(Role.Rollout if role == Role.Evaluator else role)
 
 
 class ResourcePoolManager:

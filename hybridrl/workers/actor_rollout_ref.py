@@ -19,6 +19,7 @@ import torch
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.system.machine import shared_memory_id
@@ -158,17 +159,15 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
         """Return responses to the prompts, `n` adjacent rows for each.
 
         Args:
-            prompts: `meta_info["validate"]` selects the validation settings, `meta_info["seed"]` seeds this call.
+            prompts: `meta_info` has a `GenerationRequest`, or `validate` and `seed` as plain keys.
             weights_version: Version that the rollout must hold. None: any that was pushed in full.
 
         Raises:
             StaleWeightsError: The rollout holds another version. Raised before the first token.
         """
-        meta = prompts.meta_info
+        request = GenerationRequest.of(prompts.meta_info)
         self._require_version(weights_version)
-        return self.rollout.generate(
-            prompts, self._sampling(validate=meta.get("validate", False), seed=meta.get("seed", 0))
-        )
+        return self.rollout.generate(prompts, self._sampling(validate=request.validate, seed=request.seed))
 
     @register(ROLLOUT_COMPUTE)
     def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:

@@ -1,20 +1,20 @@
 """Dispatch mode of updates: cut a batch into mini-batches first, and into data-parallel ranks second.
 
 So every rank takes part in every optimizer step, and a step has the same rows whatever the number of ranks. The driver
-dispatches. The worker separates its rows again with `split_mini_batches`. Options are in the batch's `meta_info`:
-
-    mini_batch_size   rows of one optimizer step; absent: the whole batch
-    shuffle_seed      seed to shuffle the rows before cutting; absent: in order
-    balance           distribute the tokens of a mini-batch evenly over ranks; absent: rows in order
+dispatches. The worker separates its rows again with `split_mini_batches`. The `UpdatePlan` in the batch's `meta_info`
+says how. Without one, the whole batch is one optimizer step.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from hybridrl.algos.partition import balanced_partition
+from hybridrl.data_plane.meta_info import UpdatePlan
+from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import make_nd_compute_dataproto_dispatch_fn
 
@@ -28,20 +28,21 @@ def dispatch_mini_batches(mesh: str, group, data: DataProto, **kwargs) -> tuple[
     """
     dp_ranks, _ = group.dp_layout(mesh)
     num_parts = max(dp_ranks) + 1
-    order = _row_order(len(data), data.meta_info.get("shuffle_seed"))
-    size = data.meta_info.get("mini_batch_size") or max(1, len(data))
+    plan = UpdatePlan.of(data.meta_info)
+    order = _row_order(len(data), plan.shuffle_seed)
+    size = plan.mini_batch_size or max(1, len(data))
     lengths = data.batch["attention_mask"].sum(-1).numpy()
     rows: list[list[int]] = [[] for _ in range(num_parts)]
     step_of_row = np.zeros(len(data), dtype=np.int64)
     for step, start in enumerate(range(0, len(data), size)):
         mini = order[start : start + size]
         step_of_row[mini] = step
-        for rank, part in enumerate(_split(lengths[mini], num_parts, balance=data.meta_info.get("balance", False))):
+        for rank, part in enumerate(_split(lengths[mini], num_parts, balance=plan.balance)):
             rows[rank].extend(mini[part].tolist())
     shards = [data.select_idxs(np.array(r, dtype=np.int64)) for r in rows]
     for shard, own_rows in zip(shards, rows, strict=True):
         shard.batch[COLUMN] = torch.from_numpy(step_of_row[own_rows])
-        shard.meta_info = data.meta_info | {"num_mini_batches": -(-len(data) // size)}
+        shard.meta_info = replace(plan, num_mini_batches=-(-len(data) // size)).put_into(data.meta_info)
     if num_parts < group.world_size:  # put a shard once for all ranks that share it
         references = [group.put(shard) for shard in shards]
         shards = [references[dp_rank] for dp_rank in dp_ranks]
@@ -68,7 +69,21 @@ MINI_BATCH_COMPUTE = {
 
 
 def split_mini_batches(data: DataProto) -> Iterator[DataProto]:
-    """Yield this rank's rows of each optimizer step, in order. A step without rows yields an empty batch."""
-    steps = data.batch[COLUMN] if COLUMN in data.batch.keys() else torch.zeros(len(data), dtype=torch.int64)
-    for step in range(data.meta_info.get("num_mini_batches", 1)):
-        yield data.select_idxs(steps == step)
+    """Yield this rank's rows of each optimizer step, in order. A step without rows yields an empty batch.
+
+    A batch that was dispatched in another mode is one optimizer step.
+
+    Raises:
+        DataError: The batch has the column of a dispatch, but no number of mini-batches, or the reverse.
+    """
+    num_mini_batches, was_cut = UpdatePlan.of(data.meta_info).num_mini_batches, COLUMN in data.batch.keys()
+    if was_cut != (num_mini_batches is not None):
+        raise DataError(
+            f"meta_info {UpdatePlan.KEY}.num_mini_batches={num_mini_batches}, and the batch has "
+            f"{'a' if was_cut else 'no'} column {COLUMN!r}: the dispatch of updates sets both; keep both or remove both"
+        )
+    if num_mini_batches is None:
+        yield data
+        return
+    for step in range(num_mini_batches):
+        yield data.select_idxs(data.batch[COLUMN] == step)

@@ -146,6 +146,8 @@ def test_roles_are_named_as_in_verl():
         "TeacherModel": "teacher",
     }
     assert {name: str(Role[name]) for name in names} == names
+    assert {f"{Role[name]}": Role[name] for name in names} == {role: role for role in names.values()}
+    assert type(str(Role.Actor)) is str, "other processes get plain names, and do not import Role"
 
 
 @pytest.mark.parametrize(

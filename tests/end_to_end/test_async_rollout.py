@@ -199,7 +199,7 @@ def test_killing_a_rollout_process_during_generation_does_not_change_the_result(
             super().generate(ctx)
 
         def _kill_when_loaded(self):
-            while not self.agent_loops._service.router.table.load(1):
+            while not self.generator._service.router.table.load(1):
                 time.sleep(0.005)
             os.kill(self.groups["rollout"].process_ids[1], signal.SIGKILL)
 

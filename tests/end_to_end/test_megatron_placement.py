@@ -10,7 +10,7 @@ from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.weight_sync import WeightSync
+from hybridrl.trainer.ppo.weight_sync import CrossProcessWeightSync
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.end_to_end.test_megatron import MEGATRON, PP2, TP2
 from tests.end_to_end.test_rollout_placement import (
@@ -62,9 +62,8 @@ def test_every_transport_has_version_and_fingerprint_of_fsdp(tmp_path, model_pat
             groups.append(RayWorkerGroup(pool, RayClassWithInitArgs(ActorRolloutRefWorker, config, role), role=role))
             groups[-1].init_model(10)
         for version, transport in enumerate(TRANSPORTS, 1):
-            WeightSync(*groups, WeightSyncConfig(transport=transport), overlaps_training=False).push_async(
-                version
-            ).wait()
+            sync = CrossProcessWeightSync(*groups, WeightSyncConfig(transport=transport), overlaps_training=False)
+            sync.send(version)().wait()
             (health,) = groups[1].rollout_health()
             assert (health.version, health.fingerprint) == (version, by_fsdp.fingerprint), transport
     finally:

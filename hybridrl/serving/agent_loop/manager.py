@@ -1,9 +1,9 @@
 """`AgentLoopManager`: generate batches by agent loops (`rollout.mode=async`), with the columns of a batched call.
 
-The trainer's policy calls it in place of the worker group's `generate_sequences`. Loops and tools run in the driver
-process, on the event loop of a `PolicyService`. The rollout processes generate the policy's tokens. Batches and weight
-pushes take effect in submission order, also where the caller does not wait for them. `trainer.lag` depends on this
-order.
+It is the `Generator` of the trainer's policy (`trainer/ppo/generation.py`), in place of batched calls to the worker
+group. Loops and tools run in the driver process, on the event loop of a `PolicyService`. The rollout processes generate
+the policy's tokens. Batches and weight pushes take effect in submission order, also where the caller does not wait for
+them. `trainer.lag` depends on this order.
 
 Shapes: B prompts of width P, n samples each, S = B * n rows, R = data.max_response_length.
 """
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hybridrl.config import PPOConfig
+from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.protocol import DataProto
@@ -32,7 +33,7 @@ from hybridrl.serving.agent_loop.base import (
 )
 from hybridrl.serving.agent_loop.batch import AgentBatch, dump_turns, load_turns
 from hybridrl.serving.agent_loop.tools import load_tools
-from hybridrl.serving.agent_loop.work_queue import WorkItem, WorkQueue
+from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.router import GroupReplicas, ReplicaOutage, ReplicaRouter
 from hybridrl.serving.service import PolicyService
@@ -76,6 +77,8 @@ class AgentLoopManager:
     `metrics`: `rollout/...` of the last collected batch, and the number of replica losses since the start.
     """
 
+    reads_other_columns = True  # loops get the columns of their row
+
     def __init__(self, config: PPOConfig, tokenizer: Any):
         self.config, rollout, model = config, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         if rollout.agent.path is not None:
@@ -94,6 +97,7 @@ class AgentLoopManager:
         self._get_loop(rollout.agent.default_agent_loop)  # an unknown name fails here, before anything starts
         self._num_calls = 0
         self._queue: WorkQueue | None = None
+        self._concurrent = False
         self._past_outages: list[ReplicaOutage] = []  # of earlier routers
         self.metrics: dict[str, float] = {"rollout/replicas_lost": 0.0, "rollout/requests_retried": 0.0}
 
@@ -111,7 +115,7 @@ class AgentLoopManager:
         rollout = self.config.actor_rollout_ref.rollout
         self._loops = {}  # a loop may hold objects that belong to one event loop
         self._service = PolicyService(self._replicas(group, version=None, resync=resync))
-        self._queue = WorkQueue(self._service, concurrent=concurrent)
+        self._queue, self._concurrent = WorkQueue(self._service, concurrent=concurrent), concurrent
         if rollout.endpoint_port:
             endpoint = Endpoint(
                 self._service.router, self._served_model(), host=rollout.endpoint_host, port=rollout.endpoint_port
@@ -142,32 +146,47 @@ class AgentLoopManager:
         rollout = self.config.actor_rollout_ref.rollout
         return GroupReplicas(group, version=version, progress_timeout_s=rollout.progress_timeout_s, resync=resync)
 
-    def push_async(self, version: int, load: Callable[[], None]) -> WorkItem:
-        """Load weights into the processes by calling `load`, after everything submitted before.
+    def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
+        """Let the processes receive weights, after everything submitted before.
 
-        The returned item's `wait` raises what went wrong.
+        The result's `wait` raises what went wrong.
+
+        Args:
+            version: Version of the weights.
+            receive: Starts the rollout's half of the push.
         """
-        return self._queue.push(version, load)
+        if not self._concurrent:  # no request is served outside `generate`
+            return receive()
+        return self._opened().push(version, lambda: receive().wait())
+
+    def _opened(self) -> WorkQueue:
+        if self._queue is None:
+            raise RuntimeError("the agent loops are closed; call open() with the rollout's worker group first")
+        return self._queue
 
     # -- batches
 
-    def generate_async(self, prompts: DataProto, *, version: int | None) -> AgentFuture:
+    def generate(self, prompts: DataProto, *, version: int | None) -> DataProto:
+        """Return whole responses, see `submit`."""
+        return self.submit(prompts, version=version).get()
+
+    def submit(self, prompts: DataProto, *, version: int | None) -> AgentFuture:
         """Start generating whole responses with the weights of this version, the last one pushed.
 
         Args:
             prompts: As for `generate_sequences`. `non_tensor_batch` has the rows' other columns, for the loops.
             version: Version of the weights.
         """
-        return self.begin_async(prompts, self.context.max_response_length, version=version)
+        return self.submit_partial(prompts, self.context.max_response_length, version=version)
 
-    def begin_async(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> AgentFuture:
+    def submit_partial(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> AgentFuture:
         """Start generating at most `max_new_tokens` tokens per response, tool answers included."""
         sampling = self._sampling(prompts)
         return self._advance(
             AgentFuture(self, prompts, sampling, self._batch(prompts, sampling), None), max_new_tokens, version=version
         )
 
-    def continue_async(self, partial: Any, max_new_tokens: int, *, version: int | None) -> AgentFuture:
+    def continue_partial(self, partial: Any, max_new_tokens: int, *, version: int | None) -> AgentFuture:
         """Continue responses by at most `max_new_tokens` tokens each.
 
         Args:
@@ -203,7 +222,7 @@ class AgentLoopManager:
         batch, timeout_s = future.batch, self.config.trainer.call_timeout_s
         limit = min(batch.requested_limit + max_new_tokens, self.context.max_response_length)
         batch.requested_limit = limit
-        work = self._queue.generate(
+        work = self._opened().generate(
             version, lambda service: service.call(batch.advance(service.router, limit, timeout_s=timeout_s))
         )
         return replace(future, work=work, limit=limit)
@@ -244,8 +263,8 @@ class AgentLoopManager:
         return AgentFuture(self, prompts, sampling, batch, None)
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
-        meta = prompts.meta_info
-        return sampling_params(self.config, validate=meta.get("validate", False), seed=meta.get("seed", 0))
+        request = GenerationRequest.of(prompts.meta_info)
+        return sampling_params(self.config, validate=request.validate, seed=request.seed)
 
     def _batch(self, prompts: DataProto, sampling: SamplingParams, *, turns: list | None = None) -> AgentBatch:
         self._num_calls += 1
@@ -304,7 +323,7 @@ class AgentLoopManager:
             ),
             "num_turns": torch.tensor([out.num_turns for out in outputs], dtype=torch.int64),
         }
-        if self.config.trainer.partial_rollout and not prompts.meta_info.get("validate", False):
+        if self.config.trainer.partial_rollout and not GenerationRequest.of(prompts.meta_info).validate:
             columns["token_versions"] = _pad_to([out.all_token_versions for out in outputs], width, fill=NOT_SAMPLED)
         if sampling.logprobs:
             columns["rollout_log_probs"] = _pad_to([out.response_logprobs for out in outputs], width, fill=0.0)

@@ -7,10 +7,19 @@ no further one runs.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from hybridrl.serving.service import PolicyService
 
 Work = Callable[[PolicyService], object]
+
+
+class Pending(Protocol):
+    """Submitted work, for instance a weight push."""
+
+    def wait(self) -> None:
+        """Return when it is done. Raises its error."""
+        ...
 
 
 class WorkItem:
@@ -25,8 +34,6 @@ class WorkItem:
         The timeouts of the calls inside bound the wait.
         """
         self._done.result()
-
-    check = wait  # the name in the interface of pushes
 
 
 class WorkQueue:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.config import PPOConfig
+from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -19,6 +20,7 @@ from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.ppo.columns import COLUMNS, PROMPT_INPUT
+from hybridrl.trainer.ppo.generation import BatchedGenerator, Generator
 from hybridrl.trainer.ppo.policy import make_policy
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.rewards import NoRewardGuard, RewardFn, make_kl_controller
@@ -51,11 +53,11 @@ class PPOLoop(Trainer):
         val_dataset: Any = None,
         collate_fn: Callable = collate_fn,
         train_sampler: Any = None,
-        agent_loops: Any = None,
+        agent_loops: Generator | None = None,
     ):
         self.role_worker_mapping = role_worker_mapping
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
-        self.agent_loops = agent_loops
+        self.generator: Generator = agent_loops or BatchedGenerator()
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
         resume_state = load_resume_state(config.trainer)
         middleware = load_middleware(config.trainer.middleware)
@@ -103,7 +105,7 @@ class PPOLoop(Trainer):
             detached=self.resume_state.is_supervised,
             reattach=self.resume_state.snapshot is not None,
         )
-        self.policy = make_policy(self.groups, manager, self.config, agent_loops=self.agent_loops)
+        self.policy = make_policy(self.groups, manager, self.config, generator=self.generator)
         self.pipeline = make_pipeline(self.policy, self.config)
 
     def init_role(self, role: str) -> None:
@@ -114,8 +116,7 @@ class PPOLoop(Trainer):
 
     def shutdown(self) -> None:
         """Stop the worker processes and release their devices. Safe to call twice."""
-        if self.agent_loops is not None:
-            self.agent_loops.close()
+        self.generator.close()
         super().shutdown()
 
     # ---- parts of the loop, see `Trainer`
@@ -139,7 +140,7 @@ class PPOLoop(Trainer):
 
     def trained_groups(self) -> dict[str, Any]:
         """Return the groups with a trained engine, by their name in a checkpoint."""
-        critic = self.groups.get(str(Role.Critic))
+        critic = self.groups.get(Role.Critic)
         return {"actor": self.policy.actor} | ({"critic": critic} if critic is not None else {})
 
     @property
@@ -153,7 +154,7 @@ class PPOLoop(Trainer):
 
     def begin(self) -> None:
         """Bring all roles to the same step: the trainer's, or that of a previous driver's snapshot."""
-        if str(Role.Evaluator) in self.groups:
+        if Role.Evaluator in self.groups:
             self.remote_evaluator = RemoteEvaluator(functools.partial(validate_on_evaluator, self))
         snapshot = self.resume_state.pop_snapshot()
         if snapshot is None:
@@ -201,10 +202,8 @@ class PPOLoop(Trainer):
     def _submit(self, batch: DataProto) -> None:
         step, epoch = batch.meta_info.pop("step"), batch.meta_info.pop("epoch")
         prompts = self._split_generation_inputs(batch)
-        prompts.meta_info = {
-            "seed": call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step),
-            "validate": False,
-        }
+        seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step)
+        prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed)}
         self.pipeline.submit(prompts, batch, step=step, epoch=epoch)
 
     def _split_generation_inputs(self, batch: DataProto) -> DataProto:
@@ -213,6 +212,6 @@ class PPOLoop(Trainer):
         For agent loops they include the rows' other columns, which also stay in the batch.
         """
         prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
-        if self.agent_loops is not None:
+        if self.generator.reads_other_columns:
             prompts.non_tensor_batch = dict(batch.non_tensor_batch)
         return prompts

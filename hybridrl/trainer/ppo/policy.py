@@ -3,11 +3,12 @@
 `RayPPOTrainer` uses it in the driver.
 
 * Hybrid (`Role.ActorRollout`, `Role.ActorRolloutRef`): weights go from engine to rollout inside each process.
-* Separated (`Role.Actor` and `Role.Rollout`): rank 0 of the actor sends weights, every rollout process receives them,
-  see `weight_sync.py`.
+* Separated (`Role.Actor` and `Role.Rollout`): rank 0 of the actor sends weights, every rollout process receives them.
 
-Each push ends with a check: every rollout process reports the version and fingerprint of its weights, which must match
-what was sent. Every generation request names the weight version it expects.
+A push has two layers. `PolicyGroups` decides on its version, its place among the generations, and who waits.
+`weight_sync.py` has one class per placement that starts both halves. Each push ends with a check: every rollout process
+reports the version and fingerprint of its weights, which must match what was sent. Every generation request names the
+weight version it expects.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ import torch
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import ConfigError
-from hybridrl.protocol import DataProto, DataProtoFuture
-from hybridrl.trainer.ppo.weight_sync import InProcessWeightSync, WeightSync
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.generation import BatchedGenerator, Generator, Pending, PendingResponses
+from hybridrl.trainer.ppo.weight_sync import CrossProcessWeightSync, InProcessWeightSync, WeightSync
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
@@ -33,7 +35,7 @@ class PolicyGroups:
         sleep: Whether to free the rollout's device memory during training on the same device.
         weight_sync: Settings of pushes between processes.
         overlaps_training: Whether a rollout in separate processes generates while the actor trains.
-        agent_loops: `AgentLoopManager` that generates the responses. None: one batched call to the rollout.
+        generator: Generates the responses. None: one batched call to the rollout.
 
     Raises:
         ConfigError: A role of the policy is missing.
@@ -46,14 +48,14 @@ class PolicyGroups:
         sleep: bool = False,
         weight_sync: WeightSyncConfig | None = None,
         overlaps_training: bool = False,
-        agent_loops: Any = None,
+        generator: Generator | None = None,
     ):
-        self.hybrid = next((groups[str(role)] for role in HYBRID if str(role) in groups), None)
-        self.actor = self.hybrid or groups.get(str(Role.Actor))
-        self.rollout = self.hybrid or groups.get(str(Role.Rollout))
-        self.ref = groups.get(str(Role.RefPolicy)) or groups.get(str(Role.ActorRolloutRef))
+        self.hybrid: Any = next((groups[role] for role in HYBRID if role in groups), None)
+        self.actor: Any = self.hybrid or groups.get(Role.Actor)
+        self.rollout: Any = self.hybrid or groups.get(Role.Rollout)
+        self.ref = groups.get(Role.RefPolicy) or groups.get(Role.ActorRolloutRef)
         self.sleep = sleep
-        self.agent_loops = agent_loops
+        self.generator: Generator = generator or BatchedGenerator()
         self._asleep = False
         self._version: int | None = None  # of the last push
         if self.actor is None or self.rollout is None:
@@ -62,52 +64,30 @@ class PolicyGroups:
             )
         settings = weight_sync or WeightSyncConfig()
         if self.hybrid is not None:
-            self._sync: Any = InProcessWeightSync(self.hybrid, settings)
+            self._sync: WeightSync = InProcessWeightSync(self.hybrid, settings)
         else:
-            self._sync = WeightSync(self.actor, self.rollout, settings, overlaps_training=overlaps_training)
+            self._sync = CrossProcessWeightSync(self.actor, self.rollout, settings, overlaps_training=overlaps_training)
             self.sleep_rollout()  # next to an actor it starts asleep; its first push wakes it
-        self._concurrent = overlaps_training and agent_loops is not None and self.hybrid is None
-        self._open_agent_loops()
-
-    def _open_agent_loops(self) -> None:
-        if self.agent_loops is not None:
-            self.agent_loops.open(
-                self.rollout, resync=None if self.hybrid else self._resync_rank, concurrent=self._concurrent
-            )
+        self._concurrent = overlaps_training and self.hybrid is None
+        self.generator.open(self.rollout, resync=self._sync.resend, concurrent=self._concurrent)
 
     def generate(self, prompts: DataProto) -> DataProto:
         """Return responses, see `ActorRolloutRefWorker.generate_sequences`."""
         self._wake_up()
-        if self.agent_loops is not None:
-            return self.agent_loops.generate_async(prompts, version=self._version).get()
-        return self.rollout.generate_sequences(prompts, weights_version=self._version)
+        return self.generator.generate(prompts, version=self._version)
 
-    def generate_async(self, prompts: DataProto) -> DataProtoFuture:
+    def generate_async(self, prompts: DataProto) -> PendingResponses:
         """Start generating responses, after all calls submitted to the rollout before."""
         self._wake_up()
-        if self.agent_loops is not None:
-            return self.agent_loops.generate_async(prompts, version=self._version)
-        return self.rollout.generate_sequences.submit(prompts, weights_version=self._version)
+        return self.generator.submit(prompts, version=self._version)
 
-    def begin_partial_async(self, prompts: DataProto, max_new_tokens: int) -> DataProtoFuture:
+    def begin_partial_async(self, prompts: DataProto, max_new_tokens: int) -> PendingResponses:
         """Start generating the first tokens of responses, see `workers/rollout/partial.py`."""
-        if self.agent_loops is not None:
-            return self.agent_loops.begin_async(prompts, max_new_tokens, version=self._version)
-        return self.rollout.begin_sequences.submit(prompts, max_new_tokens, weights_version=self._version)
+        return self.generator.submit_partial(prompts, max_new_tokens, version=self._version)
 
-    def continue_partial_async(self, partial: DataProtoFuture, max_new_tokens: int) -> DataProtoFuture:
+    def continue_partial_async(self, partial: PendingResponses, max_new_tokens: int) -> PendingResponses:
         """Start generating more tokens for open responses, with the weights the rollout has at that time."""
-        if self.agent_loops is not None:
-            return self.agent_loops.continue_async(partial, max_new_tokens, version=self._version)
-        return self.rollout.continue_sequences.submit(partial, max_new_tokens, weights_version=self._version)
-
-    def _resync_rank(self, rank: int) -> None:
-        """Push the other ranks' weights to a restarted rollout process."""
-        if self._concurrent:  # the actor may have newer weights
-            self.rollout.execute_rank(rank, "receive_weights", *self._sync.last_push)
-            return
-        self.rollout.execute_rank(rank, "receive_weights", self._version, self.actor.store_weights.submit()[0])
-        self._sync.reset_channel()
+        return self.generator.continue_partial(partial, max_new_tokens, version=self._version)
 
     def sleep_rollout(self) -> None:
         """Free the rollout's device memory until the next generation or push."""
@@ -123,17 +103,14 @@ class PolicyGroups:
         """
         self.push_weights_async(version).wait()
 
-    def push_weights_async(self, version: int) -> Any:
+    def push_weights_async(self, version: int) -> Pending:
         """Start a push of the actor's weights as they are now.
 
         Returns an object whose `wait()` waits for the push and raises StaleWeightsError.
         """
         self._wake_up()
         self._version = version
-        if self._concurrent:
-            sent = self._sync.send_async(version)
-            return self.agent_loops.push_async(version, lambda: self._sync.receive_async(version, sent).wait())
-        return self._sync.push_async(version)
+        return self.generator.push(version, self._sync.send(version))
 
     @property
     def weight_channel(self) -> Any:
@@ -141,23 +118,22 @@ class PolicyGroups:
         return self._sync.address
 
     def disconnect(self, reason: str) -> None:
-        """Cancel pushes and close agent loops before processes of actor or rollout are replaced.
+        """Cancel pushes and close the generator before processes of actor or rollout are replaced.
 
         Safe to call twice.
         """
         self._sync.cancel(reason)
-        if self.agent_loops is not None:
-            self.agent_loops.close(wait=True)
+        self.generator.close(wait=True)
 
     def reconnect(self) -> None:
         """Prepare for the replaced processes, after `disconnect`.
 
-        The next push is a full one over a new channel, and agent loops are opened again. The push also wakes a rollout
+        The next push is a full one over a new channel, and the generator is opened again. The push also wakes a rollout
         that sleeps between steps, whether it was replaced or not.
         """
-        self._sync.reset_channel()
+        self._sync.reset()
         self._asleep = self.sleep
-        self._open_agent_loops()
+        self.generator.open(self.rollout, resync=self._sync.resend, concurrent=self._concurrent)
 
     def export_weights_async(self) -> Any:
         """Return a reference to the actor's full weights as they are now, an argument for `receive_weights`."""
@@ -172,7 +148,7 @@ class PolicyGroups:
 
 
 def make_policy(
-    groups: Mapping[str, Any], manager: ResourcePoolManager, config: PPOConfig, *, agent_loops: Any
+    groups: Mapping[str, Any], manager: ResourcePoolManager, config: PPOConfig, *, generator: Generator
 ) -> PolicyGroups:
     """Return the `PolicyGroups` of a job. `groups`: role name -> initialised worker group."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -186,5 +162,5 @@ def make_policy(
         sleep=sleep,
         weight_sync=rollout.weight_sync,
         overlaps_training=overlaps_training,
-        agent_loops=agent_loops,
+        generator=generator,
     )

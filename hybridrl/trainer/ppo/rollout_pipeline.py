@@ -20,6 +20,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.data_plane.columns import even_bounds
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.trainer.ppo.generation import Pending, PendingResponses
 from hybridrl.trainer.ppo.policy import PolicyGroups
 
 
@@ -40,10 +41,10 @@ class PendingBatch:
     step: int
     epoch: int
     other_columns: DataProto
-    responses: DataProtoFuture | None
+    responses: PendingResponses | None
     num_chunks: int = 1
     prompts: DataProto | None = None
-    pending_pushes: list = field(default_factory=list)
+    pending_pushes: list[Pending] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for another driver: responses being generated are lost with this one."""
@@ -82,7 +83,7 @@ class RolloutPipeline:
     def __init__(self, policy: PolicyGroups, *, lag: int, chunk_tokens: Sequence[int]):
         self.policy, self.lag, self.chunk_tokens = policy, lag, list(chunk_tokens)
         self._pending: deque[PendingBatch] = deque()
-        self._pushes: list = []
+        self._pushes: list[Pending] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -94,7 +95,7 @@ class RolloutPipeline:
             PendingBatch(step, epoch, other_columns, responses, prompts=prompts, pending_pushes=pushes)
         )
 
-    def _generate_first(self, prompts: DataProto) -> DataProtoFuture:
+    def _generate_first(self, prompts: DataProto) -> PendingResponses:
         if len(self.chunk_tokens) == 1:
             return self.policy.generate_async(prompts)
         return self.policy.begin_partial_async(prompts, self.chunk_tokens[0])
@@ -126,12 +127,13 @@ class RolloutPipeline:
 
     def push_weights(self, version: int) -> None:
         """Push the actor's weights as `version`. Waits only with lag 0; else `pop` verifies the push."""
+        push = self.policy.push_weights_async(version)
         if self.lag == 0:
-            self.policy.push_weights(version)
+            push.wait()
         else:
-            self._pushes.append(self.policy.push_weights_async(version))
+            self._pushes.append(push)
 
-    def _pop_pushes(self) -> list:
+    def _pop_pushes(self) -> list[Pending]:
         pushes, self._pushes = self._pushes, []
         return pushes
 

@@ -74,13 +74,13 @@ class StageRoles:
 
 def stage_roles(roles: Collection[Role]) -> StageRoles:
     """Return which of a job's roles executes which stages."""
-    actor = next((str(role) for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in roles), None)
+    actor = next((role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in roles), None)
     return StageRoles(
         actor=actor,
-        rollout=str(Role.Rollout) if Role.Rollout in roles else actor,
-        reference=str(Role.RefPolicy) if Role.RefPolicy in roles else actor,
-        critic=str(Role.Critic),
-        reward_model=str(Role.RewardModel) if Role.RewardModel in roles else None,
+        rollout=Role.Rollout if Role.Rollout in roles else actor,
+        reference=Role.RefPolicy if Role.RefPolicy in roles else actor,
+        critic=Role.Critic,
+        reward_model=Role.RewardModel if Role.RewardModel in roles else None,
     )
 
 

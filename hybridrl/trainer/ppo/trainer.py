@@ -29,6 +29,7 @@ from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.megatron import data_parallel_size
+from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.stage import Stage
 from hybridrl.protocol import DataProto
@@ -71,7 +72,7 @@ class RayPPOTrainer(PPOLoop):
         val_dataset: Default: the dataset of `config.data`.
         collate_fn: Makes a batch of rows.
         train_sampler: Default: the sampler of `config.data`.
-        agent_loops: An `AgentLoopManager`, with rollout.mode=async.
+        agent_loops: An `AgentLoopManager`, or another `Generator`, with rollout.mode=async.
     """
 
     # ---- the step
@@ -129,8 +130,7 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": pending.epoch}
         if self.pipeline.lag:
             ctx.metrics |= staleness_metrics(ctx.batch, version=self.global_steps - 1)
-        if self.agent_loops is not None:
-            ctx.metrics |= self.agent_loops.metrics
+        ctx.metrics |= self.generator.metrics
         self.policy.sleep_rollout()
         if self.config.trainer.balance_batch:
             lengths = ctx.batch.batch["attention_mask"].sum(-1).tolist()
@@ -150,7 +150,7 @@ class RayPPOTrainer(PPOLoop):
             generate: Generates the responses. None: the rollout, with the newest weights.
         """
         prompts = self._split_generation_inputs(batch)
-        prompts.meta_info = {"seed": seed, "validate": True}
+        prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed, validate=True)}
         return join_responses(batch, (generate or self.policy.generate)(prompts), n=n)
 
     def reward(self, ctx: OnlineRLContext) -> None:
@@ -166,7 +166,7 @@ class RayPPOTrainer(PPOLoop):
         return score_batch(
             batch,
             reward_fn,
-            reward_model=self.groups.get(str(Role.RewardModel)),
+            reward_model=self.groups.get(Role.RewardModel),
             model_input=MODEL_INPUT,
             metrics=metrics,
         )
@@ -197,7 +197,7 @@ class RayPPOTrainer(PPOLoop):
 
     def values(self, ctx: OnlineRLContext) -> None:
         """Compute the critic's value before each response token."""
-        critic = self.groups[str(Role.Critic)]
+        critic = self.groups[Role.Critic]
         ctx.batch.union(self._call_balanced(ctx, critic.compute_values, critic.world_size))
 
     def _call_balanced(self, ctx: OnlineRLContext, method: Callable, num_ranks: int) -> DataProto:
@@ -222,17 +222,17 @@ class RayPPOTrainer(PPOLoop):
     def update_critic(self, ctx: OnlineRLContext) -> None:
         """Fit the critic to the returns."""
         data = select_training_rows(
-            ctx.batch, (*MODEL_INPUT, c.VALUES, c.RETURNS), self.config, role=str(Role.Critic), step=self.global_steps
+            ctx.batch, (*MODEL_INPUT, c.VALUES, c.RETURNS), self.config, role=Role.Critic, step=self.global_steps
         )
         if len(data):
-            updated = self.groups[str(Role.Critic)].update_critic(data)
+            updated = self.groups[Role.Critic].update_critic(data)
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="critic", prefix="critic")
 
     def update_actor(self, ctx: OnlineRLContext) -> None:
         """Update the policy, after the critic's warm-up steps."""
         has = optional_columns(self.config, self.roles)
         columns = (*MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss)
-        data = select_training_rows(ctx.batch, columns, self.config, role=str(Role.Actor), step=self.global_steps)
+        data = select_training_rows(ctx.batch, columns, self.config, role=Role.Actor, step=self.global_steps)
         ctx.updated = self.global_steps > self.config.trainer.critic_warmup and len(data) > 0
         if ctx.updated:
             updated = self.policy.actor.update_actor(data)

@@ -10,6 +10,7 @@ import torch
 
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
+from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.off_policy import fresh_mask
@@ -24,7 +25,7 @@ def num_optimizer_steps(config: PPOConfig, batch_sizes: Sequence[int], *, role: 
         batch_sizes: Prompts in each training step.
         role: Role that is updated; all but the critic skip the critic's warm-up steps.
     """
-    num_skipped = 0 if role == str(Role.Critic) else config.trainer.critic_warmup
+    num_skipped = 0 if role == Role.Critic else config.trainer.critic_warmup
     replayed = config.trainer.replay.groups
     steps = sum(math.ceil((size + replayed) / prompts_per_update(config, role)) for size in batch_sizes[num_skipped:])
     return steps * config.actor_rollout_ref.actor.ppo_epochs
@@ -33,7 +34,7 @@ def num_optimizer_steps(config: PPOConfig, batch_sizes: Sequence[int], *, role: 
 def prompts_per_update(config: PPOConfig, role: str) -> int:
     """Return the prompts, with all their samples, in one optimizer step of this role."""
     actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return config.critic.ppo_mini_batch_size or actor if role == str(Role.Critic) else actor
+    return config.critic.ppo_mini_batch_size or actor if role == Role.Critic else actor
 
 
 def select_training_rows(
@@ -41,19 +42,20 @@ def select_training_rows(
 ) -> DataProto:
     """Return these columns of the rows with a valid reward, ready for an update.
 
-    `meta_info` tells `workers/mini_batch.py` how to cut the rows. With `trainer.stale_tokens=drop`, tokens older than
-    `trainer.staleness` in this step are masked.
+    The `UpdatePlan` in `meta_info` says how `workers/mini_batch.py` cuts the rows. With `trainer.stale_tokens=drop`,
+    tokens older than `trainer.staleness` in this step are masked.
     """
     data, trainer = select_columns(batch, columns), config.trainer
     if trainer.stale_tokens == "drop" and trainer.staleness is not None:
         data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
     data = data.select_idxs(batch.batch["reward_valid"])
-    data.meta_info = {
-        "mini_batch_size": prompts_per_update(config, role) * config.actor_rollout_ref.rollout.n,
-        "balance": trainer.balance_batch,
-    }
-    if config.actor_rollout_ref.actor.shuffle:
-        data.meta_info["shuffle_seed"] = call_seed(seed=trainer.seed, purpose=Purpose.SHUFFLE, step=step)
+    shuffle = config.actor_rollout_ref.actor.shuffle
+    plan = UpdatePlan(
+        mini_batch_size=prompts_per_update(config, role) * config.actor_rollout_ref.rollout.n,
+        shuffle_seed=call_seed(seed=trainer.seed, purpose=Purpose.SHUFFLE, step=step) if shuffle else None,
+        balance=trainer.balance_batch,
+    )
+    data.meta_info = {UpdatePlan.KEY: plan}
     return data
 
 

@@ -71,15 +71,13 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
 
 def validate_on_evaluator(trainer: Any, version: int, weights: Any) -> dict[str, float]:
     """Return the metrics of these weights, validated on the evaluator's processes."""
-    evaluator, loops = trainer.groups[str(Role.Evaluator)], trainer.agent_loops
+    evaluator = trainer.groups[Role.Evaluator]
     verify_push(evaluator.receive_weights(version, weights), version)
-    if loops is None:
-        return validate(trainer, step=version, generate=evaluator.generate_sequences)
 
-    def refill(rank: int) -> None:
+    def resend(rank: int) -> None:
         evaluator.execute_rank(rank, "receive_weights", version, weights)
 
-    generate = functools.partial(loops.generate_on, evaluator, version=version, resync=refill)
+    generate = functools.partial(trainer.generator.generate_on, evaluator, version=version, resync=resend)
     return validate(trainer, step=version, generate=generate)
 
 

@@ -1,14 +1,14 @@
-"""Weight pushes from the actor's processes to the rollout's, each verified at its end.
+"""`WeightSync`: pushes of the actor's weights to the rollout, one class per placement, each verified at its end.
 
-`PolicyGroups` uses it in the driver, which moves no bytes. The driver submits a send to rank 0 of the actor and a
-receive to every rollout process. Calls to a process execute in submission order. The bytes travel through
-`workers/weight_transfer`.
+`PolicyGroups` uses it in the driver, which moves no bytes. Between processes, the driver submits a send to rank 0 of
+the actor and a receive to every rollout process. Calls to a process execute in submission order. The bytes travel
+through `workers/weight_transfer`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
@@ -17,55 +17,88 @@ from hybridrl.single_controller.references import OutputRefs
 STREAMING_TRANSPORTS = ("shared_memory", "broadcast")  # sender and receivers run at the same time, over a channel
 
 
-class WeightSync:
+class WeightSync(Protocol):
+    """Starts pushes of the actor's weights.
+
+    Attributes:
+        address: Address of the open channel between processes, None without one.
+    """
+
+    address: Any
+
+    @property
+    def resend(self) -> Callable[[int], None] | None:
+        """Function that sends the current weights to one restarted rollout process, given its rank.
+
+        None: no rollout process can restart alone, since it holds the actor, too.
+        """
+        ...
+
+    def send(self, version: int) -> Callable[[], "PendingPush"]:
+        """Start the actor's half of a push as `version`, with its weights as they are now.
+
+        Returns a function that starts the rollout's half. It must be called once, in the order of the pushes.
+        """
+        ...
+
+    def cancel(self, reason: str) -> None:
+        """Release an actor that waits for rollout processes: one of them was lost."""
+        ...
+
+    def reset(self) -> None:
+        """Make the next push a full one, over a new channel, because a process was replaced."""
+        ...
+
+
+class CrossProcessWeightSync:
     """Pushes between an actor and a rollout in separate processes.
+
+    With weight_sync.lora=adapter, a channel carries only the adapters after its first full push.
 
     Args:
         actor: Worker group of the actor.
         rollout: Worker group of the rollout.
         settings: Settings `actor_rollout_ref.rollout.weight_sync`.
         overlaps_training: Whether the rollout generates while the actor trains; training must not wait for it then.
-
-    Attributes:
-        address: Address of the open channel, None if the transport has none.
-        last_push: Version and source of the weights that the rollout loaded last; arguments for `receive_weights`.
     """
 
     def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, overlaps_training: bool):
         self._actor, self._rollout, self._settings = actor, rollout, settings
         self._overlaps_training = overlaps_training
         self._transport: str | None = None  # None: to be chosen and opened by the next push
+        self._version: int | None = None  # of the last push that was started
+        self._loaded: tuple[int, Any] | None = None  # version and receipt of the weights that the rollout loaded last
         self.address: Any = None
-        self.last_push: tuple[int, Any] | None = None
 
-    def push_async(self, version: int) -> "PendingPush":
-        """Start a push of the actor's weights as `version`.
-
-        Opens a new channel first if the last push failed. With weight_sync.lora=adapter, a channel carries only the
-        adapters after its first full push.
-        """
+    def send(self, version: int) -> Callable[[], "PendingPush"]:
+        """Start the actor's half of a push. Opens a new channel first if the last push failed."""
         adapters = self._settings.lora == "adapter" and self._transport is not None
-        return self.receive_async(version, self.send_async(version, adapters=adapters), adapters=adapters)
-
-    def send_async(self, version: int, *, adapters: bool = False) -> list:
-        """Start the actor's half of a push, with its weights as they are now."""
         if self._transport is None:
             self._transport = self._open()
-        return self._actor.send_weights.submit(version, adapters)
+        self._version = version
+        sent = self._actor.send_weights.submit(version, adapters)
+        receipt = None if self._transport in STREAMING_TRANSPORTS else sent[0]
 
-    def receive_async(self, version: int, sent: list, *, adapters: bool = False) -> "PendingPush":
-        """Start the rollout's half of a push. `sent` is what `send_async` returned."""
-        where = None if self._transport in STREAMING_TRANSPORTS else sent[0]
-        health = self._rollout.receive_weights.submit(version, where, adapters)
-        return PendingPush(self._rollout, health, version, sent=sent, after=partial(self._after, where))
+        def receive() -> PendingPush:
+            health = self._rollout.receive_weights.submit(version, receipt, adapters)
+            return PendingPush(self._rollout, health, version, sent=sent, after=partial(self._after, receipt))
+
+        return receive
+
+    def resend(self, rank: int) -> None:
+        """Send the other ranks' weights to a restarted rollout process."""
+        if self._overlaps_training:  # the actor may have newer weights
+            assert self._loaded is not None, "a rollout serves requests only after its first push"
+            self._rollout.execute_rank(rank, "receive_weights", *self._loaded)
+            return
+        self._rollout.execute_rank(rank, "receive_weights", self._version, self._actor.store_weights.submit()[0])
+        self.reset()
 
     def cancel(self, reason: str) -> None:
-        """Release an actor that waits for rollout processes: one of them was lost."""
         if self.address is not None:
             self.address.cancel(reason)
 
-    def reset_channel(self) -> None:
-        """Open a new channel before the next push, because a process was replaced."""
+    def reset(self) -> None:
         self._transport = None
 
     def _open(self) -> str:
@@ -84,11 +117,11 @@ class WeightSync:
         machines = {*self._actor.machine_id(), *self._rollout.machine_id()}
         return "shared_memory" if len(machines) == 1 else "broadcast"
 
-    def _after(self, where: Any, version: int, error: BaseException | None) -> None:
+    def _after(self, receipt: Any, version: int, error: BaseException | None) -> None:
         if error is not None:
             self._transport = None
             return
-        self.last_push = version, where
+        self._loaded = version, receipt
         if self._transport == "disk":
             self._actor.drop_stored_weights.submit(version)
 
@@ -96,30 +129,33 @@ class WeightSync:
 class InProcessWeightSync:
     """Pushes inside processes that hold both actor and rollout."""
 
-    address = None  # no channel between processes
+    address: Any = None
+    resend: Callable[[int], None] | None = None
 
     def __init__(self, group: Any, settings: WeightSyncConfig):
         self._group, self._settings = group, settings
         self._complete = False  # whether the rollouts have had a full push, which adapters need
 
-    def push_async(self, version: int) -> "PendingPush":
-        """Start a push of all weights or of the adapters alone, see `WeightSync.push_async`."""
+    def send(self, version: int) -> Callable[[], "PendingPush"]:
+        """Return a function that starts the push: each process sends to itself."""
         adapters = self._settings.lora == "adapter" and self._complete
         self._complete = True
-        return PendingPush(
-            self._group, self._group.update_weights.submit(version, adapters), version, after=self._after
-        )
+
+        def receive() -> PendingPush:
+            health = self._group.update_weights.submit(version, adapters)
+            return PendingPush(self._group, health, version, after=self._after)
+
+        return receive
 
     def cancel(self, reason: str) -> None:
         """Do nothing: there is no channel."""
 
-    def reset_channel(self) -> None:
-        """Make the next push a full one, because a process was replaced."""
+    def reset(self) -> None:
         self._complete = False
 
     def _after(self, version: int, error: BaseException | None) -> None:
         if error is not None:
-            self.reset_channel()
+            self.reset()
 
 
 @dataclass

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hybridrl.config import SFTConfig
+from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.stage import Stage
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -86,7 +87,7 @@ class SFTTrainer(Trainer):
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.train_loader.epoch}
         ctx.batch = self.train_loader.next_batch()
         ctx.prompt_rows = self.train_loader.rows
-        ctx.batch.meta_info["balance"] = self.config.trainer.balance_batch
+        ctx.batch.meta_info[UpdatePlan.KEY] = UpdatePlan(balance=self.config.trainer.balance_batch)
 
     def update(self, ctx: OnlineRLContext) -> None:
         """Take one optimizer step on the assistant's tokens."""

@@ -1,0 +1,66 @@
+"""The dispatch of updates cuts by the plan in `meta_info`, and workers refuse half a cut."""
+
+import pytest
+import torch
+
+from hybridrl.data_plane.meta_info import UpdatePlan
+from hybridrl.errors import DataError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.dispatch import Dispatch, register
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.worker import Worker
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.workers.mini_batch import COLUMN, ENGINE_MESH, MINI_BATCH_COMPUTE, split_mini_batches
+
+
+class Cutter(Worker):
+    """Returns the rows of each optimizer step."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join(self) -> None:
+        self._register_dispatch_collect_info(ENGINE_MESH, 0, True)
+
+    @register(MINI_BATCH_COMPUTE)
+    def cut(self, data: DataProto) -> DataProto:
+        rows = [step.batch["row"].tolist() for step in split_mini_batches(data)]
+        return DataProto(meta_info={"metrics": {"rows": rows}, "plan": data.meta_info["update_plan"]})
+
+
+@pytest.fixture(scope="module")
+def cutter():
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Cutter), role="cutter")
+    group.join()
+    return group
+
+
+def five_rows(**meta_info) -> DataProto:
+    tensors = {"row": torch.arange(5), "attention_mask": torch.ones(5, 3, dtype=torch.int64)}
+    return DataProto.from_dict(tensors=tensors, meta_info=meta_info)
+
+
+def test_rows_are_cut_by_the_plan_or_by_plain_keys(cutter):
+    # With seed 1 numpy permutes 0 .. 4 to 4, 0, 1, 2, 3; a mini-batch keeps the order of the permutation.
+    for meta_info in ({"update_plan": UpdatePlan(2, shuffle_seed=1)}, {"mini_batch_size": 2, "shuffle_seed": 1}):
+        result = cutter.cut(five_rows(**meta_info))
+        assert result.meta_info["metrics"]["rows"] == [[4, 0], [1, 2], [3]]
+        assert result.meta_info["plan"] == UpdatePlan(2, shuffle_seed=1, num_mini_batches=3)
+
+
+def test_without_a_plan_all_rows_are_one_optimizer_step(cutter):
+    assert cutter.cut(five_rows()).meta_info["metrics"]["rows"] == [[0, 1, 2, 3, 4]]
+    assert [step.batch["row"].tolist() for step in split_mini_batches(five_rows())] == [[0, 1, 2, 3, 4]]
+
+
+def test_a_wrong_plan_is_refused_before_a_worker_gets_it(cutter):
+    with pytest.raises(DataError, match="update_plan.mini_batch_size=-2: must be an integer of at least 1"):
+        cutter.cut(five_rows(mini_batch_size=-2))
+
+
+@pytest.mark.parametrize("lost", ["the column", "the plan"])
+def test_a_worker_refuses_half_a_cut(lost):
+    rows = five_rows(update_plan=UpdatePlan(num_mini_batches=2))
+    if lost == "the plan":
+        rows.meta_info = {}
+        rows.batch[COLUMN] = torch.tensor([0, 0, 0, 1, 1])
+    with pytest.raises(DataError, match=r"update_plan.num_mini_batches=.*column 'mini_batch'"):
+        list(split_mini_batches(rows))
