@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config, logging
 
-from hybridrl.config.schema.workers import OptimConfig
+from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 
 MODEL = {
@@ -112,7 +112,8 @@ def measure(loop: BareLoop | FSDPEngine, batch: DataProto, micro: MicroBatching)
 def compare(path: str, device: str, options: argparse.Namespace) -> None:
     """Print one device's table: milliseconds, and their ratio to the bare loop."""
     batch, micro = make_batch(options), MicroBatching(max_rows=options.micro_rows)
-    config = EngineConfig(kind="causal_lm", path=path, device=device, dtype=options.dtype, optim=OptimConfig())
+    settings = FSDPConfig(dtype=options.dtype)
+    config = EngineSetup(kind="causal_lm", path=path, settings=settings, device=device, optim=OptimConfig())
     engines = {"padded engine": FSDPEngine(config), "packed engine": FSDPEngine(replace(config, packed=True))}
     for engine in engines.values():
         engine.setup()

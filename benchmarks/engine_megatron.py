@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.schema.workers import MegatronConfig, OptimConfig
+from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig, OptimConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, MicroBatching
+from hybridrl.workers.engine.base import EngineSetup, MicroBatching
 from hybridrl.workers.engine_worker import make_engine
 
 RANKS = 2
@@ -90,11 +90,11 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"{size} {layout}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
-    settings = EngineConfig(
+    settings = EngineSetup(
         kind="causal_lm",
         path=str(folder / size),
         optim=OptimConfig(lr=1e-4),
-        megatron=MegatronConfig(**(LAYOUTS[layout] or {})),
+        settings=FSDPConfig() if LAYOUTS[layout] is None else MegatronConfig(**LAYOUTS[layout]),
     )
     engine = make_engine("fsdp" if LAYOUTS[layout] is None else "megatron", settings)
     engine.setup()

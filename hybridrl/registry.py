@@ -23,13 +23,20 @@ class Registry(dict[str, Entry]):
         kind: What an entry is, in two or three words, such as "training engine".
         builtins: Addresses `package.module:Name` of built-in entries, loaded when they are looked up.
         plugins: The setting whose files may register more, if there is one.
+        import_paths: Whether an import path is also a value of the setting.
     """
 
     def __init__(
-        self, setting: str, *, kind: str, builtins: Mapping[str, str] | None = None, plugins: str | None = None
+        self,
+        setting: str,
+        *,
+        kind: str,
+        builtins: Mapping[str, str] | None = None,
+        plugins: str | None = None,
+        import_paths: bool = True,
     ) -> None:
         super().__init__()
-        self.setting, self.kind, self.plugins = setting, kind, plugins
+        self.setting, self.kind, self.plugins, self.import_paths = setting, kind, plugins, import_paths
         self.builtins = dict(builtins or {})
 
     def names(self) -> list[str]:
@@ -68,7 +75,7 @@ class Registry(dict[str, Entry]):
         Raises:
             ConfigError: The name is unknown, or the path cannot be imported. The message lists the known names.
         """
-        if name not in self and is_import_path(name):
+        if name not in self and self._is_address(name):
             return self._load(name, setting or self.setting)
         if name not in self and name in self.builtins:
             loaded = self._load(self.builtins[name], setting or self.setting)
@@ -79,15 +86,21 @@ class Registry(dict[str, Entry]):
 
     def problem(self, name: object) -> str:
         """Return what is wrong with `name` as a value of the setting, or "" if it may be used. Imports nothing."""
-        if name in self or name in self.builtins or (isinstance(name, str) and is_import_path(name)):
+        if name in self or name in self.builtins or self._is_address(name):
             return ""
         near = get_close_matches(str(name), self.names(), n=1, cutoff=0.0)
         nearest = f"; did you mean {near[0]!r}?" if near else "."
-        files = f", or a name that a file in {self.plugins} registers" if self.plugins else ""
-        return (
-            f"{name!r} is not a known {self.kind}{nearest} Known: {', '.join(self.names())}. "
-            f"Give one of these{files}, or an import path such as my_package.module:Name"
-        )
+        files = f", or a name that a file in {self.plugins} registers (every process runs it)" if self.plugins else ""
+        path = ", or an import path such as my_package.module:Name" if self.import_paths else ""
+        known = f"Known: {', '.join(self.names())}."
+        return f"{name!r} is not a known {self.kind}{nearest} {known} Give one of these{files}{path}"
+
+    def address(self, name: str) -> str:
+        """Return where a built-in entry comes from, or `name` itself. Two names of one entry have one address."""
+        return self.builtins.get(name, name)
+
+    def _is_address(self, name: object) -> bool:
+        return self.import_paths and isinstance(name, str) and is_import_path(name)
 
     def _load(self, address: str, setting: str) -> Any:
         path, _, name = address.rpartition(":")

@@ -38,6 +38,16 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(shapes):
     assert "a file in shape.path registers" in shapes.problem("sqare")
 
 
+def test_a_registry_without_import_paths_refuses_them(tmp_path):
+    formulas = Registry("loss", kind="loss", import_paths=False)
+    formulas.enter("mean", sum)
+    with pytest.raises(
+        ConfigError, match=r"^loss='builtins:sum' is not a known loss; did you mean 'mean'\?"
+    ) as refused:
+        formulas.lookup("builtins:sum")
+    assert "import path" not in str(refused.value)
+
+
 def test_an_import_path_that_cannot_be_imported_names_the_setting_and_the_path(shapes):
     with pytest.raises(ConfigError, match=r"^actor.shape=no_such_module:Circle: no module named 'no_such_module'"):
         shapes.lookup("no_such_module:Circle", setting="actor.shape")

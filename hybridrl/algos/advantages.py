@@ -15,13 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.algos import registry
 from hybridrl.algos.masked import masked_sum, masked_whiten
 from hybridrl.algos.shapes import check_same_shape
 from hybridrl.errors import DataError
+from hybridrl.registry import Registry
 
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-ADVANTAGE_ESTIMATORS: dict[str, "AdvantageEstimator"] = {}
+ADVANTAGE_ESTIMATORS: Registry["AdvantageEstimator"] = Registry(
+    "algorithm.adv_estimator", kind="advantage estimator", plugins="algorithm.path", import_paths=False
+)
 
 GROUP_STD_EPS = 1e-6
 """Added to a group's standard deviation, as in verl: a group in which all scores are equal has advantage 0."""
@@ -111,7 +113,7 @@ def register_adv_est(
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
-        registry.register(ADVANTAGE_ESTIMATORS, name, AdvantageEstimator(name, fn, needs_critic, needs_group))
+        ADVANTAGE_ESTIMATORS.enter(name, AdvantageEstimator(name, fn, needs_critic, needs_group))
         return fn
 
     return decorate
@@ -123,7 +125,7 @@ def get_adv_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ConfigError: The name is unknown; the message lists the known names and the nearest.
     """
-    return registry.lookup(ADVANTAGE_ESTIMATORS, name, key="algorithm.adv_estimator", plugin_key="algorithm.path")
+    return ADVANTAGE_ESTIMATORS.lookup(name)
 
 
 @register_adv_est("gae", needs_critic=True)

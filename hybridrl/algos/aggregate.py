@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from hybridrl.algos import registry
 from hybridrl.algos.masked import masked_mean, masked_sum
+from hybridrl.registry import Registry
 
 Count = float | torch.Tensor
 
@@ -52,7 +52,7 @@ def agg_loss(
         ConfigError: The mode is unknown.
         DataError: Shapes differ.
     """
-    reduce = registry.lookup(_MODES, mode, key="actor_rollout_ref.actor.loss_agg_mode")
+    reduce = _MODES.lookup(mode)
     return reduce(losses_BT, mask_BT, _at_least_one(num_tokens), _at_least_one(num_seqs), max_len or losses_BT.shape[1])
 
 
@@ -60,14 +60,19 @@ def _at_least_one(count: Count) -> Count:
     return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
 
 
-_MODES: dict[str, Callable[..., torch.Tensor]] = {
-    "token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / tokens,
-    "token-sum": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT),
-    "seq-mean-token-sum": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / seqs,
-    "seq-mean-token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: (
-        masked_mean(losses_BT, mask_BT, dim=1).sum() / seqs
-    ),
-    "seq-mean-token-sum-norm": lambda losses_BT, mask_BT, tokens, seqs, length: (
-        masked_sum(losses_BT, mask_BT) / (seqs * length)
-    ),
-}
+_MODES: Registry[Callable[..., torch.Tensor]] = Registry(
+    "actor_rollout_ref.actor.loss_agg_mode", kind="aggregation mode", import_paths=False
+)
+_MODES.update(
+    {
+        "token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / tokens,
+        "token-sum": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT),
+        "seq-mean-token-sum": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / seqs,
+        "seq-mean-token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: (
+            masked_mean(losses_BT, mask_BT, dim=1).sum() / seqs
+        ),
+        "seq-mean-token-sum-norm": lambda losses_BT, mask_BT, tokens, seqs, length: (
+            masked_sum(losses_BT, mask_BT) / (seqs * length)
+        ),
+    }
+)

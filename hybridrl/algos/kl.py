@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from hybridrl.algos import registry
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.shapes import check_same_shape
 from hybridrl.errors import CheckpointError, DataError
+from hybridrl.registry import Registry
 
 MAX_LOG_RATIO = 20.0
 """Limit of the exponent in k3, so that exp() does not overflow; verl's value."""
@@ -40,7 +40,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) 
         DataError: Shapes differ.
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
-    return registry.lookup(_KINDS, kind, key="kl_penalty")(log_probs - ref_log_probs)
+    return _KINDS.lookup(kind)(log_probs - ref_log_probs)
 
 
 def apply_kl_penalty(
@@ -139,12 +139,17 @@ def _k2(difference: torch.Tensor) -> torch.Tensor:
     return 0.5 * difference**2
 
 
-_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "kl": lambda difference: difference,
-    "k1": lambda difference: difference,
-    "abs": torch.abs,
-    "mse": _k2,
-    "k2": _k2,
-    "low_var_kl": _k3,
-    "k3": _k3,
-}
+_KINDS: Registry[Callable[[torch.Tensor], torch.Tensor]] = Registry(
+    "kl_penalty", kind="KL estimator", import_paths=False
+)
+_KINDS.update(
+    {
+        "kl": lambda difference: difference,
+        "k1": lambda difference: difference,
+        "abs": torch.abs,
+        "mse": _k2,
+        "k2": _k2,
+        "low_var_kl": _k3,
+        "k3": _k3,
+    }
+)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrl.algos import registry
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.shapes import check_same_shape
 from hybridrl.errors import ConfigError
+from hybridrl.registry import Registry
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8. A larger ratio of one token would overflow half precision and carry no information."""
@@ -38,7 +38,9 @@ class PolicyLoss(NamedTuple):
 PolicyLossFn = Callable[..., PolicyLoss]
 OWN_AGG_MODES = {"gspo": "seq-mean-token-mean"}
 """Losses with the aggregation mode of their paper, which overrides `loss_agg_mode`, as in verl."""
-POLICY_LOSSES: dict[str, PolicyLossFn] = {}
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
+    "actor_rollout_ref.actor.policy_loss.loss_mode", kind="policy loss", plugins="algorithm.path", import_paths=False
+)
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
@@ -47,12 +49,7 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
     It is called as fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c).
     Every worker runs the files in `algorithm.path`, which may register losses.
     """
-
-    def decorate(fn: PolicyLossFn) -> PolicyLossFn:
-        registry.register(POLICY_LOSSES, name, fn)
-        return fn
-
-    return decorate
+    return POLICY_LOSSES.register(name)
 
 
 def get_policy_loss(name: str) -> PolicyLossFn:
@@ -61,9 +58,7 @@ def get_policy_loss(name: str) -> PolicyLossFn:
     Raises:
         ConfigError: The name is unknown; the message lists the known names and the nearest.
     """
-    return registry.lookup(
-        POLICY_LOSSES, name, key="actor_rollout_ref.actor.policy_loss.loss_mode", plugin_key="algorithm.path"
-    )
+    return POLICY_LOSSES.lookup(name)
 
 
 @register_policy_loss("vanilla")

@@ -4,6 +4,7 @@ Each setting is checked by itself: does the key exist, has its value the right t
 settings are in `checks/rules.py`.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_origin
 
 from hybridrl.config.introspection import BOUND_SIGNS, SettingSpec, dotted, is_section, keys, sections, value_text
+from hybridrl.config.plugins import load_plugins
 from hybridrl.config.unknown_keys import suggest_key
 from hybridrl.errors import ConfigError
 
@@ -46,7 +48,22 @@ def build(schema: type[Schema], nested: Mapping[str, Any]) -> tuple[Schema, list
     Errors are unknown keys, wrong types and values out of range. A missing key, or one with an error, has its default.
     """
     problems: list[str] = []
-    return _section(schema, nested, prefix="", root=schema, problems=problems), problems
+    config = _section(schema, nested, prefix="", root=schema, problems=problems)
+    return config, problems + list(plug_problems(config))
+
+
+def plug_problems(config: Any) -> Iterator[str]:
+    """Yield names of plugs that no registry knows.
+
+    Plugin modules of the config are loaded first if a name is unknown, because they may register it.
+    """
+    if not list(_unknown_plugs(config)):
+        return
+    try:
+        load_plugins(config)
+    except ConfigError as error:
+        yield str(error)
+    yield from _unknown_plugs(config)
 
 
 def raise_problems(problems: list[str]) -> None:
@@ -90,6 +107,16 @@ def convert(value: Any, key: SettingSpec) -> Any:
             raise InvalidValue(f"must be a list of {len(args)} values, such as {value_text(key.default)}")
         return tuple(_allowed(_scalar(item, arg), key) for item, arg in zip(value, args, strict=True))
     return _allowed(_scalar(value, key.type), key)
+
+
+def _unknown_plugs(config: Any) -> Iterator[str]:
+    for key in keys(type(config)).values():
+        if key.registry is None:
+            continue
+        value = functools.reduce(getattr, key.name.split("."), config)
+        for name in value if isinstance(value, list) else [value]:
+            if problem := key.registry.problem(name):
+                yield f"{key.name}={value_text(value)}: {problem}"
 
 
 def _section(cls: type, nested: Any, *, prefix: str, root: type, problems: list[str]) -> Any:

@@ -1,7 +1,9 @@
-"""Dataclass fields that carry a setting's description, range and choices."""
+"""Dataclass fields that carry a setting's description, range, choices and registry."""
 
 from dataclasses import field
 from typing import Any
+
+from hybridrl.registry import Registry
 
 
 def setting(
@@ -33,6 +35,22 @@ def setting(
     metadata = {"help": help, "bounds": bounds, "choices": choices, "free": free}
     if isinstance(default, dict | list | tuple):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def plug(default: Any, help: str, registry: Registry[Any]):  # noqa: A002
+    """Return a dataclass field whose value is a name of `registry` or an import path.
+
+    A value is `pkg.mod:Name` or `path/file.py:Name`. A list has several of them.
+
+    Args:
+        default: Default value.
+        help: One sentence.
+        registry: The names and what is behind them.
+    """
+    metadata = {"help": help, "registry": registry}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

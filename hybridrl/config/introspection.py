@@ -13,6 +13,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from hybridrl.registry import Registry
+
 LONG_LINES = 10_000  # characters; YAML then folds no value
 BOUND_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -29,6 +31,7 @@ class SettingSpec:
     bounds: dict[str, float]
     choices: tuple | None
     free: bool
+    registry: Registry[Any] | None = None
 
     @property
     def type_name(self) -> str:
@@ -41,8 +44,11 @@ class SettingSpec:
     @property
     def range_text(self) -> str:
         """The allowed values: `>= 0, <= 1` or `one of auto, cpu, cuda`; empty without limits."""
+        quantity = "any of" if get_origin(self.type) is list else "one of"
+        if self.registry is not None:
+            return f"{quantity} {', '.join(self.registry.names())}, or an import path"
         if self.choices:
-            return ("any of " if get_origin(self.type) is list else "one of ") + ", ".join(map(str, self.choices))
+            return f"{quantity} {', '.join(map(str, self.choices))}"
         return ", ".join(f"{BOUND_SIGNS[sign]} {limit:g}" for sign, limit in self.bounds.items())
 
     @property
@@ -117,10 +123,11 @@ def _key(field: Field, hint: Any, *, prefix: str) -> SettingSpec:
         type=kind,
         optional=optional,
         default=default,
-        help=meta["help"],
-        bounds=meta["bounds"],
-        choices=meta["choices"],
-        free=meta["free"],
+        help=meta.get("help", ""),
+        bounds=meta.get("bounds", {}),
+        choices=meta.get("choices"),
+        free=meta.get("free", kind is dict),
+        registry=meta.get("registry"),
     )
 
 

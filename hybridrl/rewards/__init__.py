@@ -3,14 +3,15 @@
 The functions themselves are in `reward_score`.
 """
 
+from hybridrl.config.plugs import REWARD_MANAGERS
 from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.rewards.load import load_reward_manager
 from hybridrl.rewards.manager import (
-    REWARD_MANAGERS,
     BatchRewardManager,
     DAPORewardManager,
     RewardManager,
     RewardOutput,
+    Scorer,
 )
 from hybridrl.rewards.process import CallResult
 from hybridrl.rewards.process_pool import ScoreProcessPool
@@ -23,6 +24,7 @@ __all__ = [
     "RewardManager",
     "RewardOutput",
     "FunctionAddress",
+    "Scorer",
     "ScoreProcessPool",
     "load_reward_manager",
 ]

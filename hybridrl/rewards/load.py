@@ -3,10 +3,11 @@
 import os
 from typing import Any
 
+from hybridrl.config.plugs import REWARD_MANAGERS
 from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rewards.function_address import BATCH_ARGUMENTS, FunctionAddress
-from hybridrl.rewards.manager import DEFAULT_FUNCTION, REWARD_MANAGERS, RewardManager
+from hybridrl.rewards.manager import DEFAULT_FUNCTION, Scorer
 from hybridrl.rewards.process import LoadFailure
 
 MAX_PROCESSES = 4  # default: calls that hang are waited for in parallel, and the machine keeps its other cores
@@ -18,9 +19,7 @@ HINTS = {
 }
 
 
-def load_reward_manager(
-    config: PPOConfig, tokenizer: Any, *, num_examine: int = 0, validate: bool = False
-) -> RewardManager:
+def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int = 0, validate: bool = False) -> Scorer:
     """Return the manager of `reward_model.reward_manager`, with the custom or the built-in function.
 
     A custom function is loaded once in a score process. A mistake in it is then a ConfigError here and not a failure of
@@ -33,7 +32,7 @@ def load_reward_manager(
         validate: The manager scores validation (`RewardManager`).
     """
     model = config.reward_model
-    manager = REWARD_MANAGERS[model.reward_manager](
+    manager = REWARD_MANAGERS.lookup(model.reward_manager)(
         tokenizer,
         num_examine,
         score_function(config),
@@ -43,7 +42,7 @@ def load_reward_manager(
         overlong_buffer=model.overlong_buffer,
         validate=validate,
     )
-    if config.custom_reward_function.path is not None and (failure := manager.processes.check()) is not None:
+    if config.custom_reward_function.path is not None and (failure := manager.check_function()) is not None:
         manager.close()
         raise ConfigError(describe_failure(config, failure))
     return manager
@@ -52,7 +51,7 @@ def load_reward_manager(
 def score_function(config: PPOConfig) -> FunctionAddress:
     """Return the address of the configured function. Raises ConfigError for settings that name none."""
     custom, kind = config.custom_reward_function, config.reward_model.reward_manager
-    arguments = REWARD_MANAGERS[kind].arguments
+    arguments = REWARD_MANAGERS.lookup(kind).arguments
     if custom.path is not None:
         return FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs), arguments=arguments)
     if custom.name != CustomRewardConfig().name:

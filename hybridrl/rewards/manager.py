@@ -1,6 +1,6 @@
 """Turn a batch of responses into a reward tensor: decode, call the reward function, put scores on last tokens.
 
-The trainer calls a manager in the driver process. Kinds of manager are in `REWARD_MANAGERS`. Not here: time limits
+The trainer calls a manager in the driver process. `Scorer` is the contract of a manager. Not here: time limits
 (`process_pool`) and the reward model (`workers.reward_model`).
 
 A sample without a score is data, not a crash and not a 0: it is marked invalid, counted, and named in the log.
@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ from hybridrl.config.schema.workers import OverlongBufferConfig
 from hybridrl.data_plane.batch import DataProto
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.rewards.function_address import BATCH_ARGUMENTS, SAMPLE_ARGUMENTS, FunctionAddress
-from hybridrl.rewards.process import CallResult
+from hybridrl.rewards.process import CallResult, LoadFailure
 from hybridrl.rewards.process_pool import ScoreProcessPool
 from hybridrl.rewards.sample_score import SampleScore, read_score
 
@@ -50,6 +50,32 @@ class RewardOutput:
     valid: torch.Tensor
     extra: dict[str, list]
     metrics: dict[str, float]
+
+
+class Scorer(Protocol):
+    """What the driver needs of a reward manager. `reward_model.reward_manager` names a class or has its import path.
+
+    `RewardManager` is the implementation to derive from: override `run_calls` or `adjust`. A class of another origin
+    has these members and a constructor with the arguments of `RewardManager`. The driver constructs one manager for
+    training and one for validation, and calls each from one thread.
+
+    Attributes:
+        arguments: Names of the keyword arguments of the reward function: SAMPLE_ARGUMENTS or BATCH_ARGUMENTS.
+    """
+
+    arguments: tuple[str, ...]
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> RewardOutput | dict[str, Any]:
+        """Return the rewards of a batch; a sample without a score is marked invalid, never scored 0."""
+        ...
+
+    def check_function(self) -> LoadFailure | None:
+        """Return why the reward function cannot be used, or None. Called once, before anything else starts."""
+        ...
+
+    def close(self) -> None:
+        """Release processes and files. Called once."""
+        ...
 
 
 class RewardManager:
@@ -109,6 +135,10 @@ class RewardManager:
                 "reward_extra_info": output.extra,
             }
         return output
+
+    def check_function(self) -> LoadFailure | None:
+        """Return why no score process can load the reward function, or None."""
+        return self.processes.check()
 
     def close(self) -> None:
         """Stop the score processes; the next call starts new ones."""
@@ -271,14 +301,6 @@ class DAPORewardManager(RewardManager):
         excess_B = (lengths_B - (self.max_response_length - buffer.len)).double()
         penalties_B = (-excess_B / buffer.len * buffer.penalty_factor).clamp(max=0)
         return [score.with_penalty(penalty) for score, penalty in zip(scores, penalties_B.tolist(), strict=True)]
-
-
-REWARD_MANAGERS: dict[str, type[RewardManager]] = {
-    "naive": RewardManager,
-    "batch": BatchRewardManager,
-    "dapo": DAPORewardManager,
-}
-"""Kinds of manager by their name in `reward_model.reward_manager`."""
 
 
 def response_lengths(data: DataProto) -> torch.Tensor:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from hybridrl.algos.policy_losses import get_policy_loss
+from hybridrl.config.engines import engine_settings, ref_engine_settings
 from hybridrl.config.plugins import load_plugins
+from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.protocol import DataProto
@@ -27,7 +29,7 @@ from hybridrl.workers.engine.base import Engine, MicroBatching
 from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import (
     EngineWorker,
-    engine_config,
+    engine_setup,
     lora_of,
     make_engine,
     micro_batching,
@@ -99,34 +101,25 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
 
     def _init_actor(self, total_optimizer_steps: int) -> None:
         policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
-        spec = engine_config(
-            self.config,
-            kind="causal_lm",
-            path=policy.path,
-            device=self.device,
+        setup = engine_setup(
+            self.config, kind="causal_lm", path=policy.path, settings=self._offload, device=self.device
+        )
+        setup = replace(
+            setup,
             packed=policy.use_remove_padding,
             gradient_checkpointing=policy.enable_gradient_checkpointing,
-            param_offload=self._offload.param_offload,
-            optimizer_offload=self._offload.optimizer_offload,
             optim=actor.optim,
             total_steps=total_optimizer_steps,
             grad_clip=actor.grad_clip,
             lora=lora_of(policy),
         )
-        self.actor = self._set_up(make_engine(actor.strategy, spec))
+        self.actor = self._set_up(make_engine(actor.strategy, setup))
 
     def _init_ref(self) -> None:
-        policy = self.config.actor_rollout_ref.model
-        offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
-        spec = engine_config(
-            self.config,
-            kind="causal_lm",
-            path=policy.path,
-            device=self.device,
-            packed=policy.use_remove_padding,
-            param_offload=offload,
-        )
-        self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, spec))
+        policy, settings = self.config.actor_rollout_ref.model, ref_engine_settings(self.config)
+        setup = engine_setup(self.config, kind="causal_lm", path=policy.path, settings=settings, device=self.device)
+        setup = replace(setup, packed=policy.use_remove_padding)
+        self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
 
     def _init_rollout(self) -> None:
         num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -220,7 +213,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
         micro = micro_batching(
             ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
         )
-        with on_device(self.ref, self.device, params=ref.fsdp_config.param_offload):
+        with on_device(self.ref, self.device, params=ref_engine_settings(self.config).param_offload):
             out = self.ref.forward(data, micro, outputs=("log_probs",))
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
@@ -416,9 +409,8 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
             export_hf(self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank)
 
     @property
-    def _offload(self):
-        actor = self.config.actor_rollout_ref.actor
-        return actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
+    def _offload(self) -> EngineSettings:
+        return engine_settings(self.config.actor_rollout_ref.actor)
 
     def _log_prob_micro(self) -> MicroBatching:
         rollout = self.config.actor_rollout_ref.rollout

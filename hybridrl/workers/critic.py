@@ -1,12 +1,16 @@
 """`CriticWorker`: one process of PPO's value model. The trainer calls it."""
 
+from dataclasses import replace
+
+from hybridrl.config.engines import critic_engine_settings
 from hybridrl.config.plugins import load_plugins
+from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, MicroBatching
 from hybridrl.workers.engine_snapshot import SnapshotMixin
-from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching, on_device
+from hybridrl.workers.engine_worker import EngineWorker, engine_setup, make_engine, micro_batching, on_device
 from hybridrl.workers.losses import critic_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
@@ -31,20 +35,22 @@ class CriticWorker(SnapshotMixin, EngineWorker):
         self.device = init_worker_process(
             device=self.config.trainer.device, num_threads=self.config.trainer.num_threads
         )
-        spec = engine_config(
+        setup = engine_setup(
             self.config,
             kind="value",
             path=critic.model.path or self.config.actor_rollout_ref.model.path,
+            settings=self._offload,
             device=self.device,
+        )
+        setup = replace(
+            setup,
             packed=critic.model.use_remove_padding,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-            param_offload=critic.fsdp_config.param_offload,
-            optimizer_offload=critic.fsdp_config.optimizer_offload,
             optim=critic.optim,
             total_steps=total_optimizer_steps,
             grad_clip=critic.grad_clip,
         )
-        self.critic = self._set_up(make_engine(critic.strategy, spec))
+        self.critic = self._set_up(make_engine(critic.strategy, setup))
 
     @property
     def trained_engine(self) -> Engine:
@@ -53,14 +59,14 @@ class CriticWorker(SnapshotMixin, EngineWorker):
     @register(ENGINE_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values` (B, R) float32: the value of the state before each response token."""
-        with on_device(self.critic, self.device, params=self.config.critic.fsdp_config.param_offload):
+        with on_device(self.critic, self.device, params=self._offload.param_offload):
             out = self.critic.forward(data, self._micro(), outputs=("values",))
         return DataProto.from_dict(tensors={"values": out["values"]})
 
     @register(MINI_BATCH_COMPUTE)
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on a batch with `values` and `returns`. Metrics as in `ActorRolloutRefWorker.update_actor`."""
-        critic, offload = self.config.critic, self.config.critic.fsdp_config
+        critic, offload = self.config.critic, self._offload
         with on_device(self.critic, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             metrics = self._update(
                 self.critic,
@@ -82,7 +88,7 @@ class CriticWorker(SnapshotMixin, EngineWorker):
         Returns:
             Optimizer steps taken so far.
         """
-        return self._save(self.critic, directory, self.config.critic.fsdp_config)
+        return self._save(self.critic, directory, self._offload)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> int:
@@ -91,7 +97,11 @@ class CriticWorker(SnapshotMixin, EngineWorker):
         Returns:
             Optimizer steps taken so far.
         """
-        return self._load(self.critic, directory, self.config.critic.fsdp_config)
+        return self._load(self.critic, directory, self._offload)
+
+    @property
+    def _offload(self) -> EngineSettings:
+        return critic_engine_settings(self.config)
 
     def _micro(self) -> MicroBatching:
         critic = self.config.critic

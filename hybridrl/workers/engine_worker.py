@@ -9,67 +9,37 @@ import math
 import os
 from collections.abc import Callable, Iterator
 
+from hybridrl.config.plugs import ENGINES
+from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.config.schema.workers import CriticFSDPConfig, MegatronConfig, ModelConfig, OptimConfig
-from hybridrl.errors import ConfigError
-from hybridrl.import_path import load_object
+from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
-from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MicroBatching
+from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MicroBatching
 from hybridrl.workers.engine.collective_errors import raise_on_all_ranks
 from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
 from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
 
-FSDP = ("hybridrl.workers.engine.fsdp.engine", "FSDPEngine")
-ENGINES = {"fsdp": FSDP, "fsdp2": FSDP, "megatron": ("hybridrl.workers.engine.megatron.engine", "MegatronEngine")}
-"""Name -> module and class. An engine, with the library it needs, is imported when it is chosen."""
+
+def make_engine(strategy: str, setup: EngineSetup) -> Engine:
+    """Return a new engine by its name or import path. The caller sets it up."""
+    return ENGINES.lookup(strategy)(setup)
 
 
-def make_engine(strategy: str, config: EngineConfig) -> Engine:
-    """Return a new engine by its name. The caller sets it up."""
-    if strategy not in ENGINES:
-        raise ConfigError(f"strategy={strategy!r} is not an engine of this release; engines are {', '.join(ENGINES)}")
-    return load_object(*ENGINES[strategy])(config)
-
-
-def engine_config(
-    config: PPOConfig,
-    *,
-    kind: str,
-    path: str,
-    device: str,
-    packed: bool,
-    gradient_checkpointing: bool = False,
-    param_offload: bool = False,
-    optimizer_offload: bool = False,
-    optim: OptimConfig | None = None,
-    total_steps: int = 0,
-    grad_clip: float = 1.0,
-    lora: LoRA | None = None,
-) -> EngineConfig:
-    """Return the engine's settings for one model of a PPO job. Others than the arguments are the actor's."""
-    actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    return EngineConfig(
+def engine_setup(config: PPOConfig, *, kind: str, path: str, settings: EngineSettings, device: str) -> EngineSetup:
+    """Return the setup of a model of a PPO job that is not trained. Workers replace what differs."""
+    policy = config.actor_rollout_ref.model
+    return EngineSetup(
         kind=kind,
         path=path,
+        settings=settings,
+        device=device,
         trust_remote_code=policy.trust_remote_code,
         override_config=dict(policy.override_config) if path == policy.path else {},
-        device=device,
-        dtype=actor.megatron.dtype if actor.strategy == "megatron" else actor.fsdp_config.dtype,
-        reshard_after_forward=actor.fsdp_config.reshard_after_forward,
-        param_offload=param_offload,
-        optimizer_offload=optimizer_offload,
-        gradient_checkpointing=gradient_checkpointing,
-        packed=packed,
         temperature=config.actor_rollout_ref.rollout.temperature,
-        optim=optim,
-        total_steps=total_steps,
-        grad_clip=grad_clip,
         seed=config.trainer.seed,
-        megatron=actor.megatron,
-        lora=lora,
     )
 
 
@@ -160,7 +130,7 @@ class EngineWorker(Worker):
         total = [max(1.0, n) for n in sum_over_ranks(local, device=self.device)]
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
-    def _save(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> int:
+    def _save(self, engine: Engine, directory: str, offload: EngineSettings) -> int:
         """Write the engine's state; return the optimizer steps taken. A failure is raised on every rank."""
         problem = None
         try:
@@ -172,7 +142,7 @@ class EngineWorker(Worker):
             engine.save(directory)
         return engine.num_updates
 
-    def _load(self, engine: Engine, directory: str, offload: CriticFSDPConfig | MegatronConfig) -> int:
+    def _load(self, engine: Engine, directory: str, offload: EngineSettings) -> int:
         """Load the state that `_save` wrote; return the optimizer steps taken."""
         with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             engine.load(directory)

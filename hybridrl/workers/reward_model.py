@@ -5,12 +5,13 @@ It runs in a worker process. The trainer's stage `reward` calls it.
 
 import torch
 
+from hybridrl.config.engines import reward_model_engine_settings
 from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine_worker import EngineWorker, engine_config, make_engine, micro_batching
+from hybridrl.workers.engine_worker import EngineWorker, engine_setup, make_engine, micro_batching
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 
@@ -38,8 +39,9 @@ class RewardModelWorker(EngineWorker):
         )
         policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
         check_same_tokens(policy.path, path, trust_remote_code=policy.trust_remote_code)
-        spec = engine_config(self.config, kind="score", path=path, device=self.device, packed=False)
-        self.model = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, spec))
+        settings = reward_model_engine_settings(self.config)
+        setup = engine_setup(self.config, kind="score", path=path, settings=settings, device=self.device)
+        self.model = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
 
     @register(ENGINE_COMPUTE)
     def compute_rm_score(self, data: DataProto) -> DataProto:

@@ -4,7 +4,7 @@ from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine.base import EngineConfig, MicroBatching
+from hybridrl.workers.engine.base import EngineSetup, MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, lora_of, make_engine, micro_batching, on_device
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
@@ -29,16 +29,13 @@ class SFTWorker(EngineWorker):
         config = self.config
         load_plugins(config)
         self.device = init_worker_process(device=config.trainer.device, num_threads=config.trainer.num_threads)
-        spec = EngineConfig(
+        setup = EngineSetup(
             kind="causal_lm",
             path=config.model.path,
             trust_remote_code=config.model.trust_remote_code,
             override_config=dict(config.model.override_config),
             device=self.device,
-            dtype=config.fsdp_config.dtype,
-            reshard_after_forward=config.fsdp_config.reshard_after_forward,
-            param_offload=config.fsdp_config.param_offload,
-            optimizer_offload=config.fsdp_config.optimizer_offload,
+            settings=config.fsdp_config,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
             packed=config.model.use_remove_padding,
             optim=config.optim,
@@ -47,7 +44,7 @@ class SFTWorker(EngineWorker):
             seed=config.trainer.seed,
             lora=lora_of(config.model),
         )
-        self.model = self._set_up(make_engine("fsdp", spec))
+        self.model = self._set_up(make_engine("fsdp", setup))
 
     @register(MINI_BATCH_COMPUTE)
     def update(self, data: DataProto) -> DataProto:

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from hybridrl.config import PPOConfig, SFTConfig, load_config
+from hybridrl.config.plugs import REWARD_MANAGERS
 from hybridrl.errors import ConfigError
 
 
@@ -76,7 +77,12 @@ def test_a_value_becomes_its_keys_type(word, value):
         ("data.train_files=", "is empty (an unset shell variable?)"),
         ("algorithm.gamma=nan", "must be a number"),
         ("algorithm.gamma=1.01", "must be >= 0 and <= 1"),
-        ("trainer.logger=[console,wand]", "must be any of console, jsonl, tensorboard, wandb, mlflow"),
+        (
+            "trainer.logger=[console,wand]",
+            "trainer.logger=[console,wand]: 'wand' is not a known logger; did you mean 'wandb'? Known: console, jsonl, "
+            "mlflow, tensorboard, wandb. Give one of these, or an import path such as my_package.module:Name",
+        ),
+        ("actor_rollout_ref.actor.strategy=fdsp", "did you mean 'fsdp'? Known: fsdp, fsdp2, megatron"),
         ("actor_rollout_ref.rollout.name=sglang", "must be one of vllm, hf"),
         ("actor_rollout_ref.actor.optim.betas=0.9", "must be a list of 2 values"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1]", "must be >= 0 and < 1"),
@@ -109,6 +115,24 @@ def test_invalid_arguments_are_refused_with_a_fix(word, expected):
     message = refusal(word)
     assert expected in message
     assert "\n" not in message
+
+
+def test_a_plug_may_be_a_name_that_a_plugin_registers(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from hybridrl.config.plugs import REWARD_MANAGERS\n\n\n"
+        "@REWARD_MANAGERS.register('half')\nclass Half:\n    pass\n"
+    )
+    try:
+        config = load(f"algorithm.path={tmp_path / 'mine.py'}", "reward_model.reward_manager=half")
+        assert config.reward_model.reward_manager == "half" and REWARD_MANAGERS.lookup("half").__name__ == "Half"
+    finally:
+        REWARD_MANAGERS.pop("half", None)
+    missing = refusal(f"algorithm.path={tmp_path / 'nine.py'}", "reward_model.reward_manager=half")
+    assert "nine.py" in missing and "'half' is not a known reward manager" in missing
+
+
+def test_a_plug_may_be_an_import_path():
+    assert load("trainer.logger=[console,my_package.logs:Mine]").trainer.logger == ["console", "my_package.logs:Mine"]
 
 
 def test_all_problems_of_a_command_are_reported_together_and_once(conf):

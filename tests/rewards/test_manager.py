@@ -326,6 +326,17 @@ def test_dapo_refuses_a_buffer_that_does_not_fit(manager, length, limit, scripte
         )
 
 
+def test_a_manager_of_the_users_is_named_by_its_import_path(tmp_path, loaded):
+    (tmp_path / "mine.py").write_text(
+        "from hybridrl.rewards import RewardManager\n\n\nclass Halved(RewardManager):\n"
+        "    def adjust(self, scores, lengths_B):\n        return [score.with_penalty(-0.5) for score in scores]\n"
+    )
+    manager = loaded(make_config(kind=f"{tmp_path / 'mine.py'}:Halved"))
+    assert type(manager).__name__ == "Halved" and manager.max_response_length == WIDTH
+    with pytest.raises(ConfigError, match="^reward_model.reward_manager=no_such_module:Halved: no module named"):
+        loaded(make_config(kind="no_such_module:Halved"))
+
+
 def make_config(path=None, *, kind="naive", **custom) -> PPOConfig:
     settings = {
         "custom_reward_function": {"path": path and str(path), **custom},

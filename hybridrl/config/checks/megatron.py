@@ -6,10 +6,9 @@ it creates process groups. Imports no torch.
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.config.schema.workers import ActorConfig, ActorRolloutRefConfig, MegatronConfig
+from hybridrl.config.schema.workers import MegatronConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -146,33 +145,6 @@ def _uses_sliding_window(model: dict) -> bool:
     if model["model_type"].startswith("qwen"):
         return bool(model.get("use_sliding_window")) and model.get("max_window_layers", 28) < model["num_hidden_layers"]
     return True
-
-
-def data_parallel_size(actor: ActorConfig, *, world_size: int) -> int:
-    """Return into how many parts the engines divide a batch.
-
-    This is one per process, or one per model-parallel group with Megatron.
-    """
-    if actor.strategy != "megatron":
-        return world_size
-    layout = actor.megatron
-    return world_size // (
-        layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    )
-
-
-def single_process_layout(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
-    """Return the settings with a layout for one process, which loads a checkpoint of any layout."""
-    one = replace(
-        policy.actor.megatron,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        sequence_parallel=False,
-    )
-    return replace(policy, actor=replace(policy.actor, megatron=one))
 
 
 def local_model_config(path: str | None) -> dict | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.build import raise_problems
 from hybridrl.config.checks.megatron import layout_problems, local_model_config, model_problems
@@ -20,13 +21,18 @@ from hybridrl.config.checks.rollout import (
     weight_sync_problems,
 )
 from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
+from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings
+from hybridrl.config.introspection import value_text
+from hybridrl.config.plugs import ENGINES, REWARD_MANAGERS, TRACKERS
+from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import ActorConfig, FSDPConfig, MegatronConfig, ModelConfig
+from hybridrl.config.schema.workers import ActorConfig, ModelConfig
 from hybridrl.config.unknown_keys import suggest_name
+from hybridrl.errors import ConfigError
+from hybridrl.registry import Registry
 
-ENGINE_OF = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 LOGGER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -112,17 +118,52 @@ def _path_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
 
 
 def engine_problems(config: PPOConfig) -> Problems:
-    """Yield problems of the Megatron engine, or its settings under another strategy."""
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy == "megatron":
+    """Yield problems of the actor's engine, and settings of engines that are not used."""
+    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
+    used = SECTIONS.get(actor.strategy)
+    for name in dict.fromkeys(SECTIONS.values()):
+        if name != used:
+            yield from _unused_problems(getattr(actor, name), key=f"{key}.{name}", strategy=actor.strategy)
+    for name, values in ((key, actor.engine_config), ("critic", config.critic.engine_config)):
+        if used and values:
+            yield f"{name}.engine_config={value_text(values)}: has no effect with {key}.strategy={actor.strategy}"
+    if used == "megatron":
         yield from _megatron_problems(config)
-        return
-    defaults = MegatronConfig()
-    for field in fields(MegatronConfig):
-        value = getattr(actor.megatron, field.name)
-        if value != getattr(defaults, field.name):
-            key = f"actor_rollout_ref.actor.megatron.{field.name}"
-            yield f"{key}={value}: has no effect with actor_rollout_ref.actor.strategy={actor.strategy}; leave it out"
+    try:
+        settings = engine_settings(actor)
+    except ConfigError as error:
+        yield str(error)
+    else:
+        yield from _layout_problems(config, settings)
+
+
+def _unused_problems(section: Any, *, key: str, strategy: str) -> Problems:
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if value != getattr(type(section)(), field.name):
+            chosen = f"actor_rollout_ref.actor.strategy={strategy}"
+            yield f"{key}.{field.name}={value}: has no effect with {chosen}; leave it out"
+
+
+def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
+    """Yield what the actor's engine cannot do, by its own declarations."""
+    policy, size = config.actor_rollout_ref, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    chosen = f"actor_rollout_ref.actor.strategy={policy.actor.strategy}"
+    own = {field.name for field in fields(settings)}
+    if policy.model.lora_rank and not settings.supports_lora:
+        yield (
+            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank}: {chosen} does not train adapters, they need "
+            "actor_rollout_ref.actor.strategy=fsdp; use that, or actor_rollout_ref.model.lora_rank=0"
+        )
+    if policy.actor.strategy not in SECTIONS and size % settings.model_parallel_size:
+        yield (
+            f"{chosen}: shares a model between {settings.model_parallel_size} processes, which does not divide the "
+            f"{size} processes (trainer.nnodes * trainer.n_gpus_per_node); change one of them"
+        )
+    for key, flags in (("critic", config.critic.fsdp_config), ("actor_rollout_ref.ref", policy.ref.fsdp_config)):
+        for field in fields(flags):
+            if getattr(flags, field.name) and field.name not in own:
+                yield f"{key}.fsdp_config.{field.name}=true: the engine of {chosen} has no offload; leave it out"
 
 
 def _megatron_problems(config: PPOConfig) -> Problems:
@@ -144,26 +185,15 @@ def _megatron_problems(config: PPOConfig) -> Problems:
             f"critic.fsdp_config: offload is not supported with {key}.use_distributed_optimizer=true in this release; "
             "set that to false"
         )
-    used = config.actor_rollout_ref.actor.fsdp_config
-    for field in fields(FSDPConfig):
-        value = getattr(used, field.name)
-        if value != getattr(FSDPConfig(), field.name):
-            name = f"actor_rollout_ref.actor.fsdp_config.{field.name}"
-            yield f"{name}={value}: has no effect with actor_rollout_ref.actor.strategy=megatron; leave it out"
 
 
 def adapter_problems(config: PPOConfig | SFTConfig) -> Problems:
-    """Yield LoRA settings without effect, or without support by the engine."""
+    """Yield LoRA settings without effect."""
     key, model = (
         ("actor_rollout_ref.model", config.actor_rollout_ref.model)
         if isinstance(config, PPOConfig)
         else ("model", config.model)
     )
-    if isinstance(config, PPOConfig) and model.lora_rank and config.actor_rollout_ref.actor.strategy == "megatron":
-        yield (
-            f"{key}.lora_rank={model.lora_rank}: adapters need actor_rollout_ref.actor.strategy=fsdp; use "
-            f"that, or {key}.lora_rank=0"
-        )
     if model.lora_rank and not model.target_modules:
         yield f"{key}.target_modules=[]: no layer would be trained; use all-linear, or names such as [q_proj,v_proj]"
     for name in ("lora_alpha", "target_modules"):
@@ -194,9 +224,10 @@ def reward_problems(config: PPOConfig) -> Problems:
         yield "reward_model.enable=true: there is no reward model; set reward_model.model.path"
     if not model.enable and model.model.path is not None:
         yield f"reward_model.model.path={model.model.path}: has no effect; set reward_model.enable=true"
+    yield from _import_problems(REWARD_MANAGERS, [model.reward_manager])
     if not overlong.enable:
         return
-    if model.reward_manager != "dapo":
+    if model.reward_manager != "dapo" and model.reward_manager in REWARD_MANAGERS.builtins:
         yield (
             "reward_model.overlong_buffer.enable=true: only reward_model.reward_manager=dapo applies it, not "
             f"{model.reward_manager}"
@@ -260,6 +291,7 @@ def record_problems(config: PPOConfig | SFTConfig) -> Problems:
         yield f"trainer.resume_from_path={path}: is read only with trainer.resume_mode=resume_path, not {mode}"
     if mode == "resume_path" and path is not None and not Path(path).is_dir():
         yield f"trainer.resume_from_path={path}: there is no such directory{_tilde_hint(path)}"
+    yield from _import_problems(TRACKERS, trainer.logger)
     for logger in trainer.logger:
         package = LOGGER_PACKAGES.get(logger)
         if package and find_spec(package) is None:
@@ -320,8 +352,23 @@ def _critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:
     fsdp and fsdp2 are the same engine.
     """
     actor, critic = config.actor_rollout_ref.actor.strategy, config.critic.strategy
-    if used and ENGINE_OF[actor] != ENGINE_OF[critic]:
+    if used and ENGINES.address(actor) != ENGINES.address(critic):
         yield f"critic.strategy={critic}: must be the engine of actor_rollout_ref.actor.strategy={actor}"
+    elif used:
+        try:
+            critic_engine_settings(config)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _import_problems(registry: Registry[Any], names: Collection[str]) -> Problems:
+    """Yield import paths without a class. Built-in classes are not imported here."""
+    for name in names:
+        if name not in registry.names():
+            try:
+                registry.lookup(name)
+            except ConfigError as error:
+                yield str(error)
 
 
 def _is_missing(path: str) -> bool:

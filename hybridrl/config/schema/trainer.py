@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.fields import section, setting
-
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+from hybridrl.config.fields import plug, section, setting
+from hybridrl.config.plugs import TRACKERS
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class TrainerConfig:
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = setting(None, "The global_step_N directory for resume_mode=resume_path.")
-    logger: list[str] = setting(["console", "jsonl"], "Where metrics go.", choices=LOGGERS)
+    logger: list[str] = plug(["console", "jsonl"], "Where metrics go.", TRACKERS)
     trace: bool = setting(
         False, "Record start and end of every stage, worker call and wait; `hybridrl trace` makes a timeline of them."
     )

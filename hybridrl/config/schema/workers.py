@@ -3,9 +3,12 @@
 Keys and defaults follow verl where verl has them. "per_gpu" means per worker process, whatever its device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
-from hybridrl.config.fields import section, setting
+from hybridrl.config.fields import plug, section, setting
+from hybridrl.config.plugs import ENGINES, REWARD_MANAGERS
+from hybridrl.config.schema.engine import EngineSettings
 
 MICRO = "Rows of one micro-batch per process; null means as many as fit its token budget."
 DYNAMIC = "Cut micro-batches by token budget and ignore the number of rows."
@@ -70,7 +73,8 @@ class CriticFSDPConfig(RefFSDPConfig):
 
 
 @dataclass(frozen=True)
-class FSDPConfig(CriticFSDPConfig):
+class FSDPConfig(CriticFSDPConfig, EngineSettings):
+    supports_lora = True
     dtype: str = setting(
         "auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16")
     )
@@ -80,7 +84,7 @@ class FSDPConfig(CriticFSDPConfig):
 
 
 @dataclass(frozen=True)
-class MegatronConfig:
+class MegatronConfig(EngineSettings):
     tensor_model_parallel_size: int = setting(1, f"Tensor-parallel ranks. {MCORE}", ge=1)
     pipeline_model_parallel_size: int = setting(1, f"Pipeline stages. {MCORE}", ge=1)
     virtual_pipeline_model_parallel_size: int | None = setting(
@@ -98,6 +102,23 @@ class MegatronConfig:
     param_offload: bool = setting(False, f"Keep parameters in host memory between calls. {MCORE}")
     optimizer_offload: bool = setting(False, f"Keep optimizer state in host memory between calls. {MCORE}")
 
+    @property
+    def model_parallel_size(self) -> int:
+        """Return the number of processes that share one copy of the model and get the same rows."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def single_process(self) -> Self:
+        """Return the settings with a layout for one process."""
+        return replace(
+            self,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=None,
+            context_parallel_size=1,
+            expert_model_parallel_size=1,
+            sequence_parallel=False,
+        )
+
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
@@ -106,7 +127,7 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    strategy: str = setting("fsdp", "Training engine.", choices=("fsdp", "fsdp2", "megatron"))
+    strategy: str = plug("fsdp", "Training engine.", ENGINES)
     ppo_mini_batch_size: int = setting(256, "Prompts of one optimizer step (each with its rollout.n samples).", gt=0)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(False, DYNAMIC)
@@ -133,6 +154,9 @@ class ActorConfig:
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")
+    engine_config: dict = setting(
+        {}, "Settings of an engine of your own (strategy is an import path); its `Config` validates them.", free=True
+    )
 
 
 @dataclass(frozen=True)
@@ -281,7 +305,7 @@ class ActorRolloutRefConfig:
 @dataclass(frozen=True)
 class CriticConfig:
     enable: bool | None = setting(None, "Train a critic; null means: if the advantage estimator needs one.")
-    strategy: str = setting("fsdp", "Training engine.", choices=("fsdp", "fsdp2", "megatron"))
+    strategy: str = plug("fsdp", "Training engine.", ENGINES)
     ppo_mini_batch_size: int | None = setting(None, "Prompts of one optimizer step; null means the actor's.", gt=0)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(False, DYNAMIC)
@@ -292,6 +316,9 @@ class CriticConfig:
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: CriticFSDPConfig = section(
         CriticFSDPConfig, "Offload of the critic; all other settings are the actor's."
+    )
+    engine_config: dict = setting(
+        {}, "Settings that differ from actor_rollout_ref.actor.engine_config, with an engine of your own.", free=True
     )
 
 
@@ -310,7 +337,7 @@ class RewardModelConfig:
         "in extra_info['rm_score'] and returns the final one. Validation uses rules, except for rows with "
         "reward_model.style=model.",
     )
-    reward_manager: str = setting("naive", "How rule scores are computed.", choices=("naive", "batch", "dapo"))
+    reward_manager: str = plug("naive", "How rule scores are computed.", REWARD_MANAGERS)
     num_processes: int | None = setting(
         None, "Processes that run reward functions and can be killed; null means one per core, at most 4.", ge=1
     )

@@ -19,13 +19,13 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import yaml
 
 from hybridrl.config import PPOConfig, from_dict
-from hybridrl.config.checks.megatron import single_process_layout
+from hybridrl.config.engines import single_process_layout
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError, StorageError
 from hybridrl.system.atomic_write import fsync_path
@@ -35,6 +35,8 @@ MANIFEST, TRAINER_STATE, CONFIG = "manifest.json", "trainer.json", "config.yaml"
 WORKING_DIRECTORY = "working_directory"
 ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pt)")
 """File names of torch.distributed.checkpoint, and of the file that each Megatron rank adds."""
+OWN_RANKS_FILE = re.compile(r"rank_(\d+)\..+")
+"""File names of an engine that writes its checkpoints without torch.distributed.checkpoint (`Engine.save`)."""
 STEP_NAME, PARTIAL = re.compile(r"global_step_(\d+)"), ".partial"
 
 
@@ -160,7 +162,7 @@ def verify_manifest(path: str) -> int:
             f"{path} is not a checkpoint: it has no {MANIFEST}; give a global_step_N directory, or resume_mode=disable"
         )
     manifest = read_json(manifest_path)
-    if not any(os.path.basename(name) == ENGINE_STATE for name in manifest["files"]):
+    if not _has_engine_state(os.path.basename(name) for name in manifest["files"]):
         raise CheckpointError(f"checkpoint {path} holds no engine state; {hint}")
     for name, expected in manifest["files"].items():
         file = os.path.join(path, name)
@@ -174,13 +176,18 @@ def verify_manifest(path: str) -> int:
 def check_engine_state(directory: str, *, num_ranks: int) -> None:
     """Raise CheckpointError unless this machine sees the files of every rank in `directory`."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
-    absent = set(range(num_ranks)) - {int(found[1]) for name in names if (found := RANKS_FILE.fullmatch(name))}
-    if absent or ENGINE_STATE not in names:
+    found = [RANKS_FILE.fullmatch(name) or OWN_RANKS_FILE.fullmatch(name) for name in names]
+    absent = set(range(num_ranks)) - {int(match[1]) for match in found if match}
+    if absent or not _has_engine_state(names):
         what = f"the state of ranks {sorted(absent)}" if absent else ENGINE_STATE
         raise CheckpointError(
             f"{directory} lacks {what}: workers on other machines wrote to disks of their own; "
             "set trainer.default_local_dir to a directory that all machines share"
         )
+
+
+def _has_engine_state(names: Iterable[str]) -> bool:
+    return any(name == ENGINE_STATE or OWN_RANKS_FILE.fullmatch(name) for name in names)
 
 
 def find_resume_checkpoint(store: CheckpointStore, config: TrainerConfig) -> str | None:

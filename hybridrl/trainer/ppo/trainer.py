@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
-from hybridrl.config.checks.megatron import data_parallel_size
+from hybridrl.config.engines import engine_settings
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.stage import Stage
@@ -210,7 +210,7 @@ class RayPPOTrainer(PPOLoop):
 
     def _num_dp(self, num_ranks: int) -> int:
         """Return the data-parallel size of the engines of this many processes."""
-        return data_parallel_size(self.config.actor_rollout_ref.actor, world_size=num_ranks)
+        return engine_settings(self.config.actor_rollout_ref.actor).data_parallel_size(num_ranks)
 
     def advantage(self, ctx: OnlineRLContext) -> None:
         """Compute token rewards (with the KL penalty, if configured), advantages and returns."""

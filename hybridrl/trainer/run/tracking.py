@@ -4,20 +4,20 @@ A back end's package is imported only if a run uses it. Used by the trainers, in
 """
 
 import contextlib
-import difflib
 import json
 import logging
 import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self
 
+from hybridrl.config.plugs import TRACKERS
 from hybridrl.errors import ConfigError
 from hybridrl.system.atomic_write import atomic_write
 from hybridrl.trainer.run.console import ConsoleProgress
@@ -41,11 +41,19 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """A back end: constructed when the run starts, closed once."""
+    """A back end, one object per run, in the driver. `trainer.logger` names its class or has its import path.
 
-    def __init__(self, run: RunInfo) -> None: ...
-    def log(self, metrics: Metrics, step: int) -> None: ...
-    def close(self) -> None: ...
+    The driver imports the class and constructs it once when the run starts. An exception of a method ends the run.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        """Start or continue the run's record. `run.start_step` is the last step whose record is valid."""
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Record the metrics of one step. Steps ascend. Values may be infinite or nan."""
+
+    def close(self) -> None:
+        """Write what is buffered and release resources. Called once, also after an error of the run."""
 
 
 class Tracking:
@@ -54,7 +62,7 @@ class Tracking:
     Args:
         project_name: Name of the project.
         experiment_name: Name of the run in it.
-        loggers: Names from `TRACKERS`.
+        loggers: Names from `TRACKERS`, or import paths of classes with the methods of `Tracker`.
         directory: Where the local ones write.
         config: Nested settings, stored with the run.
         start_step: 0 starts a new record and replaces the one in `directory`; k > 0 continues after step k.
@@ -75,14 +83,13 @@ class Tracking:
         start_step: int = 0,
         total_steps: int | None = None,
     ) -> None:
-        for name in loggers:
-            _check(name)
+        classes = {name: _tracker_class(name) for name in loggers}
         run = RunInfo(project_name, experiment_name, Path(directory).absolute(), config, start_step, total_steps)
         run.directory.mkdir(parents=True, exist_ok=True)
         self._trackers: list[Tracker] = []
         with contextlib.ExitStack() as started:  # closes the earlier ones if a later one cannot start
-            for name in dict.fromkeys(loggers):
-                self._trackers.append(TRACKERS[name](run))
+            for tracker in classes.values():
+                self._trackers.append(tracker(run))
                 started.callback(self._trackers[-1].close)
             self._open = started.pop_all()
 
@@ -224,13 +231,6 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id)
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "console": ConsoleTracker,
-    "jsonl": JsonlTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-}
 PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -256,13 +256,12 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _check(name: str) -> None:
-    """Raise ConfigError for a logger that is unknown or whose package is missing."""
-    if name not in TRACKERS:
-        nearest = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"trainer.logger has {name!r}; known are {', '.join(TRACKERS)}; did you mean {nearest!r}?")
+def _tracker_class(name: str) -> Callable[[RunInfo], Tracker]:
+    """Return the class of a logger. Raises ConfigError if it is unknown or its package is missing."""
+    found = TRACKERS.lookup(name)
     if name in PACKAGES:
         _require(name, PACKAGES[name])
+    return found
 
 
 def _require(name: str, package: str) -> ModuleType:

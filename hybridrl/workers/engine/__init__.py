@@ -3,6 +3,6 @@
 A worker imports the engine that its settings name. This package imports neither of them.
 """
 
-from hybridrl.workers.engine.base import Engine, EngineConfig, LossFn, MeshPosition, MicroBatching
+from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
 
-__all__ = ["Engine", "EngineConfig", "LossFn", "MicroBatching", "MeshPosition"]
+__all__ = ["Engine", "EngineSetup", "LossFn", "MicroBatching", "MeshPosition", "StateTensors"]

@@ -8,11 +8,12 @@ Shapes: B rows of a batch on this rank, b rows of one micro-batch, R response wi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from hybridrl.config.schema.workers import MegatronConfig, OptimConfig
+from hybridrl.config.schema.engine import EngineSettings
+from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.lora import LoRA
 
@@ -25,17 +26,15 @@ and micro-batches, because engines sum gradients.
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Settings of one engine; the worker builds them from the user's settings.
+class EngineSetup:
+    """What an engine is constructed with; the worker builds it from the user's settings.
 
     Attributes:
         kind: What the head computes: "causal_lm" (log-probs), "value" (one number per token), "score" (one number per
             row).
         path: Directory or Hugging Face name of the model.
         device: "cpu" or "cuda". With more than one rank, torch.distributed must already have a backend for it.
-        dtype: "float32", "bfloat16" or "auto" (bfloat16 on CUDA, float32 on the CPU): the dtype of the computation.
-            With an optimizer, parameters, gradient reduction and optimizer state stay float32. Without one, parameters
-            have this dtype.
+        settings: The engine's own settings, an object of its class attribute `Config`.
         packed: Concatenate sequences in one row without padding. Otherwise sort them by length and pad to the longest.
         temperature: Log-probs and entropy are those of softmax(logits / temperature).
         optim: None makes a forward-only engine (reference policy, reward model).
@@ -43,18 +42,14 @@ class EngineConfig:
         seed: Seed of new adapters and of a value head that the checkpoint lacks. A score head must be in the
             checkpoint.
         lora: Train low-rank adapters and freeze the model's own parameters. None trains all parameters.
-        megatron: Parallel layout of the Megatron engine. Other engines ignore it.
     """
 
     kind: str
     path: str
+    settings: Any
     trust_remote_code: bool = False
     override_config: dict = field(default_factory=dict)
     device: str = "cpu"
-    dtype: str = "auto"
-    reshard_after_forward: bool = True
-    param_offload: bool = False
-    optimizer_offload: bool = False
     gradient_checkpointing: bool = False
     packed: bool = False
     temperature: float = 1.0
@@ -63,14 +58,17 @@ class EngineConfig:
     grad_clip: float = 1.0
     seed: int = 0
     lora: LoRA | None = None
-    megatron: MegatronConfig = MegatronConfig()
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of the model's computation, with "auto" resolved."""
-        if self.dtype == "auto":
+        """Return the dtype of the model's computation, with `settings.dtype="auto"` resolved.
+
+        With an optimizer, parameters, gradient reduction and optimizer state stay float32. Without one, parameters have
+        this dtype.
+        """
+        if self.settings.dtype == "auto":
             return torch.bfloat16 if self.device == "cuda" else torch.float32
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.dtype]
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,22 @@ class StateTensors(NamedTuple):
 class Engine(Protocol):
     """One model on all ranks of the process group.
 
+    `actor_rollout_ref.actor.strategy` names an engine's class or has its import path. `Config` is the dataclass of its
+    own settings; driver and workers read what `EngineSettings` declares. `hybridrl.testing.check_engine` tests a class
+    against this contract.
+
     Every method except `to` and `state_tensors` is collective: all ranks call it, in the same order. After `setup`, the
     engine has `mesh_position` and `num_updates`. The latter counts applied (not skipped) optimizer steps and is
     checkpointed.
     """
 
+    Config: ClassVar[type[EngineSettings]]
     mesh_position: MeshPosition
     num_updates: int
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Store the setup."""
+        ...
 
     def setup(self) -> None:
         """Load and shard the model and build the optimizer. The constructor does none of this."""
@@ -168,7 +175,8 @@ class Engine(Protocol):
     def save(self, directory: str) -> None:
         """Write model, optimizer, schedule and every rank's random state into `directory`.
 
-        The caller publishes the directory by renaming it.
+        The caller publishes the directory by renaming it. Every rank writes a file by which the driver sees that all
+        ranks share the storage: `rank_N.*` for rank N, or those of torch.distributed.checkpoint.
 
         Raises:
             NonFiniteError: A parameter or optimizer state is not finite on some rank. Raised on all ranks, before any

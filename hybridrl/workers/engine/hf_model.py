@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.workers.engine.base import EngineConfig
+from hybridrl.workers.engine.base import EngineSetup
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def overridden_config(path: str, override_config: dict, *, trust_remote_code: bo
     return found
 
 
-def hf_config(config: EngineConfig) -> Any:
+def hf_config(config: EngineSetup) -> Any:
     """Return the model's `PretrainedConfig` as the engine runs it.
 
     Raises:
@@ -62,7 +62,7 @@ def hf_config(config: EngineConfig) -> Any:
     return found
 
 
-def _attention(config: EngineConfig) -> str | None:
+def _attention(config: EngineSetup) -> str | None:
     """Choose flash attention where it can run.
 
     None leaves the choice to transformers: SDPA, or eager for models without it.
@@ -86,7 +86,7 @@ def _override(target: Any, overrides: dict, *, key: str) -> None:
             setattr(target, name, value)
 
 
-def load_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Module:
+def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Module:
     """Return the whole model on the CPU, in eval mode and hence without dropout.
 
     A value head that the checkpoint lacks is drawn from `config.seed`.
@@ -125,7 +125,7 @@ def _quiet_transformers() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def empty_model(config: EngineConfig, found: Any, *, dtype: torch.dtype) -> nn.Module:
+def empty_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Module:
     """Return the model on the meta device: structure without memory."""
     with torch.device("meta"):
         model = _auto_class(config).from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
@@ -144,13 +144,13 @@ def scalar_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
     return [part for name, part in parts if name != model.base_model_prefix and isinstance(part, nn.Linear)]
 
 
-def _with_float32_heads(model: nn.Module, config: EngineConfig) -> nn.Module:
+def _with_float32_heads(model: nn.Module, config: EngineSetup) -> nn.Module:
     for head in scalar_heads(model, kind=config.kind):
         head.float()
     return model
 
 
-def _auto_class(config: EngineConfig) -> Any:
+def _auto_class(config: EngineSetup) -> Any:
     import transformers
 
     return getattr(transformers, AUTO_CLASSES[config.kind])

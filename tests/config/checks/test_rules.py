@@ -129,6 +129,14 @@ def check(tmp_path):
             "only reward_model.reward_manager=dapo",
         ),
         (
+            "reward_model.reward_manager=no_such_module:Mine",
+            "reward_model.reward_manager=no_such_module:Mine: no module named 'no_such_module'",
+        ),
+        (
+            "trainer.logger=[console,decimal:Decmal]",
+            "trainer.logger=decimal:Decmal: decimal has no 'Decmal'; did you mean Decimal",
+        ),
+        (
             "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo",
             "reward_model.overlong_buffer.len=0: must be between 1 and",
         ),

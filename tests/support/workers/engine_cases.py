@@ -1,41 +1,50 @@
-"""Tiny models, batches and losses for the engine tests, and a plain Hugging Face implementation to compare with.
+"""FSDP2 engines on the tiny model of `hybridrl.testing`, and what the engine tests read of them.
 
 Not a test file.
 """
 
-import torch
-import torch.nn.functional as F
+from dataclasses import fields
 
-from hybridrl.config.schema.workers import OptimConfig
+import torch
+
+from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, MicroBatching
+from hybridrl.testing.tiny_models import (
+    PROMPT,
+    RESPONSE,
+    UNDETERMINED,
+    VOCAB,
+    assert_same_weights,
+    make_batch,
+    num_response_tokens,
+    plain_outputs,
+    policy_loss,
+    save_tiny_qwen2,
+)
+from hybridrl.workers.engine.base import EngineSetup, MicroBatching
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 
-PROMPT, RESPONSE, VOCAB = 9, 7, 64
+__all__ = [
+    "OPTIM",
+    "PROMPT",
+    "RESPONSE",
+    "UNDETERMINED",
+    "VOCAB",
+    "WHOLE",
+    "assert_same_weights",
+    "gradients",
+    "make_batch",
+    "make_engine",
+    "num_response_tokens",
+    "plain_outputs",
+    "policy_loss",
+    "save_scorer",
+    "save_tiny_qwen2",
+    "train",
+    "whole_weights",
+]
 WHOLE = MicroBatching()
 OPTIM = OptimConfig(lr=1e-4, weight_decay=0.1)
-# Softmax does not change when all keys move by the same vector, so this gradient is zero but for rounding, and Adam's
-# first steps blow rounding up to the full learning rate. It is the one parameter that need not agree.
-UNDETERMINED = "k_proj.bias"
-
-
-def save_tiny_qwen2(path, *, tied: bool = True, **overrides) -> str:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        tie_word_embeddings=tied,
-    )
-    Qwen2ForCausalLM(Qwen2Config(**settings | overrides)).save_pretrained(path)
-    return str(path)
 
 
 def save_scorer(policy: str, path) -> str:
@@ -48,41 +57,10 @@ def save_scorer(policy: str, path) -> str:
     return str(path)
 
 
-def make_batch(num_rows: int = 24, seed: int = 0) -> DataProto:
-    """Return prompts of 2 to PROMPT tokens, left-padded, and responses of 1 to RESPONSE tokens.
-
-    Some response tokens are masked out.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(2, PROMPT + 1, (num_rows, 1), generator=draw)
-    responses = torch.randint(1, RESPONSE + 1, (num_rows, 1), generator=draw)
-    real = torch.cat([torch.arange(PROMPT) >= PROMPT - prompts, torch.arange(RESPONSE) < responses], dim=1).long()
-    ids = torch.randint(0, VOCAB, real.shape, generator=draw) * real
-    kept = torch.rand(num_rows, RESPONSE, generator=draw) > 0.1
-    return DataProto.from_single_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": real,
-            "response_mask": real[:, PROMPT:] * kept,
-            "advantages": torch.randn(num_rows, RESPONSE, generator=draw),
-        }
-    )
-
-
-def policy_loss(num_tokens: float):
-    """A policy-gradient loss with an entropy term, divided by a count over all ranks and micro-batches."""
-
-    def loss_fn(outputs, rows):
-        mask = rows.batch["response_mask"]
-        loss = -((outputs["log_probs"] * rows.batch["advantages"] + 0.1 * outputs["entropy"]) * mask).sum() / num_tokens
-        return loss, {"loss": loss, "rows": len(rows)}
-
-    return loss_fn
-
-
 def make_engine(path: str, **settings) -> FSDPEngine:
     usual = {"kind": "causal_lm", "path": path, "optim": OPTIM, "grad_clip": 100.0, "total_steps": 10}
-    engine = FSDPEngine(EngineConfig(**usual | settings))
+    own = {field.name: settings.pop(field.name) for field in fields(FSDPConfig) if field.name in settings}
+    engine = FSDPEngine(EngineSetup(**usual | settings, settings=FSDPConfig(**own)))
     engine.setup()
     return engine
 
@@ -105,31 +83,3 @@ def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 def whole_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.weights()}
-
-
-def num_response_tokens(batch: DataProto) -> float:
-    return float(batch.batch["response_mask"].sum())
-
-
-def plain_outputs(model, batch: DataProto, *, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-    """Return log-probs and entropy computed without an engine: row by row, no padding, all logits."""
-    log_probs, entropy = torch.zeros(len(batch), RESPONSE), torch.zeros(len(batch), RESPONSE)
-    for i in range(len(batch)):
-        real = batch.batch["attention_mask"][i].bool()
-        ids = batch.batch["input_ids"][i][real]
-        logp = F.log_softmax(model(input_ids=ids[None]).logits[0].float() / temperature, dim=-1)
-        first = int(real[:PROMPT].sum())  # index of the first response token
-        for t in batch.batch["response_mask"][i].nonzero()[:, 0].tolist():
-            state = logp[first + t - 1]
-            log_probs[i, t] = state[ids[first + t]]
-            entropy[i, t] = -(state.exp() * state).sum()
-    return {"log_probs": log_probs, "entropy": entropy}
-
-
-def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, atol: float) -> None:
-    assert found.keys() == expected.keys()
-    for name in expected:
-        if not name.endswith(UNDETERMINED):
-            torch.testing.assert_close(
-                found[name], expected[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
-            )

@@ -8,6 +8,7 @@ FOLDER contains the models. The ranks add a file store, and rank 0 `CASE.pt`.
 """
 
 import sys
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import Engine, EngineConfig
+from hybridrl.workers.engine.base import Engine, EngineSetup
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 from hybridrl.workers.engine.megatron.engine import MegatronEngine, finalize_model_grads
 from hybridrl.workers.engine.megatron.hf_weights import gather_full_tensors
@@ -42,7 +43,8 @@ PPO_LOSSES = ("actor/loss", "critic/vf_loss")
 
 def make_engine(path: str, layout: dict, **settings) -> MegatronEngine:
     usual = {"kind": "causal_lm", "path": path, "optim": OPTIM, "grad_clip": 100.0, "total_steps": 10}
-    engine = MegatronEngine(EngineConfig(**usual | settings, megatron=MegatronConfig(**layout)))
+    own = {field.name: settings.pop(field.name) for field in fields(MegatronConfig) if field.name in settings}
+    engine = MegatronEngine(EngineSetup(**usual | settings, settings=MegatronConfig(**layout | own)))
     engine.setup()
     return engine
 

@@ -134,3 +134,19 @@ def test_state_that_other_machines_wrote_to_their_own_disks_is_detected(tmp_path
         check_engine_state(str(tmp_path / "actor"), num_ranks=1)
     with pytest.raises(CheckpointError, match=r"lacks the state of ranks \[0\]"):
         check_engine_state(str(tmp_path / "critic"), num_ranks=1)
+
+
+def test_an_engine_may_write_one_file_per_rank_of_its_own(tmp_path):
+    store = CheckpointStore(str(tmp_path))
+
+    def into(directory: str) -> None:
+        os.makedirs(os.path.join(directory, "actor"))
+        for rank in (0, 1):
+            with open(os.path.join(directory, "actor", f"rank_{rank}.pt"), "w", encoding="utf-8") as f:
+                f.write("weights")
+
+    path = store.commit(1, into)
+    assert verify_manifest(path) == 1
+    check_engine_state(os.path.join(path, "actor"), num_ranks=2)
+    with pytest.raises(CheckpointError, match=r"lacks the state of ranks \[2\]"):
+        check_engine_state(os.path.join(path, "actor"), num_ranks=3)

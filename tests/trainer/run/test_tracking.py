@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from hybridrl.config.plugs import TRACKERS
 from hybridrl.errors import ConfigError
-from hybridrl.trainer.run.tracking import TRACKERS, JsonlTracker, Tracking, flatten, read_metrics
+from hybridrl.trainer.run.tracking import JsonlTracker, Tracking, flatten, read_metrics
 
 CONFIG = {"trainer": {"seed": 1, "logger": ["jsonl"]}, "data": {}, "lr": 3e-4}
 
@@ -78,9 +79,27 @@ def test_the_console_shows_the_step(tmp_path, capsys):
 
 
 def test_an_unknown_logger_is_rejected_with_the_nearest_name_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError, match=r"'tensorbord'; known are .*did you mean 'tensorboard'"):
+    with pytest.raises(
+        ConfigError, match=r"'tensorbord' .*did you mean 'tensorboard'\? Known: console, jsonl, mlflow, t"
+    ):
         _open(tmp_path / "run", ["jsonl", "tensorbord"])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_logger_of_the_users_is_named_by_its_import_path(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, run):\n        self.file = open(run.directory / 'mine.txt', 'w')\n"
+        "    def log(self, metrics, step):\n        print(step, metrics['loss'], file=self.file)\n"
+        "    def close(self):\n        self.file.close()\n"
+    )
+    with _open(tmp_path / "run", ["jsonl", f"{tmp_path / 'mine.py'}:Mine"]) as tracking:
+        tracking.log({"loss": 0.5}, 1)
+        tracking.log({"loss": 0.25}, 2)
+    assert (tmp_path / "run" / "mine.txt").read_text() == "1 0.5\n2 0.25\n"
+    with pytest.raises(ConfigError, match="^trainer.logger=.*mine.py:Mien: .* has no 'Mien'; did you mean Mine"):
+        _open(tmp_path / "other", [f"{tmp_path / 'mine.py'}:Mien"])
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridrl.algos.partition import micro_batches
-from hybridrl.config.schema.workers import OptimConfig
+from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, LossFn, MeshPosition, MicroBatching, StateTensors
+from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout, make_layout, placeholder_grid, token_grid
 from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs
 from hybridrl.workers.engine.batching.packed_attention import use_packed_sdpa
@@ -47,7 +47,9 @@ class FSDPEngine:
     `setup` creates `model`, the sharded module. It stays in eval mode: without dropout, PPO's ratio starts at 1.
     """
 
-    def __init__(self, config: EngineConfig):
+    Config = FSDPConfig
+
+    def __init__(self, config: EngineSetup):
         self.config = config
 
     def setup(self) -> None:
@@ -67,7 +69,7 @@ class FSDPEngine:
             pass_spans=config.packed and use_packed_sdpa(self.model),
         )
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
-        self.to("cpu", params=config.param_offload, optimizer=config.optimizer_offload)
+        self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         check_outputs(outputs, kind=self.config.kind)
@@ -228,7 +230,7 @@ def _max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
     return found.tolist()
 
 
-def _sharded_model(config: EngineConfig, device: torch.device) -> nn.Module:
+def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:
     """Return the loaded, sharded model on the device.
 
     Only rank 0 ever holds the full model, in host memory.
@@ -250,13 +252,13 @@ def _sharded_model(config: EngineConfig, device: torch.device) -> nn.Module:
     return model
 
 
-def _adapted(model: nn.Module, config: EngineConfig) -> nn.Module:
+def _adapted(model: nn.Module, config: EngineSetup) -> nn.Module:
     if config.lora is not None:
         add_adapters(model, config.lora, seed=config.seed)
     return model
 
 
-def _load_on_rank_zero(config: EngineConfig, settings: Any, *, dtype: torch.dtype) -> nn.Module | None:
+def _load_on_rank_zero(config: EngineSetup, settings: Any, *, dtype: torch.dtype) -> nn.Module | None:
     """Return the full model on rank 0 and None elsewhere.
 
     If rank 0 fails, every rank raises.
@@ -276,7 +278,7 @@ def _load_on_rank_zero(config: EngineConfig, settings: Any, *, dtype: torch.dtyp
     return model
 
 
-def _shard(model: nn.Module, config: EngineConfig) -> nn.Module:
+def _shard(model: nn.Module, config: EngineSetup) -> nn.Module:
     if config.packed:
         check_packable(model)
     blocks = decoder_blocks(model)
@@ -287,7 +289,7 @@ def _shard(model: nn.Module, config: EngineConfig) -> nn.Module:
     settings = {
         "mesh": init_device_mesh(config.device, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=torch.float32),
-        "reshard_after_forward": config.reshard_after_forward,
+        "reshard_after_forward": config.settings.reshard_after_forward,
     }
     for head in scalar_heads(model, kind=config.kind):
         fully_shard(
@@ -300,7 +302,7 @@ def _shard(model: nn.Module, config: EngineConfig) -> nn.Module:
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a factor alone uses PREMUL_SUM, which gloo lacks
-        module.set_reshard_after_backward(config.reshard_after_forward, recurse=False)
+        module.set_reshard_after_backward(config.settings.reshard_after_forward, recurse=False)
     return model
 
 
@@ -308,7 +310,7 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _adamw(config: EngineConfig, model: nn.Module) -> torch.optim.AdamW | None:
+def _adamw(config: EngineSetup, model: nn.Module) -> torch.optim.AdamW | None:
     """Return AdamW over all trained parameters.
 
     Weight decay applies to every parameter, norms and biases included, as in verl.

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 
 from hybridrl.config.checks.megatron import model_problems
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.base import EngineConfig
+from hybridrl.workers.engine.base import EngineSetup
 from hybridrl.workers.engine.megatron.parallel_groups import KEY, ParallelSizes
 
 
@@ -110,13 +110,13 @@ def mapping_for(name: str, kind: str) -> TensorMapping:
     return TensorMapping(tuple(prefix + part for part in found.hf_names), found.kind, found.shard_dim)
 
 
-def transformer_config(config: EngineConfig, model: Any, sizes: ParallelSizes) -> TransformerConfig:
+def transformer_config(config: EngineSetup, model: Any, sizes: ParallelSizes) -> TransformerConfig:
     """Return Megatron's settings for a Hugging Face config.
 
     Raises:
         ConfigError: This engine cannot run the model unchanged.
     """
-    if problems := list(model_problems(config.megatron, model.to_dict(), key=KEY)):
+    if problems := list(model_problems(config.settings, model.to_dict(), key=KEY)):
         raise ConfigError("\n".join(f"{config.path}: {problem}" for problem in problems))
     family, dtype = FAMILIES[model.model_type], config.compute_dtype
     heads = model.num_attention_heads
@@ -146,7 +146,7 @@ def transformer_config(config: EngineConfig, model: Any, sizes: ParallelSizes) -
         virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
         context_parallel_size=sizes.context,
         expert_tensor_parallel_size=1,
-        sequence_parallel=config.megatron.sequence_parallel,
+        sequence_parallel=config.settings.sequence_parallel,
         calculate_per_token_loss=True,  # losses are divided by global counts, so sum gradients
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for sequences of any length

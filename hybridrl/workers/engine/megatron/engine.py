@@ -19,9 +19,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hybridrl.algos.partition import micro_batches
+from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import EngineConfig, LossFn, MicroBatching, StateTensors
+from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.layout import make_layout, placeholder_grid, token_grid
 from hybridrl.workers.engine.batching.outputs import check_outputs
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
@@ -44,7 +45,9 @@ class MegatronEngine:
     `setup` creates `chunks`, this process's parts of the model. There are several if the pipeline is interleaved.
     """
 
-    def __init__(self, config: EngineConfig):
+    Config = MegatronConfig
+
+    def __init__(self, config: EngineSetup):
         self.config = config
 
     def setup(self) -> None:
@@ -53,7 +56,9 @@ class MegatronEngine:
         Offloads what the settings name.
         """
         config = self.config
-        sizes = init_model_parallel(config.megatron, device=config.device, seed=config.seed)
+        # Only an optimizer restricts what may be offloaded.
+        layout = config.settings if config.optim else config.settings.with_offload(params=False, optimizer=False)
+        sizes = init_model_parallel(layout, device=config.device, seed=config.seed)
         self.mesh_position = mesh_position()
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
@@ -72,7 +77,7 @@ class MegatronEngine:
         )
         self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
         self._make_optimizer()
-        self.to("cpu", params=config.param_offload, optimizer=config.optimizer_offload)
+        self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
 
     def _make_optimizer(self) -> None:
         config = self.config
@@ -85,7 +90,7 @@ class MegatronEngine:
             return
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
+            use_distributed_optimizer=config.settings.use_distributed_optimizer,
             check_for_nan_in_grad=False,
         )
         self._modules = [
@@ -96,7 +101,7 @@ class MegatronEngine:
             optimizer="adam",
             bf16=config.compute_dtype == torch.bfloat16,
             params_dtype=config.compute_dtype,
-            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
+            use_distributed_optimizer=config.settings.use_distributed_optimizer,
             clip_grad=config.grad_clip,
             **_hyperparameters(config),
         )
@@ -349,7 +354,7 @@ class _SumOverParts(torch.autograd.Function):
         return gradient, None
 
 
-def _hyperparameters(config: EngineConfig) -> dict[str, float]:
+def _hyperparameters(config: EngineSetup) -> dict[str, float]:
     optim = config.optim
     return {
         "lr": optim.lr,

@@ -1,0 +1,70 @@
+"""Settings of the training engine that a config chooses, for each role.
+
+A built-in engine has a section of the schema. An engine of the user's has `actor_rollout_ref.actor.engine_config`,
+which the dataclass `Config` of the engine's class validates. Driver and workers call this module.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.config.build import build, raise_problems
+from hybridrl.config.introspection import to_dict
+from hybridrl.config.plugs import ENGINES
+from hybridrl.config.schema.engine import EngineSettings
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.workers import ActorConfig, ActorRolloutRefConfig
+
+SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config", "megatron": "megatron"}
+"""Section of `actor_rollout_ref.actor` with the settings of each built-in engine."""
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+
+
+def engine_settings(actor: ActorConfig) -> EngineSettings:
+    """Return the settings of the actor's engine.
+
+    Raises:
+        ConfigError: The engine cannot be imported, or its settings are wrong.
+    """
+    if actor.strategy in SECTIONS:
+        return getattr(actor, SECTIONS[actor.strategy])
+    return _own_settings(actor.strategy, actor.engine_config, key=ACTOR)
+
+
+def ref_engine_settings(config: PPOConfig) -> EngineSettings:
+    """Return the settings of the reference policy's engine: the actor's with an offload of its own."""
+    policy = config.actor_rollout_ref
+    return engine_settings(policy.actor).with_offload(params=policy.ref.fsdp_config.param_offload, optimizer=False)
+
+
+def critic_engine_settings(config: PPOConfig) -> EngineSettings:
+    """Return the settings of the critic's engine: the actor's, except for its offload and `critic.engine_config`."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    settings = (
+        engine_settings(actor)
+        if actor.strategy in SECTIONS
+        else _own_settings(critic.strategy, {**actor.engine_config, **critic.engine_config}, key=CRITIC)
+    )
+    offload = critic.fsdp_config
+    return settings.with_offload(params=offload.param_offload, optimizer=offload.optimizer_offload)
+
+
+def reward_model_engine_settings(config: PPOConfig) -> EngineSettings:
+    """Return the settings of the reward model's engine: the actor's without offload."""
+    return engine_settings(config.actor_rollout_ref.actor).with_offload(params=False, optimizer=False)
+
+
+def single_process_layout(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
+    """Return the settings with an engine for one process, which loads a checkpoint of any layout."""
+    actor, one = policy.actor, engine_settings(policy.actor).single_process()
+    section = SECTIONS.get(actor.strategy)
+    changed = {section: one} if section else {"engine_config": to_dict(one)}
+    return replace(policy, actor=replace(actor, **changed))
+
+
+def _own_settings(strategy: str, values: Mapping[str, Any], *, key: str) -> EngineSettings:
+    """Return `engine_config` as the dataclass that the engine's class declares."""
+    schema = getattr(ENGINES.lookup(strategy, setting=f"{key}.strategy"), "Config", EngineSettings)
+    settings, problems = build(schema, values)
+    raise_problems([f"{key}.engine_config.{problem}" for problem in problems])
+    return settings

@@ -1,0 +1,46 @@
+"""`EngineSettings`: what the trainer and the workers ask of the settings of any training engine."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Base of an engine's own settings, the class attribute `Config` of the engine.
+
+    Derive a frozen dataclass from it. Each of its fields has a type and a default, and becomes a key of
+    `actor_rollout_ref.actor.engine_config`. `config.fields.setting` adds a sentence and a range. A `__post_init__` may
+    raise ConfigError. The driver constructs the settings too, so that mistakes show before anything starts.
+
+    The attributes below are what others read. Override one with a field or a property if it differs.
+
+    Attributes:
+        dtype: Dtype of the computation: "auto" (bfloat16 on CUDA, float32 on the CPU), "float32" or "bfloat16".
+        param_offload: Keep parameters in host memory between calls.
+        optimizer_offload: Keep optimizer state in host memory between calls.
+        supports_lora: The engine trains low-rank adapters.
+    """
+
+    dtype = "auto"
+    param_offload = False
+    optimizer_offload = False
+    supports_lora = False
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Return the number of processes that share one copy of the model and get the same rows."""
+        return 1
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return into how many parts the engines of this many processes divide a batch."""
+        return world_size // self.model_parallel_size
+
+    def single_process(self) -> Self:
+        """Return the settings for one process, which load a checkpoint of any number of processes."""
+        return self
+
+    def with_offload(self, *, params: bool, optimizer: bool) -> Self:
+        """Return the settings with other offload flags. A flag that is not a field stays as it is."""
+        own = {field.name for field in fields(self)}
+        flags = {"param_offload": params, "optimizer_offload": optimizer}
+        return replace(self, **{name: value for name, value in flags.items() if name in own})
