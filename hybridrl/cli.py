@@ -327,7 +327,7 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument(
         "--host", default="127.0.0.1", help="0.0.0.0: all addresses of the machine; there is no authentication"
     )
-    serve.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    serve.add_argument("--engine", default="hf", help="hf, vllm, or a rollout of your own: package.module:Name")
     serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
     serve.add_argument(
         "--max-length", type=int, help="tokens of prompt and response; default: the model's limit, at most 4096"
@@ -339,7 +339,12 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
     from hybridrl.trainer.data.tokenizer import load_tokenizer
+    from hybridrl.workers.rollout.base import rollout_class
 
+    if not rollout_class(arguments.engine, setting="--engine").capabilities.requests:
+        raise ConfigError(
+            f"--engine={arguments.engine}: needs the capability requests, which it does not declare; use hf"
+        )
     if arguments.replicas < 1:
         raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
     if not 0 <= arguments.port < 65536:

@@ -45,6 +45,8 @@ from hybridrl.trainer.run.setup import (
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reward_model import RewardModelWorker
+from hybridrl.workers.rollout.base import rollout_class
+from hybridrl.workers.weight_transfer import transport_capabilities
 
 logger = logging.getLogger("hybridrl.main_ppo")  # not __name__, which is __main__ in the program
 PROGRAM = "python -m hybridrl.main_ppo"
@@ -115,6 +117,8 @@ def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
         with_inputs: Also require that data and models exist.
     """
     load_plugins(config)
+    chosen, data = config.actor_rollout_ref.rollout, config.data
+    rollout = rollout_class(chosen.name)
     check_config(
         config,
         known_estimators=ADVANTAGE_ESTIMATORS,
@@ -122,6 +126,9 @@ def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
         critic_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_critic],
         known_losses=POLICY_LOSSES,
         own_agg_modes=OWN_AGG_MODES,
+        rollout=rollout.capabilities,
+        transport=transport_capabilities(chosen.weight_sync.transport),
+        plug_problems=rollout.setting_problems(chosen, max_length=data.max_prompt_length + data.max_response_length),
         with_inputs=with_inputs,
     )
 

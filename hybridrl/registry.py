@@ -123,6 +123,6 @@ def _origin(entry: object) -> str:
 
 def _origins(entry: object) -> set[str]:
     """Return where an entry comes from: its module, and its file if it is a function."""
-    function = getattr(entry, "fn", entry)
+    function: Any = getattr(entry, "fn", entry)
     code = getattr(function, "__code__", None)
     return {_origin(entry)} | ({f"{code.co_filename}:{function.__qualname__}"} if code else set())

@@ -88,7 +88,6 @@ UNSUPPORTED = {
     "actor_rollout_ref.rollout.do_sample": (
         "training always samples; validation has actor_rollout_ref.rollout.val_kwargs.do_sample"
     ),
-    "actor_rollout_ref.rollout.engine_kwargs": "engine settings have keys of their own under actor_rollout_ref.rollout",
     "actor_rollout_ref.rollout.layered_summon_param": "weights are always sent one tensor at a time",
     "actor_rollout_ref.rollout.load_format": "the rollout's weights always come from the trainer",
     "actor_rollout_ref.rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length",

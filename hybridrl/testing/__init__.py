@@ -1,8 +1,9 @@
-"""Conformance suites for classes that other people write. A test program calls them; no program of ours does.
+"""Public conformance suites: does an engine, a rollout or a transport of your own do what it declares?
 
-`check_engine` tests a training engine.
+Call them from a test of your own; an error names the check that failed. Nothing inside the package imports this room.
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """
 
-from hybridrl.testing.engine import check_engine
+import lazy_loader
 
-__all__ = ["check_engine"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -19,7 +19,7 @@ from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
-from hybridrl.testing.tiny_models import (
+from hybridrl.testing.engine_reference import (
     RESPONSE,
     assert_same_weights,
     make_batch,
@@ -99,7 +99,7 @@ class _Trial:
         return replace(setup, **{"optim": OPTIM, "grad_clip": CLIP, "total_steps": 10, **changes})
 
     def rows(self, engine: Engine) -> list[int]:
-        """Return the rows of this rank, unevenly many on the ranks of an odd number."""
+        """Return the numbers of this rank's rows: every dp_size-th row of the batch."""
         return list(range(engine.mesh_position.dp_rank, len(self.batch), engine.mesh_position.dp_size))
 
     def share(self, engine: Engine) -> DataProto:

@@ -12,7 +12,6 @@ It runs in a worker process. The trainer calls it through `PolicyGroups`, the re
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
+from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.system.machine import shared_memory_id
@@ -45,11 +45,11 @@ from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, sampling_params
 from hybridrl.workers.weight_transfer import (
-    ChannelAddress,
     OutgoingWeights,
     PushReceipt,
     Receivers,
     Sender,
+    SenderAddress,
     make_sender,
 )
 
@@ -68,7 +68,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
 
     def __init__(self, config: PPOConfig, role: str):
         self.config, self.role = config, role
-        self._sender: Any = None
+        self._sender: Sender | None = None
         self.parts = role.split("_")
         unknown = set(self.parts) - set(PARTS)
         if unknown:
@@ -140,7 +140,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
-        self._server = RequestServer(self.rollout)
+        self._server = RequestServer(self.rollout) if self.rollout.capabilities.requests else None
         self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=self.config.trainer.call_timeout_s)
 
     @property
@@ -190,6 +190,11 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
         `RequestServer.serve`.
         """
         self._require_version(weights_version)
+        if self._server is None:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name={self.config.actor_rollout_ref.rollout.name}: the rollout serves no "
+                "single requests; use actor_rollout_ref.rollout.mode=sync"
+            )
         return self._server.serve(requests, aborted, slice_s=slice_s)
 
     def _require_version(self, weights_version: int | None) -> None:
@@ -268,7 +273,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
         return self.actor.weights(lora="adapters" if adapters else "base_and_adapters")
 
     @register(Dispatch.ONE_TO_ALL)
-    def open_weight_channel(self, transport: str, num_receivers: int) -> ChannelAddress | None:
+    def open_weight_channel(self, transport: str, num_receivers: int) -> SenderAddress | None:
         """Prepare rank 0 for pushes to rollouts in other processes.
 
         Called again after a failed push, or when the rollout's processes were replaced. Closes the old channel.
@@ -282,7 +287,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
             self._sender.close()
         host, _ = self.get_master_addr_port()
         self._sender = self._make_sender(transport, host=host, num_receivers=num_receivers)
-        return getattr(self._sender, "address", None)
+        return self._sender.address
 
     @register(Dispatch.ONE_TO_ALL)
     def machine_id(self) -> str:
@@ -290,7 +295,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
         return shared_memory_id()
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_weight_channel(self, address: ChannelAddress) -> None:
+    def join_weight_channel(self, address: SenderAddress) -> None:
         """Connect this rollout to the sender at `address`."""
         self._receivers.join(address)
 

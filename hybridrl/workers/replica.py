@@ -11,7 +11,7 @@ import torch
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.process_setup import init_worker_process
-from hybridrl.workers.rollout.base import RolloutHealth, RolloutSetup, VersionedRollout, make_rollout
+from hybridrl.workers.rollout.base import Rollout, RolloutHealth, RolloutSetup, make_rollout
 from hybridrl.workers.rollout.request_server import SLICE_S, RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
@@ -31,7 +31,7 @@ class ReplicaWorker(Worker):
     def init_model(self) -> None:
         """Load the model."""
         device = init_worker_process(device=self.setup.device, num_threads=self.num_threads, single_process=True)
-        self.rollout: VersionedRollout = make_rollout(self.setup.config.name, replace(self.setup, device=device))
+        self.rollout: Rollout = make_rollout(self.setup.config.name, replace(self.setup, device=device))
         self._server = RequestServer(self.rollout)
 
     @register(Dispatch.ALL_TO_ALL)
@@ -58,7 +58,7 @@ class LocalReplica:
 
     num_replicas, can_respawn = 1, False
 
-    def __init__(self, rollout: VersionedRollout):
+    def __init__(self, rollout: Rollout):
         self._server: RequestServer = RequestServer(rollout)
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:

@@ -83,7 +83,6 @@ def test_a_value_becomes_its_keys_type(word, value):
             "mlflow, tensorboard, wandb. Give one of these, or an import path such as my_package.module:Name",
         ),
         ("actor_rollout_ref.actor.strategy=fdsp", "did you mean 'fsdp'? Known: fsdp, fsdp2, megatron"),
-        ("actor_rollout_ref.rollout.name=sglang", "must be one of vllm, hf"),
         ("actor_rollout_ref.actor.optim.betas=0.9", "must be a list of 2 values"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1]", "must be >= 0 and < 1"),
         ("data.apply_chat_template_kwargs=3", "must be a mapping"),

@@ -17,6 +17,8 @@ from tests.support.end_to_end.runs import assert_none_is_left, metrics, processe
 openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
 pytestmark = pytest.mark.timeout(300)
 
+TOY_ROLLOUT = f"{Path(__file__).parents[1] / 'support' / 'third_party' / 'toy_rollout.py'}:ToyRollout"
+
 AGENTS = '''
 import openai
 
@@ -186,6 +188,18 @@ def test_serve_answers_with_a_models_directory_until_ctrl_c(tiny_qwen2):
 def test_invalid_serve_arguments_are_refused_in_one_line(tiny_qwen2, capsys, words, message):
     assert cli.main(["serve", str(tiny_qwen2), "--device", "cpu", *words]) == 2
     assert capsys.readouterr().err == f"{message}\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("vlm", "--engine='vlm' is not a known rollout; did you mean 'vllm'? Known: hf, vllm"),
+        (TOY_ROLLOUT, f"--engine={TOY_ROLLOUT}: needs the capability requests, which it does not declare; use hf"),
+    ],
+)
+def test_an_engine_that_serves_no_requests_is_refused(tiny_qwen2, capsys, engine, message):
+    assert cli.main(["serve", str(tiny_qwen2), "--device", "cpu", "--engine", engine]) == 2
+    assert capsys.readouterr().err.startswith(message)
 
 
 def serving(model: Path, folder: Path, *words: str) -> subprocess.Popen:

@@ -205,6 +205,11 @@ def test_auto_chooses_shared_memory_on_one_machine(policy):
             "weight_sync.transport=in_process: the rollout has processes of its own",
         ),
         ({"transport": "disk", "pool": 1}, "weight_sync.transport=disk: has no directory"),
+        (
+            {"transport": "broadcst", "pool": 1},
+            "transport='broadcst' is not a known transport; did you mean 'broadcast'?",
+        ),
+        ({"transport": "nowhere.py:Mine", "pool": 1}, "weight_sync.transport=nowhere.py:Mine: no file nowhere.py"),
         ({"directory": "/somewhere", "pool": 1}, "weight_sync.directory=/somewhere: has no effect without"),
     ],
     ids=str,

@@ -1,8 +1,10 @@
 """Rules on generation, for `rules.py`: engine, agent loops, weight sync, asynchrony."""
 
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
+from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES, RolloutCapabilities, TransportCapabilities
+from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.workers import RolloutConfig
 
@@ -13,9 +15,6 @@ def rollout_problems(config: PPOConfig) -> Problems:
     """Yield settings with which the generation engine cannot run."""
     chosen = config.actor_rollout_ref.rollout
     prefix = "actor_rollout_ref.rollout"
-    yield from _rollout_rank_problems(config)
-    if chosen.name == "vllm" and find_spec("vllm") is None:
-        yield f"{prefix}.name=vllm: vLLM is not installed; in the checkout: pip install -e '.[vllm]' (CUDA), or use hf"
     for key, sampling in ((prefix, chosen), (f"{prefix}.val_kwargs", chosen.val_kwargs)):
         if sampling.top_k == 0:
             yield f"{key}.top_k=0: would keep no token; -1 keeps all"
@@ -30,13 +29,6 @@ def rollout_problems(config: PPOConfig) -> Problems:
             f"{prefix}.min_tokens={chosen.min_tokens}: responses have at most data.max_response_length={limit} "
             "tokens; lower it"
         )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if chosen.name == "vllm" and not chosen.enable_chunked_prefill and chosen.max_num_batched_tokens < longest:
-        yield (
-            f"{prefix}.max_num_batched_tokens={chosen.max_num_batched_tokens}: without "
-            f"{prefix}.enable_chunked_prefill a step must hold "
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens; raise it"
-        )
     if chosen.val_kwargs.n > 1 and not chosen.val_kwargs.do_sample:
         yield (
             f"{prefix}.val_kwargs.n={chosen.val_kwargs.n}: greedy samples are identical; set "
@@ -44,14 +36,67 @@ def rollout_problems(config: PPOConfig) -> Problems:
         )
 
 
+@dataclass(frozen=True)
+class _Need:
+    """A setting that a rollout can run only with one capability. fix: what to set instead."""
+
+    setting: str
+    value: object
+    capability: str
+    fix: str
+
+
+def capability_problems(config: PPOConfig, capabilities: RolloutCapabilities) -> Problems:
+    """Yield settings that need a capability which the rollout does not declare, and ranks it cannot share."""
+    if capabilities.tensor_parallel:
+        yield from _rollout_rank_problems(config)
+    name = f"actor_rollout_ref.rollout.name={config.actor_rollout_ref.rollout.name}"
+    for need in _needs(config):
+        if not getattr(capabilities, need.capability):
+            yield (
+                f"{need.setting}={value_text(need.value)}: needs the capability {need.capability}, which {name} does "
+                f"not declare; {need.fix}"
+            )
+    for key, value in _changed_sampling(config):
+        parameter = key.rpartition(".")[2]
+        if parameter not in capabilities.sampling:
+            yield (
+                f"{key}={value_text(value)}: {name} does not declare {parameter} in capabilities.sampling; leave it "
+                "out, or use another rollout"
+            )
+
+
+def _needs(config: PPOConfig) -> Iterable[_Need]:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    size = rollout.tensor_model_parallel_size
+    needs = (
+        _Need(f"{key}.tensor_model_parallel_size", size, "tensor_parallel", f"use {key}.name=vllm, or 1"),
+        _Need(f"{key}.mode", rollout.mode, "requests", "use sync"),
+        _Need(f"{key}.calculate_log_probs", rollout.calculate_log_probs, "log_probs", "set it to false"),
+        _Need(f"{key}.weight_sync.lora", rollout.weight_sync.lora, "adapters", "use merged"),
+        _Need("trainer.partial_rollout", config.trainer.partial_rollout, "partial", "leave it out"),
+    )
+    asked = (size > 1, rollout.mode == "async", rollout.calculate_log_probs, rollout.weight_sync.lora == "adapter")
+    return [need for need, is_asked in zip(needs, (*asked, config.trainer.partial_rollout), strict=True) if is_asked]
+
+
+def _changed_sampling(config: PPOConfig) -> Iterator[tuple[str, object]]:
+    """Yield the sampling parameters that a run would use with other values than their defaults."""
+    rollout, defaults, key = config.actor_rollout_ref.rollout, RolloutConfig(), "actor_rollout_ref.rollout"
+    for name in SAMPLING:
+        if getattr(rollout, name) != getattr(defaults, name):
+            yield f"{key}.{name}", getattr(rollout, name)
+        if name in SHAPES_SAMPLES and rollout.val_kwargs.do_sample:
+            value = getattr(rollout.val_kwargs, name, getattr(defaults, name))
+            if value != getattr(defaults, name):
+                yield f"{key}.val_kwargs.{name}", value
+
+
 def _rollout_rank_problems(config: PPOConfig) -> Problems:
     """Yield pools that cannot be divided into engines whose ranks are on one machine."""
     chosen, trainer = config.actor_rollout_ref.rollout, config.trainer
     size, key = chosen.tensor_model_parallel_size, "actor_rollout_ref.rollout.tensor_model_parallel_size"
     if size == 1:
-        return
-    if chosen.name != "vllm":
-        yield f"{key}={size}: {chosen.name} generates on one device; use actor_rollout_ref.rollout.name=vllm, or 1"
         return
     if chosen.mode == "async":
         yield f"{key}={size}: each request is served by a single process; use actor_rollout_ref.rollout.mode=sync, or 1"
@@ -73,7 +118,7 @@ def _rollout_rank_problems(config: PPOConfig) -> Problems:
 def agent_problems(config: PPOConfig) -> Problems:
     """Yield agent-loop settings without effect, and transports that do not fit `mode=async`."""
     rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    defaults, lag = RolloutConfig(), config.trainer.lag
+    defaults = RolloutConfig()
     given = {
         f"{key}.agent.{name}": value
         for name, value in vars(rollout.agent).items()
@@ -90,18 +135,37 @@ def agent_problems(config: PPOConfig) -> Problems:
     if rollout.mode == "sync":
         yield from (f"{name}={value}: has no effect without {key}.mode=async" for name, value in given.items())
         return
-    sync, serves_while_training = rollout.weight_sync, rollout.n_gpus_per_node and (lag or rollout.endpoint_port)
-    why = f"trainer.lag={lag}" if lag else f"{key}.endpoint_port={rollout.endpoint_port}"
-    lost = f"with {why}, a rollout process that restarts while the actor trains needs"
-    if serves_while_training and sync.transport in ("shared_memory", "broadcast"):
-        yield (
-            f"{key}.weight_sync.transport={sync.transport}: {lost} weights that the actor no longer has; use "
-            "auto, object_store or disk"
-        )
-    if serves_while_training and sync.lora == "adapter":
-        yield f"{key}.weight_sync.lora=adapter: {lost} all weights of the last push; leave it out"
+    if _serves_while_training(config) and rollout.weight_sync.lora == "adapter":
+        yield f"{key}.weight_sync.lora=adapter: {_lost(config)} all weights of the last push; leave it out"
     if rollout.endpoint_host != defaults.endpoint_host and not rollout.endpoint_port:
         yield f"{key}.endpoint_host={rollout.endpoint_host}: has no effect without {key}.endpoint_port"
+
+
+def _serves_while_training(config: PPOConfig) -> bool:
+    """Return whether a rollout in processes of its own answers requests while the actor trains."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.mode == "async" and bool(rollout.n_gpus_per_node and (config.trainer.lag or rollout.endpoint_port))
+
+
+def _lost(config: PPOConfig) -> str:
+    lag, port = config.trainer.lag, config.actor_rollout_ref.rollout.endpoint_port
+    why = f"trainer.lag={lag}" if lag else f"actor_rollout_ref.rollout.endpoint_port={port}"
+    return f"with {why}, a rollout process that restarts while the actor trains needs"
+
+
+def transport_problems(config: PPOConfig, transport: TransportCapabilities | None) -> Problems:
+    """Yield settings that the transport contradicts. None: hybridrl chooses the transport."""
+    chosen, key = config.actor_rollout_ref.rollout.weight_sync, "actor_rollout_ref.rollout.weight_sync"
+    needs_directory = transport is not None and transport.needs_directory
+    if transport is not None and transport.streaming and _serves_while_training(config):
+        yield (
+            f"{key}.transport={chosen.transport}: {_lost(config)} weights that the actor no longer has; use "
+            "auto, object_store or disk"
+        )
+    if needs_directory and chosen.directory is None:
+        yield f"{key}.transport={chosen.transport}: has no directory; set {key}.directory"
+    if not needs_directory and chosen.directory is not None:
+        yield f"{key}.directory={chosen.directory}: has no effect without {key}.transport=disk"
 
 
 def weight_sync_problems(config: PPOConfig) -> Problems:
@@ -124,10 +188,6 @@ def weight_sync_problems(config: PPOConfig) -> Problems:
         )
     if chosen.lora == "adapter" and not config.actor_rollout_ref.model.lora_rank:
         yield f"{key}.lora=adapter: there are no adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
-    if chosen.transport == "disk" and chosen.directory is None:
-        yield f"{key}.transport=disk: has no directory; set {key}.directory"
-    if chosen.transport != "disk" and chosen.directory is not None:
-        yield f"{key}.directory={chosen.directory}: has no effect without {key}.transport=disk"
 
 
 def async_problems(config: PPOConfig) -> Problems:

@@ -5,26 +5,25 @@ programs call `check_config` and `check_sft_config` in the driver. Names of regi
 this package does not import them.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.build import raise_problems
-from hybridrl.config.checks.megatron import layout_problems, local_model_config, model_problems
+from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
+from hybridrl.config.checks.engines import critic_engine_problems, engine_problems
 from hybridrl.config.checks.rollout import (
     Problems,
     agent_problems,
     async_problems,
+    capability_problems,
     rollout_problems,
+    transport_problems,
     weight_sync_problems,
 )
 from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
-from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings
-from hybridrl.config.introspection import value_text
-from hybridrl.config.plugs import ENGINES, REWARD_MANAGERS, TRACKERS
-from hybridrl.config.schema.engine import EngineSettings
+from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.config.schema.trainer import TrainerConfig
@@ -44,6 +43,9 @@ def check_config(
     critic_estimators: Collection[str],
     known_losses: Collection[str],
     own_agg_modes: Mapping[str, str],
+    rollout: RolloutCapabilities,
+    transport: TransportCapabilities | None,
+    plug_problems: Iterable[str] = (),
     with_inputs: bool = True,
 ) -> None:
     """Raise one ConfigError with all contradictions in `config`; return if there are none.
@@ -55,6 +57,9 @@ def check_config(
         critic_estimators: Those that need values.
         known_losses: Registered policy losses.
         own_agg_modes: Loss -> aggregation mode, for losses with a fixed one.
+        rollout: What the chosen rollout declares.
+        transport: What the chosen transport declares; None if hybridrl chooses it.
+        plug_problems: What the chosen rollout refuses itself.
         with_inputs: Whether data and models must be given; False to inspect a job without running it.
     """
     rules = (
@@ -63,12 +68,13 @@ def check_config(
         else [rule for rule in PPO_RULES if rule not in (data_file_problems, model_path_problems)]
     )
     problems = [message for rule in rules for message in rule(config)]
+    problems += [*capability_problems(config, rollout), *transport_problems(config, transport), *plug_problems]
     problems += _estimator_problems(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
     problems += _policy_loss_problems(config, known=known_losses, own_agg_modes=own_agg_modes)
     with_critic = (
         config.algorithm.adv_estimator in critic_estimators if config.critic.enable is None else config.critic.enable
     )
-    problems += _critic_engine_problems(config, used=with_critic)
+    problems += critic_engine_problems(config, used=with_critic)
     problems += token_budget_problems(config, with_critic=with_critic)
     raise_problems(problems)
 
@@ -115,76 +121,6 @@ def _path_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
         )  # hub names have at most one slash
         if looks_local and not Path(path).is_dir():
             yield f"{key}.path={path}: there is no such directory{_tilde_hint(path)}"
-
-
-def engine_problems(config: PPOConfig) -> Problems:
-    """Yield problems of the actor's engine, and settings of engines that are not used."""
-    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
-    used = SECTIONS.get(actor.strategy)
-    for name in dict.fromkeys(SECTIONS.values()):
-        if name != used:
-            yield from _unused_problems(getattr(actor, name), key=f"{key}.{name}", strategy=actor.strategy)
-    for name, values in ((key, actor.engine_config), ("critic", config.critic.engine_config)):
-        if used and values:
-            yield f"{name}.engine_config={value_text(values)}: has no effect with {key}.strategy={actor.strategy}"
-    if used == "megatron":
-        yield from _megatron_problems(config)
-    try:
-        settings = engine_settings(actor)
-    except ConfigError as error:
-        yield str(error)
-    else:
-        yield from _layout_problems(config, settings)
-
-
-def _unused_problems(section: Any, *, key: str, strategy: str) -> Problems:
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if value != getattr(type(section)(), field.name):
-            chosen = f"actor_rollout_ref.actor.strategy={strategy}"
-            yield f"{key}.{field.name}={value}: has no effect with {chosen}; leave it out"
-
-
-def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
-    """Yield what the actor's engine cannot do, by its own declarations."""
-    policy, size = config.actor_rollout_ref, config.trainer.nnodes * config.trainer.n_gpus_per_node
-    chosen = f"actor_rollout_ref.actor.strategy={policy.actor.strategy}"
-    own = {field.name for field in fields(settings)}
-    if policy.model.lora_rank and not settings.supports_lora:
-        yield (
-            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank}: {chosen} does not train adapters, they need "
-            "actor_rollout_ref.actor.strategy=fsdp; use that, or actor_rollout_ref.model.lora_rank=0"
-        )
-    if policy.actor.strategy not in SECTIONS and size % settings.model_parallel_size:
-        yield (
-            f"{chosen}: shares a model between {settings.model_parallel_size} processes, which does not divide the "
-            f"{size} processes (trainer.nnodes * trainer.n_gpus_per_node); change one of them"
-        )
-    for key, flags in (("critic", config.critic.fsdp_config), ("actor_rollout_ref.ref", policy.ref.fsdp_config)):
-        for field in fields(flags):
-            if getattr(flags, field.name) and field.name not in own:
-                yield f"{key}.fsdp_config.{field.name}=true: the engine of {chosen} has no offload; leave it out"
-
-
-def _megatron_problems(config: PPOConfig) -> Problems:
-    layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
-    if find_spec("megatron") is None:
-        yield (
-            "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed; pip install "
-            "hybridrl[megatron], or use fsdp"
-        )
-    yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
-    policy = config.actor_rollout_ref.model
-    for path in {policy.path, config.critic.model.path, config.reward_model.model.path} - {None}:
-        if (model := local_model_config(path)) is not None:
-            model |= dict(policy.override_config) if path == policy.path else {}
-            yield from (f"{path}: {problem}" for problem in model_problems(layout, model, key=key))
-    offload = config.critic.fsdp_config
-    if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
-        yield (
-            f"critic.fsdp_config: offload is not supported with {key}.use_distributed_optimizer=true in this release; "
-            "set that to false"
-        )
 
 
 def adapter_problems(config: PPOConfig | SFTConfig) -> Problems:
@@ -344,21 +280,6 @@ def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_
         yield (
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {suggest_name(name, known)}"
         )
-
-
-def _critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:
-    """Yield a critic on another engine than the actor's, whose processes it shares.
-
-    fsdp and fsdp2 are the same engine.
-    """
-    actor, critic = config.actor_rollout_ref.actor.strategy, config.critic.strategy
-    if used and ENGINES.address(actor) != ENGINES.address(critic):
-        yield f"critic.strategy={critic}: must be the engine of actor_rollout_ref.actor.strategy={actor}"
-    elif used:
-        try:
-            critic_engine_settings(config)
-        except ConfigError as error:
-            yield str(error)
 
 
 def _import_problems(registry: Registry[Any], names: Collection[str]) -> Problems:

@@ -184,8 +184,7 @@ class WeightSyncConfig:
         "auto",
         "How new weights are sent to rollout processes; auto: in_process if actor and rollout share them, "
         "object_store if generation runs ahead of training, else shared_memory on one machine and broadcast between "
-        "several.",
-        choices=("auto", "in_process", "object_store", "shared_memory", "broadcast", "disk"),
+        "several. Also disk, or a class of your own, as package.module:Name or path/to/file.py:Name.",
     )
     lora: str = setting(
         "merged",
@@ -221,7 +220,10 @@ class MultiTurnConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: str = setting("vllm", "Generation engine.", choices=("vllm", "hf"))
+    name: str = setting(
+        "vllm",
+        "Generation engine: vllm, hf, or a class of your own, as package.module:Name or path/to/file.py:Name.",
+    )
     mode: str = setting(
         "sync",
         "One batched call per step; async: requests through agent loops and a router.",
@@ -267,6 +269,11 @@ class RolloutConfig:
         1, "Worker processes that share one generation engine (vLLM, on one machine).", ge=1
     )
     enforce_eager: bool = setting(True, "Do not capture CUDA graphs.")
+    engine_kwargs: dict = setting(
+        {},
+        "Further arguments of vLLM's engine, also as engine_kwargs.vllm.KEY, or of a rollout of your own.",
+        free=True,
+    )
     free_cache_engine: bool = setting(
         True, "Free weights and KV cache between generation phases; on CPU the KV cache of vLLM."
     )

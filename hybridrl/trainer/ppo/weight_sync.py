@@ -14,8 +14,6 @@ from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.single_controller.references import OutputRefs
 
-STREAMING_TRANSPORTS = ("shared_memory", "broadcast")  # sender and receivers run at the same time, over a channel
-
 
 class WeightSync(Protocol):
     """Starts pushes of the actor's weights.
@@ -77,7 +75,7 @@ class CrossProcessWeightSync:
             self._transport = self._open()
         self._version = version
         sent = self._actor.send_weights.submit(version, adapters)
-        receipt = None if self._transport in STREAMING_TRANSPORTS else sent[0]
+        receipt = sent[0] if self.address is None else None  # a streaming transport has an address
 
         def receive() -> PendingPush:
             health = self._rollout.receive_weights.submit(version, receipt, adapters)
@@ -122,7 +120,7 @@ class CrossProcessWeightSync:
             self._transport = None
             return
         self._loaded = version, receipt
-        if self._transport == "disk":
+        if self._settings.directory is not None:
             self._actor.drop_stored_weights.submit(version)
 
 
@@ -208,7 +206,8 @@ def verify_push(health: list, version: int, *, sent: int | None = None) -> None:
     """Raise StaleWeightsError unless every rollout process holds the pushed weights.
 
     Args:
-        health: `RolloutHealth` of each rollout process. All must have the same version, fingerprint and receipt.
+        health: `RolloutHealth` of each rollout process. All must have the same version, fingerprint and receipt; a
+            rollout that cannot read its own weights has no fingerprint.
         version: Version that they must hold.
         sent: Fingerprint of what the actor sent: the weights, or adapters that each rollout merges itself.
     """
@@ -217,7 +216,9 @@ def verify_push(health: list, version: int, *, sent: int | None = None) -> None:
         raise StaleWeightsError(
             f"rollout ranks {stale} hold version {[health[r].version for r in stale]} after a push of version {version}"
         )
-    if len({h.fingerprint for h in health}) > 1 or len({h.received for h in health} | ({sent} - {None})) > 1:
+    fingerprints = {h.fingerprint for h in health if h.reads_own_weights}
+    received = {h.received for h in health if h.reads_own_weights or h.received is not None} | ({sent} - {None})
+    if len(fingerprints) > 1 or len(received) > 1:
         held = ", ".join(
             f"rank {rank}: {_hex(h.fingerprint)}, received {_hex(h.received)}" for rank, h in enumerate(health)
         )

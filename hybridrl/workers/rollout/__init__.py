@@ -1,8 +1,10 @@
 """Rollouts: engines that generate with a copy of the policy, inside a worker process.
 
-`make_rollout("hf" | "vllm", RolloutSetup(...))` starts one.
+`make_rollout(name, RolloutSetup(...))` starts one: `hf`, `vllm`, or a class of your own by its import path. A class of
+your own derives from `Rollout`; `docs/extending.md` has a complete one.
 """
 
+from hybridrl.config.capabilities import RolloutCapabilities
 from hybridrl.workers.rollout.base import (
     Rollout,
     RolloutHealth,
@@ -11,13 +13,18 @@ from hybridrl.workers.rollout.base import (
     make_rollout,
     register_rollout,
 )
+from hybridrl.workers.rollout.batched_request_engine import BatchedRequestEngine
 from hybridrl.workers.rollout.hf import HFRollout
+from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.vllm.rollout import VLLMRollout
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
 __all__ = [
+    "BatchedRequestEngine",
+    "GeneratedTokens",
     "HFRollout",
     "Rollout",
+    "RolloutCapabilities",
     "RolloutHealth",
     "RolloutSetup",
     "SamplingParams",

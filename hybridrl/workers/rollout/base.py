@@ -1,31 +1,33 @@
-"""The rollout interface: its calls, weight versions, output batch, registry, and special tokens.
+"""The rollout interface: its calls and capabilities, registry, and special tokens.
 
-`VersionedRollout` implements what all engines share. An engine (`hf`, `vllm`) adds copying weights in, fingerprinting
-them, and generating tokens. A rollout lives in a worker process (`ActorRolloutRefWorker`, `ReplicaWorker`), which makes
-its calls. Not here: sampling (`sampling`), single requests (`request_server`), and weight transport
+`Rollout` is the base class of every engine. It lives in a worker process (`ActorRolloutRefWorker`, `ReplicaWorker`),
+which makes its calls. `VersionedRollout` (`versioned`) is the base of the built-in engines, which can also fingerprint
+their own weights. Not here: sampling (`sampling`), single requests (`request_server`), and weight transport
 (`weight_transfer`).
 
-Shapes: B prompt rows, P prompt width, n samples per prompt, S = B * n sequences, R response width (max_new_tokens).
+Shapes: B prompt rows, n samples per prompt, S = B * n sequences.
 """
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 
+from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES, RolloutCapabilities
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.rollout.memory_release import warn_if_not_released
+from hybridrl.registry import Registry
 from hybridrl.workers.rollout.requests import RequestEngine
+from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
 from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStrings, load_stop_strings
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
-from hybridrl.workers.weight_transfer.adapter_merge import AdapterMerger
-from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames
+from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, NamedTensor
 
+ROLLOUT_KEY = "actor_rollout_ref.rollout"
+WEIGHT_SYNC_KEY = f"{ROLLOUT_KEY}.weight_sync"
 VERSION_ON_DISK = 0  # of weights that the engine read from the model's directory
 
 
@@ -70,31 +72,82 @@ def weights_dtype(config: RolloutConfig, device: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RolloutHealth:
-    """The weights that a rollout holds now, read from the engine's own tensors.
+    """The weights that a rollout holds now.
 
     version: of the weights that it would generate with; None if it would refuse.
-    fingerprint: of the tensors that it holds; None while it sleeps.
+    fingerprint: of the engine's own tensors; None while it sleeps, and without the capability `reads_own_weights`.
     received: fingerprint of what the push of that version brought. It differs from `fingerprint` only after a push with
         adapters, which the rollout merges itself.
+    reads_own_weights: whether the engine has this capability. Without it a push is verified by `version` and
+        `received` alone.
     """
 
     version: int | None
     fingerprint: int | None
     awake: bool = True
     received: int | None = None
+    reads_own_weights: bool = True
 
 
-class Rollout(Protocol):
-    """A copy of the policy that generates.
+class Rollout(ABC):
+    """A copy of the policy that generates; the base class of every engine.
 
-    The process that owns the rollout makes the calls, one at a time. They block.
+    The process that owns the rollout makes the calls, one at a time. They block. A subclass must implement
+    `generate_tokens` and `replace_weights`, and declare in `capabilities` what else it can do. Settings that need more
+    are refused before anything starts. `hybridrl.testing.check_rollout` tests a subclass.
+
+    Attributes:
+        capabilities: What the class can do.
+        engine_name: Its name in messages; default: the name of the first class without one.
     """
 
-    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return the n samples of each prompt row in adjacent rows.
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
+    engine_name: ClassVar[str] = ""
 
-        Raises:
-            StaleWeightsError: the rollout holds no complete, verified weights.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.engine_name = cls.engine_name or cls.__name__
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        self.setup = setup
+        self._version = VERSION_ON_DISK if setup.load_format == "auto" else None
+        self._received: int | None = None
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+
+    @classmethod
+    def setting_problems(cls, settings: RolloutConfig, *, max_length: int) -> Iterable[str]:
+        """Return what this engine cannot run in `settings`, one sentence each; the driver calls it before the start.
+
+        Args:
+            settings: The section `actor_rollout_ref.rollout`.
+            max_length: Tokens of the longest prompt and response together.
+        """
+        return ()
+
+    @abstractmethod
+    def generate_tokens(
+        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+    ) -> GeneratedTokens:
+        """Return `sampling.n` samples of each of B >= 1 token lists; the samples of a prompt are adjacent.
+
+        A response ends with the token that `stop_condition` describes, which it keeps, or at `max_new_tokens`. The
+        tensors are on the CPU, and callers may write to them (no inference tensors).
+
+        Args:
+            prompts: Token ids without padding.
+            keys: (B * n,) int64, one for each sample, equal only for equal seeds. An engine with keyed sampling draws
+                token t of a sample with `uniforms(key, t)`; another one may use them as seeds.
+            sampling: How to sample.
+            num_done: How many of each list's last tokens belong to the response; penalties, `min_tokens` and `stop`
+                count them. 0 without the capability `partial`.
+        """
+
+    @abstractmethod
+    def replace_weights(self, weights: Iterable[NamedTensor]) -> None:
+        """Replace all weights of the engine, given under Hugging Face names; read `weights` to the end.
+
+        A tensor is valid only until the next one is requested. Raise for an unknown name or a wrong shape: the rollout
+        then generates nothing until a later push.
         """
 
     def load_weights(
@@ -108,188 +161,70 @@ class Rollout(Protocol):
         """Load exactly these weights as `version`, or raise StaleWeightsError and generate nothing.
 
         Args:
-            version: of the push.
-            weights: all weights of the model, under Hugging Face names.
-            sent: called after the last weight; returns the fingerprint of what the sender sent. None without transport.
+            version: Of the push.
+            weights: All weights of the model, under Hugging Face names.
+            sent: Called after the last weight; returns the fingerprint of what the sender sent. None without transport.
             adapters: `weights` are only low-rank adapters, for weights that an earlier full push brought with adapters.
         """
+        if adapters:
+            raise ConfigError(
+                f"{WEIGHT_SYNC_KEY}.lora=adapter: needs the capability adapters, which the {self.engine_name} rollout "
+                "does not declare; use merged"
+            )
+        before, self._version = self._version, None
+        arriving = ArrivingWeights(weights, dtype=self.setup.dtype)
+        try:
+            self.replace_weights(arriving)
+        finally:
+            unread = arriving.drain()
+        pushed = arriving.fingerprint if sent is None else sent()
+        if unread or arriving.fingerprint != pushed:
+            raise StaleWeightsError(
+                f"{self.engine_name} rollout: version {version} was pushed with fingerprint {pushed:016x}, and "
+                f"{arriving.fingerprint:016x} arrived, {unread} tensors of it unread (version {before} before the "
+                "push). Push all weights again; the rollout generates nothing until then."
+            )
+        self._version, self._received = version, pushed
 
-    def sleep(self) -> None:
-        """Release memory for training if `free_cache_engine` is set: on CUDA weights and cache, on CPU the cache.
+    def health(self) -> RolloutHealth:
+        """Return the version, and what the engine knows about its weights.
 
-        The released memory is measured. A warning names the engine if it is less than the engine holds.
+        Without the capability `reads_own_weights` that is the fingerprint of what the last push brought.
         """
+        return RolloutHealth(self._version, None, received=self._received, reads_own_weights=False)
 
-    def wake_up(self) -> None:
+    def sleep(self) -> None:  # noqa: B027 - optional
+        """Release memory for training if `free_cache_engine` is set; the weights stay valid. Default: keep all."""
+
+    def wake_up(self) -> None:  # noqa: B027 - an engine that keeps all has nothing to reclaim
         """Reclaim the memory; required before `load_weights` and `generate`."""
 
-    def health(self) -> RolloutHealth:
-        """Return version and fingerprint of the engine's tensors; damaged weights lose their version."""
+    def request_engine(self) -> RequestEngine:
+        """Return a new engine for `RequestServer` that serves single requests with this rollout.
 
-
-@dataclass
-class GeneratedTokens:
-    """Generated sequences, padded on the right.
-
-    tokens: (S, R) int64. mask: (S, R) int64, 1 on generated tokens. log_probs: (S, R) float32, 0 on padding.
-    """
-
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    log_probs: torch.Tensor
-
-    @classmethod
-    def empty(
-        cls, num_sequences: int, width: int, *, pad_token_id: int, device: torch.device | str = "cpu"
-    ) -> "GeneratedTokens":
-        shape = (num_sequences, width)
-        return cls(
-            tokens=torch.full(shape, pad_token_id, dtype=torch.int64, device=device),
-            mask=torch.zeros(shape, dtype=torch.int64, device=device),
-            log_probs=torch.zeros(shape, dtype=torch.float32, device=device),
+        A rollout with the capability `partial` may return `BatchedRequestEngine(self)`.
+        """
+        raise ConfigError(
+            f"{ROLLOUT_KEY}.name: the {self.engine_name} rollout serves no single requests, which "
+            f"{ROLLOUT_KEY}.mode=async needs; it does not declare the capability requests"
         )
 
-    def to(self, device: torch.device | str) -> "GeneratedTokens":
-        return GeneratedTokens(self.tokens.to(device), self.mask.to(device), self.log_probs.to(device))
-
-
-class VersionedRollout(ABC):
-    """A `Rollout` that tracks the version of its weights and generates only with verified ones.
-
-    Engines implement the abstract methods.
-    """
-
-    engine_name: str
-
-    def __init__(self, setup: RolloutSetup, *, names: WeightNames):
-        self.setup = setup
-        self._awake = True
-        self._version: int | None = None
-        self._fingerprint: int | None = None
-        self._received: int | None = None
-        self._merger = AdapterMerger(names, dtype=setup.dtype)
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
-
-    @abstractmethod
-    def request_engine(self) -> RequestEngine:
-        """Return a new engine for `RequestServer` that serves single requests with this rollout."""
-
-    @abstractmethod
-    def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy named weights into the engine; raise for an unknown name or a wrong shape."""
-
-    @abstractmethod
-    def _engine_fingerprint(self) -> int:
-        """Return the fingerprint of the tensors that the engine computes with."""
-
-    @abstractmethod
-    def _generate(
-        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
-    ) -> GeneratedTokens:
-        """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU.
-
-        keys: (S,) int64, for `uniforms`.
-        """
-
-    @abstractmethod
-    def _used_bytes(self) -> int:
-        """Return the bytes in use in the kind of memory that `_release_memory` frees."""
-
-    @abstractmethod
-    def _release_memory(self) -> int:
-        """Release memory but keep the weights; return the bytes by which `_used_bytes` must fall."""
-
-    @abstractmethod
-    def _reclaim_memory(self) -> None:
-        """Restore the state before `_release_memory`."""
-
-    def load_weights(
-        self,
-        version: int,
-        weights: Iterable[NamedTensor],
-        *,
-        sent: Callable[[], int] | None = None,
-        adapters: bool = False,
-    ) -> None:
-        self._require_awake("load_weights")
-        before, self._version = self._version, None
-        weights = iter(weights)
-        try:
-            stream = self._merger.expect_adapters(weights) if adapters else self._merger.expect_full_push(weights)
-            self._copy_weights(self._merger.merge(stream))
-        finally:
-            # Iterating may be a collective call of all training ranks. A rank that stops early would block the others.
-            for _ in weights:
-                pass
-        pushed, arrived = stream.fingerprint if sent is None else sent(), stream.fingerprint
-        loaded, expected = self._engine_fingerprint(), self._merger.expected_fingerprint(stream)
-        if stream.missing or arrived != pushed or loaded != expected:
-            missing = (
-                f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})"
-                if stream.missing
-                else ""
-            )
-            raise StaleWeightsError(
-                f"{self.engine_name} rollout: version {version} was pushed{missing} with fingerprint {pushed:016x}, "
-                f"and {arrived:016x} arrived; the engine holds {loaded:016x} instead of {expected:016x} (version "
-                f"{before} before the push). Push all weights again; the rollout generates nothing until then."
-            )
-        self._version, self._fingerprint, self._received = version, loaded, pushed
-
-    def _use_weights_on_disk(self) -> None:
-        """Mark the weights that the engine read at its start as version 0, unless they are random ("dummy")."""
-        if self.setup.load_format == "auto":
-            self._version, self._fingerprint = VERSION_ON_DISK, self._engine_fingerprint()
-            self._received = self._fingerprint
-
-    def health(self) -> RolloutHealth:
-        if not self._awake:
-            return RolloutHealth(version=self._version, fingerprint=None, awake=False)
-        fingerprint = self._engine_fingerprint()
-        if fingerprint != self._fingerprint:
-            self._version = None
-        return RolloutHealth(version=self._version, fingerprint=fingerprint, received=self._received)
-
-    def sleep(self) -> None:
-        if self._awake and self.frees_memory:
-            before = self._used_bytes()
-            expected = self._release_memory()
-            self._awake = False
-            warn_if_not_released(self.engine_name, expected=expected, freed=before - self._used_bytes())
-
-    def wake_up(self) -> None:
-        if not self._awake:
-            self._reclaim_memory()
-            self._awake = True
-
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        self._require_awake("generate")
+        """Return the n samples of each prompt row in adjacent rows.
+
+        Raises:
+            StaleWeightsError: The rollout holds no complete, verified weights.
+            ConfigError: `sampling` needs what the rollout does not declare.
+        """
         version = self.current_version()
+        self.require_sampling(sampling)
         self._require_lengths_fit(sampling, prompts)
         seeds = prompts.batch["seeds"] if "seeds" in prompts.batch else row_seeds(sampling.seed, len(prompts))
         if len(prompts) == 0:
             generated = GeneratedTokens.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
         else:
-            generated = self.generate_tokens(_token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
+            generated = self.generate_tokens(token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
         return with_responses(prompts, generated, sampling=sampling, version=version)
-
-    def generate_tokens(
-        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
-    ) -> GeneratedTokens:
-        """Return `sampling.n` samples of each of B >= 1 token lists, for callers that continue or serve responses.
-
-        Args:
-            prompts: token ids without padding.
-            keys: (B * n,) int64, for `uniforms`.
-            sampling: how to sample.
-            num_done: how many of each list's last tokens belong to the response; penalties, `min_tokens` and `stop`
-                count them.
-        """
-        self._require_awake("generate")
-        self.current_version()
-        generated = self._generate(prompts, keys, sampling, num_done=num_done)
-        # Engines compute in inference mode; clones are plain tensors that callers may write to.
-        return GeneratedTokens(generated.tokens.clone(), generated.mask.clone(), generated.log_probs.clone())
 
     def stop_condition(self, sampling: SamplingParams) -> StopCondition:
         """Return what ends a response with these parameters."""
@@ -304,19 +239,6 @@ class VersionedRollout(ABC):
         return StopCondition(
             (() if sampling.ignore_eos else self.setup.eos_token_ids) + sampling.stop_token_ids, strings
         )
-
-    @property
-    def frees_memory(self) -> bool:
-        """Whether `sleep` releases memory."""
-        return self.setup.config.free_cache_engine and self.on_cuda
-
-    @property
-    def on_cuda(self) -> bool:
-        return torch.device(self.setup.device).type == "cuda"
-
-    def _require_awake(self, call: str) -> None:
-        if not self._awake:
-            raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
 
     def current_version(self) -> int:
         """Return the version of the rollout's weights.
@@ -344,6 +266,23 @@ class VersionedRollout(ABC):
                 "arrived here; push again"
             )
 
+    def require_sampling(self, sampling: SamplingParams) -> None:
+        """Raise ConfigError for a parameter that the rollout does not declare, instead of ignoring it."""
+        declared = self.capabilities.sampling | (frozenset() if sampling.do_sample else SHAPES_SAMPLES)
+        defaults = SamplingParams(max_new_tokens=1)
+        for name in SAMPLING:
+            value = getattr(sampling, name)
+            if name not in declared and value != getattr(defaults, name):
+                raise ConfigError(
+                    f"sampling {name}={value!r}: the {self.engine_name} rollout does not declare {name} in its "
+                    "capabilities.sampling; leave it out, or use another rollout"
+                )
+        if sampling.logprobs and not self.capabilities.log_probs:
+            raise ConfigError(
+                f"{ROLLOUT_KEY}.calculate_log_probs=true: needs the capability log_probs, which the "
+                f"{self.engine_name} rollout does not declare; set it to false"
+            )
+
     def _require_lengths_fit(self, sampling: SamplingParams, prompts: DataProto) -> None:
         width = prompts.batch["input_ids"].shape[1]
         if width > self.setup.max_prompt_length:
@@ -357,45 +296,6 @@ class VersionedRollout(ABC):
                 f"{self.setup.max_response_length} "
                 "(data.max_response_length)"
             )
-
-
-def with_responses(
-    prompts: DataProto, generated: GeneratedTokens, *, sampling: SamplingParams, version: int
-) -> DataProto:
-    """Return the batch of S rows for the trainer: the prompts' columns repeated, and the response columns.
-
-    Adds `prompts` (S, P), `responses` (S, R), `response_mask` (S, R), `weights_version` (S,) and, with
-    sampling.logprobs, `rollout_log_probs` (S, R); `input_ids`, `attention_mask` and `position_ids` grow to (S, P + R).
-    `prompts` itself is not changed.
-    """
-    rows = prompts.repeat(sampling.n, interleave=True)
-    columns = dict(rows.batch.items())
-    num_sequences, width = generated.tokens.shape
-    positions = columns["position_ids"][:, -1:] + torch.arange(1, width + 1)
-    columns |= {
-        "prompts": columns["input_ids"],
-        "responses": generated.tokens,
-        "input_ids": torch.cat([columns["input_ids"], generated.tokens], dim=1),
-        "attention_mask": torch.cat(
-            [columns["attention_mask"], generated.mask.to(columns["attention_mask"].dtype)], dim=1
-        ),
-        "position_ids": torch.cat([columns["position_ids"], positions], dim=1),
-        "response_mask": generated.mask,
-        "weights_version": torch.full((num_sequences,), version, dtype=torch.int64),
-    }
-    if sampling.logprobs:
-        columns["rollout_log_probs"] = generated.log_probs
-    return DataProto.from_dict(tensors=columns, non_tensors=rows.non_tensor_batch, meta_info=dict(prompts.meta_info))
-
-
-def _token_lists(prompts: DataProto) -> list[list[int]]:
-    """Return the prompts' token ids without padding; raise DataError for a prompt without tokens."""
-    masks = prompts.batch["attention_mask"].bool()
-    lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], masks, strict=True)]
-    empty = [row for row, tokens in enumerate(lists) if not tokens]
-    if empty:
-        raise DataError(f"prompt rows {empty[:8]} have no token (attention_mask is all 0); a model needs at least one")
-    return lists
 
 
 def load_hf_config(setup: RolloutSetup) -> Any:
@@ -424,28 +324,39 @@ def load_hf_config(setup: RolloutSetup) -> Any:
     return config
 
 
-ROLLOUTS: dict[str, Callable[[RolloutSetup], Rollout]] = {}
+ROLLOUTS: Registry[type[Rollout]] = Registry(
+    f"{ROLLOUT_KEY}.name",
+    kind="rollout",
+    builtins={
+        "hf": "hybridrl.workers.rollout.hf:HFRollout",
+        "vllm": "hybridrl.workers.rollout.vllm.rollout:VLLMRollout",
+    },
+    plugins="actor_rollout_ref.model.external_lib",
+)
 
 
-def register_rollout(name: str) -> Callable[[Callable[[RolloutSetup], Rollout]], Callable[[RolloutSetup], Rollout]]:
+def register_rollout(name: str) -> Callable[[type[Rollout]], type[Rollout]]:
     """Register a rollout as `actor_rollout_ref.rollout.name=<name>`."""
+    return ROLLOUTS.register(name)
 
-    def register(make: Callable[[RolloutSetup], Rollout]) -> Callable[[RolloutSetup], Rollout]:
-        ROLLOUTS[name] = make
-        return make
 
-    return register
+def rollout_class(name: str, *, setting: str = ROLLOUTS.setting) -> type[Rollout]:
+    """Return the rollout called `name`, or the one at an import path; nothing is started.
+
+    Raises:
+        ConfigError: The name is unknown, or it is no rollout. `setting` is the key in the message.
+    """
+    found = ROLLOUTS.lookup(name, setting=setting)
+    if not (isinstance(found, type) and issubclass(found, Rollout)):
+        raise ConfigError(
+            f"{setting}={name}: {found!r} is not a rollout; derive a class from hybridrl.workers.rollout.Rollout"
+        )
+    return found
 
 
 def make_rollout(name: str, setup: RolloutSetup) -> Rollout:
     """Return a started rollout engine; raise ConfigError for an unknown name."""
-    if name not in ROLLOUTS:
-        near = difflib.get_close_matches(name, ROLLOUTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name!r} is unknown; known: {', '.join(sorted(ROLLOUTS))}{hint}"
-        )
-    return ROLLOUTS[name](setup)
+    return rollout_class(name)(setup)
 
 
 @dataclass(frozen=True)

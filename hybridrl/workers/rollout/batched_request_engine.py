@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hybridrl.workers.rollout.base import VersionedRollout
+from hybridrl.workers.rollout.base import Rollout
 from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput, needs_history
 from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance
@@ -40,7 +40,7 @@ class _OpenRequest:
 class BatchedRequestEngine:
     """A `RequestEngine` whose step generates `CHUNK_TOKENS` tokens for the requests that fit into one batch."""
 
-    def __init__(self, rollout: VersionedRollout):
+    def __init__(self, rollout: Rollout):
         self.rollout = rollout
         self._open: dict[str, _OpenRequest] = {}
 

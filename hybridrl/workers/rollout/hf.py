@@ -18,18 +18,17 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.rollout.base import (
-    GeneratedTokens,
-    RolloutSetup,
-    VersionedRollout,
-    load_hf_config,
-    register_rollout,
-)
+from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
+from hybridrl.config.introspection import value_text
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.batched_request_engine import BatchedRequestEngine
 from hybridrl.workers.rollout.requests import RequestEngine
+from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.logits import TokenHistory
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, uniforms
-from hybridrl.workers.weight_transfer.fingerprint import WeightNames, fingerprint
+from hybridrl.workers.rollout.versioned import VersionedRollout
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames, fingerprint
 
 # Finished rows are dropped when they reach this share of the batch. A higher share computes finished rows for nothing.
 # A lower one copies the cache too often (one drop costs about as much as one decode step).
@@ -40,11 +39,27 @@ DROP_SHARE = 0.25
 CACHE_GROWTH_TOKENS = 64
 
 
-@register_rollout("hf")
 class HFRollout(VersionedRollout):
     """Generates with its own copy of the model, in the rollout's dtype."""
 
     engine_name = "hf"
+    capabilities = RolloutCapabilities(
+        keyed_sampling=True,
+        log_probs=True,
+        reads_own_weights=True,
+        partial=True,
+        requests=True,
+        adapters=True,
+        sampling=frozenset(SAMPLING),
+    )
+
+    @classmethod
+    def setting_problems(cls, settings: RolloutConfig, *, max_length: int) -> Iterator[str]:
+        if settings.engine_kwargs:
+            yield (
+                f"{ROLLOUT_KEY}.engine_kwargs={value_text(settings.engine_kwargs)}: has no effect with "
+                f"{ROLLOUT_KEY}.name={settings.name}; leave it out"
+            )
 
     def __init__(self, setup: RolloutSetup):
         self._model = _build_model(setup)
@@ -57,7 +72,7 @@ class HFRollout(VersionedRollout):
         return BatchedRequestEngine(self)
 
     @torch.no_grad()
-    def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def replace_weights(self, weights: Iterable[NamedTensor]) -> None:
         targets = self._model.state_dict()
         for name, tensor in weights:
             if targets[name].shape != tensor.shape:

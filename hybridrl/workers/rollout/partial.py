@@ -12,14 +12,15 @@ from dataclasses import replace
 import torch
 
 from hybridrl.protocol import DataProto
-from hybridrl.workers.rollout.base import GeneratedTokens, VersionedRollout, with_responses
+from hybridrl.workers.rollout.base import Rollout
+from hybridrl.workers.rollout.responses import GeneratedTokens, with_responses
 from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 
 NO_VERSION = -1  # of a token that was not generated
 
 
-def begin_partial(rollout: VersionedRollout, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+def begin_partial(rollout: Rollout, prompts: DataProto, sampling: SamplingParams) -> DataProto:
     """Return the first `sampling.max_new_tokens` tokens of every response.
 
     The columns are those of `Rollout.generate`, and `token_versions` (S, N) int64.
@@ -33,7 +34,7 @@ def begin_partial(rollout: VersionedRollout, prompts: DataProto, sampling: Sampl
     return batch
 
 
-def continue_partial(rollout: VersionedRollout, batch: DataProto, sampling: SamplingParams) -> DataProto:
+def continue_partial(rollout: Rollout, batch: DataProto, sampling: SamplingParams) -> DataProto:
     """Return the batch with `sampling.max_new_tokens` more tokens for the open responses.
 
     Args:

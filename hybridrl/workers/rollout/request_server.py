@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from hybridrl.errors import DataError
-from hybridrl.workers.rollout.base import VersionedRollout
+from hybridrl.workers.rollout.base import Rollout
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 SLICE_S = 0.05  # Seconds a replica works before it accepts new requests; about one decode step of a large model.
@@ -24,7 +24,7 @@ SLICE_S = 0.05  # Seconds a replica works before it accepts new requests; about 
 class RequestServer:
     """Serves requests with a rollout. Whole batches can be generated too, but not at the same time."""
 
-    def __init__(self, rollout: VersionedRollout):
+    def __init__(self, rollout: Rollout):
         self.rollout, self.engine = rollout, rollout.request_engine()
 
     def serve(self, requests: Sequence[Request], aborted: Sequence[str], *, slice_s: float) -> list[TokenOutput]:
@@ -36,6 +36,7 @@ class RequestServer:
             slice_s: seconds to work, at least one engine step; returns earlier when no request is open.
         """
         for request in requests:
+            self.rollout.require_sampling(request.sampling)
             self._require_lengths_fit(request)
         for request in requests:
             if self.engine.is_open(request.request_id):

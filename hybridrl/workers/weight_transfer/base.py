@@ -7,16 +7,19 @@ There are two kinds of transport:
   - *Streaming* (`shared_memory`, `broadcast`): sender and receivers process the same buckets at the same time, over a
     channel opened before. Nothing is stored. Early processes wait for late ones, up to a deadline.
 
-Both deliver the fingerprint of what was sent after the last tensor. `Rollout.load_weights` compares it with the weights
+A `Transport` says which kind it is, and makes senders and receivers. Both kinds deliver the fingerprint of what was
+sent after the last tensor. `Rollout.load_weights` compares it with the weights
 it loaded.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from hybridrl.config.capabilities import TransportCapabilities
 from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, fill_buckets
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 
@@ -34,9 +37,57 @@ class PushReceipt:
     parts: Any = None
 
 
-class Sender(Protocol):
-    """The trainer's side of a transport, in the process of rank 0."""
+@dataclass(frozen=True)
+class SenderSetup:
+    """What a sender needs to start.
 
+    transport: the value of the setting; receipts and addresses carry it, so that receivers find the same transport.
+    bucket_bytes: size of a bucket. directory: of a transport that needs one.
+    host: where a streaming sender listens. num_receivers: of a streaming sender.
+    device: "cpu" or "cuda", of this process. timeout_s: how long a streaming sender waits for its receivers.
+    """
+
+    transport: str
+    bucket_bytes: int
+    directory: str | None = None
+    host: str = ""
+    num_receivers: int = 0
+    device: str = "cpu"
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class ReceiverSetup:
+    """What a receiver needs to start.
+
+    rank: of this process in its group. device: where it computes. timeout_s: how long it waits for stored weights.
+    """
+
+    rank: int
+    device: str
+    timeout_s: float
+
+
+class SenderAddress(Protocol):
+    """Where receivers find a streaming sender; travels between processes."""
+
+    @property
+    def transport(self) -> str:
+        """The sender's `SenderSetup.transport`."""
+
+    def cancel(self, reason: str) -> None:
+        """End the sender's wait for its receivers with a StaleWeightsError of this reason; the driver calls it."""
+
+
+class Sender(ABC):
+    """The trainer's side of a transport, in the process of rank 0.
+
+    address: of a streaming sender, complete when the sender exists. None: the transport is stored.
+    """
+
+    address: SenderAddress | None = None
+
+    @abstractmethod
     def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
         """Send all of `weights` as `version`. A streaming sender returns when every receiver has received them.
 
@@ -46,18 +97,51 @@ class Sender(Protocol):
             CallTimeout: a receiver of a streaming sender was too late; the error names it.
         """
 
-    def close(self) -> None:
+    def delete_older_than(self, before: int) -> None:  # noqa: B027 - optional
+        """Delete stored versions below `before`, if they do not go by themselves."""
+
+    def close(self) -> None:  # noqa: B027 - optional
         """Release what the sender holds."""
 
 
-class Receiver(Protocol):
-    """A rollout's side of a streaming transport."""
+class Receiver(ABC):
+    """A rollout's side of a transport."""
 
-    def receive(self, version: int) -> "IncomingWeights":
-        """Return the weights of `version` as they arrive. Iterating raises CallTimeout if they are late."""
+    @abstractmethod
+    def receive(self, version: int, sent: PushReceipt | None) -> "IncomingWeights":
+        """Return the weights of `version` as they arrive. Iterating raises CallTimeout if they are late.
 
-    def close(self) -> None:
+        Args:
+            version: of the push.
+            sent: the sender's receipt with a stored transport; None with a streaming one.
+        """
+
+    def close(self) -> None:  # noqa: B027 - optional
         """Release what the receiver holds."""
+
+
+class Transport(ABC):
+    """One way for a push to travel; `actor_rollout_ref.rollout.weight_sync.transport` names it.
+
+    capabilities: whether it is streaming or stored. `hybridrl.testing.check_transport` tests a subclass.
+    """
+
+    capabilities: ClassVar[TransportCapabilities]
+
+    @staticmethod
+    @abstractmethod
+    def make_sender(setup: SenderSetup) -> Sender:
+        """Return a sender; called in rank 0 of the actor."""
+
+    @staticmethod
+    @abstractmethod
+    def make_receiver(setup: ReceiverSetup, address: Any) -> Receiver:
+        """Return a receiver; called in every rollout process.
+
+        Args:
+            setup: Of this process.
+            address: The sender's, with a streaming transport; None with a stored one.
+        """
 
 
 class IncomingWeights:

@@ -11,18 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.weight_transfer.base import GrowableBuffer
+from hybridrl.config.capabilities import TransportCapabilities
+from hybridrl.workers.weight_transfer.base import GrowableBuffer, ReceiverSetup, SenderSetup, Transport
 from hybridrl.workers.weight_transfer.buckets import Bucket
 from hybridrl.workers.weight_transfer.channel import ChannelAddress, PeerLocation
 from hybridrl.workers.weight_transfer.streaming import NUM_SLOTS, StreamingReceiver, StreamingSender, own_location
-
-NAME = "broadcast"
 
 
 class BroadcastSender(StreamingSender):
     """See `StreamingSender`."""
 
-    name = NAME
     _group: Any = None
     _buffers: list[GrowableBuffer]
     _in_flight: list[Any]
@@ -79,6 +77,20 @@ class BroadcastReceiver(StreamingReceiver):
 
     def close(self) -> None:
         self._group = self._buffer = None
+
+
+class BroadcastTransport(Transport):
+    """See the module."""
+
+    capabilities = TransportCapabilities(streaming=True)
+
+    @staticmethod
+    def make_sender(setup: SenderSetup) -> BroadcastSender:
+        return BroadcastSender(setup)
+
+    @staticmethod
+    def make_receiver(setup: ReceiverSetup, address: ChannelAddress) -> BroadcastReceiver:
+        return BroadcastReceiver(address, rank=setup.rank, device=setup.device)
 
 
 def make_group(backend: str, store: dist.Store, *, rank: int, address: ChannelAddress) -> Any:

@@ -11,8 +11,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hybridrl.errors import CheckpointError
-from hybridrl.workers.weight_transfer.base import KEY, IncomingWeights, PushReceipt, store_buckets
+from hybridrl.config.capabilities import TransportCapabilities
+from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.workers.weight_transfer.base import (
+    KEY,
+    IncomingWeights,
+    PushReceipt,
+    Receiver,
+    ReceiverSetup,
+    Sender,
+    SenderSetup,
+    Transport,
+    store_buckets,
+)
 from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, unpack
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, is_adapter
 
@@ -20,7 +31,7 @@ NAME = "disk"
 MANIFEST = "manifest.json"
 
 
-class DiskSender:
+class DiskSender(Sender):
     """The trainer's side; see `base.Sender`.
 
     directory: where versions are written. bucket_bytes: size of a file, and of this process's memory for it.
@@ -63,6 +74,31 @@ class DiskSender:
 
     def close(self) -> None:
         """Do nothing: files stay until `delete_older_than`."""
+
+
+class DiskReceiver(Receiver):
+    """A rollout's side; see `base.Receiver`."""
+
+    def receive(self, version: int, sent: PushReceipt | None) -> IncomingWeights:
+        if sent is None:
+            raise ValueError(f"version {version} is read from a directory; give the receipt of its push")
+        return receive(sent)
+
+
+class DiskTransport(Transport):
+    """See the module."""
+
+    capabilities = TransportCapabilities(streaming=False, needs_directory=True)
+
+    @staticmethod
+    def make_sender(setup: SenderSetup) -> DiskSender:
+        if setup.directory is None:
+            raise ConfigError(f"{KEY}.transport={setup.transport}: has no directory; set {KEY}.directory")
+        return DiskSender(setup.directory, bucket_bytes=setup.bucket_bytes)
+
+    @staticmethod
+    def make_receiver(setup: ReceiverSetup, address: None) -> DiskReceiver:
+        return DiskReceiver()
 
 
 def receive(sent: PushReceipt) -> IncomingWeights:

@@ -99,6 +99,30 @@ class WeightStream:
         return self._total % (1 << 64)
 
 
+class ArrivingWeights:
+    """Fingerprints weights as an engine reads them, for engines whose own tensors cannot be read. Iterate once."""
+
+    def __init__(self, weights: Iterable[NamedTensor], *, dtype: torch.dtype) -> None:
+        self._weights, self._dtype, self._total = iter(weights), dtype, 0
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        for name, tensor in self._weights:
+            self._total += tensor_hash(tensor, pushed_dtype(name, self._dtype))
+            yield name, tensor
+
+    def drain(self) -> int:
+        """Consume the weights that the engine did not read, and return their number.
+
+        Iterating may be a collective call of all training ranks, so a rank that stops early would block the others.
+        """
+        return sum(1 for _ in self._weights)
+
+    @property
+    def fingerprint(self) -> int:
+        """The fingerprint of the weights that the engine has read."""
+        return self._total % (1 << 64)
+
+
 def is_adapter(name: str) -> bool:
     """Return whether this names a low-rank adapter's matrix, {layer}.lora_A or {layer}.lora_B."""
     return name.endswith(ADAPTER_ENDINGS)

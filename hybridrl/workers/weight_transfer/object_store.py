@@ -9,16 +9,26 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from hybridrl.config.capabilities import TransportCapabilities
 from hybridrl.errors import WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
-from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt, store_buckets
+from hybridrl.workers.weight_transfer.base import (
+    IncomingWeights,
+    PushReceipt,
+    Receiver,
+    ReceiverSetup,
+    Sender,
+    SenderSetup,
+    Transport,
+    store_buckets,
+)
 from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, unpack
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 
 NAME = "object_store"
 
 
-class ObjectStoreSender:
+class ObjectStoreSender(Sender):
     """The trainer's side; see `base.Sender`.
 
     bucket_bytes: size of a bucket, and of this process's memory for it.
@@ -33,6 +43,32 @@ class ObjectStoreSender:
 
     def close(self) -> None:
         """Do nothing: Ray frees the objects when their references are gone."""
+
+
+class ObjectStoreReceiver(Receiver):
+    """A rollout's side; see `base.Receiver`."""
+
+    def __init__(self, *, timeout_s: float):
+        self._timeout_s = timeout_s
+
+    def receive(self, version: int, sent: PushReceipt | None) -> IncomingWeights:
+        if sent is None:
+            raise ValueError(f"version {version} is in the object store; give the receipt of its push")
+        return receive(sent, timeout_s=self._timeout_s)
+
+
+class ObjectStoreTransport(Transport):
+    """See the module."""
+
+    capabilities = TransportCapabilities(streaming=False)
+
+    @staticmethod
+    def make_sender(setup: SenderSetup) -> ObjectStoreSender:
+        return ObjectStoreSender(bucket_bytes=setup.bucket_bytes)
+
+    @staticmethod
+    def make_receiver(setup: ReceiverSetup, address: None) -> ObjectStoreReceiver:
+        return ObjectStoreReceiver(timeout_s=setup.timeout_s)
 
 
 def receive(sent: PushReceipt, *, timeout_s: float) -> IncomingWeights:

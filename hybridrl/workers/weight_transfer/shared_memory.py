@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from hybridrl.config.capabilities import TransportCapabilities
 from hybridrl.errors import ConfigError
-from hybridrl.workers.weight_transfer.base import KEY
+from hybridrl.workers.weight_transfer.base import KEY, ReceiverSetup, SenderSetup, Transport
 from hybridrl.workers.weight_transfer.buckets import Bucket
 from hybridrl.workers.weight_transfer.channel import ChannelAddress, PeerLocation
 from hybridrl.workers.weight_transfer.streaming import NUM_SLOTS, StreamingReceiver, StreamingSender, own_location
@@ -24,7 +25,6 @@ NAME = "shared_memory"
 class SharedMemorySender(StreamingSender):
     """See `StreamingSender`. Raises ConfigError at the first push if a receiver is on another machine."""
 
-    name = NAME
     _slots: tuple["HostSlot | GpuSlot | None", ...] = (None,) * NUM_SLOTS
 
     def _rendezvous(self, receivers: list[PeerLocation]) -> dict[str, Any]:
@@ -73,6 +73,20 @@ class SharedMemoryReceiver(StreamingReceiver):
 
     def close(self) -> None:
         self._mapped.clear()
+
+
+class SharedMemoryTransport(Transport):
+    """See the module."""
+
+    capabilities = TransportCapabilities(streaming=True)
+
+    @staticmethod
+    def make_sender(setup: SenderSetup) -> SharedMemorySender:
+        return SharedMemorySender(setup)
+
+    @staticmethod
+    def make_receiver(setup: ReceiverSetup, address: ChannelAddress) -> SharedMemoryReceiver:
+        return SharedMemoryReceiver(address, rank=setup.rank, device=setup.device)
 
 
 class HostSlot:

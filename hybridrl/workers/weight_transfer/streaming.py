@@ -6,7 +6,7 @@ receivers read one, the sender fills the other.
 """
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.system.machine import shared_memory_id
-from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt
+from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt, Receiver, Sender, SenderSetup
 from hybridrl.workers.weight_transfer.buckets import (
     Bucket,
     OutgoingWeights,
@@ -29,18 +29,17 @@ from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 NUM_SLOTS = 2
 
 
-class StreamingSender(ABC):
-    """The trainer's side.
+class StreamingSender(Sender):
+    """The trainer's side. It allocates two buckets."""
 
-    host: this machine's address. device: "cpu" or "cuda". bucket_bytes: size of each of the two buckets.
-    """
+    address: ChannelAddress
 
-    name: str
-
-    def __init__(self, *, host: str, num_receivers: int, device: str, bucket_bytes: int, timeout_s: float):
-        self._end = SenderEnd(self.name, host=host, num_receivers=num_receivers, timeout_s=timeout_s)
+    def __init__(self, setup: SenderSetup):
+        self._end = SenderEnd(
+            setup.transport, host=setup.host, num_receivers=setup.num_receivers, timeout_s=setup.timeout_s
+        )
         self.address = self._end.address
-        self._device, self._bucket_bytes = device, bucket_bytes
+        self._device, self._bucket_bytes = setup.device, setup.bucket_bytes
 
     @abstractmethod
     def _rendezvous(self, receivers: list[PeerLocation]) -> dict[str, Any]:
@@ -87,14 +86,14 @@ class StreamingSender(ABC):
         except BaseException as error:
             self._end.abort_push(number, f"{type(error).__name__}: {error}")
             raise
-        return PushReceipt(self.name, weights.fingerprint, weights.num_bytes, number)
+        return PushReceipt(self.address.transport, weights.fingerprint, weights.num_bytes, number)
 
     @abstractmethod
     def close(self) -> None:
         """Release the slots."""
 
 
-class StreamingReceiver(ABC):
+class StreamingReceiver(Receiver):
     """A rollout's side. rank: of this process among the receivers. device: where it computes."""
 
     def __init__(self, address: ChannelAddress, *, rank: int, device: str):
@@ -112,7 +111,7 @@ class StreamingReceiver(ABC):
     def _release(self) -> None:
         """Make sure that the yielded tensors have been read; the sender may overwrite them afterwards."""
 
-    def receive(self, version: int) -> IncomingWeights:
+    def receive(self, version: int, sent: PushReceipt | None = None) -> IncomingWeights:
         """See `Receiver.receive`."""
         trailer: dict[str, Any] = {}
         return IncomingWeights(self._tensors(version, trailer), fingerprint=lambda: trailer["fingerprint"])

@@ -1,10 +1,12 @@
 """Rules over several settings: refused and valid configs, and the messages."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from hybridrl.config import PPOConfig, SFTConfig, check_config, check_sft_config, load_config
+from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities, TransportCapabilities
 from hybridrl.errors import ConfigError
 
 NAMES = {
@@ -14,10 +16,24 @@ NAMES = {
     "known_losses": ("vanilla", "gspo"),
     "own_agg_modes": {"gspo": "seq-mean-token-mean"},
 }
+ALL_BUT_RANKS = RolloutCapabilities(
+    keyed_sampling=True, log_probs=True, partial=True, requests=True, adapters=True, sampling=frozenset(SAMPLING)
+)
+ROLLOUTS = {
+    "hf": ALL_BUT_RANKS,
+    "vllm": replace(ALL_BUT_RANKS, tensor_parallel=True),
+    "toy": RolloutCapabilities(log_probs=True),
+    "mute": RolloutCapabilities(),
+}
 
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
 LAYOUT = "actor_rollout_ref.actor.megatron"
 ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+TRANSPORTS = {
+    "broadcast": TransportCapabilities(streaming=True),
+    "disk": TransportCapabilities(streaming=False, needs_directory=True),
+}
 
 
 @pytest.fixture
@@ -33,7 +49,9 @@ def check(tmp_path):
     def problems(*words, base=base):
         config = load_config(PPOConfig, [*base, *words], program="p", config_name="ppo_trainer")
         try:
-            check_config(config, **NAMES)
+            chosen = config.actor_rollout_ref.rollout
+            transport = TRANSPORTS.get(chosen.weight_sync.transport)
+            check_config(config, **NAMES, rollout=ROLLOUTS[chosen.name], transport=transport)
         except ConfigError as error:
             return str(error)
         return ""
@@ -88,7 +106,40 @@ def check(tmp_path):
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
             "has no effect with actor_rollout_ref.actor.strategy=fsdp",
         ),
-        (f"{ROLLOUT_TP}=2", f"{ROLLOUT_TP}=2: hf generates on one device; use actor_rollout_ref.rollout.name=vllm"),
+        (
+            "actor_rollout_ref.rollout.name=mute",
+            "actor_rollout_ref.rollout.calculate_log_probs=true: needs the capability log_probs, which "
+            "actor_rollout_ref.rollout.name=mute does not declare; set it to false",
+        ),
+        (
+            "actor_rollout_ref.rollout.name=toy actor_rollout_ref.rollout.mode=async",
+            "actor_rollout_ref.rollout.mode=async: needs the capability requests, which "
+            "actor_rollout_ref.rollout.name=toy does not declare; use sync",
+        ),
+        (
+            "actor_rollout_ref.rollout.name=toy actor_rollout_ref.model.lora_rank=2 "
+            "actor_rollout_ref.rollout.weight_sync.lora=adapter",
+            "actor_rollout_ref.rollout.weight_sync.lora=adapter: needs the capability adapters, which",
+        ),
+        (
+            "actor_rollout_ref.rollout.name=toy trainer.backend=local trainer.lag=2 trainer.partial_rollout=true",
+            "trainer.partial_rollout=true: needs the capability partial, which",
+        ),
+        (
+            "actor_rollout_ref.rollout.name=toy actor_rollout_ref.rollout.top_k=5",
+            "actor_rollout_ref.rollout.top_k=5: actor_rollout_ref.rollout.name=toy does not declare top_k in "
+            "capabilities.sampling; leave it out",
+        ),
+        (
+            "actor_rollout_ref.rollout.name=toy actor_rollout_ref.rollout.val_kwargs.do_sample=true "
+            "actor_rollout_ref.rollout.val_kwargs.top_p=0.5",
+            "actor_rollout_ref.rollout.val_kwargs.top_p=0.5: actor_rollout_ref.rollout.name=toy does not declare top_p",
+        ),
+        (
+            f"{ROLLOUT_TP}=2",
+            f"{ROLLOUT_TP}=2: needs the capability tensor_parallel, which actor_rollout_ref.rollout.name=hf does not "
+            "declare; use actor_rollout_ref.rollout.name=vllm, or 1",
+        ),
         (
             "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
             "actor_rollout_ref.rollout.weight_sync.transport=broadcast",

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from hybridrl.errors import CallTimeout, WorkerLost
-from hybridrl.trainer.recovery.step_retry import FILE, MAX_LOSSES, StepRetry
+from hybridrl.failure_policy import RULES, FailureKind
+from hybridrl.trainer.recovery.step_retry import FILE, StepRetry
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
+
+MAX_LOSSES = RULES[FailureKind.WORKER_LOST].limit
 
 
 class Drawn:
@@ -27,6 +30,8 @@ class Processes:
 
 
 class Group:
+    world_size = 1
+
     def __init__(self, processes: Processes, log: list[str]):
         self.processes, self.log = processes, log
 

