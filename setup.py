@@ -70,7 +70,7 @@ setup(
         "mlflow": ["mlflow>=3"],
         "dev": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
-            *("ruff>=0.12", "import-linter>=2.3", "mypy>=1.18"),
+            *("ruff>=0.12", "import-linter>=2.3", "mypy>=1.18", "pre-commit>=4", "pytest-cov>=6"),
         ],
     },
 )

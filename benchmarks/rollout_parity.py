@@ -25,7 +25,7 @@ from hybridrl.config import PPOConfig, load_config
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 PROMPT = 24

@@ -31,7 +31,7 @@ from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.trainer.run.report import merge_steps
 from hybridrl.trainer.run.tracking import read_metrics
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker

@@ -14,6 +14,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from hybridrl import serving
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
@@ -25,7 +26,6 @@ from hybridrl.driver.resume_command import save_command
 from hybridrl.driver.supervisor import can_supervise, supervise
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
 from hybridrl.rewards.load import load_reward_manager
-from hybridrl.serving.agent_loop.manager import AgentLoopManager
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
@@ -149,6 +149,7 @@ def run(
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
         start_ray(num_nodes=max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes))
+    is_async = config.actor_rollout_ref.rollout.mode == "async"
     trainer = trainer_cls(
         config=config,
         tokenizer=tokenizer,
@@ -157,7 +158,7 @@ def run(
         ray_worker_group_cls=WORKER_GROUPS[config.trainer.backend],
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
-        agent_loops=AgentLoopManager(config, tokenizer) if config.actor_rollout_ref.rollout.mode == "async" else None,
+        agent_loops=serving.AgentLoopManager(config, tokenizer) if is_async else None,
     )
     logger.info("loading %s into the workers", model.path)
     try:

@@ -6,8 +6,8 @@ from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.errors import ConfigError, PlacementError, StaleWeightsError
 from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
-from hybridrl.trainer.ppo.policy import PolicyGroups
-from hybridrl.trainer.ppo.weight_sync import verify_push
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.weight_sync import verify_push
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth

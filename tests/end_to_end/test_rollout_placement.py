@@ -15,7 +15,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.support.end_to_end.runs import metrics, settings

@@ -11,7 +11,7 @@ from hybridrl.errors import CallTimeout, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth
 from hybridrl.workers.weight_transfer import PushReceipt

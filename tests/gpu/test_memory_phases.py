@@ -8,7 +8,7 @@ import pytest
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
-from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.support.end_to_end.runs import settings, train
 

@@ -1,9 +1,9 @@
 """`AgentLoopManager`: generate batches by agent loops (`rollout.mode=async`), with the columns of a batched call.
 
-It is the `Generator` of the trainer's policy (`trainer/ppo/generation.py`), in place of batched calls to the worker
-group. Loops and tools run in the driver process, on the event loop of a `PolicyService`. The rollout processes generate
-the policy's tokens. Batches and weight pushes take effect in submission order, also where the caller does not wait for
-them. `trainer.lag` depends on this order.
+It is the `Generator` of the trainer's policy (`trainer/ppo/policy/generation.py`), in place of batched calls to the
+worker group. Loops and tools run in the driver process, on the event loop of a `PolicyService`. The rollout processes
+generate the policy's tokens. Batches and weight pushes take effect in submission order, also where the caller does not
+wait for them. `trainer.lag` depends on this order.
 
 Shapes: B prompts of width P, n samples each, S = B * n rows, R = data.max_response_length.
 """

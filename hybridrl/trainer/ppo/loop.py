@@ -20,11 +20,11 @@ from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.ppo.columns import COLUMNS, PROMPT_INPUT
-from hybridrl.trainer.ppo.generation import BatchedGenerator, Generator
-from hybridrl.trainer.ppo.policy import make_policy
+from hybridrl.trainer.ppo.policy.generation import BatchedGenerator, Generator
+from hybridrl.trainer.ppo.policy.groups import make_policy
+from hybridrl.trainer.ppo.policy.rollout_pipeline import make_pipeline
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.rewards import NoRewardGuard, RewardFn, make_kl_controller
-from hybridrl.trainer.ppo.rollout_pipeline import make_pipeline
 from hybridrl.trainer.ppo.stages import check_roles
 from hybridrl.trainer.ppo.update_batch import num_optimizer_steps
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator

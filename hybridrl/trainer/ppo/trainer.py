@@ -48,8 +48,8 @@ from hybridrl.trainer.ppo.columns import (
 from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics, rollout_mismatch_metrics, step_metrics
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
+from hybridrl.trainer.ppo.policy.rollout_pipeline import join_responses
 from hybridrl.trainer.ppo.rewards import RewardFn, add_advantages, add_token_rewards, score_batch
-from hybridrl.trainer.ppo.rollout_pipeline import join_responses
 from hybridrl.trainer.ppo.stages import corrects_rollout, optional_columns, stage_roles, uses_critic, uses_reference
 from hybridrl.trainer.ppo.update_batch import call_balanced, select_columns, select_training_rows
 from hybridrl.trainer.ppo.validation import validate

@@ -18,7 +18,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.prompt_loader import PromptLoader, assign_uids_and_seeds
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.metrics import validation_metrics
-from hybridrl.trainer.ppo.weight_sync import verify_push
+from hybridrl.trainer.ppo.policy.weight_sync import verify_push
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.samples import (
     MAX_EXAMPLES,

@@ -4,6 +4,9 @@
 your own derives from `Rollout`; `docs/extending.md` has a complete one.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from hybridrl.config.capabilities import RolloutCapabilities
 from hybridrl.workers.rollout.base import (
     Rollout,
@@ -16,8 +19,10 @@ from hybridrl.workers.rollout.base import (
 from hybridrl.workers.rollout.batched_request_engine import BatchedRequestEngine
 from hybridrl.workers.rollout.hf import HFRollout
 from hybridrl.workers.rollout.responses import GeneratedTokens
-from hybridrl.workers.rollout.vllm.rollout import VLLMRollout
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from hybridrl.workers.rollout.vllm.rollout import VLLMRollout
 
 __all__ = [
     "BatchedRequestEngine",
@@ -33,3 +38,9 @@ __all__ = [
     "make_rollout",
     "register_rollout",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "VLLMRollout":  # an optional room, loaded when it is asked for
+        return import_module("hybridrl.workers.rollout.vllm.rollout").VLLMRollout
+    raise AttributeError(f"module 'hybridrl.workers.rollout' has no attribute {name!r}")

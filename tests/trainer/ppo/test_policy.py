@@ -9,8 +9,8 @@ from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
-from hybridrl.trainer.ppo.generation import BatchedGenerator
-from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy.generation import BatchedGenerator
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.support.end_to_end.runs import settings
 

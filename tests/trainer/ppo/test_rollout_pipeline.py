@@ -6,7 +6,7 @@ import torch
 
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.rollout_pipeline import RolloutPipeline
+from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
 
 
 class Responses:

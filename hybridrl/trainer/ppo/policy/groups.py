@@ -20,8 +20,8 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.generation import BatchedGenerator, Generator, Pending, PendingResponses
-from hybridrl.trainer.ppo.weight_sync import CrossProcessWeightSync, InProcessWeightSync, WeightSync
+from hybridrl.trainer.ppo.policy.generation import BatchedGenerator, Generator, Pending, PendingResponses
+from hybridrl.trainer.ppo.policy.weight_sync import CrossProcessWeightSync, InProcessWeightSync, WeightSync
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)

@@ -20,8 +20,8 @@ from hybridrl.config import PPOConfig
 from hybridrl.data_plane.columns import even_bounds
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto, DataProtoFuture
-from hybridrl.trainer.ppo.generation import Pending, PendingResponses
-from hybridrl.trainer.ppo.policy import PolicyGroups
+from hybridrl.trainer.ppo.policy.generation import Pending, PendingResponses
+from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 
 
 @dataclass
