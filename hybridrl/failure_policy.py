@@ -48,7 +48,7 @@ class Source(StrEnum):
     """State from which training continues."""
 
     NOTHING = "nothing"
-    SNAPSHOT = "snapshot of the last step"
+    SNAPSHOT = "newest snapshot"
     CHECKPOINT = "newest checkpoint"
 
 
@@ -114,7 +114,8 @@ RULES: Mapping[FailureKind, Rule] = {rule.kind: rule for rule in (
     Rule(FailureKind.WORKER_LOST, Scope.ROLE, Source.SNAPSHOT, Executor.TRAINER,
          3, "losses", Refill.COMPLETED_STEP,
          action="rebuilds {target}", hint=STATUS_HINT,
-         consequence="the driver ends; resume with trainer.resume_mode=auto", then=FailureKind.JOB_UNREPAIRABLE),
+         consequence="the driver ends, and its supervisor starts a new job",
+         then=FailureKind.JOB_UNREPAIRABLE),
     Rule(FailureKind.CALL_TIMEOUT, Scope.ROLE, Source.SNAPSHOT, Executor.TRAINER,
          1, "timeouts", Refill.COMPLETED_STEP,
          action="kills the processes of {target} and counts them as lost",

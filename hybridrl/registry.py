@@ -116,12 +116,12 @@ def is_import_path(name: str) -> bool:
     return bool(colon and path and attribute.isidentifier())
 
 
-def _origin(entry: object) -> str:
+def _origin(entry: Any) -> str:
     function = getattr(entry, "fn", entry)
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
-def _origins(entry: object) -> set[str]:
+def _origins(entry: Any) -> set[str]:
     """Return where an entry comes from: its module, and its file if it is a function."""
     function: Any = getattr(entry, "fn", entry)
     code = getattr(function, "__code__", None)

@@ -153,7 +153,7 @@ def test_a_decision_is_a_sentence_about_what_happened_what_follows_and_what_to_d
         decision = asked.spend(lost)
     assert str(decision) == (
         "critic-0 was lost in update_critic of step 212 (killed by SIGKILL); the limit is 3 losses without a "
-        "completed step, so the driver ends; resume with trainer.resume_mode=auto"
+        "completed step, so the driver ends, and its supervisor starts a new job"
     )
 
 

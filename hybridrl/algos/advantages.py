@@ -79,7 +79,14 @@ class AdvantageEstimator:
         returns_BT = torch.where(response_mask_BT.bool(), returns_BT, zeros_BT)
         return torch.where(counted_BT, advantages_BT, zeros_BT), returns_BT
 
-    def _check(self, rewards_BT, mask_BT, values_BT, group_B, valid_B) -> None:
+    def _check(
+        self,
+        rewards_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        values_BT: torch.Tensor | None,
+        group_B: torch.Tensor | None,
+        valid_B: torch.Tensor | None,
+    ) -> None:
         check_same_shape(token_level_rewards=rewards_BT, response_mask=mask_BT)
         if self.needs_critic and values_BT is None:
             raise DataError(

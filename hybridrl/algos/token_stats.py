@@ -56,9 +56,11 @@ def log_probs_and_entropy(
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """With g, h the gradients of log-prob and entropy H, and p = softmax(z):
+    """Log-probs and entropy, forward and backward one chunk of tokens at a time.
 
-    dL/dz_v = g (1[v = label] - p_v) - h p_v (log p_v + H)
+    With g, h the gradients of log-prob and entropy H, and p = softmax(z):
+
+        dL/dz_v = g (1[v = label] - p_v) - h p_v (log p_v + H)
     """
 
     @staticmethod
@@ -73,7 +75,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             logsumexp_N[part] = torch.logsumexp(scaled_CV, dim=-1)
             log_probs_CV = scaled_CV.sub_(logsumexp_N[part, None])
             log_probs_N[part] = log_probs_CV.gather(1, labels_N[part, None]).squeeze(1)
-            if with_entropy:
+            if entropy_N is not None:
                 entropy_N[part] = -(log_probs_CV.exp() * _finite(log_probs_CV)).sum(dim=-1)
         ctx.save_for_backward(logits_NV, labels_N, logsumexp_N, entropy_N)
         ctx.temperature, ctx.rows = temperature, rows
@@ -89,7 +91,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for part in _parts(len(labels_N), ctx.rows):
             log_probs_CV = _to_float32(logits_NV[part], ctx.temperature).sub_(logsumexp_N[part, None])
             factor_CV = log_probs_CV.exp()
-            if entropy_N is None:
+            if entropy_N is None or grad_entropy_N is None:
                 grad_CV = factor_CV.mul_(-grad_log_probs_N[part, None])
             else:
                 weight_CV = _finite(log_probs_CV).add_(entropy_N[part, None]).mul_(grad_entropy_N[part, None])

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_origin
 
-from hybridrl.config.introspection import BOUND_SIGNS, SettingSpec, dotted, is_section, keys, sections, value_text
+from hybridrl.config.introspection import BOUND_SIGNS, SettingSpec, dotted, keys, section_class, sections, value_text
 from hybridrl.config.plugins import load_plugins
 from hybridrl.config.unknown_keys import suggest_key
 from hybridrl.errors import ConfigError
@@ -132,8 +132,9 @@ def _section(cls: type, nested: Any, *, prefix: str, root: type, problems: list[
         if field.name not in nested:
             continue
         name, value = dotted(prefix, field.name), nested[field.name]
-        if is_section(field):
-            values[field.name] = _section(field.default_factory, value, prefix=name, root=root, problems=problems)
+        section = section_class(field)
+        if section is not None:
+            values[field.name] = _section(section, value, prefix=name, root=root, problems=problems)
             continue
         try:
             values[field.name] = convert(value, known[name])

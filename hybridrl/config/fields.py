@@ -8,7 +8,7 @@ from hybridrl.registry import Registry
 
 def setting(
     default: Any,
-    help: str,  # noqa: A002 - argparse's name
+    help: str,
     *,
     ge: float | None = None,
     gt: float | None = None,
@@ -16,7 +16,7 @@ def setting(
     lt: float | None = None,
     choices: tuple | None = None,
     free: bool = False,
-):
+) -> Any:  # the type that the field is declared with
     """Return a dataclass field with its description and its allowed values.
 
     Mutable defaults are copied for each instance.
@@ -38,7 +38,7 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-def plug(default: Any, help: str, registry: Registry[Any]):  # noqa: A002
+def plug(default: Any, help: str, registry: Registry[Any]):
     """Return a dataclass field whose value is a name of `registry` or an import path.
 
     A value is `pkg.mod:Name` or `path/file.py:Name`. A list has several of them.
@@ -54,6 +54,6 @@ def plug(default: Any, help: str, registry: Registry[Any]):  # noqa: A002
     return field(default=default, metadata=metadata)
 
 
-def section(cls: type, help: str):  # noqa: A002
+def section(cls: type, help: str) -> Any:
     """Return a dataclass field with a nested group of settings."""
     return field(default_factory=cls, metadata={"help": help})

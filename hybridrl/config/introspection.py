@@ -80,7 +80,13 @@ def keys(schema: type) -> dict[str, SettingSpec]:
 
 def is_section(field: Field) -> bool:
     """Return whether a dataclass field is a nested group of settings."""
-    return is_dataclass(field.default_factory)
+    return section_class(field) is not None
+
+
+def section_class(field: Field) -> type | None:
+    """Return the dataclass of a nested group of settings, or None for a single setting."""
+    factory = field.default_factory
+    return factory if isinstance(factory, type) and is_dataclass(factory) else None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -108,10 +114,9 @@ def _iter_sections(schema: type, *, name: str, help_text: str) -> Iterator[Setti
     hints, own = get_type_hints(schema), [field for field in fields(schema) if not is_section(field)]
     yield SettingSection(name, help_text, tuple(_key(field, hints[field.name], prefix=name) for field in own))
     for field in fields(schema):
-        if is_section(field):
-            yield from _iter_sections(
-                field.default_factory, name=dotted(name, field.name), help_text=field.metadata["help"]
-            )
+        nested = section_class(field)
+        if nested is not None:
+            yield from _iter_sections(nested, name=dotted(name, field.name), help_text=field.metadata["help"])
 
 
 def _key(field: Field, hint: Any, *, prefix: str) -> SettingSpec:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
@@ -131,9 +131,9 @@ def _read_override(schema: type, word: str, *, folder: Path) -> str:
         (override,) = OverridesParser.create().parse_overrides([word])
     except OverrideParseException:
         override = None
-    name = override and override.key_or_group
-    if not name:
+    if override is None or not override.key_or_group:
         raise InvalidValue(f"{word}: cannot be read as key=value; {SYNTAX_HINT}")
+    name = override.key_or_group
     if name.partition(".")[0] == "hydra":
         raise InvalidValue(f"{name}: {HYDRA_KEY_REASON}")
     if override.is_sweep_override():
@@ -162,7 +162,8 @@ def _compose(schema: type, overrides: list[str], *, name: str, folder: Path) -> 
     try:
         with initialize_config_dir(config_dir=str(home), version_base=HYDRA_VERSION):
             chosen = compose(name, overrides=[f'hydra.searchpath=["file://{other}"]', *overrides])
-        return OmegaConf.to_container(OmegaConf.merge(defaults, chosen), resolve=True, throw_on_missing=True)
+        merged = OmegaConf.to_container(OmegaConf.merge(defaults, chosen), resolve=True, throw_on_missing=True)
+        return cast(dict[str, Any], merged)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"configuration {name}: {_one_line(error)}") from None
 

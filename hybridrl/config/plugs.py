@@ -28,7 +28,7 @@ REWARD_MANAGERS: Registry[Any] = Registry(
     },
     plugins="algorithm.path",
 )
-"""Reward managers: subclasses of `hybridrl.rewards.RewardManager`."""
+"""Reward managers: subclasses of `hybridrl.rewards.RewardManager`, or classes with its constructor and call."""
 
 TRACKERS: Registry[Any] = Registry(
     "trainer.logger",

@@ -11,9 +11,11 @@ operations on whole batches. Operations on one column are in `columns.py`, mergi
 
 import copy
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from tensordict import TensorDict
 
 from hybridrl.data_plane import columns, conversion, merging, serialization
 from hybridrl.data_plane.auto_padding import AUTO_PADDING_KEY, DataProtoConfig
-from hybridrl.data_plane.columns import Column, RowIndex
+from hybridrl.data_plane.columns import RowIndex
 from hybridrl.data_plane.items import DataProtoItem
 from hybridrl.data_plane.merging import (
     list_of_dict_to_dict_of_list,
@@ -35,6 +37,8 @@ from hybridrl.data_plane.sharing import CopyOnWrite
 from hybridrl.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+D = TypeVar("D", bound="DataProto")
 
 
 class DataProto(CopyOnWrite):
@@ -106,14 +110,14 @@ class DataProto(CopyOnWrite):
         batch = None if self.batch is None else self.batch[row]
         return DataProtoItem(batch, {name: array[row] for name, array in self.non_tensor_batch.items()}, self.meta_info)
 
-    def _map_columns(self, change: Callable[[Column], Column], *, num_rows: int) -> Self:
-        """Return the batch with every column changed."""
+    def _map_columns(self, change: Callable[[Any], Any], *, num_rows: int) -> Self:
+        """Return the batch with every column changed into one of its kind."""
         tensors = {name: change(tensor) for name, tensor in self._tensors().items()}
         arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
         return self._with_columns(None if self._batch is None else TensorDict(tensors, batch_size=[num_rows]), arrays)
 
     def _take_rows(self, rows: torch.Tensor) -> Self:
-        return self._map_columns(lambda column: columns.take_rows(column, rows), num_rows=len(rows))
+        return self._map_columns(partial(columns.take_rows, rows=rows), num_rows=len(rows))
 
     def _split_at(self, bounds: Sequence[tuple[int, int]]) -> list[Self]:
         self._make_private()
@@ -123,7 +127,7 @@ class DataProto(CopyOnWrite):
             or any(t.is_nested for t in self._tensors().values())
         ):
             return [
-                self._map_columns(lambda c, a=start, b=stop: columns.slice_rows(c, a, b), num_rows=stop - start)
+                self._map_columns(partial(columns.slice_rows, start=start, stop=stop), num_rows=stop - start)
                 for start, stop in bounds
             ]
         is_even = bounds[0][1] * len(bounds) == len(self) > 0  # TensorDict splits equal parts faster
@@ -221,13 +225,13 @@ class DataProto(CopyOnWrite):
         self._make_private()
         return conversion.join_tensordict(self._tensors(), self.non_tensor_batch, self.meta_info, num_rows=len(self))
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """Support pickle.
 
         Protocol 5 sends tensors and numeric arrays out of band, other columns and meta_info in band. Tensors arrive on
         the CPU.
         """
-        return _restore, (type(self), *self._encode(protocol))
+        return _restore, (type(self), *self._encode(operator.index(protocol)))
 
     def _encode(self, protocol: int) -> tuple:
         batch = (
@@ -280,7 +284,7 @@ class DataProto(CopyOnWrite):
         Args:
             deepcopy: Copy arrays and meta_info, but not tensors.
         """
-        names = self._tensors() if batch_keys is None else batch_keys
+        names = list(self._tensors()) if batch_keys is None else batch_keys
         self._make_private(names)
         tensors = select_entries("batch column", self._tensors(), names)
         arrays = select_entries("non_tensor_batch column", self.non_tensor_batch, non_tensor_batch_keys)
@@ -309,8 +313,9 @@ class DataProto(CopyOnWrite):
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         if not popped._tensors():
             popped.batch = None
-        for name in batch_keys or ():
-            self._batch.del_(name)
+        if self._batch is not None:  # without it, `select` has refused any name
+            for name in batch_keys or ():
+                self._batch.del_(name)
         for name in non_tensor_batch_keys or ():
             del self.non_tensor_batch[name]
         for name in meta_info_keys or ():
@@ -407,8 +412,14 @@ class DataProto(CopyOnWrite):
 
         `dataloader_kwargs={"shuffle": True}` shuffles the rows.
         """
-        arguments = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
-        return iterate_mini_batches(len(self), self.select_idxs, **arguments)
+        return iterate_mini_batches(
+            len(self),
+            self.select_idxs,
+            size=mini_batch_size,
+            epochs=epochs,
+            seed=seed,
+            loader_kwargs=dataloader_kwargs,
+        )
 
     # Chunks.
 
@@ -483,8 +494,8 @@ class DataProto(CopyOnWrite):
 
 
 def _restore(
-    cls: type[DataProto], batch: tuple[int, dict] | None, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
-) -> DataProto:
+    cls: type[D], batch: tuple[int, dict] | None, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
+) -> D:
     """Return the batch of a pickle or a file.
 
     Tensors stay in the received buffers until they are first accessed.
@@ -500,7 +511,9 @@ def collate_fn(data_items: Sequence[DataProtoItem]) -> DataProto:
 
     meta_info is merged as in `DataProto.concat`.
     """
-    rows = [{} if item.batch is None else {k: v.unsqueeze(0) for k, v in item.batch.items()} for item in data_items]
+    rows: list[dict[str, Any]] = [
+        {} if item.batch is None else {k: v.unsqueeze(0) for k, v in item.batch.items()} for item in data_items
+    ]
     values = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in data_items])
     arrays = {name: conversion.column_array(column) for name, column in values.items()}
     return DataProto.from_dict(

@@ -6,7 +6,7 @@ several columns are in `batch.py`, bytes in `serialization.py`.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from hybridrl.errors import DataError
 
 Column = torch.Tensor | np.ndarray
+C = TypeVar("C", torch.Tensor, np.ndarray, Column)  # the result is of the argument's kind
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
@@ -116,7 +117,7 @@ def even_bounds(num_rows: int, parts: int) -> list[tuple[int, int]]:
     return list(zip(ends, ends[1:], strict=False))
 
 
-def take_rows(column: Column, rows: torch.Tensor) -> Column:
+def take_rows(column: C, rows: torch.Tensor) -> C:
     """Return a copy of the given rows, in that order; `rows` comes from `row_index`."""
     if isinstance(column, np.ndarray):
         return column[rows.numpy()]
@@ -125,7 +126,7 @@ def take_rows(column: Column, rows: torch.Tensor) -> Column:
     return column.index_select(0, rows.to(column.device))
 
 
-def slice_rows(column: Column, start: int, stop: int) -> Column:
+def slice_rows(column: C, start: int, stop: int) -> C:
     """Return rows [start, stop) as a view.
 
     Of a jagged tensor it is a copy, because torch has no such view.
@@ -151,12 +152,18 @@ def without_holes(jagged: torch.Tensor) -> torch.Tensor:
 
     A narrowed one also holds the values outside the narrowed ranges.
     """
-    return jagged.contiguous() if jagged.lengths() is not None else jagged
+    lengths = jagged.lengths()  # type: ignore[attr-defined] # torch declares it on a private subclass
+    return jagged if lengths is None else jagged.contiguous()
+
+
+def jagged_offsets(jagged: torch.Tensor) -> torch.Tensor:
+    """Return where the rows of a jagged tensor of B rows begin and end, (B + 1,) int64."""
+    return jagged.offsets()  # type: ignore[attr-defined] # torch declares it on a private subclass
 
 
 def jagged_dim(jagged: torch.Tensor) -> int:
-    # torch has no public name for it, and shapes do not determine which dimension is ragged.
-    return jagged._ragged_idx
+    """Return which dimension of a jagged tensor is ragged; its shape does not determine it."""
+    return jagged._ragged_idx  # type: ignore[attr-defined] # torch has no public name for it
 
 
 def _jagged_row(jagged: torch.Tensor) -> str:
@@ -168,16 +175,16 @@ def _jagged_row(jagged: torch.Tensor) -> str:
 
 def _take_jagged(jagged: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     jagged = without_holes(jagged)
-    lengths = jagged.offsets().diff()[rows]
+    lengths = jagged_offsets(jagged).diff()[rows]
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    shift = jagged.offsets()[:-1][rows] - offsets[:-1]
+    shift = jagged_offsets(jagged)[:-1][rows] - offsets[:-1]
     positions = torch.arange(int(offsets[-1]), device=rows.device) + shift.repeat_interleave(lengths)
     ragged = jagged_dim(jagged)
     values = jagged.values().index_select(ragged - 1, positions)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 
-def concat_rows(name: str, parts: Sequence[Column]) -> Column:
+def concat_rows(name: str, parts: Sequence[C]) -> C:
     """Return the rows of all parts, copied.
 
     Raises:
@@ -185,6 +192,10 @@ def concat_rows(name: str, parts: Sequence[Column]) -> Column:
     """
     if isinstance(parts[0], np.ndarray):
         return _concat_arrays(name, parts)
+    return _concat_tensors(name, parts)
+
+
+def _concat_tensors(name: str, parts: Sequence[Any]) -> torch.Tensor:
     kinds = [(p.dtype, _jagged_row(p) if p.is_nested else p.shape[1:]) for p in parts]
     for number, kind in enumerate(kinds):
         # torch.cat would promote: int64 with float32 silently loses digits.
@@ -199,7 +210,7 @@ def concat_rows(name: str, parts: Sequence[Column]) -> Column:
     return _concat_jagged(parts) if parts[0].is_nested else torch.cat(list(parts))
 
 
-def _concat_arrays(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def _concat_arrays(name: str, parts: Sequence[Any]) -> np.ndarray:
     if any(p.dtype == object for p in parts) and len({p.shape[1:] for p in parts}) > 1:
         # Lists of equal length make a two-dimensional object array, others a flat one. Parts may differ in this.
         parts = [one_object_per_row([row.tolist() if isinstance(row, np.ndarray) else row for row in p]) for p in parts]
@@ -212,7 +223,7 @@ def _concat_arrays(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
 def _concat_jagged(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = [without_holes(p) for p in parts]
     ragged = jagged_dim(parts[0])
-    lengths = torch.cat([p.offsets().diff() for p in parts])
+    lengths = torch.cat([jagged_offsets(p).diff() for p in parts])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     values = torch.cat([p.values() for p in parts], dim=ragged - 1)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
@@ -251,7 +262,7 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.is_nested:
         a, b = without_holes(a), without_holes(b)
-        same_rows = jagged_dim(a) == jagged_dim(b) and _equal_tensors(a.offsets(), b.offsets())
+        same_rows = jagged_dim(a) == jagged_dim(b) and _equal_tensors(jagged_offsets(a), jagged_offsets(b))
         return same_rows and _equal_tensors(a.values(), b.values())
     if a.shape != b.shape:
         return False
@@ -271,7 +282,7 @@ def _equal_arrays(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
 
 
-def split_across_columns(name: str, column: Column, parts: int) -> Column:
+def split_across_columns(name: str, column: C, parts: int) -> C:
     """Return (B * parts, W / parts, ...) of a column (B, W, ...).
 
     The `parts` parts of a row are in adjacent rows.

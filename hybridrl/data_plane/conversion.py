@@ -10,10 +10,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from hybridrl.data_plane.columns import num_bytes, one_object_per_row
 from hybridrl.errors import DataError
 
-Parts = tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]
+Parts = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]
 
 
-def non_tensor_stack(values: Sequence) -> NonTensorStack:
+def non_tensor_stack(values: Iterable[Any]) -> NonTensorStack:
     """Return the TensorDict column of these values, one per row."""
     return NonTensorStack(*[NonTensorData(value) for value in values])
 

@@ -61,20 +61,22 @@ class DataProtoFuture:
         Raises:
             DataError: The rows do not match `sizes`. Errors of `fetch` are passed on.
         """
-        batch = self._all_shards() if self.part is None else self._fetch_part()
+        batch = self._all_shards() if self.part is None else self._fetch_part(*self.part)
         return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
 
     def _all_shards(self) -> Any:
-        shards = self.fetch(self.futures) if self.fetch else list(self.futures)
-        batch = self.collect_fn(shards)
-        if self._sizes_are_numbers() and len(batch) != sum(self.sizes):
-            raise DataError(f"the shards should have {self.sizes} rows and have {[len(s) for s in shards]}")
+        shards = self._values(self.futures)
+        batch, sizes = self.collect_fn(shards), self._known_sizes()
+        if sizes is not None and len(batch) != sum(sizes):
+            raise DataError(f"the shards should have {sizes} rows and have {[len(s) for s in shards]}")
         return batch
 
-    def _fetch_part(self) -> Any:
-        index, parts = self.part
-        whole = replace(self, sizes=self.fetch(self.sizes), part=None, dispatch_fn=None)
-        if not whole._sizes_are_numbers():
+    def _values(self, references: list) -> list:
+        return self.fetch(references) if self.fetch else list(references)
+
+    def _fetch_part(self, index: int, parts: int) -> Any:
+        whole = replace(self, sizes=self._values(self.sizes or []), part=None, dispatch_fn=None)
+        if whole._known_sizes() is None:
             raise DataError(f"the future cannot be chunked by rows: the shards' sizes are {whole.sizes}")
         return whole.chunk(parts)[index].get()
 
@@ -95,26 +97,30 @@ class DataProtoFuture:
             return [replace(self, dispatch_fn=partial(_chunk_of, self.dispatch_fn, i, chunks)) for i in range(chunks)]
         if chunks == len(self.futures):
             return [self._shards(slice(i, i + 1)) for i in range(chunks)]
-        if self._sizes_are_numbers():
-            return [self._rows(start, stop) for start, stop in even_bounds(sum(self.sizes), chunks)]
+        sizes = self._known_sizes()
+        if sizes is not None:
+            return [self._rows(start, stop, sizes=sizes) for start, stop in even_bounds(sum(sizes), chunks)]
         return [replace(self, part=(i, chunks)) for i in range(chunks)]
 
-    def _sizes_are_numbers(self) -> bool:
-        return self.sizes is not None and all(isinstance(size, int) for size in self.sizes)
+    def _known_sizes(self) -> list[int] | None:
+        """Return the rows of each shard; None if they are unknown or still references."""
+        if self.sizes is None or not all(isinstance(size, int) for size in self.sizes):
+            return None
+        return self.sizes
 
     def _shards(self, which: slice) -> "DataProtoFuture":
         sizes = None if self.sizes is None else self.sizes[which]
         return replace(self, futures=self.futures[which], sizes=sizes)
 
-    def _rows(self, start: int, stop: int) -> "DataProtoFuture":
+    def _rows(self, start: int, stop: int, *, sizes: Sequence[int]) -> "DataProtoFuture":
         """Return a future of rows [start, stop) over the shards that hold them.
 
         An empty chunk fetches one shard, to get its columns.
         """
-        ends = list(accumulate(self.sizes))
+        ends = list(accumulate(sizes))
         first = next((i for i, end in enumerate(ends) if end > start), len(ends) - 1)
         last = next((i for i, end in enumerate(ends) if end >= stop and i >= first), first)
-        offset = ends[first] - self.sizes[first]
+        offset = ends[first] - sizes[first]
         return replace(
             self._shards(slice(first, last + 1)), dispatch_fn=partial(_slice_of, start - offset, stop - offset)
         )

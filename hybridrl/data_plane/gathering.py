@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridrl.data_plane.columns import jagged_dim, without_holes
+from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, without_holes
 from hybridrl.data_plane.merging import concat_columns
 from hybridrl.data_plane.serialization import flat_bytes
 
@@ -76,7 +76,7 @@ def all_gather_columns(
     concat_columns(
         [{name: spec.without_rows() for name, spec in all_ranks[rank].specs.items()} for rank in ranks_with_rows]
     )
-    gathered = {}
+    gathered: dict[str, list[torch.Tensor]] = {}
     for name in all_ranks[ranks_with_rows[0]].specs:
         own = _parts(tensors[name]) if dist.get_rank(group) in ranks_with_rows else ()
         gathered[name] = _all_gather_column(own, {rank: all_ranks[rank].specs[name] for rank in ranks_with_rows}, group)
@@ -103,7 +103,7 @@ def _column_spec(tensor: torch.Tensor) -> _ColumnSpec:
 def _parts(tensor: torch.Tensor) -> Parts:
     """Return the dense tensors of a column, in the order of `_ColumnSpec.parts`."""
     tensor = without_holes(tensor.detach()) if tensor.is_nested else tensor
-    return (tensor.values(), tensor.offsets().to(torch.int64)) if tensor.is_nested else (tensor,)
+    return (tensor.values(), jagged_offsets(tensor).to(torch.int64)) if tensor.is_nested else (tensor,)
 
 
 def _all_gather_column(

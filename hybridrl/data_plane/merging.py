@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tensordict import TensorDict
 
-from hybridrl.data_plane.columns import Column, concat_rows, deep_equal
+from hybridrl.data_plane.columns import C, concat_rows, deep_equal
 from hybridrl.data_plane.conversion import plain_value
 from hybridrl.errors import DataError
 
@@ -67,7 +67,7 @@ def _union(kind: str, first: D, second: D) -> D:
     return first
 
 
-def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+def concat_columns(parts: Sequence[Mapping[str, C]]) -> dict[str, C]:
     """Return each column's rows of all parts.
 
     Raises:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from hybridrl.data_plane.batch import DataProto
+from hybridrl.data_plane.columns import Column
 from hybridrl.data_plane.gathering import all_gather_columns
 from hybridrl.errors import DataError
 
@@ -30,9 +31,8 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
     The inverse of `fold_batch_dim`.
     """
-    leading = {
-        name: tuple(column.shape[:batch_dims]) for name, column in {**_tensors(data), **data.non_tensor_batch}.items()
-    }
+    columns: dict[str, Column] = {**_tensors(data), **data.non_tensor_batch}
+    leading = {name: tuple(column.shape[:batch_dims]) for name, column in columns.items()}
     first = next(iter(leading.values()), ())
     if len(first) != batch_dims or set(leading.values()) != {first}:
         raise DataError(f"the first {batch_dims} dimensions must be the same in every column, got {leading}")
@@ -41,7 +41,8 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def _tensors(data: DataProto) -> dict[str, torch.Tensor]:
-    return {} if data.batch is None else dict(data.batch.items())
+    data._make_private()
+    return data._tensors()
 
 
 def _reshape(data: DataProto, num_rows: int, leading: tuple[int, ...], *, drop: int) -> DataProto:

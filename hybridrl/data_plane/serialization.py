@@ -9,13 +9,13 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hybridrl.data_plane.columns import jagged_dim, without_holes
+from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, without_holes
 from hybridrl.data_plane.meta_info import GenerationRequest, UpdatePlan
 from hybridrl.data_plane.sharing import private_copy
 from hybridrl.errors import DataError
@@ -25,7 +25,7 @@ from hybridrl.system.atomic_write import atomic_write
 # encoded as dense tensors.
 EncodedTensor = tuple[Any, Any, Any]
 EncodedColumns = dict[str, EncodedTensor]
-Wrap = Callable[[np.ndarray], Any]
+Wrap = Callable[[Any], Any]  # of a numpy array
 
 # torch dtypes that numpy has under the same name.
 NUMPY_DTYPES = {"float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"}
@@ -42,7 +42,9 @@ def serialize_single_tensor(tensor: torch.Tensor, *, wrap: Wrap = pickle.PickleB
     """
     if tensor.is_nested:
         tensor = without_holes(tensor.detach())
-        values, offsets = (serialize_single_tensor(part, wrap=wrap) for part in (tensor.values(), tensor.offsets()))
+        values, offsets = (
+            serialize_single_tensor(part, wrap=wrap) for part in (tensor.values(), jagged_offsets(tensor))
+        )
         return values, offsets, jagged_dim(tensor)
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), wrap(flat_bytes(tensor.cpu()).numpy())
 
@@ -98,14 +100,16 @@ def serialize_tensordict(
     """
     plain, read_only_wrap = (pickle.PickleBuffer, _read_only_buffer) if protocol >= 5 else (bytearray, bytearray)
     read_only_names = set(read_only)
+    tensors = cast(dict[str, torch.Tensor], dict(batch.items()))
     columns = {
-        k: serialize_single_tensor(v, wrap=read_only_wrap if k in read_only_names else plain) for k, v in batch.items()
+        k: serialize_single_tensor(v, wrap=read_only_wrap if k in read_only_names else plain)
+        for k, v in tensors.items()
     }
     return batch.batch_size[0], columns
 
 
 def _read_only_buffer(array: np.ndarray) -> pickle.PickleBuffer:
-    return pickle.PickleBuffer(memoryview(array).toreadonly())
+    return pickle.PickleBuffer(array.data.toreadonly())
 
 
 def deserialize_tensordict(encoded: tuple[int, EncodedColumns]) -> TensorDict:

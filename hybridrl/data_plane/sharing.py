@@ -13,12 +13,13 @@ enforced by numpy: copy one before `torch.from_numpy`.
 
 import threading
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hybridrl.data_plane.columns import jagged_dim
+from hybridrl.data_plane.columns import jagged_dim, jagged_offsets
 
 # Two threads of a driver may read the same received batch at once; both must get the same copy.
 _COPYING = threading.Lock()
@@ -47,7 +48,7 @@ class CopyOnWrite:
 
     def _make_private(self, names: Iterable[str] | None = None) -> None:
         """Copy the named columns (default: all) out of shared memory."""
-        if not self._shared:
+        if self._batch is None or not self._shared:
             return
         with _COPYING:
             for name in self._shared & set(self._shared if names is None else names):
@@ -56,7 +57,7 @@ class CopyOnWrite:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensor columns, for reading only."""
-        return {} if self._batch is None else dict(self._batch.items())
+        return {} if self._batch is None else cast(dict[str, torch.Tensor], dict(self._batch.items()))
 
 
 def private_copy(column: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,7 @@ def private_copy(column: torch.Tensor) -> torch.Tensor:
     """
     if column.is_nested:
         # clone() would not copy the offsets.
-        values, offsets = private_copy(column.values()), private_copy(column.offsets())
+        values, offsets = private_copy(column.values()), private_copy(jagged_offsets(column))
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim(column))
     if not column.nbytes:
         return column.clone()

@@ -7,6 +7,7 @@ distinction, independent of the tensordict version's own chunk, cat and indexing
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hybridrl.data_plane.columns import (
     deep_equal,
     even_bounds,
     jagged_dim,
+    jagged_offsets,
     one_object_per_row,
     row_index,
     slice_rows,
@@ -63,7 +65,7 @@ __all__ = [
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
     """Set a value of the whole batch, in place."""
-    tensor_dict.set(key, NonTensorData(unwrap_non_tensor_data(val)))
+    tensor_dict.set(key, NonTensorData(unwrap_non_tensor_data(val)))  # type: ignore[arg-type] # tensordict's omission
 
 
 def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence) -> None:
@@ -262,7 +264,9 @@ def maybe_fix_3d_position_ids(data: TensorDict) -> None:
         and position_ids.dim() == 3
         and jagged_dim(position_ids) != 2
     ):
-        fixed = torch.nested.nested_tensor_from_jagged(position_ids.values(), position_ids.offsets(), jagged_dim=2)
+        fixed = torch.nested.nested_tensor_from_jagged(
+            position_ids.values(), jagged_offsets(position_ids), jagged_dim=2
+        )
         data.set("position_ids", fixed)
 
 
@@ -277,8 +281,10 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: RowIndex) -> Ten
     Args:
         indices: Row numbers (negative ones count from the end) or a mask.
     """
-    if batch is None:
-        return None
+    return None if batch is None else _select_rows(batch, indices)
+
+
+def _select_rows(batch: TensorDict, indices: RowIndex) -> TensorDict:
     rows = row_index(indices, _num_rows(batch))
     columns, meta = _split(batch)
     return _join({key: take_rows(column, rows) for key, column in columns.items()}, meta, batch, num_rows=len(rows))
@@ -352,9 +358,13 @@ def make_iterator(
 
     `dataloader_kwargs={"shuffle": True}` shuffles the rows.
     """
-    arguments = {"size": mini_batch_size, "epochs": epochs, "seed": seed, "loader_kwargs": dataloader_kwargs}
     return iterate_mini_batches(
-        _num_rows(tensordict), lambda rows: index_select_tensor_dict(tensordict, rows), **arguments
+        _num_rows(tensordict),
+        partial(_select_rows, tensordict),
+        size=mini_batch_size,
+        epochs=epochs,
+        seed=seed,
+        loader_kwargs=dataloader_kwargs,
     )
 
 
@@ -367,11 +377,7 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
         raise ValueError(f"size_divisor={size_divisor} must be at least 1")
     num_rows = _num_rows(data)
     num_added = -num_rows % size_divisor
-    return (
-        (index_select_tensor_dict(data, torch.arange(num_rows + num_added) % num_rows), num_added)
-        if num_added
-        else (data, 0)
-    )
+    return (_select_rows(data, torch.arange(num_rows + num_added) % num_rows), num_added) if num_added else (data, 0)
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:

@@ -68,7 +68,7 @@ def _connect_own() -> None:
         address = LIFECYCLE.ray_address()
         # Ray read its authentication mode from the environment at import; read it again.
         with contextlib.suppress(ImportError, AttributeError):
-            ray._raylet.Config.initialize("")
+            ray._raylet.Config.initialize("")  # type: ignore[attr-defined] # compiled, without types
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RuntimeError, OSError) as error:
         if LIFECYCLE.attempt > 1:
@@ -110,7 +110,7 @@ def _connect(address: str) -> None:
     TERMINATION.reinstall()
     logger.info(
         "connected to the Ray cluster at %s, machines: %d",
-        context.address_info["address"],
+        context.address_info["address"],  # type: ignore[attr-defined] # Ray annotates the base class
         sum(node["Alive"] for node in ray.nodes()),
     )
 

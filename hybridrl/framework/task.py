@@ -313,7 +313,7 @@ class Task(Composition, StageLabels):
     ) -> None:
         failures: list[BaseException] = [] if error is None else [error]
         self._wait_for_unfinished(stopping=True)
-        hooks = [*self._exit_hooks, functools.partial(self._local.emit, "exit")]
+        hooks: list[Callable[[], Any]] = [*self._exit_hooks, functools.partial(self._local.emit, "exit")]
         self._exit_hooks = []
         while hooks:
             try:

@@ -71,7 +71,8 @@ def _run_calls(calls: Calls) -> None:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        item = future = call = result = None  # do not keep a stage's arguments and result alive
+        item = result = None  # do not keep a stage's arguments and result alive
+        del future, call
 
 
 def first_failure(futures: Iterable[Future]) -> BaseException | None:

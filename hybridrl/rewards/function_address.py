@@ -57,10 +57,12 @@ class FunctionAddress:
 
     def request(self) -> bytes:
         """Return the first frame for a score process (`process_main`): this address and this process's Python path."""
-        is_file = self.path is not None and (self.path.endswith(".py") or "/" in self.path)
+        path = self.path
+        if path is not None and (path.endswith(".py") or "/" in path):
+            path = os.path.abspath(os.path.expanduser(path))
         request = {
             "sys_path": [entry or os.getcwd() for entry in sys.path],
-            "path": os.path.abspath(os.path.expanduser(self.path)) if is_file else self.path,
+            "path": path,
             "name": self.name,
             "pickled": self.pickled,
             "kwargs": cloudpickle.dumps(dict(self.kwargs)),

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from hybridrl.config.schema.workers import OverlongBufferConfig
@@ -295,10 +296,10 @@ class DAPORewardManager(RewardManager):
             raise ConfigError(f"overlong_buffer.len={buffer.len}: must be between 1 and max_response_length={limit}")
 
     def adjust(self, scores: list[SampleScore], lengths_B: torch.Tensor) -> list[SampleScore]:
-        buffer = self.overlong_buffer
-        if buffer is None or not buffer.enable:
+        buffer, limit = self.overlong_buffer, self.max_response_length
+        if buffer is None or not buffer.enable or limit is None:
             return scores
-        excess_B = (lengths_B - (self.max_response_length - buffer.len)).double()
+        excess_B = (lengths_B - (limit - buffer.len)).double()
         penalties_B = (-excess_B / buffer.len * buffer.penalty_factor).clamp(max=0)
         return [score.with_penalty(penalty) for score, penalty in zip(scores, penalties_B.tolist(), strict=True)]
 
@@ -352,7 +353,9 @@ def collect_extra(scores: list[SampleScore]) -> dict[str, list]:
     return {name: [score.extra.get(name) for score in scores] for name in names}
 
 
-def log_failures(scores: list[SampleScore], *, samples: list[dict[str, Any]], indices: Sequence | None) -> None:
+def log_failures(
+    scores: list[SampleScore], *, samples: list[dict[str, Any]], indices: Sequence | np.ndarray | None
+) -> None:
     """Log failed samples, one line for each of the first few reasons."""
     indices = range(len(scores)) if indices is None else indices
     failed = [row for row, score in enumerate(scores) if not score.valid]

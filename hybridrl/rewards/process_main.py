@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import pickle
 import signal
@@ -44,9 +45,13 @@ def main() -> None:
     """Run the calls that arrive on the socket, until the parent closes it."""
     sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     sock.set_inheritable(False)
-    sys.stdout.reconfigure(line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
-    request = pickle.loads(receive(sock))
+    frame = receive(sock)
+    if frame is None:
+        return
+    request = pickle.loads(frame)
     sys.path[:] = request["sys_path"]
     try:
         function, kwargs = load_function(request)
@@ -97,7 +102,7 @@ def load_module(path: str) -> Any:
         raise LoadFailure("path", "no such file")
     name = os.path.splitext(os.path.basename(path))[0]
     spec = importlib.util.spec_from_file_location(f"reward_function_{name}", path)
-    if spec is None:
+    if spec is None or spec.loader is None:
         raise LoadFailure("path", "not a Python file, its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle find a class's module by its name

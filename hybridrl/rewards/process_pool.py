@@ -59,8 +59,9 @@ class ScoreProcessPool:
                 self._assign_calls(job)
                 failure = self._poll(job)
                 if not self._processes:
+                    assert failure is not None, "only a process that cannot load the function is not replaced"
                     job.fail_waiting(f"no reward process could be started: {failure.reason}")
-        return job.results
+        return [job.results[number] for number in range(len(calls))]
 
     def close(self) -> None:
         """End the children: idle ones exit by themselves, others are killed. The next call starts new ones."""
@@ -121,10 +122,13 @@ class ScoreProcessPool:
 
 
 class ScoreJob:
-    """The calls of one batch. `waiting`: numbers of calls not yet sent. `results` fills up in any order."""
+    """The calls of one batch.
+
+    `waiting` has the numbers of calls that are not sent yet. `results` has each call's result by its number.
+    """
 
     def __init__(self, calls: Sequence[Mapping[str, Any]]):
-        self.results: list[CallResult | None] = [None] * len(calls)
+        self.results: dict[int, CallResult] = {}
         self.calls: list[bytes] = [b""] * len(calls)
         self.waiting: deque[int] = deque()
         self.unfinished = len(calls)

@@ -10,8 +10,8 @@ Each replica has one call in flight. The call hands over new requests and return
 (`RequestServer.serve`). A replica is lost when its process is gone or its call exceeds `progress_timeout_s`. The router
 then stops routing to it and sends its open requests to other replicas with the same seeds, so the answers are the same.
 Meanwhile it restarts the replica, gives it the current weights, and routes to it again. `failure_policy.py` limits how
-often a replica is restarted, and how often a request is sent. An exception raised by the
-replica's own code is a bug or a bad request that would raise anywhere. It ends all requests.
+often a replica is restarted, and how often a request is sent. An exception raised by the replica's own code is a bug or
+a bad request that would raise anywhere. It ends all requests.
 
 Between `pause()` and `resume()` the router makes no calls, so that the processes can load weights or train. Open
 requests end with reason "pause" and the tokens generated so far; `continuation.py` continues them.

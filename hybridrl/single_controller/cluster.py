@@ -17,14 +17,17 @@ CONNECT_TIMEOUT_S = 1.0  # the kernel accepts a connection, however busy the nod
 
 
 def master_name(run: str) -> str:
+    """Return the name of a run's master."""
     return f"{run}/{MASTER}"
 
 
 def job_supervisor_name(run: str) -> str:
+    """Return the name of a submitted run's job supervisor."""
     return f"{run}/{JOB_SUPERVISOR}"
 
 
 def snapshot_store_name(run: str) -> str:
+    """Return the name of a run's snapshot store."""
     return f"{run}/snapshots"
 
 

@@ -9,7 +9,7 @@ from hybridrl.config import PPOConfig, check_config, from_dict
 from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings, single_process_layout
 from hybridrl.config.plugs import ENGINES, REWARD_MANAGERS, TRACKERS
 from hybridrl.errors import ConfigError
-from tests.config.checks.test_rules import NAMES
+from tests.config.checks.test_rules import NAMES, ROLLOUTS
 
 ENGINE = """
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def config_of(strategy: str, **actor) -> PPOConfig:
 
 def problems(config: PPOConfig) -> str:
     try:
-        check_config(config, **NAMES, with_inputs=False)
+        check_config(config, **NAMES, rollout=ROLLOUTS["vllm"], transport=None, with_inputs=False)
     except ConfigError as error:
         return str(error)
     return ""

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,7 +76,6 @@ def test_the_transport_takes_part_in_a_run(tmp_path, path, tiny_qwen2, ray_clust
     assert {file.name for file in (tmp_path / "weights").iterdir()} >= {"version_1.pt", "version_2.pt"}
 
 
-@pytest.mark.skipif(find_spec("hybridrl.config.plugs") is None, reason="these settings take no import path yet")
 def test_engine_reward_manager_and_logger_take_part_in_a_run(tmp_path, path, tiny_qwen2):
     changes = {
         "actor_rollout_ref__actor__strategy": path("my_engine.py"),

@@ -26,7 +26,8 @@ def engine_problems(config: PPOConfig) -> Problems:
             yield from _unused_problems(getattr(actor, name), key=f"{key}.{name}", strategy=actor.strategy)
     for name, values in ((key, actor.engine_config), ("critic", config.critic.engine_config)):
         if used and values:
-            yield f"{name}.engine_config={value_text(values)}: has no effect with {key}.strategy={actor.strategy}"
+            chosen = f"{key}.strategy={actor.strategy}"
+            yield f"{name}.engine_config={value_text(values)}: has no effect with {chosen}; leave it out"
     if used == "megatron":
         yield from _megatron_problems(config)
     try:

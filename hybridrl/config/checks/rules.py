@@ -116,11 +116,12 @@ def _path_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
     if paths[needed] is None:
         yield f"{needed}.path=null: no model; give a directory or a Hugging Face name"
     for key, path in paths.items():
-        looks_local = path and (
-            path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
-        )  # hub names have at most one slash
-        if looks_local and not Path(path).is_dir():
+        if path and _looks_local(path) and not Path(path).is_dir():
             yield f"{key}.path={path}: there is no such directory{_tilde_hint(path)}"
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1  # hub names have at most one slash
 
 
 def adapter_problems(config: PPOConfig | SFTConfig) -> Problems:

@@ -185,7 +185,7 @@ class GraphDrawing:
             self.x(spec.name) - width / 2,
             self.top,
             (width, BOX_HEIGHT),
-            pool=placement and placement.pool,
+            pool=None if placement is None else placement.pool,
             pure=spec.pure,
         )
         where = [(0.46, spec.role or DRIVER)] + (

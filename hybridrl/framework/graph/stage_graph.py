@@ -300,10 +300,11 @@ def to_dot(graph: StageGraph) -> str:
 
 def _node_style(graph: StageGraph, spec: StageSpec) -> str:
     placement = graph.placement_of(spec)
+    pool = None if placement is None else placement.pool
     where = () if placement is None else (f"{placement.pool} x{placement.num_processes}",)
     label = _quoted("\n".join([spec.name, spec.role or DRIVER, *where]))
     shape = 'style="filled,rounded"' if spec.pure else 'style="filled", peripheries=2'
-    return f"label={label}, {shape}, fillcolor={_quoted(graph.colour_of(placement and placement.pool))}"
+    return f"label={label}, {shape}, fillcolor={_quoted(graph.colour_of(pool))}"
 
 
 def _edge_style(edge: Edge) -> str:

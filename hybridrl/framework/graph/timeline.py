@@ -176,11 +176,11 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
     events += [
         _metadata("process_sort_index", groups.index(group) + 1, 0, sort_index=groups.index(group)) for group in groups
     ]
-    for number, ((group, row), entries) in enumerate(rows.items(), start=1):
+    for number, ((group, name), entries) in enumerate(rows.items(), start=1):
         pid = groups.index(group) + 1
         tid = 1000 * pid + number  # unique in the file: viewers tell rows apart by tid alone
         events += [
-            _metadata("thread_name", pid, tid, name=row),
+            _metadata("thread_name", pid, tid, name=name),
             _metadata("thread_sort_index", pid, tid, sort_index=number),
         ]
         events += [

@@ -112,7 +112,8 @@ class Inbox:
                     self._load_and_handle(message)
             except BaseException as error:  # also a listener's SystemExit: this thread must not end
                 self._on_error(error)
-            item = message = None  # do not keep the message alive
+            message = None  # do not keep the message alive
+            del item
 
     def _load_and_handle(self, message: Message) -> None:
         try:

@@ -192,7 +192,7 @@ def _find_members(targets: Sequence[str]) -> dict[str, Any]:
         if targets
         else []
     )
-    found = {}
+    found: dict[str, Any] = {}
     for target in targets:
         members = [name for name in names if name == target or name.startswith(f"{target}/node-")]
         if not members:

@@ -73,6 +73,7 @@ def stop_recording() -> None:
 
 
 def is_recording() -> bool:
+    """Return whether this process records spans."""
     return _spans is not None
 
 

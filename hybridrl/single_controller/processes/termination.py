@@ -90,6 +90,7 @@ def kill_named(names: Collection[str], *, timeout_s: float) -> None:
 
 
 def kill_actors(actors: Sequence[Any]) -> None:
+    """Kill these actors at once; Ray starts none of them again."""
     import ray
 
     for actor in actors:

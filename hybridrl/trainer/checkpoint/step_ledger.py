@@ -9,12 +9,12 @@ step:
     {"begin": 4, "rows": 7473, "from": ".../global_step_4"}
     {"step": 5, "epoch": 0, "prompts": [17, 3], "stages": {"update_actor": 1, ...}, "updates": {"actor": 10}}
 
-begin: the step that the process resumes after; earlier lines of later steps no longer count, their updates are not in
-    the
-weights. prompts: rows of the training data that the step trained on. stages: how often each stage that is not pure ran.
-updates: optimizer steps in the weights, as the workers count them. Every line ends with a checksum of itself and all
-    lines
-before it.
+    begin    the step that the process resumes after; updates of earlier lines of later steps are not in the weights
+    prompts  rows of the training data that the step trained on
+    stages   how often each stage that is not pure ran
+    updates  optimizer steps in the weights, as the workers count them
+
+Every line ends with a checksum of itself and all lines before it.
 
 A checkpoint holds the checksum and the updates of its step. When one is written or loaded, the updates are compared
 with the engines' own count, which is stored with their weights.

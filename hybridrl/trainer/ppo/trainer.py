@@ -4,8 +4,7 @@
       prompts     responses   scores                old_log_probs    rollout_is_weights       ref_log_prob     values
 
     -> advantage -> [update_critic] -> update_actor -> update_weights -> validate -> log -> save_checkpoint
-       advantages,
-       returns
+       advantages, returns
 
 A step is the list `RayPPOTrainer.step`, in order; stages in brackets depend on the settings. Each stage is a method
 that adds the columns under it to `ctx.batch` (all of them: `columns.py`). To change a step, override a stage or change
@@ -89,7 +88,7 @@ class RayPPOTrainer(PPOLoop):
         to_actor = (*trained, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss)
         to_critic = (*trained, *has.values, c.RETURNS)
         return [
-            # 1. Prompts of step t + lag.
+            # 1. Prompts of the step that is `trainer.lag` ahead.
             Stage(cls.next_batch, writes=PROMPT_INPUT, once=True),
             # 2. n responses to each prompt.
             Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, once=config.trainer.lag > 0),

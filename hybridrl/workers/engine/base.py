@@ -142,8 +142,7 @@ class Engine(Protocol):
 
         Returns:
             The loss function's stats, one dict per micro-batch of this rank. Empty on a rank without rows and on a peer
-            that is
-            not the output rank.
+            that is not the output rank.
         """
         ...
 
@@ -155,8 +154,7 @@ class Engine(Protocol):
 
         Returns:
             "grad_norm" (before clipping), "lr" and "skipped", equal on all ranks. "skipped" is 1.0 if the gradient norm
-            is not
-            finite or `skip` is set. Parameters, optimizer state and schedule are then unchanged.
+            is not finite or `skip` is set. Parameters, optimizer state and schedule are then unchanged.
         """
         ...
 

@@ -8,8 +8,7 @@ There are two kinds of transport:
     channel opened before. Nothing is stored. Early processes wait for late ones, up to a deadline.
 
 A `Transport` says which kind it is, and makes senders and receivers. Both kinds deliver the fingerprint of what was
-sent after the last tensor. `Rollout.load_weights` compares it with the weights
-it loaded.
+sent after the last tensor. `Rollout.load_weights` compares it with the weights it loaded.
 """
 
 from abc import ABC, abstractmethod

@@ -113,7 +113,7 @@ def test_a_reported_decision_is_in_the_journal_and_in_the_status(tmp_path):
     [event] = [one.event for one in history(str(tmp_path)) if type(one.event).__name__ == "RecoveryDecided"]
     assert (event.scope, event.source, event.executor, event.used, event.limit) == (
         "role",
-        "snapshot of the last step",
+        "newest snapshot",
         "trainer",
         1,
         3,

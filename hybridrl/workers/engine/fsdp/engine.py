@@ -105,7 +105,7 @@ class FSDPEngine:
                 )
             else:
                 loss = sum(result.sum() for result in results.values()) * 0.0
-            loss.backward()
+            loss.backward()  # FSDP2 reduce-scatters the gradients in here
         self._reshard()
         # Read numbers only here: reading between micro-batches would synchronise with the GPU each time.
         return [{name: float(value) for name, value in values.items()} for values in stats]
