@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.driver.program import run_program, set_up_logging
@@ -37,6 +38,9 @@ from hybridrl.master.plan.plan_table import plan_table
 from hybridrl.master.state.tables import to_text as states_text
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, settings_for_export, verify_manifest
+
+if TYPE_CHECKING:
+    from hybridrl.serving.openai.server import Endpoint
 
 TEXTS = {"text": to_text, "dot": to_dot}
 AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
@@ -291,9 +295,9 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
     group = LocalWorkerGroup(
         None, ClassWithInitArgs(ActorRolloutRefWorker, settings_for_export(checkpoint), "actor"), role="actor"
     )
-    group.init_model(1)
-    group.load_checkpoint(os.path.join(checkpoint, "actor"))
-    group.export_hf(directory)
+    group.calls.init_model(1)
+    group.calls.load_checkpoint(os.path.join(checkpoint, "actor"))
+    group.calls.export_hf(directory)
     sys.stdout.write(f"exported {checkpoint} to {directory}\n")
 
 
@@ -366,11 +370,13 @@ def _serve(arguments: argparse.Namespace) -> None:
             replicas,
             host=arguments.host,
             port=arguments.port,
-            on_start=lambda endpoint: (
-                sys.stdout.write(f"serving {model.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
-                and sys.stdout.flush()
-            ),
+            on_start=_print_address,
         )
+
+
+def _print_address(endpoint: "Endpoint") -> None:
+    sys.stdout.write(f"serving {endpoint.served.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
+    sys.stdout.flush()
 
 
 @contextmanager

@@ -142,6 +142,7 @@ def run(
 ) -> None:
     """Train as configured, then write the report."""
     model = config.actor_rollout_ref.model
+    assert model.path is not None  # `check` demands it
     tokenizer = load_tokenizer(
         model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code
     )

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: SFTConfig) -> None:
     """Train as configured, then write the report."""
+    assert config.model.path is not None  # `check_sft_config` demands it
     tokenizer = load_tokenizer(config.model.path, key="model.path", trust_remote_code=config.model.trust_remote_code)
     if config.trainer.backend == "ray":
         start_ray(num_nodes=config.trainer.nnodes)

@@ -139,17 +139,16 @@ def _k2(difference: torch.Tensor) -> torch.Tensor:
     return 0.5 * difference**2
 
 
-_KINDS: Registry[Callable[[torch.Tensor], torch.Tensor]] = Registry(
-    "kl_penalty", kind="KL estimator", import_paths=False
-)
-_KINDS.update(
-    {
-        "kl": lambda difference: difference,
-        "k1": lambda difference: difference,
-        "abs": torch.abs,
-        "mse": _k2,
-        "k2": _k2,
-        "low_var_kl": _k3,
-        "k3": _k3,
-    }
-)
+Estimator = Callable[[torch.Tensor], torch.Tensor]  # of the difference of log-probs
+
+_BUILT_IN: dict[str, Estimator] = {
+    "kl": lambda difference: difference,
+    "k1": lambda difference: difference,
+    "abs": torch.abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}
+_KINDS: Registry[Estimator] = Registry("kl_penalty", kind="KL estimator", import_paths=False)
+_KINDS.update(_BUILT_IN)

@@ -110,7 +110,8 @@ def convert(value: Any, key: SettingSpec) -> Any:
 
 
 def _unknown_plugs(config: Any) -> Iterator[str]:
-    for key in keys(type(config)).values():
+    schema: type = type(config)
+    for key in keys(schema).values():
         if key.registry is None:
             continue
         value = functools.reduce(getattr, key.name.split("."), config)

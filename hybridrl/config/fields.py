@@ -38,7 +38,7 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-def plug(default: Any, help: str, registry: Registry[Any]):
+def plug(default: Any, help: str, registry: Registry[Any]) -> Any:
     """Return a dataclass field whose value is a name of `registry` or an import path.
 
     A value is `pkg.mod:Name` or `path/file.py:Name`. A list has several of them.

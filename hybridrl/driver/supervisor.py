@@ -97,9 +97,9 @@ class _Supervisor:
             self._receive(driver)
             driver.channel.close()
             os.close(driver.signals)
-            if self.cluster.has_exited():
+            if lost_cluster := self.cluster.has_exited():
                 self.cluster.stop()
-            code = self._exit_code_or_restart(driver, status)
+            code = self._exit_code_or_restart(driver, status, lost_cluster=lost_cluster)
             if code is not None:
                 return code
 
@@ -192,14 +192,14 @@ class _Supervisor:
 
     # -- between two attempts
 
-    def _exit_code_or_restart(self, driver: _Driver, status: int) -> int | None:
+    def _exit_code_or_restart(self, driver: _Driver, status: int, *, lost_cluster: bool) -> int | None:
         """Return the program's exit code, or None after preparing another attempt."""
         code = os.waitstatus_to_exitcode(status)
         if driver.exit_code is not None and driver.new_job_reason is None:
             return driver.exit_code
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} without an exit report"
         code = code if code >= 0 else 128 - code
-        self._decision = self._decide(how, driver.new_job_reason)
+        self._decision = self._decide(how, driver.new_job_reason, lost_cluster=lost_cluster)
         if self._stop_requested:
             return code or 1
         logger.warning("%s", self._decision)
@@ -211,10 +211,12 @@ class _Supervisor:
             self.cluster.stop()
         return None
 
-    def _decide(self, how: str, new_job_reason: str | None) -> Decision:
+    def _decide(self, how: str, new_job_reason: str | None, *, lost_cluster: bool) -> Decision:
         """Return what follows the loss of a driver; a driver that requests a new job counts as lost, too."""
         step, driver = max(self._budgets.step, 0), f"the driver (attempt {self._attempt})"
-        origin = f"the snapshot of step {step}" if self._budgets.step >= 0 else ""
+        # A snapshot is lost with its cluster.
+        snapshot = "the newest checkpoint" if lost_cluster else f"the snapshot of step {step}"
+        origin = snapshot if self._budgets.step >= 0 else ""
         what = f"{driver} was lost after step {step} ({how})"
         lost = self._budgets.spend(Failure(FailureKind.DRIVER_LOST, what, target="the driver", origin=origin))
         if new_job_reason is None:

@@ -220,6 +220,7 @@ def a_dead_sender_ends_the_wait(case: TransportCase) -> None:
 
 def a_cancelled_push_ends(case: TransportCase) -> None:
     sender = case.sender()
+    assert sender.address is not None  # `has_an_address`
     Timer(0.5, sender.address.cancel, ("a rollout process was lost",)).start()
     started = time.monotonic()
     with refuses(StaleWeightsError, call="send() that address.cancel() ended"):

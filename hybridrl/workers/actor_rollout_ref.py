@@ -34,6 +34,7 @@ from hybridrl.workers.engine_worker import (
     make_engine,
     micro_batching,
     on_device,
+    required_path,
 )
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import actor_loss
@@ -125,9 +126,9 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
         num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self._register_dispatch_collect_info(ROLLOUT_MESH, self.rank // num_peers, self.rank % num_peers == 0)
         policy, data = self.config.actor_rollout_ref.model, self.config.data
-        tokens = load_special_tokens(policy.path, trust_remote_code=policy.trust_remote_code)
+        tokens = load_special_tokens(required_path(policy.path), trust_remote_code=policy.trust_remote_code)
         setup = RolloutSetup(
-            model_path=policy.path,
+            model_path=required_path(policy.path),
             config=self.config.actor_rollout_ref.rollout,
             eos_token_ids=tokens.eos_ids,
             pad_token_id=tokens.pad_id,
@@ -340,6 +341,7 @@ class ActorRolloutRefWorker(SnapshotMixin, EngineWorker):
     def drop_stored_weights(self, before: int) -> None:
         """Delete weights of versions before this one that pushes through a directory left there."""
         if self.rank == 0:
+            assert self._sender is not None, "only an actor that pushed has stored weights"
             self._sender.delete_older_than(before)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -39,7 +39,10 @@ class EngineState(TypedDict):
 class SnapshotMixin:
     """Snapshot methods for workers with one trained engine."""
 
-    trained_engine: Engine
+    @property
+    def trained_engine(self) -> Engine:
+        """Return the engine whose state a snapshot has."""
+        raise NotImplementedError
 
     @register(Dispatch.ONE_TO_ALL)
     def take_snapshot(self) -> EngineState:

@@ -28,12 +28,14 @@ def make_engine(strategy: str, setup: EngineSetup) -> Engine:
     return ENGINES.lookup(strategy)(setup)
 
 
-def engine_setup(config: PPOConfig, *, kind: str, path: str, settings: EngineSettings, device: str) -> EngineSetup:
+def engine_setup(
+    config: PPOConfig, *, kind: str, path: str | None, settings: EngineSettings, device: str
+) -> EngineSetup:
     """Return the setup of a model of a PPO job that is not trained. Workers replace what differs."""
     policy = config.actor_rollout_ref.model
     return EngineSetup(
         kind=kind,
-        path=path,
+        path=required_path(path),
         settings=settings,
         device=device,
         trust_remote_code=policy.trust_remote_code,
@@ -41,6 +43,12 @@ def engine_setup(config: PPOConfig, *, kind: str, path: str, settings: EngineSet
         temperature=config.actor_rollout_ref.rollout.temperature,
         seed=config.trainer.seed,
     )
+
+
+def required_path(path: str | None) -> str:
+    """Return the path of a model, which the checks of the settings require."""
+    assert path is not None, "a worker starts only with checked settings, and they name its model"
+    return path
 
 
 def lora_of(model: ModelConfig) -> LoRA | None:

@@ -60,6 +60,7 @@ def check_new_directory(directory: str) -> None:
 def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig) -> None:
     from transformers import AutoTokenizer
 
+    assert model.path is not None, "the weights to export were loaded from this path"
     config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
     config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     config.save_pretrained(directory)

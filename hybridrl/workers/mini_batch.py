@@ -5,9 +5,10 @@ dispatches. The worker separates its rows again with `split_mini_batches`. The `
 says how. Without one, the whole batch is one optimizer step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ def _split(lengths: np.ndarray, num_parts: int, *, balance: bool) -> list[np.nda
 ENGINE_MESH = "engine"
 """Mesh of the workers' positions in their training engine, see `EngineWorker`."""
 ENGINE_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ENGINE_MESH)
-MINI_BATCH_COMPUTE = {
+MINI_BATCH_COMPUTE: dict[str, Callable[..., Any]] = {
     "dispatch_fn": partial(dispatch_mini_batches, ENGINE_MESH),
     "collect_fn": ENGINE_COMPUTE["collect_fn"],
 }

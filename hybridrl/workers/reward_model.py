@@ -11,7 +11,7 @@ from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine_worker import EngineWorker, engine_setup, make_engine, micro_batching
+from hybridrl.workers.engine_worker import EngineWorker, engine_setup, make_engine, micro_batching, required_path
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 
@@ -38,7 +38,7 @@ class RewardModelWorker(EngineWorker):
             device=self.config.trainer.device, num_threads=self.config.trainer.num_threads
         )
         policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
-        check_same_tokens(policy.path, path, trust_remote_code=policy.trust_remote_code)
+        check_same_tokens(required_path(policy.path), required_path(path), trust_remote_code=policy.trust_remote_code)
         settings = reward_model_engine_settings(self.config)
         setup = engine_setup(self.config, kind="score", path=path, settings=settings, device=self.device)
         self.model = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))

@@ -5,7 +5,7 @@ from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import EngineSetup, MicroBatching
-from hybridrl.workers.engine_worker import EngineWorker, lora_of, make_engine, micro_batching, on_device
+from hybridrl.workers.engine_worker import EngineWorker, lora_of, make_engine, micro_batching, on_device, required_path
 from hybridrl.workers.export import export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
@@ -31,7 +31,7 @@ class SFTWorker(EngineWorker):
         self.device = init_worker_process(device=config.trainer.device, num_threads=config.trainer.num_threads)
         setup = EngineSetup(
             kind="causal_lm",
-            path=config.model.path,
+            path=required_path(config.model.path),
             trust_remote_code=config.model.trust_remote_code,
             override_config=dict(config.model.override_config),
             device=self.device,

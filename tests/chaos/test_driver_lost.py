@@ -144,7 +144,7 @@ def test_a_lost_driver_and_a_lost_worker_are_both_replaced(tmp_path, tiny_qwen2,
 
 def test_a_job_whose_cluster_is_lost_restarts_on_a_new_one_from_its_last_checkpoint(tmp_path, tiny_qwen2, undisturbed):
     done = run_with(tmp_path, tiny_qwen2, fault("cluster", "gen", 0.0, step=4))
-    assert done.returncode == 0 and "starts a new job" in done.stderr and "global_step_2, step 2 of 4" in done.stderr
+    assert done.returncode == 0 and "starting a new job" in done.stderr and "global_step_2, step 2 of 4" in done.stderr
     check_ended_the_same(tmp_path, undisturbed)
 
 

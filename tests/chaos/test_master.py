@@ -115,9 +115,9 @@ def test_the_rank_that_others_wait_for_is_named_with_its_stack(tmp_path):
     with monitored_adders(tmp_path, num_ranks=2, hang_s=2.0) as (watch, group):
         group.sum_ranks()
         waiting = group.execute_rank_async(0, "sum_ranks")  # a collective that rank 1 never enters
-        seen = wait_for(watch, lambda seen: seen["notices"])
-        assert seen["notices"][0].startswith("adder-1: it blocks the job: it is idle for")
-        with open(seen["notices"][0].partition("stacks: ")[2]) as f:
+        seen = wait_for(watch, lambda seen: seen["warnings"])
+        assert seen["warnings"][0].startswith("adder-1: it blocks the job: it is idle for")
+        with open(seen["warnings"][0].partition("stacks: ")[2]) as f:
             assert "== adder-0" in f.read()
         group.execute_rank(1, "sum_ranks")
         group.fetch([waiting])

@@ -180,7 +180,7 @@ def test_serve_answers_with_a_models_directory_until_ctrl_c(tiny_qwen2):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--port", "99999"], "--port=99999: must be from 0, which is any that is free, to 65535"),
+        (["--port", "99999"], "--port=99999: must be from 0 (any free port) to 65535"),
         (["--replicas", "0"], "--replicas=0: must be 1 or more"),
         (["--max-length", "100000"], "--max-length=100000: must be from 2 to the 512 positions that the model has"),
     ],

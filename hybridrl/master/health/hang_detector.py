@@ -84,6 +84,7 @@ class HangDetector:
         threshold_s = max([self._hang_s, *(3 * longest_s.get(method, 0.0) for method in in_progress)])
         found = find_culprit(activities, threshold_s=threshold_s)
         alike = all_in_one_method(activities, threshold_s=threshold_s)
+        key: tuple[str, str | None]
         if found is not None:
             asked, key, method = (found.culprit, *found.waiting[:1]), (found.culprit, found.waiting[0]), found.method
         elif len(alike) > 1:

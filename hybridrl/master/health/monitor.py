@@ -7,6 +7,7 @@ silent process that still uses CPU is only reported as silent, because a long ca
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hybridrl.master.health.hang_diagnosis import Activity
@@ -162,7 +163,7 @@ class Monitor:
             elif is_due or (process.disconnected_at and not process.probed_at):
                 process.probed_at = now
                 if not self._is_lost_with_its_node(process):
-                    self._probe_remote(process, lambda stat, process=process: self._classify(process, stat))
+                    self._probe_remote(process, partial(self._classify, process))
         events, self._events = self._events, []
         return [*events, *self._run_detectors(now)]
 

@@ -1,4 +1,4 @@
-"""`ProcessRecord`: what the master knows about one process of a job. Used by the monitor and its detectors."""
+"""`ProcessRecord`: state of one process of a job, as the master sees it. Used by the monitor and its detectors."""
 
 from collections import deque
 from dataclasses import dataclass, field

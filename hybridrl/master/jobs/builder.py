@@ -235,7 +235,7 @@ class RoleBuilder:
 
 @dataclass
 class _Description:
-    """What the builders of one job have been told. Shared by all of them."""
+    """The settings of one job, shared by all of its builders."""
 
     roles: dict[str, RoleRequest] = field(default_factory=dict)
     trainer: RoleRequest | None = None

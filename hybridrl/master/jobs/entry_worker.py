@@ -132,7 +132,8 @@ def worker_recipes(spec: JobSpec, plan: Plan) -> tuple[dict[str, RayClassWithIni
     Raises:
         ConfigError: If an entry cannot be loaded, requires an unknown argument, or would do nothing.
     """
-    recipes, standalone = {}, set()
+    recipes: dict[str, RayClassWithInitArgs] = {}
+    standalone: set[str] = set()
     for role in spec.roles:
         entry = role.entry if is_script(role.entry) else _class_of(load_entry(role.name, role.entry))
         if isinstance(entry, str) or not inspect.isclass(entry) or (spec.trainer is None and hasattr(entry, "run")):
@@ -155,7 +156,7 @@ def _worker(spec: JobSpec, role: RoleSpec, entry: type) -> RayClassWithInitArgs:
             f"role {role.name!r}: {entry.__name__} has no run(), and without a trainer no process calls it; add run(), "
             "or a trainer"
         )
-    recipe = RayClassWithInitArgs(entry)
+    recipe: RayClassWithInitArgs = RayClassWithInitArgs(entry)
     recipe.kwargs = select_arguments(role.name, entry, {"config": spec.config, "role": role.name})
     return recipe
 

@@ -1,5 +1,7 @@
-"""`JobHandle`: what the trainer of a submitted job works with. It holds the worker groups, the config, the plan and the
-resume point, and reports progress and losses to the job supervisor.
+"""`JobHandle`: the object with which the trainer of a submitted job works.
+
+It holds the worker groups, the config, the plan and the resume point. It reports progress and losses to the job
+supervisor.
 
 Lives in the trainer's process.
 """

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 STOPPED_EXIT_CODE = 143  # 128 + SIGTERM, as in a shell
 GRACE_S = 30.0  # from SIGTERM to killing the remaining processes
 POLL_PERIOD_S = 0.25
-DEATH_CHECK_TIMEOUT_S = 0.5  # Ray notices a death within this time
+DEATH_CHECK_TIMEOUT_S = 0.5  # Ray warnings a death within this time
 OLD_PROCESSES_TIMEOUT_S = 30.0  # for the end of the processes of a lost supervisor
 RESULT_TIMEOUT_S = 60.0  # to fetch a result that is ready
 
@@ -255,11 +255,11 @@ class JobSupervisor:
 
     # -- recovering
 
-    def _dead_processes(self, known: Exception) -> dict[tuple[str, int], WorkerLost]:
+    def _dead_processes(self, raised: Exception) -> dict[tuple[str, int], WorkerLost]:
         """Return the dead processes: (role, rank) -> error. Finished and busy processes are not dead.
 
         Args:
-            known: The exception that was raised. It is used for its process if it is one of the losses.
+            raised: The exception that a call raised. If it is one of the losses, it is returned for its process.
         """
         import ray
 
@@ -271,14 +271,14 @@ class JobSupervisor:
         ]
         asked = {self._groups[role].workers[rank].ping.remote(): (role, rank) for role, rank in unfinished}
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=DEATH_CHECK_TIMEOUT_S, fetch_local=False)
-        dead = {}
+        known = {(raised.role, raised.rank): raised} if isinstance(raised, WorkerLost) else {}
+        dead: dict[tuple[str, int], WorkerLost] = {}
         for call in done:
             role, rank = asked[call]
             try:
                 wait_all([call], [rank], role=role, method="ping", timeout_s=RESULT_TIMEOUT_S)
             except WorkerLost as lost:
-                is_known = isinstance(known, WorkerLost) and (known.role, known.rank) == (role, rank)
-                dead[role, rank] = known if is_known else lost
+                dead[role, rank] = known.get((role, rank), lost)
         return dead
 
     def _recover_all(self, dead: Mapping[tuple[str, int], WorkerLost]) -> None:

@@ -153,7 +153,8 @@ def _start(spec: JobSpec, plan: Plan, name: str, *, journal: str, detached: bool
     if plan.driver is not None and plan.driver.reservation.labels:
         options["label_selector"] = dict(plan.driver.reservation.labels)
     concurrency_groups = {group: 1 for group in (PROGRESS_GROUP, RECOVERY_GROUP)}
-    process = ray.remote(num_cpus=0, concurrency_groups=concurrency_groups)(JobSupervisorActor).options(
+    remote: Any = ray.remote  # its types lack concurrency groups
+    process = remote(num_cpus=0, concurrency_groups=concurrency_groups)(JobSupervisorActor).options(
         name=job_supervisor_name(plan.job),
         namespace=NAMESPACE,
         max_restarts=RULES[FailureKind.JOB_SUPERVISOR_LOST].limit,

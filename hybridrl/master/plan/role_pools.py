@@ -10,7 +10,7 @@ from hybridrl.master.plan.spec import MAX_RESTART, RESTART_TIMEOUT_S, PoolSpec, 
 
 @dataclass
 class RoleRequest:
-    """What a builder has been told about a role so far. None: not specified."""
+    """The settings of a role, collected by a builder. None: not set."""
 
     name: str
     entry: str = ""

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def _status_text(description: dict[str, Any], *, live: bool) -> str:
         )
         rows.append((slot, worker["state"], str(worker["pid"]), str(worker["incarnation"]), memory, does))
     lines.append(_table(rows).rstrip())
-    for name, listed in (("failure", "failures"), ("decision", "decisions"), ("notice", "notices")):
+    for name, listed in (("failure", "failures"), ("decision", "decisions"), ("warning", "warnings")):
         lines += [f"{name}: {text}" for text in description[listed]]
     if not description["is_durable"]:
         lines.append(
@@ -203,7 +204,7 @@ def _line(entry: JournalEntry) -> str:
     return f"{when}  {type(entry.event).__name__:<19} {words}"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows

@@ -11,14 +11,15 @@ import resource
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridrl.master.health.hang_detector import HangDetector
 from hybridrl.master.health.heartbeat_server import Connection, HeartbeatServer
 from hybridrl.master.health.kernel_process import ProcessStat, read_process_stat
-from hybridrl.master.health.monitor import Monitor, ProcessRecord
+from hybridrl.master.health.monitor import Monitor
+from hybridrl.master.health.process_record import ProcessRecord
 from hybridrl.master.service.journal import JournaledState
 from hybridrl.master.state.events import (
     TRAINER,
@@ -170,7 +171,7 @@ class MasterLoop:
 
     # -- effects
 
-    def _execute(self, effects) -> None:
+    def _execute(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             self._execute_one(effect)
 
@@ -195,8 +196,8 @@ class MasterLoop:
                 self._finished_at = self._finished_at or time.monotonic()
 
     def _log_recovery(self, effect: RecoveryNeeded) -> None:
-        who = "the supervisor" if effect.slot == TRAINER else "the driver"
-        logger.warning("step %d: %s; %s decides what follows", self.journal.state.step, effect.reason, who)
+        action = "the supervisor" if effect.slot == TRAINER else "the driver"
+        logger.warning("step %d: %s; %s decides what follows", self.journal.state.step, effect.reason, action)
 
     def _kill_process(self, name: str, pid: int, node: str, machine_id: str) -> None:
         if machine_id == self.machine_id:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from hybridrl.errors import JournalError
@@ -166,7 +167,7 @@ def history(path: str) -> list[JournalEntry]:
     return list(_entries(*fsspec.core.url_to_fs(path), first=0))
 
 
-def _entries(fs, root: str, *, first: int) -> Iterator[JournalEntry]:
+def _entries(fs: AbstractFileSystem, root: str, *, first: int) -> Iterator[JournalEntry]:
     """Yield the events from number `first` on. A gap between two files is damage."""
     files = sorted(_numbered(fs, root, EVENTS).items())
     wanted = [i for i, (number, _) in enumerate(files) if number <= first][-1:] or [0]
@@ -188,13 +189,13 @@ def _entries(fs, root: str, *, first: int) -> Iterator[JournalEntry]:
                 yield JournalEntry(expected - 1, at, decode(data))
 
 
-def _lines(fs, path: str) -> Iterator[tuple[int, dict]]:
+def _lines(fs: AbstractFileSystem, path: str) -> Iterator[tuple[int, dict]]:
     lines = fs.cat_file(path).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # the last one is empty, or a torn write
         yield number, _data(line, f"{path}, line {number}")
 
 
-def _read_snapshot(fs, path: str) -> dict:
+def _read_snapshot(fs: AbstractFileSystem, path: str) -> dict:
     return _data(fs.cat_file(path).rstrip(b"\n"), f"{path}, line 1")
 
 
@@ -220,7 +221,7 @@ def _file(root: str, kind: str, number: int) -> str:
     return f"{root}/{kind}{number:09d}.json{'l' if kind == EVENTS else ''}"
 
 
-def _numbered(fs, root: str, kind: str) -> dict[int, str]:
+def _numbered(fs: AbstractFileSystem, root: str, kind: str) -> dict[int, str]:
     """Return the files of one kind by the number in their names."""
     names = fs.ls(root, detail=False) if fs.exists(root) else []
     found = [name for name in names if name.rsplit("/", 1)[-1].startswith(kind) and not name.endswith(".part")]

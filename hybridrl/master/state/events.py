@@ -67,6 +67,8 @@ class WorkerJoined:
 
 @dataclass(frozen=True)
 class WorkerSilent:
+    """A process exists but sends no heartbeats."""
+
     slot: str
     pid: int
     evidence: str
@@ -128,6 +130,8 @@ class StepCompleted:
 
 @dataclass(frozen=True)
 class CheckpointCommitted:
+    """The trainer committed a checkpoint."""
+
     step: int
     path: str
 
@@ -154,6 +158,8 @@ class WarningRaised:
 
 @dataclass(frozen=True)
 class StopRequested:
+    """A user or the trainer requested a stop of the job."""
+
     reason: str
 
 
@@ -179,7 +185,7 @@ Event = (
     | StopRequested
     | JobEnded
 )
-EVENTS = {
+EVENTS: dict[str, type[Event]] = {
     cls.__name__: cls
     for cls in (
         JobStarted,
@@ -209,7 +215,7 @@ def decode(data: dict[str, Any]) -> Event:
     Raises:
         JournalError: If this version does not know the event.
     """
-    values = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "event"
     }
     try:
@@ -256,6 +262,8 @@ class RecoveryNeeded:
 
 @dataclass(frozen=True)
 class StopTrainer:
+    """Request the trainer to stop; it may still commit a checkpoint."""
+
     reason: str
 
 

@@ -50,7 +50,7 @@ from hybridrl.master.state.tables import (
     next_state,
 )
 
-MAX_LISTED = 20  # failures, decisions and notices each
+MAX_LISTED = 20  # failures, decisions and warnings each
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class JobState:
+    """The state of a job after some events of its journal."""
+
     state: str = JobPhase.STARTING
     job: str = ""
     run: str = ""
@@ -90,7 +92,7 @@ class JobState:
     last_exception: tuple[str, int] = ("", -1)  # signature, step
     failures: tuple[str, ...] = ()  # the newest ones, as sentences
     decisions: tuple[str, ...] = ()  # the newest ones, as sentences
-    notices: tuple[str, ...] = ()  # the newest ones
+    warnings: tuple[str, ...] = ()  # the newest ones
     reason: str = ""  # of the end
 
 
@@ -101,7 +103,7 @@ def to_json(state: JobState) -> dict[str, Any]:
 
 def from_json(data: dict[str, Any]) -> JobState:
     """Return the state that `to_json` wrote."""
-    tuples = {name: tuple(data[name]) for name in ("replicas", "failures", "decisions", "notices", "last_exception")}
+    tuples = {name: tuple(data[name]) for name in ("replicas", "failures", "decisions", "warnings", "last_exception")}
     workers = {slot: WorkerState(**worker) for slot, worker in data["workers"].items()}
     return JobState(**(data | tuples | {"workers": workers}))
 
@@ -117,26 +119,9 @@ def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]
     if state.state in JOB_ENDS:
         return state, ()
     match event:
-        case JobStarted():
-            return _start_job(state, event), ()
-        case WorkerJoined():
-            return _add_worker(state, event), ()
-        case WorkerSilent():
-            return _move_worker(state, event.slot, event.pid, "go_silent"), ()
-        case WorkerRecovered():
-            return _move_worker(state, event.slot, event.pid, "recover"), ()
-        case StepCompleted():
-            return _step(state, event), ()
-        case CheckpointCommitted():
-            return _commit(state, event), ()
-        case WorkerLeft():
-            return _move_worker(state, event.slot, event.pid, "end"), ()
-        case RecoveryDecided():
-            text = f"step {state.step}: {event.text}"
-            return replace(state, decisions=(*state.decisions, text)[-MAX_LISTED:]), ()
         case WarningRaised():
             text = f"{event.slot}: {event.text}"
-            return replace(state, notices=(*state.notices, text)[-MAX_LISTED:]), (NotifyTrainer(text),)
+            return replace(state, warnings=(*state.warnings, text)[-MAX_LISTED:]), (NotifyTrainer(text),)
         case StopRequested():
             following = _move_job(replace(state, reason=event.reason), "stop")
             return following, (StopTrainer(event.reason),) if following.state == JobPhase.STOPPING else ()
@@ -144,6 +129,8 @@ def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]
             return _end_job(state, "succeed" if event.succeeded else "abort", event.reason)
         case WorkerFailed():
             return _fail(state, event)
+        case _:
+            return _record(state, event), ()
 
 
 def unfinished_effects(state: JobState) -> tuple[Effect, ...]:
@@ -154,6 +141,38 @@ def unfinished_effects(state: JobState) -> tuple[Effect, ...]:
         return (StopTrainer(state.reason),)
     lost = state.restarts_driver and state.workers.get(TRAINER, WorkerState()).state == WorkerPhase.LOST
     return (RecoveryNeeded(TRAINER, state.workers[TRAINER].exit_reason),) if lost else ()
+
+
+def _record(
+    state: JobState,
+    event: JobStarted
+    | WorkerJoined
+    | WorkerSilent
+    | WorkerRecovered
+    | WorkerLeft
+    | StepCompleted
+    | CheckpointCommitted
+    | RecoveryDecided,
+) -> JobState:
+    """Return the state after an event without effects."""
+    match event:
+        case JobStarted():
+            return _start_job(state, event)
+        case WorkerJoined():
+            return _add_worker(state, event)
+        case WorkerSilent():
+            return _move_worker(state, event.slot, event.pid, "go_silent")
+        case WorkerRecovered():
+            return _move_worker(state, event.slot, event.pid, "recover")
+        case WorkerLeft():
+            return _move_worker(state, event.slot, event.pid, "end")
+        case StepCompleted():
+            return _step(state, event)
+        case CheckpointCommitted():
+            return _commit(state, event)
+        case RecoveryDecided():
+            text = f"step {state.step}: {event.text}"
+            return replace(state, decisions=(*state.decisions, text)[-MAX_LISTED:])
 
 
 def _start_job(state: JobState, event: JobStarted) -> JobState:
@@ -178,8 +197,16 @@ def _add_worker(state: JobState, event: WorkerJoined) -> JobState:
     joined = next_state(WORKER, next_state(WORKER, worker.state, "replace"), "join")
     if joined != WorkerPhase.ALIVE:
         return state
-    position = {"rank": event.rank, "group_size": event.group_size}
-    worker = WorkerState(joined, event.name, event.pid, event.node, event.machine, worker.incarnation + 1, **position)
+    worker = WorkerState(
+        state=joined,
+        name=event.name,
+        pid=event.pid,
+        node=event.node,
+        machine=event.machine,
+        incarnation=worker.incarnation + 1,
+        rank=event.rank,
+        group_size=event.group_size,
+    )
     label = role_of_slot(event.slot)
     state = replace(state, workers=state.workers | {event.slot: worker})
     if event.slot == TRAINER:

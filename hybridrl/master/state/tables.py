@@ -13,6 +13,8 @@ Table = Mapping[tuple[str, str], str]
 
 
 class JobPhase(StrEnum):
+    """The states of a job."""
+
     STARTING = "starting"  # processes start, models load
     RUNNING = "running"
     RECOVERING = "recovering"  # a process is lost and its replacement is not ready yet
@@ -23,6 +25,8 @@ class JobPhase(StrEnum):
 
 
 class RolePhase(StrEnum):
+    """The states of a role."""
+
     STARTING = "starting"
     READY = "ready"
     DEGRADED = "degraded"  # replicas are missing, the others serve
@@ -31,6 +35,8 @@ class RolePhase(StrEnum):
 
 
 class WorkerPhase(StrEnum):
+    """The states of a worker."""
+
     STARTING = "starting"  # planned or being replaced; it has not sent a message yet
     ALIVE = "alive"
     SILENT = "silent"  # the process exists, but sends no heartbeats

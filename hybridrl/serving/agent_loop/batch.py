@@ -195,4 +195,8 @@ def dump_turns(turns: list[TokenOutput]) -> str:
 
 
 def load_turns(text: str) -> list[TokenOutput]:
-    return [TokenOutput(*rest, mixed=tuple(mixed)) for *rest, mixed in json.loads(text)]
+    """Return a row's turns from the JSON of `dump_turns`."""
+    return [
+        TokenOutput(request_id, token_ids, log_probs, finish_reason, version, tuple(mixed))
+        for request_id, token_ids, log_probs, finish_reason, version, mixed in json.loads(text)
+    ]

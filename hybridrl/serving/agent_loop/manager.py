@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class AgentFuture:
     prompts: DataProto
     sampling: SamplingParams
     batch: AgentBatch
-    work: WorkItem
+    work: WorkItem | None = None  # None until `_advance` submits it
     limit: int = 0  # submitted tokens per response
 
     def get(self) -> DataProto:
@@ -67,6 +67,7 @@ class AgentFuture:
         Raises:
             CancelledError: The service was closed first, or the responses have been continued since.
         """
+        assert self.work is not None  # only submitted futures leave the manager
         self.work.wait()
         return self.manager.collect(self)
 
@@ -93,6 +94,7 @@ class AgentLoopManager:
             max_turns=rollout.multi_turn.max_assistant_turns,
         )
         self._loops: dict[str, AgentLoop] = {}
+        assert model.path is not None  # `check_config` demands it
         self._pad_id = load_special_tokens(model.path, trust_remote_code=model.trust_remote_code).pad_id
         self._get_loop(rollout.agent.default_agent_loop)  # an unknown name fails here, before anything starts
         self._num_calls = 0
@@ -137,6 +139,7 @@ class AgentLoopManager:
     def _served_model(self) -> ServedModel:
         """Return the policy as the endpoint shows it, named by the last part of its path."""
         data, model = self.config.data, self.config.actor_rollout_ref.model
+        assert model.path is not None  # `check_config` demands it
         config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
         length = data.max_prompt_length + data.max_response_length
         name = os.path.basename(os.path.normpath(model.path))
@@ -183,7 +186,7 @@ class AgentLoopManager:
         """Start generating at most `max_new_tokens` tokens per response, tool answers included."""
         sampling = self._sampling(prompts)
         return self._advance(
-            AgentFuture(self, prompts, sampling, self._batch(prompts, sampling), None), max_new_tokens, version=version
+            AgentFuture(self, prompts, sampling, self._batch(prompts, sampling)), max_new_tokens, version=version
         )
 
     def continue_partial(self, partial: Any, max_new_tokens: int, *, version: int | None) -> AgentFuture:
@@ -247,7 +250,7 @@ class AgentLoopManager:
         seeds = torch.tensor([row["request"].seed for row in future.batch.rows], dtype=torch.int64)
         turns = np.array([dump_turns(client.turns) for client in future.batch.clients], dtype=object)
         limit = torch.full((len(turns),), future.batch.limit, dtype=torch.int64)
-        columns = dict(rows.batch.items()) | {"seeds": seeds, "limit": limit}
+        columns = cast(dict[str, torch.Tensor], dict(rows.batch.items())) | {"seeds": seeds, "limit": limit}
         return DataProto.from_dict(
             columns, rows.non_tensor_batch | {TURNS_COLUMN: turns}, meta_info=dict(rows.meta_info)
         )
@@ -256,11 +259,11 @@ class AgentLoopManager:
         """Return a future that continues what `_incomplete_batch` wrote."""
         sampling = self._sampling(rows)
         prompts = rows.select_idxs(torch.arange(len(rows)) % sampling.n == 0)
-        limit = int(prompts.batch.pop("limit")[0]) if len(prompts) else 0
+        limit = int(cast(torch.Tensor, prompts.batch.pop("limit"))[0]) if len(prompts) else 0
         prompts.non_tensor_batch.pop(TURNS_COLUMN)
         batch = self._batch(prompts, sampling, turns=[load_turns(text) for text in rows.non_tensor_batch[TURNS_COLUMN]])
         batch.requested_limit = limit
-        return AgentFuture(self, prompts, sampling, batch, None)
+        return AgentFuture(self, prompts, sampling, batch)
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
         request = GenerationRequest.of(prompts.meta_info)
@@ -306,7 +309,7 @@ class AgentLoopManager:
     def _to_batch(self, prompts: DataProto, outputs: list[AgentLoopOutput], sampling: SamplingParams) -> DataProto:
         width = self.context.max_response_length
         rows = prompts.repeat(sampling.n, interleave=True)
-        columns = dict(rows.batch.items())
+        columns = cast(dict[str, torch.Tensor], dict(rows.batch.items()))
         lengths = torch.tensor([len(out.response_ids) for out in outputs], dtype=torch.int64)
         is_token = (torch.arange(width) < lengths[:, None]).to(columns["attention_mask"].dtype)
         responses = _pad_to([out.response_ids for out in outputs], width, fill=self._pad_id)

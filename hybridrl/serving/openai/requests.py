@@ -90,11 +90,20 @@ class RequestError(Exception):
 class Policy(Protocol):
     """The facts about the model that parsing needs."""
 
-    name: str
-    tokenizer: Any
-    max_length: int
-    max_response_length: int
-    vocab_size: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def max_response_length(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,7 @@ def final_chunk(
 
 
 def usage(completion: CompletionRequest, choices: list[Choice]) -> dict[str, int]:
+    """Return the token counts. A prompt with n answers counts once."""
     prompt = sum(len(request.prompt_ids) for request in completion.requests[:: completion.n])
     generated = sum(len(choice.token_ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}

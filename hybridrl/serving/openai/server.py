@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +128,7 @@ class Endpoint:
         try:
             await self._wait_for_weights()
             choices = [Choice(i, one, completion, self.served.tokenizer) for i, one in enumerate(completion.requests)]
-            about = {"name": name, "model": self.served.name, "created": int(time.time())}
+            about: dict[str, Any] = {"name": name, "model": self.served.name, "created": int(time.time())}
             if completion.stream:
                 return await self._stream(request, completion, choices, about)
             async with aclosing(self._chunks(choices, chunk_tokens=None)) as chunks:
@@ -179,7 +179,7 @@ class Endpoint:
 
     async def _chunks(
         self, choices: list[Choice], *, chunk_tokens: int | None
-    ) -> AsyncIterator[tuple[Choice, TokenOutput, bool]]:
+    ) -> AsyncGenerator[tuple[Choice, TokenOutput, bool], None]:
         """Yield (choice, chunk, is_last) of all choices as they arrive.
 
         The first error ends the other choices and is raised.

@@ -85,7 +85,7 @@ def one_replica(model: StandaloneModel, *, num_threads: int | None = None) -> It
     group = LocalWorkerGroup(
         None, ClassWithInitArgs(ReplicaWorker, model.setup(), num_threads=num_threads), role="replica"
     )
-    group.init_model()
+    group.calls.init_model()
     yield LocalReplica(group.worker.rollout)
 
 
@@ -99,7 +99,7 @@ def replicas_on_ray(model: StandaloneModel, num_replicas: int) -> Iterator[Repli
         RayResourcePool([num_replicas], use_gpu=None) as pool,
         RayWorkerGroup(pool, RayClassWithInitArgs(ReplicaWorker, model.setup()), role="replica") as group,
     ):
-        group.init_model()
+        group.calls.init_model()
         yield GroupReplicas(
             group, version=VERSION_ON_DISK, progress_timeout_s=PROGRESS_TIMEOUT_S, resync=lambda rank: None
         )

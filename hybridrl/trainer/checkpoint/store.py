@@ -228,6 +228,7 @@ def settings_for_export(path: str) -> PPOConfig:
     with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
         config = from_dict(PPOConfig, yaml.safe_load(f))
     policy = config.actor_rollout_ref
+    assert policy.model.path is not None  # `check_config` demands it before a run
     from_run = os.path.join(read_trainer_state(path).get(WORKING_DIRECTORY, os.curdir), policy.model.path)
     model = replace(policy.model, path=from_run) if os.path.exists(from_run) else policy.model
     return replace(
@@ -238,10 +239,12 @@ def settings_for_export(path: str) -> PPOConfig:
 
 
 def read_trainer_state(path: str) -> dict:
+    """Return the driver's JSON state in a checkpoint."""
     return read_json(os.path.join(path, TRAINER_STATE))
 
 
 def read_json(path: str) -> dict:
+    """Return the object in a JSON file."""
     with open(path, encoding="utf-8") as f:
         return json.load(f)
 

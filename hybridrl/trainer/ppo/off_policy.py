@@ -39,6 +39,7 @@ def fresh_mask(batch: DataProto, *, version: int, staleness: int) -> torch.Tenso
 
 def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
     """Add `rollout_is_weights` (S, R) float32 to the batch, in place; return `rollout_corr/...` metrics."""
+    assert config.rollout_is is not None  # `corrects_rollout`: the step has no such stage otherwise
     columns = batch.batch
     old, rollout, mask = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
     weights = rollout_is_weights(old, rollout, mask, level=config.rollout_is, threshold=config.rollout_is_threshold)

@@ -121,7 +121,9 @@ class ReplayBuffer:
         """Replace the groups by those that `save` wrote; without state the buffer is empty."""
         entries = list(state or ())
         self._groups.clear()
-        rows = DataProto.load_from_disk(os.path.join(directory, FILE)) if entries else None
+        if not entries:
+            return
+        rows = DataProto.load_from_disk(os.path.join(directory, FILE))
         for i, entry in enumerate(entries):
             own = torch.arange(i * self.n, (i + 1) * self.n)
             self._groups.append(SampleGroup(rows.select_idxs(own), entry["version"], entry["uses"]))

@@ -130,6 +130,7 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
 def records_token_versions(config: PPOConfig) -> bool:
     """Return whether responses are generated in chunks by several versions of the weights."""
     trainer = config.trainer
-    waits = trainer.staleness is not None and trainer.stale_tokens != "drop"
-    lag = min(trainer.lag, trainer.staleness) if waits else trainer.lag
+    lag = trainer.lag
+    if trainer.staleness is not None and trainer.stale_tokens != "drop":
+        lag = min(lag, trainer.staleness)
     return trainer.partial_rollout and (lag > 1 or config.actor_rollout_ref.rollout.mode == "async")

@@ -29,7 +29,6 @@ from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
 from hybridrl.config.engines import engine_settings
 from hybridrl.data_plane.meta_info import GenerationRequest
-from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.stage import Stage
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.prompt_loader import ROW
@@ -53,6 +52,7 @@ from hybridrl.trainer.ppo.stages import corrects_rollout, optional_columns, stag
 from hybridrl.trainer.ppo.update_batch import call_balanced, select_columns, select_training_rows
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
+from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.samples import sample_rows, write_samples
 
 
@@ -112,13 +112,13 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.save_checkpoint, once=True),
         ]
 
-    def next_batch(self, ctx: OnlineRLContext) -> None:
+    def next_batch(self, ctx: BatchContext) -> None:
         """Load the prompts of the step that is `trainer.lag` ahead. None near the end of the run."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
         ctx.batch = self.prompts.next_batch(until=self.global_steps + self.pipeline.lag)
 
-    def generate(self, ctx: OnlineRLContext) -> None:
+    def generate(self, ctx: BatchContext) -> None:
         """Generate `rollout.n` responses per prompt, in adjacent rows. With a lag, those of prompts loaded earlier."""
         self.pipeline.continue_partial()
         if ctx.batch is not None:
@@ -152,7 +152,7 @@ class RayPPOTrainer(PPOLoop):
         prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed, validate=True)}
         return join_responses(batch, (generate or self.policy.generate)(prompts), n=n)
 
-    def reward(self, ctx: OnlineRLContext) -> None:
+    def reward(self, ctx: BatchContext) -> None:
         """Score every response with a reward model, a rule, or a rule that reads the model's score."""
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
         self.reward_guard.check(ctx.batch.batch["reward_valid"])
@@ -170,7 +170,7 @@ class RayPPOTrainer(PPOLoop):
             metrics=metrics,
         )
 
-    def replay(self, ctx: OnlineRLContext) -> None:
+    def replay(self, ctx: BatchContext) -> None:
         """Append sample groups of earlier steps to the batch, and store its own groups for later steps."""
         ctx.num_new, version = len(ctx.batch), self.global_steps - 1
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.REPLAY, step=self.global_steps)
@@ -178,7 +178,7 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= {"replay/kept": len(self.replay_buffer), "replay/rows": len(ctx.batch) - ctx.num_new}
         ctx.metrics |= staleness_metrics(ctx.batch, version=version)
 
-    def old_log_prob(self, ctx: OnlineRLContext) -> None:
+    def old_log_prob(self, ctx: BatchContext) -> None:
         """Compute log-probs under the policy that is about to be trained, and their difference to the rollout's."""
         ctx.batch.union(self._call_balanced(ctx, self.policy.actor.compute_log_prob, self.policy.actor.world_size))
         entropys = ctx.batch.batch.pop("entropys")
@@ -186,20 +186,20 @@ class RayPPOTrainer(PPOLoop):
         if "rollout_log_probs" in ctx.batch.batch.keys():
             ctx.metrics |= rollout_mismatch_metrics(ctx.batch)
 
-    def rollout_correction(self, ctx: OnlineRLContext) -> None:
+    def rollout_correction(self, ctx: BatchContext) -> None:
         """Add importance weights for tokens sampled by older weights or by another engine."""
         ctx.metrics |= apply_rollout_correction(ctx.batch, self.config.algorithm.rollout_correction)
 
-    def ref_log_prob(self, ctx: OnlineRLContext) -> None:
+    def ref_log_prob(self, ctx: BatchContext) -> None:
         """Compute log-probs under the reference policy."""
         ctx.batch.union(self._call_balanced(ctx, self.policy.ref.compute_ref_log_prob, self.policy.ref.world_size))
 
-    def values(self, ctx: OnlineRLContext) -> None:
+    def values(self, ctx: BatchContext) -> None:
         """Compute the critic's value before each response token."""
         critic = self.groups[Role.Critic]
         ctx.batch.union(self._call_balanced(ctx, critic.compute_values, critic.world_size))
 
-    def _call_balanced(self, ctx: OnlineRLContext, method: Callable, num_ranks: int) -> DataProto:
+    def _call_balanced(self, ctx: BatchContext, method: Callable, num_ranks: int) -> DataProto:
         return call_balanced(
             method,
             select_columns(ctx.batch, MODEL_INPUT),
@@ -211,14 +211,14 @@ class RayPPOTrainer(PPOLoop):
         """Return the data-parallel size of the engines of this many processes."""
         return engine_settings(self.config.actor_rollout_ref.actor).data_parallel_size(num_ranks)
 
-    def advantage(self, ctx: OnlineRLContext) -> None:
+    def advantage(self, ctx: BatchContext) -> None:
         """Compute token rewards (with the KL penalty, if configured), advantages and returns."""
         algorithm = self.config.algorithm
         controller = self.kl_ctrl if algorithm.use_kl_in_reward else None
         ctx.metrics |= add_token_rewards(ctx.batch, controller, kl_penalty=algorithm.kl_penalty)
         add_advantages(ctx.batch, self.estimator, algorithm)
 
-    def update_critic(self, ctx: OnlineRLContext) -> None:
+    def update_critic(self, ctx: BatchContext) -> None:
         """Fit the critic to the returns."""
         data = select_training_rows(
             ctx.batch, (*MODEL_INPUT, c.VALUES, c.RETURNS), self.config, role=Role.Critic, step=self.global_steps
@@ -227,7 +227,7 @@ class RayPPOTrainer(PPOLoop):
             updated = self.groups[Role.Critic].update_critic(data)
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="critic", prefix="critic")
 
-    def update_actor(self, ctx: OnlineRLContext) -> None:
+    def update_actor(self, ctx: BatchContext) -> None:
         """Update the policy, after the critic's warm-up steps."""
         has = optional_columns(self.config, self.roles)
         columns = (*MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss)
@@ -237,11 +237,11 @@ class RayPPOTrainer(PPOLoop):
             updated = self.policy.actor.update_actor(data)
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="actor", prefix="actor")
 
-    def update_weights(self, ctx: OnlineRLContext) -> None:
+    def update_weights(self, ctx: BatchContext) -> None:
         """Push the new weights to the rollout, with the step number as version."""
         self.pipeline.push_weights(self.global_steps)
 
-    def validate(self, ctx: OnlineRLContext) -> None:
+    def validate(self, ctx: BatchContext) -> None:
         """Validate every `trainer.test_freq` steps and after the last one."""
         due = self.val_dataset is not None and self.is_due(self.config.trainer.test_freq)
         if self.remote_evaluator is None:
@@ -252,7 +252,7 @@ class RayPPOTrainer(PPOLoop):
         if due:
             self.remote_evaluator.submit(self.global_steps, self.policy.export_weights_async())
 
-    def log(self, ctx: OnlineRLContext) -> None:
+    def log(self, ctx: BatchContext) -> None:
         """Send the step's metrics to every logger."""
         ctx.timing["step"] = time.perf_counter() - ctx.started_at
         ctx.metrics |= (

@@ -227,7 +227,8 @@ class StepRetry:
 
     def _rebuild(self, roles: set[str]) -> None:
         """Restart the processes of these roles, and initialize all roles that share them."""
-        groups, done = self._trainer.groups, []
+        groups = self._trainer.groups
+        done: list[Any] = []
         for role in sorted(roles):
             processes = groups[role].processes
             if any(processes is other for other in done):

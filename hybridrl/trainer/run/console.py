@@ -124,8 +124,10 @@ class ConsoleProgress:
 def step_line(
     metrics: Mapping[str, float], step: int, *, total_steps: int | None = None, eta_s: float | None = None
 ) -> str:
-    """Return one line about a training step, for instance
-    `step 12/150  reward 0.512  len 14.2  kl 0.0012  entropy 0.31  grad 0.42  1234 tok/s  1.90 s/step  eta 4m12s`."""
+    """Return one line about a training step.
+
+    For instance `step 12/150  reward 0.512  len 14.2  kl 0.0012  entropy 0.31  grad 0.42  1234 tok/s  eta 4m12s`.
+    """
     parts = [
         _step_text(step, total_steps),
         *(f"{label} {text}" for label, text in step_fields(metrics).items()),

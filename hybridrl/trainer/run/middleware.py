@@ -8,8 +8,10 @@ trainers and by `hybridrl job graph`, in the driver.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hybridrl.config import PPOConfig
 from hybridrl.errors import ConfigError
@@ -76,7 +78,23 @@ def _nothing(ctx: Any) -> None:
 
 @dataclass(repr=False, eq=False)
 class BatchContext(OnlineRLContext):
-    """`OnlineRLContext` for concurrent stages: columns are added or replaced, never changed in place."""
+    """`OnlineRLContext` for concurrent stages: columns are added or replaced, never changed in place.
+
+    The trainers' stages set the attributes below. One that no stage has set yet does not exist.
+
+    Attributes:
+        started_at: When the step began, `time.perf_counter()`.
+        prompt_rows: Rows of the dataset that the step trains on.
+        reward_extra: Columns that the reward function returns beside the scores.
+        num_new: Samples of this step; those after them come from the replay buffer.
+        updated: Whether the policy was updated.
+    """
+
+    started_at: float = field(init=False)
+    prompt_rows: Sequence[int] | np.ndarray = field(init=False)
+    reward_extra: dict[str, list] = field(init=False)
+    num_new: int = field(init=False)
+    updated: bool = field(init=False)
 
     def copy(self, value: Any) -> Any:
         if not isinstance(value, DataProto):

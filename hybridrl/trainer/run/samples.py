@@ -44,7 +44,7 @@ def _ids(tokens: torch.Tensor, is_token: torch.Tensor) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(tokens, is_token, strict=True)]
 
 
-def write_samples(path: str, rows: Iterable[dict[str, Any]]) -> None:
+def write_samples(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write records as JSON lines to a file that appears complete or not at all."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with atomic_write(path) as f:

@@ -191,4 +191,5 @@ def collate_sft(rows: list[dict], pad_token_id: int) -> DataProto:
 
 
 def pad_right(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+    """Return rows as one tensor, padded with `value` to the longest."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

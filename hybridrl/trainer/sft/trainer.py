@@ -15,13 +15,13 @@ from typing import Any
 
 from hybridrl.config import SFTConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
-from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.stage import Stage
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
 from hybridrl.trainer.roles import ResourcePoolManager
+from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.sft.dataset import SFTDataset
 
 ROLE = "sft"
@@ -80,7 +80,7 @@ class SFTTrainer(Trainer):
             Stage(cls.save_checkpoint, once=True),
         ]
 
-    def next_batch(self, ctx: OnlineRLContext) -> None:
+    def next_batch(self, ctx: BatchContext) -> None:
         """Load the next conversations of the epoch."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
@@ -89,24 +89,24 @@ class SFTTrainer(Trainer):
         ctx.prompt_rows = self.train_loader.rows
         ctx.batch.meta_info[UpdatePlan.KEY] = UpdatePlan(balance=self.config.trainer.balance_batch)
 
-    def update(self, ctx: OnlineRLContext) -> None:
+    def update(self, ctx: BatchContext) -> None:
         """Take one optimizer step on the assistant's tokens."""
         updates = self.groups[ROLE].update(ctx.batch).meta_info["metrics"]
         metrics = self.update_metrics(updates, role=ROLE, prefix="train")
         ctx.metrics |= {"train/loss" if name == "loss" else name: value for name, value in metrics.items()}
 
-    def validate(self, ctx: OnlineRLContext) -> None:
+    def validate(self, ctx: BatchContext) -> None:
         """Compute the validation loss every `trainer.test_freq` steps and after the last one."""
         if self.val_dataset is not None and self.is_due(self.config.trainer.test_freq):
-            ctx.metrics["val/loss"] = self._validation_loss()
+            ctx.metrics["val/loss"] = self._validation_loss(self.val_dataset)
 
-    def _validation_loss(self) -> float:
-        data, dataset = self.config.data, self.val_dataset
+    def _validation_loss(self, dataset: SFTDataset) -> float:
+        data = self.config.data
         loader = PromptLoader(dataset, batch_size=data.train_batch_size, shuffle=False, seed=0, collate=dataset.collate)
         sums = [self.groups[ROLE].compute_loss(loader.next_batch())[0] for _ in range(loader.steps_per_epoch)]
         return math.fsum(total for total, _ in sums) / math.fsum(count for _, count in sums)
 
-    def log(self, ctx: OnlineRLContext) -> None:
+    def log(self, ctx: BatchContext) -> None:
         """Send the step's metrics to every logger."""
         seconds = time.perf_counter() - ctx.started_at
         tokens = float(ctx.batch.batch["attention_mask"].sum())

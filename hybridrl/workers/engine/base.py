@@ -6,7 +6,7 @@ it names the outputs and passes a loss function. Engines run in worker processes
 Shapes: B rows of a batch on this rank, b rows of one micro-batch, R response width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.lora import LoRA
 
-LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, torch.Tensor | float]]]
+LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """`loss_fn(outputs, rows) -> (loss, stats)`: outputs (b,R) with gradient, and the rows, of one micro-batch.
 
 Both are on the engine's device. The scalar loss depends on `outputs` and is already divided by counts over all ranks

@@ -9,6 +9,7 @@ to a model family or to FSDP.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class LoRALinear(nn.Linear):
     lora_B: nn.Parameter
     scale: float
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's own name
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + self.scale * F.linear(F.linear(input, self.lora_A), self.lora_B)
 
 
@@ -64,8 +65,9 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name in chosen:
         layer = layers[name]
-        like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         layer.__class__ = LoRALinear
+        assert isinstance(layer, LoRALinear)
         layer.lora_A = nn.Parameter(torch.empty(lora.rank, layer.in_features, **like))
         layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, **like))
         layer.scale = lora.alpha / lora.rank

@@ -12,13 +12,13 @@ from hybridrl.workers.rollout.base import (
     Rollout,
     RolloutHealth,
     RolloutSetup,
-    SamplingParams,
     make_rollout,
     register_rollout,
 )
 from hybridrl.workers.rollout.batched_request_engine import BatchedRequestEngine
 from hybridrl.workers.rollout.hf import HFRollout
 from hybridrl.workers.rollout.responses import GeneratedTokens
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
 if TYPE_CHECKING:

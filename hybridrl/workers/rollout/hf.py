@@ -234,6 +234,7 @@ def _build_model(setup: RolloutSetup) -> torch.nn.Module:
 
     config = load_hf_config(setup)
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
+    model: Any
     if setup.load_format == "auto":
         model = AutoModelForCausalLM.from_pretrained(setup.model_path, config=config, **options)
     else:
@@ -271,6 +272,8 @@ def _growing_layer_class() -> type:
         inherited.
         """
 
+        keys: torch.Tensor  # the base class initialises both before they are read here
+        values: torch.Tensor
         _stores: tuple[torch.Tensor, torch.Tensor] | None = None
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
@@ -278,9 +281,10 @@ def _growing_layer_class() -> type:
                 return super().update(key_states, value_states, *args, **kwargs)
             used = self.keys.shape[-2]
             end = used + key_states.shape[-2]
-            if self._stores is None or end > self._stores[0].shape[-2]:
-                self._make_stores(end + CACHE_GROWTH_TOKENS)
-            key_store, value_store = self._stores
+            stores = self._stores
+            if stores is None or end > stores[0].shape[-2]:
+                stores = self._make_stores(end + CACHE_GROWTH_TOKENS)
+            key_store, value_store = stores
             key_store[:, :, used:end] = key_states
             value_store[:, :, used:end] = value_states
             self.keys, self.values = key_store[:, :, :end], value_store[:, :, :end]
@@ -290,8 +294,10 @@ def _growing_layer_class() -> type:
             super().batch_select_indices(indices)
             self._make_stores(self.keys.shape[-2] + CACHE_GROWTH_TOKENS)
 
-        def _make_stores(self, capacity: int) -> None:
-            self._stores = _copy_with_capacity(self.keys, capacity), _copy_with_capacity(self.values, capacity)
+        def _make_stores(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+            stores = _copy_with_capacity(self.keys, capacity), _copy_with_capacity(self.values, capacity)
+            self._stores = stores
+            return stores
 
     return GrowingLayer
 

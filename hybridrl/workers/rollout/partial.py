@@ -88,6 +88,6 @@ def _prompt_columns(batch: DataProto) -> DataProto:
     """Return the columns that the rows had before generation, one row per sequence."""
     width = batch.batch["prompts"].shape[1]
     response = ("prompts", "responses", "response_mask", "weights_version", "token_versions", "rollout_log_probs")
-    columns = {name: column for name, column in batch.batch.items() if name not in response}
+    columns = {str(name): batch.batch[name] for name in batch.batch.keys() if name not in response}
     columns |= {name: columns[name][:, :width] for name in ("input_ids", "attention_mask", "position_ids")}
     return DataProto.from_dict(columns, batch.non_tensor_batch, batch.meta_info)

@@ -50,7 +50,7 @@ def with_responses(
     `prompts` itself is not changed.
     """
     rows = prompts.repeat(sampling.n, interleave=True)
-    columns = dict(rows.batch.items())
+    columns = {str(name): rows.batch[name] for name in rows.batch.keys()}
     num_sequences, width = generated.tokens.shape
     positions = columns["position_ids"][:, -1:] + torch.arange(1, width + 1)
     columns |= {

@@ -61,7 +61,7 @@ class BroadcastReceiver(StreamingReceiver):
 
     def _fetch(self, message: dict[str, Any]) -> torch.Tensor:
         try:
-            if self._group is None:
+            if self._group is None or self._buffer is None:
                 self._buffer = GrowableBuffer("cuda" if self._backend == "nccl" else "cpu")
                 self._group = make_group(
                     self._backend, self._end.store, rank=self._end.rank + 1, address=self._end.address

@@ -105,8 +105,10 @@ def unpack(bucket: Bucket) -> Iterator[NamedTensor]:
 
 
 def entries_to_json(entries: Iterable[TensorEntry]) -> list[list]:
+    """Return the entries as JSON-compatible lists."""
     return [[e.name, e.dtype, list(e.shape), e.offset] for e in entries]
 
 
 def entries_from_json(rows: list[list[Any]]) -> tuple[TensorEntry, ...]:
+    """Return the entries that `entries_to_json` wrote."""
     return tuple(TensorEntry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows)

@@ -11,6 +11,7 @@ damaged weights, not a cryptographic digest.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,7 +60,8 @@ class WeightNames:
     @classmethod
     def of(cls, model: torch.nn.Module) -> "WeightNames":
         """Return the names of a Hugging Face model, which may be on the meta device."""
-        tied = frozenset(model.all_tied_weights_keys)
+        tied_keys: Any = model.all_tied_weights_keys  # transformers adds it to every model
+        tied = frozenset(tied_keys)
         return cls(own=frozenset(model.state_dict()) - tied, tied=tied)
 
 

@@ -40,9 +40,11 @@ class SharedMemorySender(StreamingSender):
         return memory.data
 
     def _publish(self, slot: int) -> dict[str, Any]:
-        if self._slots[slot].data.is_cuda:
+        memory = self._slots[slot]
+        assert memory is not None, "a slot is published after `_slot_buffer` made it"
+        if memory.data.is_cuda:
             torch.cuda.synchronize()
-        return {"slot": slot, "memory": self._slots[slot].handle}
+        return {"slot": slot, "memory": memory.handle}
 
     def _transmit(self, slot: int, bucket: Bucket) -> None:
         pass  # the bytes are in shared memory already

@@ -32,14 +32,14 @@ def test_a_warning_about_memory_names_the_largest_processes_and_their_growth():
         process("trainer", 0.5),
         process("actor-1", 4),
     ]
-    [notice] = LowResourceDetector().check(processes)
-    assert notice.slot == "machine host-m"
-    assert notice.text.startswith(
+    [warning] = LowResourceDetector().check(processes)
+    assert warning.slot == "machine host-m"
+    assert warning.text.startswith(
         "memory is nearly full: 1.00 GiB of 16.00 GiB are left; actor-0 holds 8.00 GiB (+3.00 GiB in 60 s); "
         "actor-1 holds 4.00 GiB (+0.00 GiB in 60 s); rollout-0 holds 2.00 GiB (+0.00 GiB in 60 s); "
         "the 4 processes of the job hold together 14.50 GiB. Ray kills processes when 5% are left"
     )
-    assert "*.ppo_micro_batch_size_per_gpu" in notice.text
+    assert "*.ppo_micro_batch_size_per_gpu" in warning.text
 
 
 def test_a_shortage_is_reported_once_and_again_only_if_it_was_resolved_in_between():
@@ -53,9 +53,9 @@ def test_a_shortage_is_reported_once_and_again_only_if_it_was_resolved_in_betwee
 def test_machines_are_checked_separately_by_their_last_heartbeat():
     detector = LowResourceDetector()
     a, b = process("actor-0", memory=(1.0, 100.0)), process("actor-1", machine="n", memory=(50.0, 100.0))
-    assert [notice.slot for notice in detector.check([a, b])] == ["machine host-m"]
+    assert [warning.slot for warning in detector.check([a, b])] == ["machine host-m"]
     b.update({"capacity": {MEMORY: [GIB, 100 * GIB]}})
-    assert [notice.slot for notice in detector.check([a, b])] == ["machine host-n"]
+    assert [warning.slot for warning in detector.check([a, b])] == ["machine host-n"]
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_the_disk_of_the_run_is_checked_on_the_masters_machine(tmp_path, monkeyp
         "hybridrl.master.health.low_resources.LOW",
         {"the disk of the run's directory": 0.5 * (1 + disk.left / disk.total)},
     )
-    [notice] = LowResourceDetector(str(tmp_path)).check([])
-    assert notice.slot == str(tmp_path) and "the next checkpoint may not fit" in notice.text
+    [warning] = LowResourceDetector(str(tmp_path)).check([])
+    assert warning.slot == str(tmp_path) and "the next checkpoint may not fit" in warning.text
     assert LowResourceDetector("s3://somewhere").check([]) == []
 
 

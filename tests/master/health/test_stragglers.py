@@ -12,9 +12,9 @@ def ranks(*medians, method="rollout.generate"):
 
 
 def test_a_process_that_takes_1_5_times_as_long_as_its_peers_is_named_with_figures():
-    [notice] = StragglerDetector().new_findings(compare_with_peers(ranks(1.0, 1.7, 1.1)))
-    assert notice.slot == "rollout-1"
-    assert notice.text.startswith(
+    [warning] = StragglerDetector().new_findings(compare_with_peers(ranks(1.0, 1.7, 1.1)))
+    assert warning.slot == "rollout-1"
+    assert warning.text.startswith(
         "it is slow: rollout.generate took 1.70 s (median of its last 10 calls), and 1.05 s for its 2 "
         "peers, 1.6 times as long"
     )

@@ -142,13 +142,13 @@ def test_a_straggler_appears_in_the_trainers_log_and_in_the_status(tmp_path, cap
     with monitored_adders(tmp_path, num_ranks=2) as (client, group):
         for _ in range(10):
             group.fetch([group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.05, 0.65))])
-        notice = wait_for(client, lambda seen: seen["notices"])["notices"][0]
+        warning = wait_for(client, lambda seen: seen["warnings"])["warnings"][0]
         assert re.match(
             r"adder-1: it is slow: adder.doze took 0\.[67]\d s .* and 0\.\d\d s for its peer, \d+\.\d times as long",
-            notice,
+            warning,
         )
-        wait_for(client, lambda seen: notice in caplog.messages)
-        assert f"notice: {notice}\n" in console.status(client.run, None)
+        wait_for(client, lambda seen: warning in caplog.messages)
+        assert f"warning: {warning}\n" in console.status(client.run, None)
 
 
 @pytest.mark.slow
@@ -158,16 +158,16 @@ def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_inspected_at_onc
         with pytest.raises(CallTimeout, match="did not answer within 2 s; still waiting for rank 1;"):
             group.fetch(late, method="doze", timeout_s=2.0)
         start = time.monotonic()
-        seen = wait_for(client, lambda seen: seen["notices"])
+        seen = wait_for(client, lambda seen: seen["warnings"])
         assert time.monotonic() - start < 2
         assert seen["failures"] == (
             "adder-1 at step 0: adder.doze() did not answer within 2 s; still waiting for rank 1",
         )
         assert re.match(
             r"adder-1: adder.doze is past its deadline: it is at .*sample_workers.py:\d+ in doze; stacks: ",
-            seen["notices"][0],
+            seen["warnings"][0],
         )
-        with open(seen["notices"][0].partition("stacks: ")[2]) as f:
+        with open(seen["warnings"][0].partition("stacks: ")[2]) as f:
             assert f.read().startswith("== adder-1\n")
         assert seen["workers"]["adder-1"]["state"] == "alive"
 

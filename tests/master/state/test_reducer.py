@@ -117,7 +117,7 @@ def test_a_reported_decision_is_kept_and_changes_nothing_else():
         "worker lost", "", "role", "snapshot", "trainer", 1, 3, "actor-0 was lost; the trainer ..."
     )
     state, effects = fold([StepCompleted(7), decided], running())
-    assert effects == () and state.decisions == ("step 7: actor-0 was lost; ...",)
+    assert effects == () and state.decisions == ("step 7: actor-0 was lost; the trainer ...",)
     assert replace(state, decisions=()) == fold([StepCompleted(7)], running())[0]
     assert len(fold([decided] * 50, state)[0].decisions) == 20  # the newest ones
     assert decode(encode(decided)) == decided
@@ -173,7 +173,7 @@ def test_a_call_past_its_deadline_is_a_failure_without_a_lost_process_and_the_jo
 def test_a_warning_is_sent_to_the_trainer_and_changes_no_state():
     state, effects = reduce(running(), WarningRaised("machine a", "memory is nearly full"))
     assert effects == (NotifyTrainer("machine a: memory is nearly full"),)
-    assert replace(state, notices=()) == running() and state.notices == ("machine a: memory is nearly full",)
+    assert replace(state, warnings=()) == running() and state.warnings == ("machine a: memory is nearly full",)
 
 
 slots = st.sampled_from((*SLOTS, "critic-0"))
@@ -215,7 +215,7 @@ def test_no_sequence_of_events_leads_to_an_illegal_state_and_every_one_can_end(s
         before, (state, effects) = state, reduce(state, event)
         assert state.state in set(JobPhase) and set(state.roles.values()) <= set(RolePhase)
         assert {worker.state for worker in state.workers.values()} <= set(WorkerPhase)
-        assert max(map(len, (state.failures, state.decisions, state.notices))) <= 20
+        assert max(map(len, (state.failures, state.decisions, state.warnings))) <= 20
         assert before.state not in JOB_ENDS or (state, effects) == (before, ())
         assert sum(isinstance(effect, ReleaseJob) for effect in effects) == (
             state.state in JOB_ENDS and before.state not in JOB_ENDS

@@ -46,6 +46,11 @@ class PendingBatch:
     prompts: DataProto | None = None
     pending_pushes: list[Pending] = field(default_factory=list)
 
+    def submitted(self) -> PendingResponses:
+        """Return the future of the responses. After a restore, `regenerate_lost` sets it first."""
+        assert self.responses is not None
+        return self.responses
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for another driver: responses being generated are lost with this one."""
         return vars(self) | ({} if self.prompts is None else {"responses": None, "pending_pushes": []})
@@ -67,7 +72,7 @@ def make_pipeline(policy: PolicyGroups, config: PPOConfig) -> "RolloutPipeline":
 def join_responses(other_columns: DataProto, responses: DataProto, *, n: int) -> DataProto:
     """Return the training batch: the prompts' other columns repeated `n` times, and the responses."""
     responses.meta_info = {}
-    generated = responses.select(batch_keys=[name for name in responses.batch.keys() if name != "seeds"])
+    generated = responses.select(batch_keys=[str(name) for name in responses.batch.keys() if name != "seeds"])
     return other_columns.repeat(n, interleave=True).union(generated)
 
 
@@ -108,7 +113,7 @@ class RolloutPipeline:
                 batch.pending_pushes += self._pop_pushes()
 
     def _submit_next_chunk(self, batch: PendingBatch) -> None:
-        batch.responses = self.policy.continue_partial_async(batch.responses, self.chunk_tokens[batch.num_chunks])
+        batch.responses = self.policy.continue_partial_async(batch.submitted(), self.chunk_tokens[batch.num_chunks])
         batch.num_chunks += 1
 
     def pop(self) -> tuple[PendingBatch, DataProto]:
@@ -120,7 +125,7 @@ class RolloutPipeline:
         batch = self._pending.popleft()
         while batch.num_chunks < len(self.chunk_tokens):  # in the first steps of a run, batches are submitted late
             self._submit_next_chunk(batch)
-        responses = batch.responses.get()
+        responses = batch.submitted().get()
         for push in batch.pending_pushes:
             push.wait()
         return batch, responses
@@ -158,6 +163,7 @@ class RolloutPipeline:
             except (WorkerLost, CancelledError):  # the loss itself, or agent loops that it cancelled
                 if batch.prompts is None:
                     raise
+            assert batch.prompts is not None  # a batch loses its responses only if it has prompts, `__getstate__`
             batch.responses, batch.num_chunks = self._generate_first(batch.prompts), 1
 
     # -- checkpoint
@@ -170,7 +176,7 @@ class RolloutPipeline:
         state = []
         for number, batch in enumerate(self._pending):
             os.makedirs(directory, exist_ok=True)
-            responses = batch.responses.get()
+            responses = batch.submitted().get()
             batch.other_columns.save_to_disk(os.path.join(directory, f"{number}.rest"))
             responses.save_to_disk(os.path.join(directory, f"{number}.responses"))
             state.append({"step": batch.step, "epoch": batch.epoch, "shares": batch.num_chunks})

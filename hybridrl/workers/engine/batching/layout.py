@@ -15,6 +15,7 @@ micro-batch.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ class TokenLayout:
         """Return the layout with its tensors on a device."""
         if device.type == "cpu":
             return self
-        moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, **moved, spans=tuple(span.to(device) for span in self.spans))
 
 

@@ -9,6 +9,8 @@ because the model's own forward still runs, including soft caps and scales on th
 Shapes: b rows of a micro-batch, R response width, N response tokens, H hidden size, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -66,7 +68,9 @@ class OutputReader:
         log_probs, entropy = log_probs_and_entropy(
             logits, layout.labels, temperature=self.temperature, with_entropy="entropy" in outputs
         )
-        found = {"log_probs": log_probs, "entropy": entropy}
+        found = {"log_probs": log_probs}
+        if entropy is not None:
+            found["entropy"] = entropy
         return {name: _cells(found[name], layout) for name in outputs}
 
     def _values(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -77,6 +81,7 @@ class OutputReader:
         # is also a real one (often EOS). So store the head's output at every token and read it where a row ends.
         self._run(layout)
         per_token, self._head_output = self._head_output, None
+        assert per_token is not None, "the hook of the head ran in the forward pass"
         return {"scores": per_token.flatten()[layout.last].float()}
 
     def _select_states(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
@@ -95,7 +100,7 @@ def _cells(values_N: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
     return values_N.new_zeros(b * R, dtype=torch.float32).index_copy(0, layout.cell, values_N.float()).view(b, R)
 
 
-def _output_embedding(model: nn.Module) -> nn.Module:
+def _output_embedding(model: Any) -> nn.Module:
     head = model.get_output_embeddings()
     if head is None:
         raise ConfigError(

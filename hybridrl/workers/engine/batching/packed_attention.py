@@ -59,8 +59,8 @@ def _span(lengths: torch.Tensor, start: int) -> SequenceSpan:
     return SequenceSpan(tokens.flatten(), (column < lengths[:, None]).flatten().nonzero().squeeze(-1), len(column))
 
 
-def use_packed_sdpa(model: nn.Module) -> bool:
-    """Replace a model's SDPA by this attention and return whether it was replaced.
+def use_packed_sdpa(model: Any) -> bool:
+    """Replace the SDPA of a transformers model by this attention and return whether it was replaced.
 
     Models that do not use plain SDPA keep their attention.
     """

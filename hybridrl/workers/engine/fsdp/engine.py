@@ -104,16 +104,17 @@ class FSDPEngine:
                     }
                 )
             else:
-                loss = sum(result.sum() for result in results.values()) * 0.0
+                loss = torch.cat([result.flatten() for result in results.values()]).sum() * 0.0
             loss.backward()  # FSDP2 reduce-scatters the gradients in here
         self._reshard()
         # Read numbers only here: reading between micro-batches would synchronise with the GPU each time.
         return [{name: float(value) for name, value in values.items()} for values in stats]
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
-        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        optim = self.config.optim
+        assert self._optimizer is not None and optim is not None, "an engine without an optimizer does not train"
         self._load_to_device(params=True, optimizer=True)
-        lr = learning_rate(self.config.optim, self.num_updates, total_steps=self.config.total_steps)
+        lr = learning_rate(optim, self.num_updates, total_steps=self.config.total_steps)
         norm = _clip(self.model, max_norm=self.config.grad_clip)
         skipped = skip or not math.isfinite(norm)
         if skipped:
@@ -138,7 +139,10 @@ class FSDPEngine:
     def load(self, directory: str) -> None:
         self._load_to_device(params=True, optimizer=True)
         self.num_updates = load_state(directory, model=self.model, optimizer=self._optimizer)
-        if self._optimizer is not None:  # configured hyperparameters override those of the checkpoint
+        if (
+            self._optimizer is not None and self.config.optim is not None
+            # configured hyperparameters override those of the checkpoint
+        ):
             for group in self._optimizer.param_groups:
                 group.update(_hyperparameters(self.config.optim))
 
@@ -187,9 +191,7 @@ class FSDPEngine:
             layout = make_layout(grid if rows else placeholder_grid(), rows or [0], packed=self.config.packed)
             yield rows, layout.to(self._device)
 
-    def _split_micro_batches(
-        self, batch: DataProto, micro: MicroBatching
-    ) -> tuple[TokenGrid | None, list[list[int]], int]:
+    def _split_micro_batches(self, batch: DataProto, micro: MicroBatching) -> tuple[TokenGrid, list[list[int]], int]:
         """Return the tokens, the micro-batches and the largest number of micro-batches of any rank. Collective.
 
         Raises:
@@ -211,6 +213,7 @@ class FSDPEngine:
             raise problem or DataError(
                 "another rank's rows cannot be split into micro-batches; the reason is in that rank's error"
             )
+        assert grid is not None, "without a grid this rank has a problem, which was raised"
         return grid, groups, num_passes
 
 

@@ -45,14 +45,16 @@ def patch_cuda_to_cpu() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGE):
             _swap_torch(module)
-    random = importlib.import_module(f"{PACKAGE}.tensor_parallel.random")
+    random: Any = importlib.import_module(f"{PACKAGE}.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = _get_rng_state, _set_rng_state
     # It warns that the CPU's random state changed; here that is the intended state.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    importlib.import_module(f"{PACKAGE}.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _counts_to_numpy
+    dispatcher: Any = importlib.import_module(f"{PACKAGE}.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _counts_to_numpy
     real_type = torch.Tensor.type
-    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
-    torch.Tensor.type = lambda tensor, *args, **kwargs: (
+    tensor_class: Any = torch.Tensor
+    tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
+    tensor_class.type = lambda tensor, *args, **kwargs: (
         real_type(tensor, *args, **kwargs) if args or kwargs else real_type(tensor).replace("torch.", "torch.cuda.", 1)
     )
 
@@ -122,7 +124,7 @@ _TORCH = _AttributeOverride(
 )
 
 
-def _swap_torch(module: ModuleType) -> None:
+def _swap_torch(module: Any) -> None:
     if getattr(module, "torch", None) is torch:
         module.torch = _TORCH
 
@@ -133,11 +135,12 @@ class _TorchSwapFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         found = importlib.machinery.PathFinder.find_spec(name, path, target) if name.startswith(PACKAGE) else None
         if found is not None and found.loader is not None:
-            run = found.loader.exec_module
+            loader: Any = found.loader
+            run = loader.exec_module
 
             def run_and_swap(module: ModuleType) -> None:
                 run(module)
                 _swap_torch(module)
 
-            found.loader.exec_module = run_and_swap
+            loader.exec_module = run_and_swap
         return found

@@ -19,7 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hybridrl.algos.partition import micro_batches
-from hybridrl.config.schema.workers import MegatronConfig
+from hybridrl.config.schema.workers import MegatronConfig, OptimConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching, StateTensors
@@ -56,8 +56,8 @@ class MegatronEngine:
         Offloads what the settings name.
         """
         config = self.config
-        # Only an optimizer restricts what may be offloaded.
-        layout = config.settings if config.optim else config.settings.with_offload(params=False, optimizer=False)
+        # What may be offloaded is a rule of the settings (`config/checks`), not of the process groups.
+        layout = config.settings.with_offload(params=False, optimizer=False)
         sizes = init_model_parallel(layout, device=config.device, seed=config.seed)
         self.mesh_position = mesh_position()
         self._device = (
@@ -103,7 +103,7 @@ class MegatronEngine:
             params_dtype=config.compute_dtype,
             use_distributed_optimizer=config.settings.use_distributed_optimizer,
             clip_grad=config.grad_clip,
-            **_hyperparameters(config),
+            **_hyperparameters(config.optim),
         )
         # No overrides: weight decay applies to every parameter, norms and biases included, as in verl and with FSDP2.
         self._optimizer = get_megatron_optimizer(
@@ -131,7 +131,7 @@ class MegatronEngine:
             results = self._read_outputs(tokens, head, outputs=outputs)
             no_tokens = torch.zeros((), dtype=torch.int)
             if not tokens.rows:
-                return sum(result.sum() for result in results.values()) * 0.0, no_tokens, None
+                return torch.cat([result.flatten() for result in results.values()]).sum() * 0.0, no_tokens, None
             loss, stats = loss_fn(results, batch.select_idxs(tokens.rows).to(self._device))
             # Megatron's schedule may change the loss in place, and a stat may be the loss.
             stats = {
@@ -148,9 +148,10 @@ class MegatronEngine:
         ]
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
-        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        optim = self.config.optim
+        assert self._optimizer is not None and optim is not None, "an engine without an optimizer does not train"
         self._load_to_device(params=True, optimizer=True)
-        lr = learning_rate(self.config.optim, self.num_updates, total_steps=self.config.total_steps)
+        lr = learning_rate(optim, self.num_updates, total_steps=self.config.total_steps)
         finalize_model_grads(self._modules, None)
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
@@ -165,7 +166,7 @@ class MegatronEngine:
                 clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.grad_clip, norm)
             self._optimizer.step_with_ready_grads()
             self.num_updates += 1
-        self._drop_gradients()
+        self._drop_gradients(self._optimizer)
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -182,9 +183,13 @@ class MegatronEngine:
     def load(self, directory: str) -> None:
         self._load_to_device(params=True, optimizer=True)
         self.num_updates = load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
-        if self._optimizer is not None:  # configured hyperparameters override those of the checkpoint
+        optim = self.config.optim
+        if (
+            self._optimizer is not None and optim is not None
+            # configured hyperparameters override those of the checkpoint
+        ):
             for group in self._optimizer.param_groups:
-                group.update({"betas": tuple(self.config.optim.betas), "weight_decay": self.config.optim.weight_decay})
+                group.update({"betas": tuple(optim.betas), "weight_decay": optim.weight_decay})
 
     def state_tensors(self) -> StateTensors:
         if self._optimizer is not None:
@@ -212,10 +217,10 @@ class MegatronEngine:
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self._optimizer is None else [inner.optimizer for inner in self._optimizer.chained_optimizers]
 
-    def _drop_gradients(self) -> None:
+    def _drop_gradients(self, optimizer: MegatronOptimizer) -> None:
         for module in self._modules:
             module.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        optimizer.zero_grad()
 
     def _run_pipeline(
         self,
@@ -256,6 +261,7 @@ class MegatronEngine:
             head: Output of the head for this process's tokens, (1,N,...).
         """
         b, R = tokens.shape
+        size: tuple[int, ...]
         if self.config.kind == "causal_lm":
             log_probs, entropy = sharded_log_probs_and_entropy(
                 head[0],
@@ -304,6 +310,7 @@ class MegatronEngine:
             raise problem or DataError(
                 "another rank's rows cannot be split into micro-batches; the reason is in that rank's error"
             )
+        assert grid is not None, "without a grid this rank has a problem, which was raised"
         multiple = self._num_micro_multiple
         groups += [[]] * (-(-max(1, int(maxima[0])) // multiple) * multiple - len(groups))
         packed = self.config.packed
@@ -354,8 +361,7 @@ class _SumOverParts(torch.autograd.Function):
         return gradient, None
 
 
-def _hyperparameters(config: EngineSetup) -> dict[str, float]:
-    optim = config.optim
+def _hyperparameters(optim: OptimConfig) -> dict[str, float]:
     return {
         "lr": optim.lr,
         "weight_decay": optim.weight_decay,

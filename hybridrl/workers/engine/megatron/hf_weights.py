@@ -65,7 +65,7 @@ def _files(path: str) -> dict[str, str]:
     if index := cached_file(path, "model.safetensors.index.json", **optional):
         with open(index) as f:
             found = json.load(f)["weight_map"]
-        files = {name: cached_file(path, name) for name in set(found.values())}
+        files: dict[str, Any] = {name: cached_file(path, name) for name in set(found.values())}
         return {name: files[file] for name, file in found.items()}
     single = cached_file(path, "model.safetensors", **optional)
     if single is None:
@@ -179,12 +179,14 @@ def _gather_tensor(
     if "local_experts" not in name or experts.size() == 1:
         yield mapping, whole
         return
-    number = int(_EXPERT.search(name)[2])
+    found = _EXPERT.search(name)
+    assert found is not None, "the name has local_experts"
+    number = int(found[2])
     per_rank = chunk.config.num_moe_experts // experts.size()
     experts_of_ranks = [torch.empty_like(whole) for _ in range(experts.size())]
     dist.all_gather(experts_of_ranks, whole.contiguous(), group=experts)
     for rank, other in enumerate(experts_of_ranks):
-        other_name = _EXPERT.sub(lambda found, n=rank * per_rank + number % per_rank: f"{found[1]}{n}", name)
+        other_name = _EXPERT.sub(rf"\g<1>{rank * per_rank + number % per_rank}", name)
         yield mapping_for(other_name, kind), other
 
 
@@ -199,6 +201,7 @@ def _broadcast_from_stage(
 ) -> torch.Tensor:
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
+        assert whole is not None, "the only stage has every tensor"
         return whole
     whole = torch.empty(size, dtype=dtype, device=device) if whole is None else whole.contiguous()
     dist.broadcast(whole, src=dist.get_global_rank(group, stage), group=group)

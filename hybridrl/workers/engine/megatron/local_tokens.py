@@ -7,6 +7,7 @@ Shapes: b rows, s tokens of this process, N response tokens whose preceding stat
 
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 import torch
 
@@ -65,7 +66,9 @@ class LocalTokens:
         """Return them with the tensors on a device."""
         if device.type == "cpu":
             return self
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **moved, packed_params=self.packed_params and _packed_to(self.packed_params, device))
 
 
@@ -145,4 +148,5 @@ def _packed_params(padded: torch.Tensor, sharding: TokenSharding) -> PackedParam
 
 def _packed_to(pack: PackedParams, device: torch.device) -> PackedParams:
     ends = pack.cu_seqlens_q.to(device)
-    return replace(pack, cu_seqlens_q=ends, cu_seqlens_kv=ends, spans=tuple(span.to(device) for span in pack.spans))
+    moved: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}  # fields that megatron-core declares
+    return replace(pack, **moved, spans=tuple(span.to(device) for span in pack.spans))

@@ -47,7 +47,7 @@ class Network(GPTModel):
         if self.pre_process and self._padding_id is not None:
             self.embedding.register_forward_hook(self._detach_padding, with_kwargs=True)
         if last and kind != "causal_lm":
-            self.output_layer = ScalarHead(config.hidden_size, bias=kind == "value")
+            self.output_layer: Any = ScalarHead(config.hidden_size, bias=kind == "value")
         if last:
             self.output_layer.register_forward_pre_hook(self._select_states)
             self._gather = config.sequence_parallel
@@ -69,6 +69,7 @@ class Network(GPTModel):
 
     def _select_states(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         states = args[0]
+        assert self.wanted_states is not None, "the engine sets them before each forward"
         if self._gather:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         return (states.transpose(0, 1).flatten(0, 1).index_select(0, self.wanted_states)[:, None],)
@@ -83,7 +84,7 @@ class ScalarHead(nn.Linear):
     def __init__(self, hidden_size: int, *, bias: bool):
         super().__init__(hidden_size, 1, bias=bias, dtype=torch.float32)
 
-    def forward(
+    def forward(  # type: ignore[override]  # megatron-core calls its output layers so
         self, states: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
         """Return ((N, 1, 1), None) from states (N, 1, H)."""

@@ -33,7 +33,9 @@ def sharded_log_probs_and_entropy(
 
 
 class _ShardedLogProbs(torch.autograd.Function):
-    """With g, h the gradients of log-prob and entropy H, and p = softmax(z):
+    """Compute log-probs and entropy, and their gradient.
+
+    With g, h the gradients of log-prob and entropy H, and p = softmax(z):
 
     dL/dz_v = g (1[v = label] - p_v) - h p_v (log p_v + H)
     """

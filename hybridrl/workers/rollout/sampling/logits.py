@@ -93,13 +93,14 @@ class TokenHistory:
         A token may be drawn and recorded again, in which case the last one counts.
         """
         self._responses[rows, self.num_done + steps] = tokens
-        if self.stop_condition.strings is None:
+        strings = self.stop_condition.strings
+        if strings is None:
             return
         lengths = []
         for row, step in zip(rows.tolist(), steps.tolist(), strict=True):
             length = self.num_done + step + 1
-            has_stopped = length > self.sampling.min_tokens and self.stop_condition.strings.completed_by_last(
-                self._tail(row, length)
+            has_stopped = length > self.sampling.min_tokens and strings.completed_by_last(
+                self._responses[row, max(0, length - strings.window) : length].tolist()
             )
             lengths.append(step + 1 if has_stopped else self.sampling.max_new_tokens)
         self.lengths[rows] = torch.tensor(lengths, dtype=torch.int64, device=rows.device)
@@ -107,9 +108,6 @@ class TokenHistory:
     def stopped_before(self, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Return which sequences (N,) bool had a complete stop string before token number `steps` (N,)."""
         return steps >= self.lengths[rows]
-
-    def _tail(self, row: int, length: int) -> list[int]:
-        return self._responses[row, max(0, length - self.stop_condition.strings.window) : length].tolist()
 
 
 def _padded(lists: list[list[int]], width: int, device: torch.device | str) -> torch.Tensor:

@@ -121,6 +121,7 @@ def draw_tokens(
         log_probs = logits.float().log_softmax(-1)
         tokens = (logits if processed_logits is None else processed_logits).argmax(-1)
     else:
+        assert uniform is not None, "only greedy sampling draws no numbers"
         log_probs = (logits.float() / sampling.temperature).log_softmax(-1)
         probs = log_probs.exp() if processed_logits is None else (processed_logits / sampling.temperature).softmax(-1)
         tokens = _invert_cdf(

@@ -211,6 +211,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
     for problem in argument_problems(config.engine_kwargs):
         raise ConfigError(problem)
     require_known(own_arguments, (field.name for field in fields(EngineArgs)))
+    dtype: Any = setup.dtype  # vLLM takes a torch.dtype, but its types declare names
     start = partial(
         vllm.LLM,
         model=setup.model_path,
@@ -219,7 +220,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
         hf_overrides=dict(setup.override_config),
         generation_config="vllm",  # no sampling defaults from the model's directory
         load_format=setup.load_format,
-        dtype=setup.dtype,
+        dtype=dtype,
         seed=setup.seed % 2**32,
         max_model_len=setup.max_length,
         max_num_seqs=config.max_num_seqs,

@@ -29,7 +29,7 @@ if current_platform.is_cpu():
     # On CPU vLLM packs every Linear into a closure and drops `layer.weight`, so that weights could be neither replaced
     # nor read back. This patch makes the layers compute with their plain weight. It must be in place before the model
     # is built.
-    def _use_plain_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def _use_plain_weight(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     linear_dispatch.dispatch_cpu_unquantized_gemm = _use_plain_weight
@@ -112,11 +112,16 @@ class RowSampler(LogitsProcessor):
 
 
 def _request_state(params: EngineParams, _: Any, tokens: list[int]) -> tuple[int | None, int, list[int]]:
+    assert params.extra_args is not None, "every request names its row there"
     return params.extra_args.get("batch"), params.extra_args["row"], tokens
 
 
 class RolloutExtension:
     """Methods added to vLLM's worker; the rollout calls them through `LLM.collective_rpc`."""
+
+    device: torch.device  # these three are attributes of vLLM's worker
+    model_runner: Any
+    parallel_config: Any
 
     def load_rollout_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy named weights (Hugging Face names) into the model in place."""
@@ -159,6 +164,7 @@ class RolloutExtension:
             limit of every response (S,) int64 where stop strings may have ended it, else None.
         """
         batch, RowSampler.current_batch = RowSampler.current_batch, None
+        assert batch is not None, "`start_batch` comes first"
         return batch.tokens.cpu(), batch.log_probs.cpu(), None if batch.history is None else batch.history.lengths.cpu()
 
     def open_batch(
