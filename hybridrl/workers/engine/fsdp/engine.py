@@ -139,10 +139,8 @@ class FSDPEngine:
     def load(self, directory: str) -> None:
         self._load_to_device(params=True, optimizer=True)
         self.num_updates = load_state(directory, model=self.model, optimizer=self._optimizer)
-        if (
-            self._optimizer is not None and self.config.optim is not None
-            # configured hyperparameters override those of the checkpoint
-        ):
+        if self._optimizer is not None and self.config.optim is not None:
+            # Configured hyperparameters override those of the checkpoint.
             for group in self._optimizer.param_groups:
                 group.update(_hyperparameters(self.config.optim))
 

@@ -184,10 +184,8 @@ class MegatronEngine:
         self._load_to_device(params=True, optimizer=True)
         self.num_updates = load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
         optim = self.config.optim
-        if (
-            self._optimizer is not None and optim is not None
-            # configured hyperparameters override those of the checkpoint
-        ):
+        if self._optimizer is not None and optim is not None:
+            # Configured hyperparameters override those of the checkpoint.
             for group in self._optimizer.param_groups:
                 group.update({"betas": tuple(optim.betas), "weight_decay": optim.weight_decay})
 
