@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hybridrl.algos.partition import micro_batches
 from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
-from hybridrl.errors import CheckpointError, DataError
+from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
-from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout, make_layout, placeholder_grid, token_grid
+from hybridrl.workers.engine.batching.layout import TokenLayout, make_layout, placeholder_grid
+from hybridrl.workers.engine.batching.micro_batches import split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs
 from hybridrl.workers.engine.batching.packed_attention import use_packed_sdpa
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
@@ -183,36 +183,11 @@ class FSDPEngine:
 
         Ranks with fewer micro-batches add placeholders without rows.
         """
-        grid, groups, num_passes = self._split_micro_batches(batch, micro)
+        grid, groups, num_passes = split_micro_batches(batch, micro, packed=self.config.packed, device=self._device)
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
             layout = make_layout(grid if rows else placeholder_grid(), rows or [0], packed=self.config.packed)
             yield rows, layout.to(self._device)
-
-    def _split_micro_batches(self, batch: DataProto, micro: MicroBatching) -> tuple[TokenGrid, list[list[int]], int]:
-        """Return the tokens, the micro-batches and the largest number of micro-batches of any rank. Collective.
-
-        Raises:
-            DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
-        """
-        grid, groups, problem = None, [], None
-        try:
-            grid = token_grid(batch)
-            groups = micro_batches(
-                grid.lengths.clamp(min=1),
-                max_rows=micro.max_rows,
-                max_tokens=micro.max_tokens,
-                packed=self.config.packed,
-            )
-        except DataError as error:
-            problem = error
-        num_passes, failed = _max_over_ranks([len(groups), int(problem is not None)], self._device)
-        if failed:
-            raise problem or DataError(
-                "another rank's rows cannot be split into micro-batches; the reason is in that rank's error"
-            )
-        assert grid is not None, "without a grid this rank has a problem, which was raised"
-        return grid, groups, num_passes
 
 
 def _ensure_process_group(device: str) -> None:
@@ -221,14 +196,6 @@ def _ensure_process_group(device: str) -> None:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
-
-
-def _max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
-    if dist.get_world_size() == 1:
-        return numbers
-    found = torch.tensor(numbers, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()
 
 
 def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:

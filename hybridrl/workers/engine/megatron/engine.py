@@ -18,12 +18,11 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from hybridrl.algos.partition import micro_batches
 from hybridrl.config.schema.workers import MegatronConfig, OptimConfig
-from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching, StateTensors
-from hybridrl.workers.engine.batching.layout import make_layout, placeholder_grid, token_grid
+from hybridrl.workers.engine.batching.layout import make_layout, placeholder_grid
+from hybridrl.workers.engine.batching.micro_batches import split_micro_batches
 from hybridrl.workers.engine.batching.outputs import check_outputs
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.hf_model import hf_config
@@ -291,26 +290,9 @@ class MegatronEngine:
         Raises:
             DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
         """
-        grid, groups, problem = None, [], None
-        try:
-            grid = token_grid(batch)
-            groups = micro_batches(
-                grid.lengths.clamp(min=1),
-                max_rows=micro.max_rows,
-                max_tokens=micro.max_tokens,
-                packed=self.config.packed,
-            )
-        except DataError as error:
-            problem = error
-        maxima = torch.tensor([len(groups), int(problem is not None)], device=self._device)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        if maxima[1]:
-            raise problem or DataError(
-                "another rank's rows cannot be split into micro-batches; the reason is in that rank's error"
-            )
-        assert grid is not None, "without a grid this rank has a problem, which was raised"
+        grid, groups, num_passes = split_micro_batches(batch, micro, packed=self.config.packed, device=self._device)
         multiple = self._num_micro_multiple
-        groups += [[]] * (-(-max(1, int(maxima[0])) // multiple) * multiple - len(groups))
+        groups += [[]] * (-(-max(1, num_passes) // multiple) * multiple - len(groups))
         packed = self.config.packed
         return [
             local_tokens(
