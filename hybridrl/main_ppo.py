@@ -19,10 +19,10 @@ from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
 from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.config.plugins import load_plugins
-from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_local_cluster, start_ray
 from hybridrl.driver.resume_command import save_command
+from hybridrl.driver.run_context import RunContext
 from hybridrl.driver.supervisor import can_supervise, supervise
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
 from hybridrl.rewards.load import load_reward_manager
@@ -77,6 +77,7 @@ def main(
     set_up_logging()
     directory: list[str] = []
     configs: list[PPOConfig] = []
+    context = RunContext()
 
     def prepare() -> None:
         config = load_config(
@@ -93,11 +94,20 @@ def main(
     def work() -> None:
         [config] = configs
         classes = (workers or worker_classes)(config)
-        run(with_resume_overrides(config), classes, (pools or resource_pools)(config, classes), trainer_cls=trainer_cls)
+        run(
+            with_resume_overrides(config, context.lifecycle),
+            classes,
+            (pools or resource_pools)(config, classes),
+            trainer_cls=trainer_cls,
+            context=context,
+        )
 
     def guarded(part: Callable[[], None]) -> int:
         return run_program(
-            part, log_directory=lambda: directory[0] if directory else None, newest_checkpoint=newest_checkpoint
+            part,
+            log_directory=lambda: directory[0] if directory else None,
+            newest_checkpoint=newest_checkpoint,
+            termination=context.termination,
         )
 
     code = guarded(prepare)
@@ -105,7 +115,7 @@ def main(
         return code
     train = functools.partial(guarded, work)
     if argv is None and is_supervisable(configs[0].trainer) and can_supervise():
-        return supervise(train, start_cluster=start_local_cluster)
+        return supervise(train, context.lifecycle, start_cluster=start_local_cluster)
     return train()
 
 
@@ -139,8 +149,10 @@ def run(
     manager: ResourcePoolManager,
     *,
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
+    context: RunContext | None = None,
 ) -> None:
     """Train as configured, then write the report."""
+    context = context or RunContext()
     model = config.actor_rollout_ref.model
     assert model.path is not None  # `check` demands it
     tokenizer = load_tokenizer(
@@ -149,7 +161,8 @@ def run(
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
-        start_ray(num_nodes=max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes))
+        num_nodes = max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes)
+        start_ray(num_nodes=num_nodes, lifecycle=context.lifecycle)
     is_async = config.actor_rollout_ref.rollout.mode == "async"
     trainer = trainer_cls(
         config=config,
@@ -160,6 +173,7 @@ def run(
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
         agent_loops=serving.AgentLoopManager(config, tokenizer) if is_async else None,
+        context=context,
     )
     logger.info("loading %s into the workers", model.path)
     try:
@@ -168,7 +182,7 @@ def run(
             trainer.fit()
     except (WorkerLost, ObjectLost, PlacementError) as error:
         if trainer.global_steps:
-            LIFECYCLE.request_new_job(str(error))
+            context.lifecycle.request_new_job(str(error))
         raise
     finally:
         trainer.shutdown()

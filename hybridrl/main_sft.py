@@ -16,6 +16,7 @@ from hybridrl.config import SFTConfig, check_sft_config, load_config
 from hybridrl.config.plugins import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.driver.run_context import RunContext
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code."""
     set_up_logging()
     directory: list[str] = []
+    context = RunContext()
 
     def work() -> None:
         config = load_config(
@@ -51,23 +53,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             load_plugins(config)
             directory.append(prepare_run_directory(config.trainer))
             warn_about_disabled_outputs(config)
-            run(config)
+            run(config, context)
 
     return run_program(
-        work, log_directory=lambda: directory[0] if directory else None, newest_checkpoint=newest_checkpoint
+        work,
+        log_directory=lambda: directory[0] if directory else None,
+        newest_checkpoint=newest_checkpoint,
+        termination=context.termination,
     )
 
 
-def run(config: SFTConfig) -> None:
+def run(config: SFTConfig, context: RunContext) -> None:
     """Train as configured, then write the report."""
     assert config.model.path is not None  # `check_sft_config` demands it
     tokenizer = load_tokenizer(config.model.path, key="model.path", trust_remote_code=config.model.trust_remote_code)
     if config.trainer.backend == "ray":
-        start_ray(num_nodes=config.trainer.nnodes)
+        start_ray(num_nodes=config.trainer.nnodes, lifecycle=context.lifecycle)
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]
     spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     manager = ResourcePoolManager(spec, {}, use_gpu=use_gpu, backend=config.trainer.backend)
-    trainer = SFTTrainer(config, tokenizer, SFTWorker, manager, WORKER_GROUPS[config.trainer.backend])
+    trainer = SFTTrainer(config, tokenizer, SFTWorker, manager, WORKER_GROUPS[config.trainer.backend], context=context)
     logger.info("loading %s into the workers", config.model.path)
     try:
         with run_under_master(trainer):

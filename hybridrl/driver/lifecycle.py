@@ -3,7 +3,7 @@
 When a driver dies, the supervisor starts it again with the same command and run id and the next attempt number. A
 driver without a supervisor (a notebook, a test, `trainer.backend=local`) is attempt 1, and its reports are dropped.
 
-Runs in the driver; the trainer and its recovery use the module instance `LIFECYCLE`. Restarts nothing itself.
+Runs in the driver, as part of a `RunContext`. Restarts nothing itself.
 """
 
 import logging
@@ -12,6 +12,7 @@ import queue
 import signal
 import socket
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ class DriverLifecycle:
     """
 
     def __init__(self) -> None:
-        self.attempt, self.run_id = 1, ""
+        self.attempt, self.run_id = 1, uuid.uuid4().hex[:6]
         self.restarted_by: Decision | None = None
         self.on_orphaned: Callable[[], None] = lambda: None
         self._channel: socket.socket | None = None
@@ -105,6 +106,3 @@ class DriverLifecycle:
         os.kill(
             os.getpid(), signal.SIGKILL
         )  # the main thread may block in a collective: an exception would not reach it
-
-
-LIFECYCLE = DriverLifecycle()

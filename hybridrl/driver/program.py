@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from hybridrl.driver.termination import EXIT_CODE, TERMINATION, Terminated
+from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ def run_program(
     *,
     log_directory: Callable[[], str | None],
     newest_checkpoint: Callable[[str], str | None] = lambda directory: None,
+    termination: TerminationSignal | None = None,
 ) -> int:
     """Run `work` and return the exit code.
 
@@ -32,12 +33,14 @@ def run_program(
         work: The program.
         log_directory: Returns the run's directory, None if there is none (yet).
         newest_checkpoint: Returns the newest committed checkpoint in that directory.
+        termination: SIGTERM state of the run; by default one of its own.
 
     Returns:
         0; 2 for a mistake in the command; 1 for a failure; 130 for Ctrl-C; 143 for SIGTERM.
     """
+    termination = termination or TerminationSignal()
     try:
-        with TERMINATION.handle_sigterm():
+        with termination.handle_sigterm():
             work()
         return 0
     except (ConfigError, DataError, PlacementError) as error:
@@ -49,7 +52,7 @@ def run_program(
         return EXIT_CODE if isinstance(error, Terminated) else 130
     except Exception as error:
         directory = log_directory()
-        if TERMINATION.received:  # the workers may have received SIGTERM too, and their loss is then no failure
+        if termination.received:  # the workers may have received SIGTERM too, and their loss is then no failure
             sys.stderr.write(f"{_interruption(directory, newest_checkpoint, 'terminated')} ({format_error(error)})\n")
             return EXIT_CODE
         expected = isinstance(error, HybridRLError) and directory is None

@@ -11,8 +11,8 @@ import re
 import socket
 from importlib.util import find_spec
 
-from hybridrl.driver.lifecycle import LIFECYCLE
-from hybridrl.driver.termination import TERMINATION
+from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 5.0
 PLAIN_ADDRESS = re.compile(r"[^/]+:\d+")  # not ray://HOST:PORT
 
 
-def start_ray(*, num_nodes: int = 1) -> None:
+def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -> None:
     """Connect to a Ray cluster, or start one on this machine.
 
     Connects to the cluster that RAY_ADDRESS names. Without RAY_ADDRESS, a job of several machines connects to the
@@ -30,6 +30,7 @@ def start_ray(*, num_nodes: int = 1) -> None:
 
     Args:
         num_nodes: Machines that the job needs.
+        lifecycle: Of this driver. With a supervisor, a local cluster is its, and outlives this driver.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster does not answer.
@@ -53,26 +54,26 @@ def start_ray(*, num_nodes: int = 1) -> None:
             num_nodes,
         )
     logger.info("starting Ray on this machine")
-    if LIFECYCLE.is_supervised:
-        _connect_own()
-    else:
-        start_local_cluster()
-    TERMINATION.reinstall()  # Ray has replaced the handler by one that ends the process at once
+    with keep_sigterm_handler():  # Ray's own would end the process at once
+        if lifecycle is not None and lifecycle.is_supervised:
+            _connect_own(lifecycle)
+        else:
+            start_local_cluster()
 
 
-def _connect_own() -> None:
+def _connect_own(lifecycle: DriverLifecycle) -> None:
     """Connect to the supervisor's cluster, which outlives this driver."""
     import ray
 
     try:
-        address = LIFECYCLE.ray_address()
+        address = lifecycle.ray_address()
         # Ray read its authentication mode from the environment at import; read it again.
         with contextlib.suppress(ImportError, AttributeError):
             ray._raylet.Config.initialize("")  # type: ignore[attr-defined] # compiled, without types
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RuntimeError, OSError) as error:
-        if LIFECYCLE.attempt > 1:
-            LIFECYCLE.request_new_job("the Ray cluster of this machine is gone")
+        if lifecycle.attempt > 1:
+            lifecycle.request_new_job("the Ray cluster of this machine is gone")
         raise ConfigError(
             f"{error}; set RAY_ADDRESS to a running cluster, or trainer.backend=local for one process"
         ) from error
@@ -100,14 +101,14 @@ def _connect(address: str) -> None:
     try:
         if PLAIN_ADDRESS.fullmatch(address):  # ray.init would retry for 30 s and print 20 lines
             _check_accepts_connections(address)
-        context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with keep_sigterm_handler():
+            context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({' '.join(str(error).split())}); start "
             "one with `ray start --head`, set RAY_AUTH_MODE=token if it requires a token, or unset RAY_ADDRESS to "
             "start a cluster on this machine"
         ) from error
-    TERMINATION.reinstall()
     logger.info(
         "connected to the Ray cluster at %s, machines: %d",
         context.address_info["address"],  # type: ignore[attr-defined] # Ray annotates the base class

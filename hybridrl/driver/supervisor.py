@@ -1,8 +1,8 @@
 """Supervisor: run the driver in a child process, and start it again when it is lost.
 
-    code = supervise(train)      # train() -> exit code; runs in a forked process, once per attempt
+    code = supervise(train, lifecycle)      # train() -> exit code; runs in a forked process, once per attempt
 
-A driver is lost when it ends without `LIFECYCLE.report_exit`: killed, out of memory, crashed in a library, or stopped
+A driver is lost when it ends without `lifecycle.report_exit`: killed, out of memory, crashed in a library, or stopped
 by SIGSTOP. Its worker processes keep running. The next driver reattaches to them and retries the interrupted step
 (`trainer/recovery/step_snapshot.py`). A driver that requests a new job (a node is gone, a role died repeatedly) is
 followed by one that starts everything again from the last checkpoint. `failure_policy.py` limits both. Every other end,
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
 from hybridrl.system.json_lines import MessageReader, send_message
 
@@ -49,16 +49,19 @@ def can_supervise() -> bool:
     return not others
 
 
-def supervise(start: Callable[[], int], *, start_cluster: Callable[[], str] = lambda: "") -> int:
+def supervise(
+    start: Callable[[], int], lifecycle: DriverLifecycle, *, start_cluster: Callable[[], str] = lambda: ""
+) -> int:
     """Run the driver `start` in a child process, restart it when it is lost, and return its exit code.
 
     Args:
         start: The driver; returns its exit code.
+        lifecycle: The driver's; connected to this supervisor in the child process.
         start_cluster: Starts a Ray cluster that ends with the calling process, and returns its address. Called in a
             process of its own when a driver calls `DriverLifecycle.ray_address`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED_SIGNALS, signal.SIGCHLD})
-    supervisor = _Supervisor(start, _Cluster(start_cluster, before), before)
+    supervisor = _Supervisor(start, lifecycle, _Cluster(start_cluster, before), before)
     try:
         return supervisor.run()
     finally:
@@ -82,8 +85,8 @@ class _Driver:
 
 
 class _Supervisor:
-    def __init__(self, start: Callable[[], int], cluster: "_Cluster", mask: set) -> None:
-        self._start, self.cluster, self._mask = start, cluster, mask
+    def __init__(self, start: Callable[[], int], lifecycle: DriverLifecycle, cluster: "_Cluster", mask: set) -> None:
+        self._start, self._lifecycle, self.cluster, self._mask = start, lifecycle, cluster, mask
         self._run_id, self._attempt = uuid.uuid4().hex[:6], 1
         self._budgets = Budgets(step=-1)  # its step is the newest completed one; 0 completes before the first
         self._decision: Decision | None = None  # the newest one
@@ -127,12 +130,14 @@ class _Supervisor:
         os.set_blocking(signals, False)
         signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        LIFECYCLE.attach_supervisor(channel, attempt=self._attempt, run_id=self._run_id, restarted_by=self._decision)
+        self._lifecycle.attach_supervisor(
+            channel, attempt=self._attempt, run_id=self._run_id, restarted_by=self._decision
+        )
         code = 1
         try:
             code = self._start()
         finally:
-            LIFECYCLE.report_exit(code)
+            self._lifecycle.report_exit(code)
         raise SystemExit(code)
 
     def _wait(self, driver: _Driver) -> int:

@@ -1,17 +1,18 @@
 """SIGTERM handling: commit at the end of the step, then exit (preemption, a scheduler's time limit, `kill`).
 
-    with TERMINATION.handle_sigterm():                    # SIGTERM raises Terminated at once ...
+    termination = TerminationSignal()
+    with termination.handle_sigterm():                    # SIGTERM raises Terminated at once ...
         ...
-        with TERMINATION.defer_sigterm(grace_s=120):      # ... but here it only sets `received`
+        with termination.defer_sigterm(grace_s=120):      # ... but here it only sets `received`
             ...
-            if TERMINATION.received: commit and exit
+            if termination.received: commit and exit
 
 Inside `defer_sigterm`, a second SIGTERM or the end of the grace period raises Terminated at once. Committed checkpoints
 stay valid; a half-written one is never visible. If the process still runs `EXIT_TIMEOUT_S` later, it is ended in any
 case.
 
-The trainers and `driver/program.py` use the module instance `TERMINATION` in the driver. Only the main thread of a
-process can handle signals: in other threads these blocks change nothing.
+A run's signal is part of its `RunContext`; the trainer and `driver/program.py` use it in the driver. Only the main
+thread of a process can handle signals: in other threads these blocks change nothing.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ class Terminated(SystemExit):
 
 
 class TerminationSignal:
-    """SIGTERM state of this process. `received`: SIGTERM has arrived in the outermost block."""
+    """SIGTERM state of one run. `received`: SIGTERM has arrived in the outermost block."""
 
     def __init__(self) -> None:
         self.received = False
@@ -75,11 +76,6 @@ class TerminationSignal:
             finally:
                 self._grace_s = None
 
-    def reinstall(self) -> None:
-        """Install the handler again after a library replaced it (Ray does when it starts)."""
-        if self._depth and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-
     def raise_if_received(self) -> None:
         """Raise Terminated if SIGTERM has arrived."""
         if self.received:
@@ -107,4 +103,11 @@ class TerminationSignal:
             os._exit(EXIT_CODE)
 
 
-TERMINATION = TerminationSignal()
+@contextlib.contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """Install a run's handler again after the block, where a library replaces it (Ray does when it starts)."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    is_own = isinstance(getattr(before, "__self__", None), TerminationSignal)
+    if is_own and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)

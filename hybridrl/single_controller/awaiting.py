@@ -14,6 +14,7 @@ from hybridrl.errors import CallTimeout, ObjectLost, WorkerLost
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.monitoring.heartbeat_client import report_call_timeout
 from hybridrl.single_controller.monitoring.lost_workers import lost_reason
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.monitoring.tracing import wait_span
 
 if TYPE_CHECKING:
@@ -40,9 +41,6 @@ TIMEOUT_HINT = (
     "; if it is slow and not stuck, raise trainer.call_timeout_s (or the timeout_s that the method is registered with)"
 )
 
-# Actors whose calls this process may wait for: actor id (hex) -> (label of the roles in its process, rank).
-_ADDRESSES: dict[str, tuple[str, int]] = {}
-
 
 def register_actors(addresses: Mapping[str, tuple[str, int]]) -> None:
     """Register role and rank of actors, so that `WorkerLost` names the worker that died.
@@ -50,7 +48,8 @@ def register_actors(addresses: Mapping[str, tuple[str, int]]) -> None:
     Args:
         addresses: actor id (hex) -> (roles joined by "+", rank).
     """
-    _ADDRESSES.update(addresses)
+    with PROCESS.lock:
+        PROCESS.addresses.update(addresses)
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ def _worker_lost(
     error: "OutOfMemoryError | RayActorError | WorkerCrashedError", role: str, rank: int, method: str
 ) -> WorkerLost:
     # Names the process that died. A healthy worker's call fails too when its argument is a dead worker's result.
-    lost_role, lost_rank = _ADDRESSES.get(getattr(error, "actor_id", None) or "", (role, rank))
+    lost_role, lost_rank = PROCESS.addresses.get(getattr(error, "actor_id", None) or "", (role, rank))
     if lost_rank != rank or role not in lost_role.split("+"):
         role, rank = lost_role, lost_rank
     return WorkerLost(role, rank, method, describe_exit_report(str(error)))

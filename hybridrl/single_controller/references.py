@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridrl.protocol import DataProtoFuture
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 
 
 class OutputRefs(list[Any]):
@@ -50,10 +51,6 @@ def _fetched(argument: Any) -> Any:
     return argument.get() if isinstance(argument, DataProtoFuture) else argument
 
 
-_LOOP_LOCK = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-
-
 def resolve_awaitable(value: Any) -> Any:
     """Return a coroutine's result, and any other value unchanged.
 
@@ -67,9 +64,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
     One loop, because a lock or queue that coroutines share belongs to one loop.
     """
-    global _loop
-    with _LOOP_LOCK:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="coroutines", daemon=True).start()
-    return _loop
+    with PROCESS.lock:
+        if (loop := PROCESS.event_loop) is None:
+            loop = PROCESS.event_loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+    return loop

@@ -16,12 +16,11 @@ from typing import Any
 
 from hybridrl.config import PPOConfig, SFTConfig, to_yaml
 from hybridrl.config.schema.workers import ModelConfig
-from hybridrl.driver.termination import TERMINATION
+from hybridrl.driver.run_context import RunContext
 from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import Stage, StageFn
 from hybridrl.single_controller.launch import launch
-from hybridrl.single_controller.monitoring.tracing import stop_recording
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.trainer.checkpoint.compatibility import (
     FINGERPRINT_KEY,
@@ -46,6 +45,7 @@ from hybridrl.trainer.run.column_check import Column, column_checks
 from hybridrl.trainer.run.metrics import mean_metrics
 from hybridrl.trainer.run.middleware import Middleware, apply_middleware
 from hybridrl.trainer.run.setup import (
+    disable_tracing,
     enable_tracing,
     is_due,
     open_tracking,
@@ -69,6 +69,7 @@ class Trainer:
         train_loader: Batches of the training data.
         resume_state: What an earlier driver of the run has left.
         model: Settings of the trained model.
+        context: The run's state in this process; by default one of its own.
 
     Attributes:
         columns: Table of the batch's columns, for checks of the stages.
@@ -89,7 +90,9 @@ class Trainer:
         train_loader: PromptLoader,
         resume_state: ResumeState,
         model: ModelConfig,
+        context: RunContext | None = None,
     ):
+        self.context = context or RunContext()
         self.config: Any = config
         self.tokenizer, self.train_loader = tokenizer, train_loader
         self.resource_pool_manager, self.ray_worker_group_cls = resource_pool_manager, ray_worker_group_cls
@@ -157,7 +160,7 @@ class Trainer:
             reattach: Whether to adopt processes that a previous driver left.
         """
         manager, trainer = self.resource_pool_manager, self.config.trainer
-        environment = enable_tracing(trainer, self.job)
+        environment = enable_tracing(trainer, self.job, self.context)
         plan = manager.plan(self.job, pool_of_role, colocate=trainer.colocate, worker_env=environment)
         manager.create_resource_pool(plan=plan, detached=detached)
         try:
@@ -179,7 +182,7 @@ class Trainer:
         self.groups = {}
         self.resume_state.drop()
         self.resource_pool_manager.release()
-        stop_recording()
+        disable_tracing(self.context)
 
     # ---- the loop
 
@@ -192,7 +195,7 @@ class Trainer:
         Raises:
             Terminated: SIGTERM arrived. In the middle of a step, the step is committed first (`driver/termination.py`).
         """
-        with TERMINATION.handle_sigterm():
+        with self.context.termination.handle_sigterm():
             self._resume()
             train_with_rollbacks(
                 self._train,
@@ -234,7 +237,7 @@ class Trainer:
         self.step_retry.run_with_retry(self._run_stages)
 
     def _run_stages(self) -> None:
-        with TERMINATION.defer_sigterm(grace_s=self.config.trainer.grace_s):
+        with self.context.termination.defer_sigterm(grace_s=self.config.trainer.grace_s):
             run_stages(
                 self.stages(),
                 max_step=self.total_training_steps - self.global_steps,
@@ -245,7 +248,7 @@ class Trainer:
             )
             self.end()
         if self.global_steps < self.total_training_steps:
-            TERMINATION.raise_if_received()
+            self.context.termination.raise_if_received()
 
     @property
     def snapshot_freq(self) -> int:
@@ -278,7 +281,7 @@ class Trainer:
         """Commit a checkpoint every `trainer.save_freq` steps, after the last one, and before an exit by SIGTERM."""
         epoch, rows = ctx.metrics.get("training/epoch"), ctx.get("prompt_rows", ())
         self.ledger.end_step(self.global_steps, epoch=epoch, prompts=rows)
-        terminating = TERMINATION.received
+        terminating = self.context.termination.received
         due = terminating or self.commit_is_due()
         self.step_retry.take_snapshot(force=due)
         if due:

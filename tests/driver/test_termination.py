@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal
+from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal, keep_sigterm_handler
 
 
 def terminate() -> None:
@@ -55,7 +55,7 @@ def test_a_process_stuck_in_c_code_is_ended_all_the_same():
         "import ctypes, os, signal\n"
         "from hybridrl.driver import termination\n"
         "termination.EXIT_TIMEOUT_S = 0.2\n"
-        "with termination.TERMINATION.defer_sigterm(grace_s=0.2):\n"
+        "with termination.TerminationSignal().defer_sigterm(grace_s=0.2):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    end = ctypes.CDLL(None).sleep\n"  # no Python code runs in the main thread meanwhile
         "    while True: end(1000)\n"
@@ -66,8 +66,8 @@ def test_a_process_stuck_in_c_code_is_ended_all_the_same():
 def test_the_handler_is_reinstalled_over_another_librarys():
     sigterm = TerminationSignal()
     with sigterm.handle_sigterm():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sigterm.reinstall()
+        with keep_sigterm_handler():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with sigterm.defer_sigterm(grace_s=60):
             os.kill(os.getpid(), signal.SIGTERM)
             assert sigterm.received

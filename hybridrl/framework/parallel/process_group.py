@@ -19,6 +19,7 @@ from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.framework.parallel.inbox import Message
 from hybridrl.framework.parallel.router import peer_router
 from hybridrl.single_controller.awaiting import register_actors, wait_all
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class MemberGroup:
         if kind is None:
             _allow_exit(list(self.members.values()))
         _kill({self.plan.member_name(node_id): node for node_id, node in self.members.items()})
+        PROCESS.forget_actors([node._actor_id.hex() for node in self.members.values()])
 
 
 def _on_inbox_thread(method: Any) -> Any:

@@ -28,6 +28,7 @@ from hybridrl.failure_policy import Decision
 from hybridrl.single_controller.cluster import NAMESPACE
 from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
 from hybridrl.single_controller.monitoring.lost_workers import mark_lost
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.system.json_lines import MessageReader, send_message
 from hybridrl.system.machine import machine_id
 
@@ -38,8 +39,6 @@ RECONNECT_PERIOD_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
 MAX_UNACKNOWLEDGED = 10_000  # messages kept for a master that is gone; older ones are dropped
 MEMORY, SHARED_MEMORY, RAY_DISK = "memory", "/dev/shm", "Ray's directory"  # keys of `capacity` in a heartbeat
-
-_client: "HeartbeatClient | None" = None  # of this process
 
 
 class HeartbeatClient:
@@ -60,7 +59,6 @@ class HeartbeatClient:
         progress: Callable[[], Mapping[str, Any]],
         commands: Mapping[str, Callable[[Any], None]] | None = None,
     ) -> None:
-        global _client
         host = {"host": socket.gethostname()}
         self._master, self._hello, self._progress = master, {**hello, **process_identity(), **host}, progress
         builtin = {"stacks": self._send_stacks, "acknowledge": self._drop_acknowledged, "notice": logger.warning}
@@ -74,7 +72,7 @@ class HeartbeatClient:
         self._process_stats = ProcessStats()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
-        _client = self
+        PROCESS.master = self
 
     def send(self, data: Mapping[str, Any]) -> None:
         """Queue a message; the master receives each exactly once, in order, also if it is restarted meanwhile."""
@@ -92,9 +90,8 @@ class HeartbeatClient:
 
     def stop(self, *, timeout_s: float = 2.0) -> None:
         """Sign off and end the thread."""
-        global _client
-        if _client is self:
-            _client = None
+        if PROCESS.master is self:
+            PROCESS.master = None
         self._stopped.set()
         os.write(self._wake_write, b".")
         self._thread.join(timeout_s)
@@ -221,12 +218,12 @@ def oom_kills() -> int:
 
 def report_call_timeout(role: str, ranks: Sequence[int], method: str, timeout_s: float) -> None:
     """Report to this process's master, if it has one, that workers did not answer a call in time."""
-    if _client is not None:
+    if (master := PROCESS.master) is not None:
         call = {"role": role, "ranks": list(ranks), "method": method, "timeout_s": timeout_s}
-        _client.send({"call_timeout": call})
+        master.send({"call_timeout": call})
 
 
 def report_decision(decision: Decision) -> None:
     """Report to this process's master, if it has one, what follows a failure."""
-    if _client is not None:
-        _client.send({"decision": decision.to_json()})
+    if (master := PROCESS.master) is not None:
+        master.send({"decision": decision.to_json()})

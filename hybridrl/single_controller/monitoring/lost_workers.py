@@ -6,15 +6,15 @@ pending calls to such a worker fail immediately.
 
 from typing import Any
 
-# Ray's actor id (hex) -> how the worker was lost. A replacement worker has another id.
-_LOST_REASONS: dict[str, str] = {}
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 
 
 def mark_lost(actor: str, reason: str) -> None:
-    """Record that the worker with this actor id (hex) is lost."""
-    _LOST_REASONS[actor] = reason
+    """Record that the worker with this actor id (hex) is lost. Its replacement has another id."""
+    PROCESS.lost_reasons[actor] = reason
 
 
 def lost_reason(reference: Any) -> str | None:
     """Return how the worker that computes this Ray reference was lost, or None."""
-    return _LOST_REASONS.get(reference.task_id().actor_id().hex()) if _LOST_REASONS else None
+    reasons = PROCESS.lost_reasons
+    return reasons.get(reference.task_id().actor_id().hex()) if reasons else None

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from hybridrl.single_controller.monitoring.process_state import PROCESS
+
 DIRECTORY_VARIABLE = "HYBRIDRL_TRACE_DIRECTORY"  # environment variable of a worker: its directory
 SUFFIX = ".jsonl"
 
@@ -50,51 +52,51 @@ class TraceFile:
         os.write(self._file, (json.dumps(span) + "\n").encode())  # one write per line: threads do not interleave
 
     def close(self) -> None:
-        os.close(self._file)
+        """End the recording; a second call has no effect."""
+        if PROCESS.trace is self:
+            PROCESS.trace = None
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
 
 
-_spans: TraceFile | None = None
-
-
-def start_recording(directory: str, process: str) -> None:
-    """Record this process's spans in `directory`/`process`.jsonl from now on."""
-    global _spans
+def start_recording(directory: str, process: str) -> TraceFile:
+    """Record this process's spans in `directory`/`process`.jsonl until the returned file is closed."""
     stop_recording()
     os.makedirs(directory, exist_ok=True)
-    _spans = TraceFile(directory, process)
+    PROCESS.trace = trace = TraceFile(directory, process)
+    return trace
 
 
 def stop_recording() -> None:
-    """Stop recording; a second call has no effect."""
-    global _spans
-    if _spans is not None:
-        spans, _spans = _spans, None
-        spans.close()
+    """Stop recording, whoever started it; a second call has no effect."""
+    if PROCESS.trace is not None:
+        PROCESS.trace.close()
 
 
 def is_recording() -> bool:
     """Return whether this process records spans."""
-    return _spans is not None
+    return PROCESS.trace is not None
 
 
 @contextmanager
 def span(kind: str, name: str, **attributes: Any) -> Generator[None, None, None]:
     """Record the block as a span if recording is on; also if the block raises."""
-    if _spans is None:
+    if PROCESS.trace is None:
         yield
         return
     begin = time.perf_counter_ns()
     try:
         yield
     finally:
-        if _spans is not None:
-            _spans.write(kind, name, begin, time.perf_counter_ns(), **attributes)
+        if (trace := PROCESS.trace) is not None:
+            trace.write(kind, name, begin, time.perf_counter_ns(), **attributes)
 
 
 @contextmanager
 def call_span(role: str, rank: int, method: str) -> Generator[None, None, None]:
     """Record the block as a worker's call; its waits are recorded with the same role and rank."""
-    if _spans is None:
+    if PROCESS.trace is None:
         yield
         return
     token = _call.set((role, rank, threading.current_thread().name))
@@ -108,7 +110,7 @@ def call_span(role: str, rank: int, method: str) -> Generator[None, None, None]:
 @contextmanager
 def wait_span(role: str, method: str) -> Generator[None, None, None]:
     """Record the block as waiting for outputs of `role`'s `method`, in the driver or in a worker's call."""
-    if _spans is None:
+    if PROCESS.trace is None:
         yield
         return
     call = _call.get()

@@ -16,6 +16,7 @@ from hybridrl.single_controller.awaiting import register_actors, wait_all
 from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
 from hybridrl.single_controller.invocation import invocations_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.processes.worker_host import CONCURRENT, WorkerHost
@@ -32,6 +33,8 @@ class WorkerProcesses:
 
     Attributes:
         label: the roles, joined by "+".
+        addresses: actor id (hex) -> (label, rank), also of the processes that were replaced last: results of theirs
+            may still be awaited.
         hosts, names, process_ids, rank_infos, nodes: by rank; nodes are Ray's ids.
         classes: role -> worker class.
         rendezvous_address: host and port at which rank 0 listens.
@@ -39,6 +42,7 @@ class WorkerProcesses:
         fencing_token: of this driver.
         is_new: False after attaching.
         ready: roles that were marked ready when this driver attached.
+        replaced: rank -> actor id (hex) of its previous process.
     """
 
     label: str
@@ -54,6 +58,7 @@ class WorkerProcesses:
     fencing_token: int = 1
     is_new: bool = True
     ready: frozenset[str] = frozenset()
+    replaced: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -172,6 +177,8 @@ class WorkerProcesses:
     def _start_replacements(self, ranks: Iterable[int], recipe: "RestartRecipe", pool: RayResourcePool) -> None:
         slots = pool.slots()
         for rank in ranks:
+            self._forget([self.replaced.get(rank, "")])
+            self.replaced[rank] = self.hosts[rank]._actor_id.hex()
             incarnation = recipe.incarnations[rank] = recipe.incarnations.get(rank, 1) + 1
             run = self.names[rank].split(f"/{self.label}-")[0]
             self.names[rank] = f"{run}/{self.label}-{rank}.{incarnation}"
@@ -181,6 +188,11 @@ class WorkerProcesses:
             self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         self.nodes = _nodes_of(pool)
         register_actors(self.addresses)
+
+    def _forget(self, actor_ids: Sequence[str]) -> None:
+        for actor_id in actor_ids:
+            self.addresses.pop(actor_id, None)
+        PROCESS.forget_actors(actor_ids)
 
     @classmethod
     def attach(cls, hosts: Sequence[Any], names: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> Self:
@@ -216,6 +228,7 @@ class WorkerProcesses:
         """Kill the processes, also if they are frozen, and release their share of the pool."""
         kill_actors(self.hosts)
         kill_processes(zip(self.nodes, self.process_ids, strict=False))  # no ids if setup failed
+        self._forget(list(self.addresses))
         self.hosts.clear()
         self.process_ids = []
         if self.pool is not None:

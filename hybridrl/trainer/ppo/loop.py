@@ -10,6 +10,7 @@ from typing import Any
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
+from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -54,12 +55,14 @@ class PPOLoop(Trainer):
         collate_fn: Callable = collate_fn,
         train_sampler: Any = None,
         agent_loops: Generator | None = None,
+        context: RunContext | None = None,
     ):
+        context = context or RunContext()
         self.role_worker_mapping = role_worker_mapping
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
         self.generator: Generator = agent_loops or BatchedGenerator()
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
-        resume_state = load_resume_state(config.trainer)
+        resume_state = load_resume_state(config.trainer, context.lifecycle)
         middleware = load_middleware(config.trainer.middleware)
         check_roles(
             config, set(role_worker_mapping), has_reward=reward_fn is not None, has_agent_loops=agent_loops is not None
@@ -76,6 +79,7 @@ class PPOLoop(Trainer):
             train_loader=train_loader,
             resume_state=resume_state,
             model=config.actor_rollout_ref.model,
+            context=context,
         )
         self.middleware = middleware
         self.prompts = StepPrompts(train_loader, seed=config.trainer.seed, total_steps=self.total_training_steps)

@@ -72,6 +72,7 @@ class RayPPOTrainer(PPOLoop):
         collate_fn: Makes a batch of rows.
         train_sampler: Default: the sampler of `config.data`.
         agent_loops: An `AgentLoopManager`, or another `Generator`, with rollout.mode=async.
+        context: The run's state in this process. Default: one without a supervisor.
     """
 
     # ---- the step

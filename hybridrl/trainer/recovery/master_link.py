@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridrl.config import SFTConfig
-from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.errors import WorkerLost
 from hybridrl.framework import Task, spec_of
 from hybridrl.framework.stage import StageFn
@@ -31,7 +30,7 @@ def run_under_master(trainer: Any) -> Iterator[None]:
     Args:
         trainer: A `RayPPOTrainer` or an `SFTTrainer` whose workers do not run yet.
     """
-    settings = trainer.config.trainer
+    settings, lifecycle = trainer.config.trainer, trainer.context.lifecycle
     if not settings.master or settings.backend != "ray":
         yield
         return
@@ -39,11 +38,11 @@ def run_under_master(trainer: Any) -> Iterator[None]:
     with MasterClient(
         job=settings.experiment_name, run=trainer.job, journal=journal, **_recovery_options(trainer)
     ) as watch:
-        LIFECYCLE.on_orphaned = functools.partial(
+        lifecycle.on_orphaned = functools.partial(
             watch.finish_job, succeeded=False, reason="its program was killed", timeout_s=0.5
         )
-        if LIFECYCLE.restarted_by is not None:  # the supervisor has no connection of its own
-            report_decision(LIFECYCLE.restarted_by)
+        if lifecycle.restarted_by is not None:  # the supervisor has no connection of its own
+            report_decision(lifecycle.restarted_by)
         trainer.middleware = [*trainer.middleware, report_stages_to(watch)]
         try:
             yield
@@ -62,7 +61,7 @@ def _recovery_options(trainer: Any) -> dict[str, Any]:
         "replicas": (str(Role.Rollout),) if replaceable else (),  # the router works without one of them
         "restarts_driver": trainer.resume_state.is_supervised,
         "is_restart": trainer.resume_state.snapshot is not None,
-        "supervisor_pid": os.getppid() if LIFECYCLE.is_supervised else 0,
+        "supervisor_pid": os.getppid() if trainer.context.lifecycle.is_supervised else 0,
     }
 
 

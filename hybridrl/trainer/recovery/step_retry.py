@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Refill
 from hybridrl.master.state.events import TRAINER
@@ -42,8 +42,10 @@ class Recoverable(Protocol):
     Attributes:
         global_steps: The step in progress, or the last completed one.
         groups: Role -> worker group.
+        context: The run's; its supervisor is informed of completed steps.
     """
 
+    context: RunContext
     global_steps: int
     groups: dict[str, Any]
 
@@ -119,7 +121,7 @@ class StepRetry:
         state = parts_in_memory(trainer.parts)
         self._snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
         self._resume_state.store(self._snapshot)
-        LIFECYCLE.report_step(trainer.global_steps)
+        trainer.context.lifecycle.report_step(trainer.global_steps)
         self._budgets.refill(Refill.COMPLETED_STEP)
         self._snapshot_s = time.perf_counter() - start
 
@@ -127,10 +129,8 @@ class StepRetry:
         """Bring all roles to the step of a previous driver's snapshot."""
         start, self._newest, self._trainer.global_steps = time.time(), snapshot.step, snapshot.step
         self._rewind([], snapshot)
-        seconds = time.time() - start
-        logger.warning(
-            "driver attempt %d resumed at the end of step %d after %.1f s", LIFECYCLE.attempt, snapshot.step, seconds
-        )
+        seconds, attempt = time.time() - start, self._trainer.context.lifecycle.attempt
+        logger.warning("driver attempt %d resumed at the end of step %d after %.1f s", attempt, snapshot.step, seconds)
         self._record(
             {
                 "step": snapshot.step + 1,

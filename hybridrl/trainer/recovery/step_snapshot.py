@@ -9,7 +9,6 @@ Used by the trainers and by `StepRetry`, in the driver.
 """
 
 import logging
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ import cloudpickle
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.single_controller.monitoring.snapshot_store import (
     find_snapshot_store,
     load_snapshot,
@@ -112,27 +111,27 @@ def is_supervisable(config: TrainerConfig) -> bool:
     return config.backend == "ray" and config.master and config.snapshot_freq > 0
 
 
-def with_resume_overrides(config: PPOConfig) -> PPOConfig:
+def with_resume_overrides(config: PPOConfig, lifecycle: DriverLifecycle) -> PPOConfig:
     """Return the settings for this attempt: after a restart, resume from the run's own checkpoints."""
     trainer = config.trainer
-    if LIFECYCLE.attempt > 1 and CheckpointStore(run_directory(trainer)).latest() is not None:
+    if lifecycle.attempt > 1 and CheckpointStore(run_directory(trainer)).latest() is not None:
         return replace(config, trainer=replace(trainer, resume_mode="auto", resume_from_path=None))
     return config
 
 
-def load_resume_state(config: TrainerConfig) -> ResumeState:
+def load_resume_state(config: TrainerConfig, lifecycle: DriverLifecycle) -> ResumeState:
     """Return what earlier attempts of this driver have left. Needs a connection to Ray if the backend is Ray."""
-    if not (LIFECYCLE.is_supervised and config.backend == "ray"):
-        return ResumeState(f"{config.experiment_name}-{uuid.uuid4().hex[:6]}")
-    run_name = f"{config.experiment_name}-{LIFECYCLE.run_id}"
-    if LIFECYCLE.attempt == 1:
+    run_name = f"{config.experiment_name}-{lifecycle.run_id}"
+    if not (lifecycle.is_supervised and config.backend == "ray"):
+        return ResumeState(run_name)
+    if lifecycle.attempt == 1:
         return ResumeState(run_name, is_supervised=True)
     store = find_snapshot_store(run_name)
     found = load_snapshot(store)
     if found is None:
-        logger.warning("driver attempt %d: the previous driver left no snapshot; starting a new job", LIFECYCLE.attempt)
+        logger.warning("driver attempt %d: the previous driver left no snapshot; starting a new job", lifecycle.attempt)
         kill_run(run_name)
-        return ResumeState(f"{run_name}.{LIFECYCLE.attempt}", is_supervised=True)
+        return ResumeState(f"{run_name}.{lifecycle.attempt}", is_supervised=True)
     description, parts = found
     snapshot = replace(cloudpickle.loads(description), engine_refs=parts)
     if snapshot.channel is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hybridrl.config import PPOConfig, SFTConfig, to_dict
 from hybridrl.config.schema.trainer import TrainerConfig
+from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StepTimer, Task
 from hybridrl.framework.graph.timeline import DRIVER, TRACE, StageTracer
@@ -100,8 +101,8 @@ def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps
     )
 
 
-def enable_tracing(config: TrainerConfig, job: str) -> dict[str, str]:
-    """Start to record a trace of this process if `trainer.trace` is set; `stop_recording` ends it.
+def enable_tracing(config: TrainerConfig, job: str, context: RunContext) -> dict[str, str]:
+    """Start to record a trace of this process if `trainer.trace` is set; `disable_tracing` ends it.
 
     Every process of the job writes a file of its own in the run's `trace/{job}`.
 
@@ -111,8 +112,15 @@ def enable_tracing(config: TrainerConfig, job: str) -> dict[str, str]:
     if not config.trace:
         return {}
     directory = os.path.abspath(os.path.join(run_directory(config), TRACE, job))
-    start_recording(directory, DRIVER)
+    context.trace = start_recording(directory, DRIVER)
     return {DIRECTORY_VARIABLE: directory}
+
+
+def disable_tracing(context: RunContext) -> None:
+    """End the trace of this run, if it records one. Safe to call twice."""
+    if context.trace is not None:
+        context.trace.close()
+        context.trace = None
 
 
 def run_stages(

@@ -9,12 +9,12 @@
 import math
 import os
 import time
-import uuid
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from hybridrl.config import SFTConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
+from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.stage import Stage
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.trainer.data.prompt_loader import PromptLoader
@@ -38,6 +38,7 @@ class SFTTrainer(Trainer):
         worker_cls: Class of the worker processes, for instance `SFTWorker`.
         resource_pool_manager: Has one pool, for all workers.
         ray_worker_group_cls: `RayWorkerGroup`, or `LocalWorkerGroup` for one process without Ray.
+        context: The run's state in this process. Default: one of its own.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class SFTTrainer(Trainer):
         worker_cls: type,
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type = RayWorkerGroup,
+        *,
+        context: RunContext | None = None,
     ):
+        context = context or RunContext()
         data, trainer = config.data, config.trainer
         train = SFTDataset(data.train_files, tokenizer, data)
         super().__init__(
@@ -58,8 +62,9 @@ class SFTTrainer(Trainer):
             train_loader=PromptLoader(
                 train, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed, collate=train.collate
             ),
-            resume_state=ResumeState(f"{trainer.experiment_name}-{uuid.uuid4().hex[:6]}"),
+            resume_state=ResumeState(f"{trainer.experiment_name}-{context.run_id}"),
             model=config.model,
+            context=context,
         )
         self.worker_cls = worker_cls
         self.val_dataset = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None

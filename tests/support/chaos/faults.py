@@ -25,7 +25,6 @@ import time
 
 import ray
 
-from hybridrl.driver.lifecycle import LIFECYCLE
 from hybridrl.framework.stage import spec_of
 from hybridrl.master.service.client import list_masters
 from tests.support.chaos import victim
@@ -37,7 +36,7 @@ START_TIMEOUT_S = 10.0
 
 
 def plant(task, trainer):
-    if LIFECYCLE.attempt > 1:
+    if trainer.context.lifecycle.attempt > 1:
         PENDING[:] = [fault for fault in PENDING if fault not in planted_before()]
     if not any(isinstance(handler, LogRecorder) for handler in LIBRARY.handlers):
         LIBRARY.addHandler(LogRecorder())

@@ -8,8 +8,10 @@ import signal
 import sys
 import time
 
-from hybridrl.driver.lifecycle import LIFECYCLE
+from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.driver.supervisor import supervise
+
+LIFECYCLE = DriverLifecycle()
 
 
 def emit(*words: object) -> None:
@@ -78,4 +80,4 @@ def waits_for_signal() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(globals()[sys.argv[1]]))
+    sys.exit(supervise(globals()[sys.argv[1]], LIFECYCLE))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import RULES, FailureKind
 from hybridrl.trainer.recovery.step_retry import FILE, StepRetry
@@ -49,6 +50,7 @@ class Counter:
         processes = Processes()
         self.groups = {role: Group(processes, self.log) for role in processes.classes}
         self.global_steps, self.drawn = 0, Drawn()
+        self.context = RunContext()
 
     @property
     def parts(self) -> dict:

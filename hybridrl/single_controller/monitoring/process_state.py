@@ -1,0 +1,75 @@
+"""`PROCESS`: what a process has once, however many trainers run in it.
+
+Used by `tracing.py`, `heartbeat_client.py`, `lost_workers.py`, `references.py` and `awaiting.py`, in the driver and in
+worker processes. What belongs to one run is in `driver/run_context.py`.
+"""
+
+import asyncio
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class SpanWriter(Protocol):
+    """Writes the spans of this process, see `TraceFile`."""
+
+    def write(self, kind: str, name: str, begin: int, end: int, **attributes: Any) -> None:
+        """Write a span."""
+
+    def close(self) -> None:
+        """End the recording."""
+
+
+class MasterConnection(Protocol):
+    """Sends to the master of this process's job, see `HeartbeatClient`."""
+
+    def send(self, data: Mapping[str, Any]) -> None:
+        """Queue a message; returns at once."""
+
+    def stop(self) -> None:
+        """Close the connection."""
+
+
+@dataclass(eq=False)
+class ProcessState:
+    """Everything that is process-wide.
+
+    Attributes:
+        trace: The recording in progress. A process writes one at a time: the one that started last.
+        master: The connection to the job's master. With several jobs, of the one that connected last.
+        addresses: Actors whose calls this process may wait for: actor id (hex) -> (roles joined by "+", rank).
+        lost_reasons: How actors were lost, by actor id (hex), as the master reported it.
+        event_loop: Where coroutines run, on a thread of its own; started by the first coroutine.
+        lock: Held to change the tables and to start the loop.
+    """
+
+    trace: SpanWriter | None = None
+    master: MasterConnection | None = None
+    addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
+    lost_reasons: dict[str, str] = field(default_factory=dict)
+    event_loop: asyncio.AbstractEventLoop | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def forget_actors(self, actor_ids: Iterable[str]) -> None:
+        """Remove actors that have ended from the tables; unknown ids (hex) have no effect."""
+        with self.lock:
+            for actor_id in actor_ids:
+                self.addresses.pop(actor_id, None)
+                self.lost_reasons.pop(actor_id, None)
+
+    def reset(self) -> None:
+        """Return to the state of a new process: end recording, connection and event loop, and empty the tables."""
+        trace, master, loop = self.trace, self.master, self.event_loop
+        self.trace = self.master = self.event_loop = None
+        self.addresses.clear()
+        self.lost_reasons.clear()
+        if trace is not None:
+            trace.close()
+        if master is not None:
+            master.stop()
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+PROCESS = ProcessState()
