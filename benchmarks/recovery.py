@@ -327,10 +327,10 @@ def of_trainer(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
     """Return the figures of the driver, which the supervisor restarts."""
     path = folder / "run/failures.jsonl"
     failures = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    failure = next((one for one in failures if one["lost"][0] == "trainer" and one["told_at"] >= hit["at"]), None)
+    failure = next((one for one in failures if one["lost"][0] == "trainer" and one["detected_at"] >= hit["at"]), None)
     if failure is None:
         return None
-    back = failure["told_at"] + failure["seconds"]
+    back = failure["detected_at"] + failure["seconds"]
     return {
         "known_s": master_detected(folder, hit),
         "back_s": since(hit["at"], back),

@@ -34,7 +34,7 @@ class Stage:
         role: Role whose workers do the work; None is the driver.
         reads: Required columns of the batch.
         writes: Columns of the batch that it adds or replaces.
-        once: Whether it may run only once per step, because running it again has another effect.
+        pure: Whether running it again has the same effect. One that is not pure runs once per step.
         enabled: Whether the step has this stage.
     """
 
@@ -43,7 +43,7 @@ class Stage:
     role: str | None = None
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    once: bool = False
+    pure: bool = True
     enabled: bool = True
 
     def when(self, condition: Any) -> Self:
@@ -54,7 +54,7 @@ class Stage:
     def spec(self) -> StageSpec:
         """The declaration, without repeated columns."""
         reads, writes = (tuple(dict.fromkeys(columns)) for columns in (self.reads, self.writes))
-        return StageSpec(self.name or self.method.__name__, self.role, reads, writes, pure=not self.once)
+        return StageSpec(self.name or self.method.__name__, self.role, reads, writes, self.pure)
 
     def bind(self, trainer: Any) -> StageFn:
         """Return the stage as a function of the context, with its spec."""

@@ -100,8 +100,8 @@ def losses(folder):
 
 def print_seconds(folder, what):
     for failure in losses(folder):
-        hit = max((h for h in hits(folder) if h["at"] < failure["told_at"]), key=lambda h: h["at"])
-        delay, lost = failure["told_at"] - hit["at"], ", ".join(failure["lost"])
+        hit = max((h for h in hits(folder) if h["at"] < failure["detected_at"]), key=lambda h: h["at"])
+        delay, lost = failure["detected_at"] - hit["at"], ", ".join(failure["lost"])
         print(
             f"\n{what}: {lost} in {hit['method']}: reported after {delay:.2f} s, "
             f"recovered after {failure['seconds']:.1f} s more",

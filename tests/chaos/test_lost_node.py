@@ -70,7 +70,7 @@ def test_a_run_continues_without_the_node_of_its_rollout(tmp_path, tiny_qwen2, h
     failed = next(one for one in said if "failures" in one)
     [back] = [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()]
     lost_at = next(one["at"] for one in said if "lost" in one)
-    master_s, trainer_s = failed["at"] - lost_at, back["told_at"] - lost_at
+    master_s, trainer_s = failed["at"] - lost_at, back["detected_at"] - lost_at
     print(
         f"\n{how}: the master reported it after {master_s:.1f} s, the trainer after {trainer_s:.1f} s, and was back "
         f"{back['seconds']:.1f} s later"

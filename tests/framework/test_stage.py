@@ -79,7 +79,7 @@ def test_the_decorator_without_parentheses_is_refused():
 
 
 def test_a_line_of_a_step_is_data_until_it_is_bound():
-    line = Stage(_Trainer.plain, role="actor", reads=("a", "b", "a"), writes=("c",), once=True)
+    line = Stage(_Trainer.plain, role="actor", reads=("a", "b", "a"), writes=("c",), pure=False)
     assert line.spec == StageSpec("plain", "actor", ("a", "b"), ("c",), False)
     assert line.enabled and not line.when([]).enabled and line.when(2).enabled
     assert Stage(_Trainer.plain, "other").spec == StageSpec("other", pure=True)

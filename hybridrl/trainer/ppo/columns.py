@@ -29,6 +29,8 @@ SCORES = (TOKEN_LEVEL_SCORES, REWARD_VALID)
 LOG_PROB_PAIR = (RESPONSE_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS)
 """What the rollout correction compares."""
 ESTIMATES = (TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS)
+CRITIC_INPUT = (*MODEL_INPUT, VALUES, RETURNS)
+"""What the critic is trained on; for the actor see `stages.actor_input`."""
 
 COLUMNS: Mapping[str, Column] = {
     INPUT_IDS: Column("int64", "B T", ("next_batch", "gen", "replay"), "tokens, prompts padded on the left"),

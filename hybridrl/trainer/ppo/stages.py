@@ -127,10 +127,25 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
     )
 
 
+def actor_input(has: OptionalColumns) -> tuple[str, ...]:
+    """Return the columns that the actor is trained on."""
+    return (*c.MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss)
+
+
+def rollout_lag(config: PPOConfig) -> int:
+    """Return by how many steps generation is ahead: `trainer.lag`, unless older responses would be rejected."""
+    trainer = config.trainer
+    if trainer.staleness is None or trainer.stale_tokens == "drop":
+        return trainer.lag
+    return min(trainer.lag, trainer.staleness)
+
+
+def num_chunks(config: PPOConfig) -> int:
+    """Return in how many parts a batch's responses are generated, each with the weights of another step."""
+    return max(1, rollout_lag(config)) if config.trainer.partial_rollout else 1
+
+
 def records_token_versions(config: PPOConfig) -> bool:
     """Return whether responses are generated in chunks by several versions of the weights."""
-    trainer = config.trainer
-    lag = trainer.lag
-    if trainer.staleness is not None and trainer.stale_tokens != "drop":
-        lag = min(lag, trainer.staleness)
-    return trainer.partial_rollout and (lag > 1 or config.actor_rollout_ref.rollout.mode == "async")
+    is_async = config.actor_rollout_ref.rollout.mode == "async"
+    return num_chunks(config) > 1 or (config.trainer.partial_rollout and is_async)

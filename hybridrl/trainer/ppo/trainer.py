@@ -35,6 +35,7 @@ from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo import columns as c
 from hybridrl.trainer.ppo.columns import (
+    CRITIC_INPUT,
     ESTIMATES,
     GENERATED,
     LOG_PROB_PAIR,
@@ -48,7 +49,14 @@ from hybridrl.trainer.ppo.metrics import global_seqlen_metrics, rollout_mismatch
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
 from hybridrl.trainer.ppo.policy.rollout_pipeline import join_responses
 from hybridrl.trainer.ppo.rewards import RewardFn, add_advantages, add_token_rewards, score_batch
-from hybridrl.trainer.ppo.stages import corrects_rollout, optional_columns, stage_roles, uses_critic, uses_reference
+from hybridrl.trainer.ppo.stages import (
+    actor_input,
+    corrects_rollout,
+    optional_columns,
+    stage_roles,
+    uses_critic,
+    uses_reference,
+)
 from hybridrl.trainer.ppo.update_batch import call_balanced, select_columns, select_training_rows
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
@@ -86,31 +94,30 @@ class RayPPOTrainer(PPOLoop):
         stored = samples + has.model_scores + SCORES
         scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.values)
         trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages)
-        to_actor = (*trained, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss)
-        to_critic = (*trained, *has.values, c.RETURNS)
+        to_actor, to_critic = (*trained, *actor_input(has)), (*trained, *CRITIC_INPUT)
         return [
             # 1. Prompts of the step that is `trainer.lag` ahead.
-            Stage(cls.next_batch, writes=PROMPT_INPUT, once=True),
+            Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),
             # 2. n responses to each prompt.
-            Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, once=config.trainer.lag > 0),
+            Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, pure=config.trainer.lag == 0),
             # 3. A score for each response; with a replay buffer, samples of earlier steps join.
             Stage(cls.reward, role=on.reward_model, reads=RESPONSE, writes=has.model_scores + SCORES),
-            Stage(cls.replay, reads=stored, writes=stored, once=True).when(replays),
+            Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
             # 4. What policy, reference and critic make of the tokens, before the update.
             Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=(c.OLD_LOG_PROBS,)),
             Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=(c.ROLLOUT_IS_WEIGHTS,)).when(corrects),
             Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(uses_reference(config)),
             Stage(cls.values, role=on.critic, reads=MODEL_INPUT, writes=(c.VALUES,)).when(uses_critic(config)),
             # 5. From scores to advantages.
-            Stage(cls.advantage, "adv", reads=scored, writes=ESTIMATES, once=True),
+            Stage(cls.advantage, "adv", reads=scored, writes=ESTIMATES, pure=False),
             # 6. The update: critic, policy, then the rollout's copy of the policy.
-            Stage(cls.update_critic, role=on.critic, reads=to_critic, once=True).when(uses_critic(config)),
-            Stage(cls.update_actor, role=on.actor, reads=to_actor, once=True),
-            Stage(cls.update_weights, role=on.rollout, once=True),
+            Stage(cls.update_critic, role=on.critic, reads=to_critic, pure=False).when(uses_critic(config)),
+            Stage(cls.update_actor, role=on.actor, reads=to_actor, pure=False),
+            Stage(cls.update_weights, role=on.rollout, pure=False),
             # 7. Outputs.
             Stage(cls.validate, "testing", on.rollout),
-            Stage(cls.log, once=True),
-            Stage(cls.save_checkpoint, once=True),
+            Stage(cls.log, pure=False),
+            Stage(cls.save_checkpoint, pure=False),
         ]
 
     def next_batch(self, ctx: BatchContext) -> None:
@@ -221,17 +228,14 @@ class RayPPOTrainer(PPOLoop):
 
     def update_critic(self, ctx: BatchContext) -> None:
         """Fit the critic to the returns."""
-        data = select_training_rows(
-            ctx.batch, (*MODEL_INPUT, c.VALUES, c.RETURNS), self.config, role=Role.Critic, step=self.global_steps
-        )
+        data = select_training_rows(ctx.batch, CRITIC_INPUT, self.config, role=Role.Critic, step=self.global_steps)
         if len(data):
             updated = self.groups[Role.Critic].update_critic(data)
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="critic", prefix="critic")
 
     def update_actor(self, ctx: BatchContext) -> None:
         """Update the policy, after the critic's warm-up steps."""
-        has = optional_columns(self.config, self.roles)
-        columns = (*MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss)
+        columns = actor_input(optional_columns(self.config, self.roles))
         data = select_training_rows(ctx.batch, columns, self.config, role=Role.Actor, step=self.global_steps)
         ctx.updated = self.global_steps > self.config.trainer.critic_warmup and len(data) > 0
         if ctx.updated:

@@ -135,7 +135,7 @@ class StepRetry:
             {
                 "step": snapshot.step + 1,
                 "lost": [TRAINER],
-                "told_at": start,
+                "detected_at": start,
                 "seconds": seconds,
                 "back_at_step": snapshot.step,
             }
@@ -173,7 +173,7 @@ class StepRetry:
                 "step": step,
                 "lost": names,
                 "method": losses[0].method,
-                "told_at": detected_at,
+                "detected_at": detected_at,
                 "seconds": seconds,
                 "back_at_step": snapshot.step,
             }

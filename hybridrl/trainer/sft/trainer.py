@@ -76,13 +76,13 @@ class SFTTrainer(Trainer):
         """Return the stages of a step in order."""
         return [
             # 1. Conversations.
-            Stage(cls.next_batch, writes=MODEL_INPUT, once=True),
+            Stage(cls.next_batch, writes=MODEL_INPUT, pure=False),
             # 2. One optimizer step on the assistant's tokens.
-            Stage(cls.update, role=ROLE, reads=MODEL_INPUT, once=True),
+            Stage(cls.update, role=ROLE, reads=MODEL_INPUT, pure=False),
             # 3. Outputs.
             Stage(cls.validate, "testing", ROLE),
-            Stage(cls.log, once=True),
-            Stage(cls.save_checkpoint, once=True),
+            Stage(cls.log, pure=False),
+            Stage(cls.save_checkpoint, pure=False),
         ]
 
     def next_batch(self, ctx: BatchContext) -> None:

@@ -22,6 +22,7 @@ from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.ppo.policy.generation import Pending, PendingResponses
 from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag
 
 
 @dataclass
@@ -58,15 +59,8 @@ class PendingBatch:
 
 def make_pipeline(policy: PolicyGroups, config: PPOConfig) -> "RolloutPipeline":
     """Return the pipeline for `trainer.lag`, `partial_rollout` and `staleness`."""
-    trainer, length = config.trainer, config.data.max_response_length
-    lag = (
-        trainer.lag
-        if trainer.staleness is None or trainer.stale_tokens == "drop"
-        else min(trainer.lag, trainer.staleness)
-    )
-    num_chunks = lag if trainer.partial_rollout and lag > 1 else 1
-    chunk_tokens = [stop - start for start, stop in even_bounds(length, num_chunks)]
-    return RolloutPipeline(policy, lag=lag, chunk_tokens=chunk_tokens)
+    bounds = even_bounds(config.data.max_response_length, num_chunks(config))
+    return RolloutPipeline(policy, lag=rollout_lag(config), chunk_tokens=[stop - start for start, stop in bounds])
 
 
 def join_responses(other_columns: DataProto, responses: DataProto, *, n: int) -> DataProto:
