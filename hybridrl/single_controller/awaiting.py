@@ -245,19 +245,26 @@ def describe_exit_report(report: str) -> str:
     )
 
 
-def wait_ready(reference: Any, *, what: str, timeout_s: float) -> None:
-    """Wait until Ray has made an object, such as a placement group.
+def get_value(reference: Any, *, what: str, timeout_s: float, hint: str = "") -> Any:
+    """Return the value behind one reference that belongs to no worker group, such as the answer of a master.
 
     Args:
-        what: name of the object, for the error.
+        what: name of the value, for the error.
+        hint: appended to the text of `CallTimeout`.
 
     Raises:
-        CallTimeout: it is not ready within `timeout_s` seconds.
+        CallTimeout: there is no value within `timeout_s` seconds.
+        ray.exceptions.RayError: the process or the object is lost, or the process raised an error.
     """
     import ray
     from ray.exceptions import GetTimeoutError
 
     try:
-        ray.get(reference, timeout=timeout_s)
+        return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
-        raise CallTimeout(f"{what} was not ready within {timeout_s:g} s") from None
+        raise CallTimeout(f"{what} was not ready within {timeout_s:g} s{hint}") from None
+
+
+def wait_ready(reference: Any, *, what: str, timeout_s: float) -> None:
+    """Wait until Ray has made an object, such as a placement group; errors as for `get_value`."""
+    get_value(reference, what=what, timeout_s=timeout_s)

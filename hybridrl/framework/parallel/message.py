@@ -14,6 +14,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from hybridrl.single_controller.awaiting import get_value
+
 # Ray stores larger arguments in the object store, once per receiver; above this size `serialize` does it once for all.
 INLINE_BYTES = 100_000
 # The object is in the store of the sender's node; a wait of minutes means that this node is lost.
@@ -42,9 +44,7 @@ class SerializedMessage:
         """
         pickled, buffers = self.pickled, self.buffers
         if self.stored:
-            import ray
-
-            pickled, *buffers = ray.get(self.stored[0], timeout=FETCH_TIMEOUT_S)
+            pickled, *buffers = get_value(self.stored[0], what="a stored message", timeout_s=FETCH_TIMEOUT_S)
         # numpy's copy takes half the time of a bytearray's.
         return pickle.loads(pickled, buffers=[np.array(np.frombuffer(buffer, np.uint8)) for buffer in buffers])
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.master.service.job_master import JobMaster, MasterSettings
 from hybridrl.master.state.events import (
     TRAINER,
@@ -31,6 +31,7 @@ from hybridrl.master.state.events import (
     slot_matches,
 )
 from hybridrl.master.state.tables import JOB_ENDS
+from hybridrl.single_controller.awaiting import get_value
 from hybridrl.single_controller.cluster import MASTER, NAMESPACE, actor_names, find_actor, master_name
 from hybridrl.single_controller.monitoring.heartbeat_client import HeartbeatClient, process_identity
 from hybridrl.single_controller.processes.termination import kill_named
@@ -138,9 +139,9 @@ class MasterClient:
 
     def describe(self) -> dict[str, Any]:
         """Return the master's description of the job, see `JobMaster.describe`."""
-        import ray
-
-        return ray.get(self.master.describe.remote(), timeout=MASTER_RESTART_TIMEOUT_S)
+        return get_value(
+            self.master.describe.remote(), what="the master's description", timeout_s=MASTER_RESTART_TIMEOUT_S
+        )
 
     def add_exit_reason(self, error: WorkerLost) -> None:
         """Add the reason of a worker's end to the error, if the master has it."""
@@ -148,11 +149,11 @@ class MasterClient:
 
         slot = f"{error.role}-{error.rank}"
         try:
-            workers = ray.get(self.master.describe.remote(), timeout=EXIT_REASON_TIMEOUT_S)["workers"]
+            workers = get_value(self.master.describe.remote(), what=slot, timeout_s=EXIT_REASON_TIMEOUT_S)["workers"]
             slots = [name for name in workers if slot_matches(name, error.role, error.rank)] or [slot]
             query = self.master.exit_reason.remote(slots[0], EXIT_REASON_TIMEOUT_S)
-            reason = ray.get(query, timeout=2 * EXIT_REASON_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError):
+            reason = get_value(query, what=slot, timeout_s=2 * EXIT_REASON_TIMEOUT_S)
+        except (ray.exceptions.RayError, CallTimeout):
             return
         if reason:
             error.cause = reason
@@ -242,9 +243,9 @@ def reattach_master(run: str) -> Any:
     if master is None:
         return None
     try:
-        ray.get(master.address.remote(), timeout=MASTER_RESTART_TIMEOUT_S)
+        get_value(master.address.remote(), what="the master's address", timeout_s=MASTER_RESTART_TIMEOUT_S)
         return master
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, CallTimeout) as error:
         logger.warning("the master of %s was lost (%s); starting a new one", run, type(error).__name__)
     kill_named([master_name(run)], timeout_s=MASTER_RESTART_TIMEOUT_S)
     return None

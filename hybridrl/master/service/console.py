@@ -14,6 +14,7 @@ from hybridrl.master.service.journal import JournalEntry, history, replay
 from hybridrl.master.state.events import TRAINER
 from hybridrl.master.state.reducer import to_json
 from hybridrl.master.state.tables import JOB_ENDS
+from hybridrl.single_controller.awaiting import get_value
 from hybridrl.single_controller.cluster import MASTER
 
 ANSWER_TIMEOUT_S = 20.0
@@ -142,14 +143,8 @@ def _describe(master: Any) -> dict[str, Any]:
 
 
 def _get(reference: Any) -> Any:
-    import ray
-
-    try:
-        return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
-    except ray.exceptions.GetTimeoutError:
-        raise CallTimeout(
-            f"the master did not answer within {ANSWER_TIMEOUT_S:g} s; Ray may be restarting it, try again"
-        ) from None
+    hint = "; Ray may be restarting the master, try again"
+    return get_value(reference, what="the master's answer", timeout_s=ANSWER_TIMEOUT_S, hint=hint)
 
 
 def _journal_in(job: str) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hybridrl.errors import CallTimeout
 from hybridrl.master.health.hang_detector import HangDetector
 from hybridrl.master.health.heartbeat_server import Connection, HeartbeatServer
 from hybridrl.master.health.kernel_process import ProcessStat, read_process_stat
@@ -42,6 +43,7 @@ from hybridrl.master.state.events import (
 )
 from hybridrl.master.state.reducer import to_json, unfinished_effects
 from hybridrl.master.state.tables import JOB_ENDS, WorkerPhase
+from hybridrl.single_controller.awaiting import get_value
 from hybridrl.single_controller.cluster import accepts_connections, find_actor, job_supervisor_name, master_name
 from hybridrl.single_controller.processes.termination import kill_named, kill_process, kill_processes, kill_run
 from hybridrl.system.machine import machine_id
@@ -238,8 +240,8 @@ class MasterLoop:
                 unfinished.append((probe, callback))
                 continue
             try:
-                callback(ray.get(probe, timeout=1.0))
-            except ray.exceptions.RayError:
+                callback(get_value(probe, what="the state of a process", timeout_s=1.0))
+            except (ray.exceptions.RayError, CallTimeout):
                 callback(None)
         self._probes = unfinished
 
