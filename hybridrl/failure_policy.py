@@ -167,6 +167,7 @@ class Failure:
         what: What happened, as a clause without a full stop.
         target: What the executor restarts, see `Rule.action`.
         origin: The state that it continues from, with its step. "": none, or the target names it.
+        source: What kind of state that is. None: the rule's.
     """
 
     kind: FailureKind
@@ -174,6 +175,7 @@ class Failure:
     subject: str = ""
     target: str = ""
     origin: str = ""
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Decision:
     @property
     def source(self) -> Source:
         """State from which training continues now."""
-        return self.rule.source if self.is_granted else Source.NOTHING
+        return (self.failure.source or self.rule.source) if self.is_granted else Source.NOTHING
 
     def __str__(self) -> str:
         rule, failure = self.rule, self.failure

@@ -32,6 +32,7 @@ from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.ppo.stages import uses_critic, uses_reference
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.recovery.final_report import report_final_decision
 from hybridrl.trainer.recovery.master_link import run_under_master
 from hybridrl.trainer.recovery.step_snapshot import is_supervisable, with_resume_overrides
 from hybridrl.trainer.roles import ResourcePoolManager, Role
@@ -115,7 +116,8 @@ def main(
         return code
     train = functools.partial(guarded, work)
     if argv is None and is_supervisable(configs[0].trainer) and can_supervise():
-        return supervise(train, context.lifecycle, start_cluster=start_local_cluster)
+        report_end = functools.partial(report_final_decision, configs[0].trainer, num_nodes=num_nodes(configs[0]))
+        return supervise(train, context.lifecycle, start_cluster=start_local_cluster, report_end=report_end)
     return train()
 
 
@@ -161,8 +163,7 @@ def run(
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
-        num_nodes = max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes)
-        start_ray(num_nodes=num_nodes, lifecycle=context.lifecycle)
+        start_ray(num_nodes=num_nodes(config), lifecycle=context.lifecycle)
     is_async = config.actor_rollout_ref.rollout.mode == "async"
     trainer = trainer_cls(
         config=config,
@@ -192,6 +193,11 @@ def run(
     sys.stdout.write(
         report_run(run_directory(config.trainer), checkpoint=newest_checkpoint_of_run(config.trainer), written=written)
     )
+
+
+def num_nodes(config: PPOConfig) -> int:
+    """Return how many machines the job needs."""
+    return max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes)
 
 
 def worker_classes(config: PPOConfig) -> WorkerClasses:

@@ -1,6 +1,7 @@
 """What follows a failure: the table, the budgets, and the sentences. No processes."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,10 @@ def test_a_job_has_to_set_the_limits_of_its_roles():
 def test_the_page_shows_the_table_as_the_command_prints_it():
     shown = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert to_text() in shown
+
+
+def test_a_failure_that_took_the_snapshot_with_it_continues_from_the_checkpoint():
+    lost = Failure(FailureKind.DRIVER_LOST, "lost", origin="the newest checkpoint", source=Source.CHECKPOINT)
+    decision = Budgets().spend(lost)
+    assert decision.to_json()["source"] == "newest checkpoint" and "from the newest checkpoint" in str(decision)
+    assert Budgets().spend(replace(lost, source=None)).source == Source.SNAPSHOT

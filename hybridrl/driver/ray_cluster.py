@@ -44,8 +44,7 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
 
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if num_nodes > 1 and _cluster_started_here() else "local")
-    if address != "local":
+    if (address := existing_cluster(num_nodes=num_nodes)) is not None:
         _connect(address)
         return
     if num_nodes > 1:
@@ -59,6 +58,12 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
             _connect_own(lifecycle)
         else:
             start_local_cluster()
+
+
+def existing_cluster(*, num_nodes: int = 1) -> str | None:
+    """Return the address of the cluster that `start_ray` connects to; None if it starts one."""
+    address = os.environ.get("RAY_ADDRESS") or ("auto" if num_nodes > 1 and _cluster_started_here() else "local")
+    return None if address == "local" else address
 
 
 def _connect_own(lifecycle: DriverLifecycle) -> None:

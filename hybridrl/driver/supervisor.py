@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hybridrl.driver.lifecycle import DriverLifecycle
-from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
+from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Source
 from hybridrl.system.json_lines import MessageReader, send_message
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,11 @@ def can_supervise() -> bool:
 
 
 def supervise(
-    start: Callable[[], int], lifecycle: DriverLifecycle, *, start_cluster: Callable[[], str] = lambda: ""
+    start: Callable[[], int],
+    lifecycle: DriverLifecycle,
+    *,
+    start_cluster: Callable[[], str] = lambda: "",
+    report_end: Callable[[str, Decision], None] = lambda run_id, decision: None,
 ) -> int:
     """Run the driver `start` in a child process, restart it when it is lost, and return its exit code.
 
@@ -59,9 +63,11 @@ def supervise(
         lifecycle: The driver's; connected to this supervisor in the child process.
         start_cluster: Starts a Ray cluster that ends with the calling process, and returns its address. Called in a
             process of its own when a driver calls `DriverLifecycle.ray_address`.
+        report_end: Called with the run id and the decision that ends the program because a budget is spent. Runs in
+            this process, after the last driver; RAY_ADDRESS names the cluster if there is one.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED_SIGNALS, signal.SIGCHLD})
-    supervisor = _Supervisor(start, lifecycle, _Cluster(start_cluster, before), before)
+    supervisor = _Supervisor(start, lifecycle, _Cluster(start_cluster, before), before, report_end)
     try:
         return supervisor.run()
     finally:
@@ -85,8 +91,16 @@ class _Driver:
 
 
 class _Supervisor:
-    def __init__(self, start: Callable[[], int], lifecycle: DriverLifecycle, cluster: "_Cluster", mask: set) -> None:
+    def __init__(
+        self,
+        start: Callable[[], int],
+        lifecycle: DriverLifecycle,
+        cluster: "_Cluster",
+        mask: set,
+        report_end: Callable[[str, Decision], None],
+    ) -> None:
         self._start, self._lifecycle, self.cluster, self._mask = start, lifecycle, cluster, mask
+        self._report_end = report_end
         self._run_id, self._attempt = uuid.uuid4().hex[:6], 1
         self._budgets = Budgets(step=-1)  # its step is the newest completed one; 0 completes before the first
         self._decision: Decision | None = None  # the newest one
@@ -209,6 +223,8 @@ class _Supervisor:
             return code or 1
         logger.warning("%s", self._decision)
         if not self._decision.is_granted:
+            self.cluster.export_address()
+            self._report_end(self._run_id, self._decision)
             return code or 1
         self._attempt += 1
         if driver.new_job_reason is not None:
@@ -220,10 +236,13 @@ class _Supervisor:
         """Return what follows the loss of a driver; a driver that requests a new job counts as lost, too."""
         step, driver = max(self._budgets.step, 0), f"the driver (attempt {self._attempt})"
         # A snapshot is lost with its cluster.
+        source = Source.CHECKPOINT if lost_cluster else None
         snapshot = "the newest checkpoint" if lost_cluster else f"the snapshot of step {step}"
         origin = snapshot if self._budgets.step >= 0 else ""
         what = f"{driver} was lost after step {step} ({how})"
-        lost = self._budgets.spend(Failure(FailureKind.DRIVER_LOST, what, target="the driver", origin=origin))
+        lost = self._budgets.spend(
+            Failure(FailureKind.DRIVER_LOST, what, target="the driver", origin=origin, source=source)
+        )
         if new_job_reason is None:
             return lost
         what = f"{driver} cannot repair the job after step {step} ({new_job_reason})"
@@ -271,6 +290,11 @@ class _Cluster:
             self._address = json.loads(content) if content else failed
         self._requested = False
         return self._address
+
+    def export_address(self) -> None:
+        """Set the `RAY_*` variables with which this process can connect to the cluster, if it runs."""
+        if self._pid is not None and self._address is not None and "cluster" in self._address:
+            os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
 
     def stop(self) -> None:
         """Stop the cluster and wait until its process has ended."""

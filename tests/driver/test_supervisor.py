@@ -51,6 +51,15 @@ def test_four_losses_without_a_step_end_the_program():
     assert code == 128 + signal.SIGKILL and len(lines) == 4
 
 
+def test_the_decision_that_ends_the_program_is_reported_once_after_the_last_driver():
+    code, lines, _ = run("reports_its_end")
+    assert code == 128 + signal.SIGKILL and [line.split()[0] for line in lines] == ["attempt"] * 4 + ["end"]
+    attempts, end = lines[:4], lines[4].split(maxsplit=2)
+    assert {line.split()[2] for line in attempts} == {end[1]}  # the run id
+    assert end[2].startswith("the driver (attempt 4) was lost after step 0")
+    assert end[2].endswith("so the program ends; resume with trainer.resume_mode=auto")
+
+
 def test_every_completed_step_resets_the_count_of_losses():
     code, lines, _ = run("killed_once_a_step")
     assert code == 0 and len(lines) == 7

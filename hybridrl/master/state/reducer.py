@@ -114,10 +114,10 @@ def from_json(data: dict[str, Any]) -> JobState:
 def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]:
     """Return the state after the event, and the effects to execute.
 
-    After the end of a job nothing changes.
+    After the end of a job nothing changes, but a supervisor's decision not to continue is recorded.
     """
     if state.state in JOB_ENDS:
-        return state, ()
+        return (_record(state, event) if isinstance(event, RecoveryDecided) else state), ()
     match event:
         case WarningRaised():
             text = f"{event.slot}: {event.text}"

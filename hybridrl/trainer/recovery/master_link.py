@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridrl.config import SFTConfig
+from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import WorkerLost
 from hybridrl.framework import Task, spec_of
 from hybridrl.framework.stage import StageFn
@@ -34,7 +35,7 @@ def run_under_master(trainer: Any) -> Iterator[None]:
     if not settings.master or settings.backend != "ray":
         yield
         return
-    journal = os.path.join(os.path.abspath(run_directory(settings)), MASTER, trainer.job)
+    journal = os.path.join(journal_root(settings), trainer.job)
     with MasterClient(
         job=settings.experiment_name, run=trainer.job, journal=journal, **_recovery_options(trainer)
     ) as watch:
@@ -49,6 +50,11 @@ def run_under_master(trainer: Any) -> Iterator[None]:
         except WorkerLost as error:
             watch.add_exit_reason(error)
             raise
+
+
+def journal_root(settings: TrainerConfig) -> str:
+    """Return the directory with the journals of a run, one for each of its jobs."""
+    return os.path.join(os.path.abspath(run_directory(settings)), MASTER)
 
 
 def _recovery_options(trainer: Any) -> dict[str, Any]:

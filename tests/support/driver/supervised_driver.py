@@ -31,6 +31,12 @@ def killed_always() -> int:
     return 0
 
 
+def reports_its_end() -> int:
+    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.run_id)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
 def killed_once_a_step() -> int:
     emit("attempt", LIFECYCLE.attempt)
     LIFECYCLE.report_step(LIFECYCLE.attempt)
@@ -80,4 +86,6 @@ def waits_for_signal() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(globals()[sys.argv[1]], LIFECYCLE))
+    reports = sys.argv[1] == "reports_its_end"
+    report_end = (lambda run_id, decision: emit("end", run_id, decision)) if reports else (lambda *_: None)
+    sys.exit(supervise(globals()[sys.argv[1]], LIFECYCLE, report_end=report_end))
