@@ -23,8 +23,12 @@ sys.path.insert(0, str(ROOT))
 
 AIM = 13_000  # lines
 OPTIONAL_ROOMS = (
+    "hybridrl.framework.graph.timeline",
     "hybridrl.framework.parallel",
+    "hybridrl.master.health",
     "hybridrl.master.jobs",
+    "hybridrl.master.service",
+    "hybridrl.master.state",
     "hybridrl.serving.openai",
     "hybridrl.workers.engine.megatron",
     "hybridrl.workers.rollout.vllm",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.end_to_end.runs import settings
+
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "ray", "transformers", "vllm", "megatron", "datasets", "matplotlib")
 
@@ -34,10 +36,11 @@ def test_an_import_loads_only_the_heavy_packages_it_needs(statement, allowed):
     assert loaded_after(statement) <= allowed
 
 
-def test_a_run_in_one_process_needs_no_ray(tmp_path, tiny_qwen2):
+def test_a_run_in_one_process_needs_neither_ray_nor_the_master(tmp_path, tiny_qwen2):
+    unused = ("ray", "hybridrl.master.service", "hybridrl.master.health", "hybridrl.master.state")
     code = (
-        "import sys; sys.modules['ray'] = None  # as on a machine without it\n"
-        "from pathlib import Path; from tests.support.end_to_end.runs import train\n"
-        f"train(Path({str(tmp_path)!r}), Path({str(tiny_qwen2)!r}), trainer__total_training_steps=1)"
+        f"import sys; sys.modules.update(dict.fromkeys({unused}))  # an import of one of them fails\n"
+        "from hybridrl.main_ppo import main; sys.exit(main(sys.argv[1:]))"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=100, check=True, cwd=ROOT)
+    words = settings(tmp_path, tiny_qwen2, trainer__total_training_steps=1)
+    subprocess.run([sys.executable, "-c", code, *words], timeout=100, check=True, cwd=ROOT)

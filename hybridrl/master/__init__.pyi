@@ -7,3 +7,7 @@ from .plan.planner import plan_job as plan_job
 from .plan.spec import JobSpec as JobSpec
 from .service.client import MasterClient as MasterClient
 from .service.job_master import JobMaster as JobMaster
+from .service.journal import JournaledState as JournaledState
+from .state.events import TRAINER as TRAINER
+from .state.events import JobEnded as JobEnded
+from .state.events import RecoveryDecided as RecoveryDecided

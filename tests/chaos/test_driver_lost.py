@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import time
 import pytest
 
 from hybridrl.master.service.journal import replay
+from hybridrl.master.state.tables import JobPhase
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
 from tests.support.end_to_end.failing_runs import ON_RAY, ROOT, SAME
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
@@ -154,3 +156,14 @@ def test_a_driver_lost_before_its_first_step_is_restarted(tmp_path, tiny_qwen2, 
     done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "next_batch", 0.0, step=1))
     assert done.returncode == 0
     check_ended_the_same(tmp_path, undisturbed)
+
+
+def test_a_driver_that_is_lost_four_times_in_a_step_ends_the_run_and_the_journal_says_why(tmp_path, tiny_qwen2):
+    stages = "gen", "reward", "old_log_prob", "update_actor"
+    done = run_with(tmp_path, tiny_qwen2, *(fault("SIGKILL", stage, 0.0) for stage in stages))
+    assert done.returncode == 128 + signal.SIGKILL
+    [journal] = (tmp_path / "run/master").iterdir()
+    state, _ = replay(str(journal))
+    assert state.state == JobPhase.FAILED and state.reason in state.decisions[-1]
+    assert ["restarts the driver" in decision for decision in state.decisions] == [True, True, True, False]
+    assert "the limit is 3 losses without a completed step, so the program ends" in state.decisions[-1]

@@ -1,1 +1,1 @@
-"""The stage graph of a step (`stage_graph`, `drawing`) and the timeline of a run (`timeline`)."""
+"""The stage graph of a step (`stage_graph`, `drawing`) and the timeline of a run (`stage_tracer`, `timeline`)."""

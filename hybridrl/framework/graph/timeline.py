@@ -1,73 +1,31 @@
-"""Record when stages run, and make a timeline of a run for Perfetto and chrome://tracing.
+"""Make a timeline of a recorded run for Perfetto and chrome://tracing.
 
-    task.use_wrapper(StageTracer(first_step=1))     # in the driver, during the run
-    spans = read_spans("run/trace/job")             # afterwards
+    spans = read_spans("run/trace/job")
     json.dump(trace_events(spans), file)
 
-Worker calls and waits are recorded by `single_controller/monitoring/tracing.py`. `hybridrl trace` reads and prints the
-timeline. Two kinds of trace events are used. Complete events (ph X, ts and dur in microseconds) must be nested or
-disjoint within a row. Metadata events (ph M) give rows and groups of rows their names and order.
+Stages are recorded by `stage_tracer.py`, worker calls and waits by `single_controller/monitoring/tracing.py`.
+`hybridrl trace` reads and prints the timeline. Two kinds of trace events are used. Complete events (ph X, ts and dur in
+microseconds) must be nested or disjoint within a row. Metadata events (ph M) give rows and groups of rows their names
+and order.
 """
 
 import contextlib
-import functools
 import json
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import GeneratorType
 from typing import Any
 
 from hybridrl.errors import DataError
-from hybridrl.framework.stage import StageFn, StageSpec, spec_of
-from hybridrl.single_controller.monitoring.tracing import SUFFIX, span
+from hybridrl.framework.graph.stage_tracer import DRIVER, TRACE
+from hybridrl.single_controller.monitoring.tracing import SUFFIX
 
-TRACE = "trace"  # directory of the spans in a run's directory: TRACE/{job}/{process}.jsonl
-DRIVER = "driver"  # name of the driver's file and of its group of rows
 STEPS, MAIN = "steps", "MainThread"
 Row = tuple[str, str]  # (group, name within the group)
 MIN_IDLE_NS = 50_000  # shorter gaps are the overhead between two calls
 ROW_GAP_NS = 1000  # gap between a call and a wait: viewers round times and hide events that overlap on a row
-
-
-class StageTracer:
-    """Wrapper that records both halves of every stage with the number of the step.
-
-    Args:
-        first_step: Number of the step that the context counts as 0.
-    """
-
-    def __init__(self, *, first_step: int = 1) -> None:
-        self.first_step = first_step
-
-    def __call__(self, fn: StageFn) -> StageFn:
-        """Return `fn` with recording."""
-        spec = spec_of(fn)
-
-        @functools.wraps(fn)
-        def traced(ctx: Any) -> Any:
-            with self._span(spec, ctx):
-                result = fn(ctx)
-                if (
-                    isinstance(result, GeneratorType) and next(result, self) is self
-                ):  # exhausted, or suspended before its second half
-                    result = None
-            return self._second_half(spec, ctx, result) if isinstance(result, GeneratorType) else result
-
-        return traced
-
-    def _second_half(self, spec: StageSpec, ctx: Any, halves: Generator) -> Generator[None, None, None]:
-        with contextlib.closing(halves):
-            ended = False
-            while not ended:
-                yield
-                with self._span(spec, ctx):
-                    ended = next(halves, self) is self
-
-    def _span(self, spec: StageSpec, ctx: Any) -> contextlib.AbstractContextManager[None]:
-        return span("stage", spec.name, step=ctx.total_step + self.first_step, of=spec.role or DRIVER)
 
 
 @dataclass(frozen=True)

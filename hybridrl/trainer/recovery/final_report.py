@@ -8,12 +8,10 @@ here.
 import logging
 import os
 
+from hybridrl import master
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.ray_cluster import existing_cluster, start_ray
 from hybridrl.failure_policy import Decision
-from hybridrl.master.service.client import MasterClient
-from hybridrl.master.service.journal import JournaledState
-from hybridrl.master.state.events import JobEnded, RecoveryDecided
 from hybridrl.single_controller.cluster import find_actor, master_name
 from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from hybridrl.trainer.recovery.master_link import journal_root
@@ -59,7 +57,7 @@ def _sent_to_master(config: TrainerConfig, run: str, journal: str, decision: Dec
     try:
         if find_actor(master_name(run)) is None:
             return False
-        client = MasterClient(job=config.experiment_name, run=run, journal=journal, is_restart=True)
+        client = master.MasterClient(job=config.experiment_name, run=run, journal=journal, is_restart=True)
         report_decision(decision)
         client.finish_job(succeeded=False, reason=str(decision))
         client.close()
@@ -70,7 +68,7 @@ def _sent_to_master(config: TrainerConfig, run: str, journal: str, decision: Dec
 
 
 def _write(journal: str, decision: Decision) -> None:
-    state = JournaledState(journal)
-    state.apply(RecoveryDecided(**decision.to_json()))
-    state.apply(JobEnded(False, str(decision)))
+    state = master.JournaledState(journal)
+    state.apply(master.RecoveryDecided(**decision.to_json()))
+    state.apply(master.JobEnded(False, str(decision)))
     state.close()

@@ -1,6 +1,7 @@
 """Connect a trainer to the job master: report stages, steps, commits and how the job ends.
 
-`main_ppo` and `main_sft` wrap their training in `run_under_master`; runs in the driver. Makes no recovery decision.
+`main_ppo` and `main_sft` wrap their training in `run_under_master`; runs in the driver. Makes no recovery decision. A
+run without a master does not load the master's code.
 """
 
 import functools
@@ -9,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hybridrl import master
 from hybridrl.config import SFTConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import WorkerLost
 from hybridrl.framework import Task, spec_of
 from hybridrl.framework.stage import StageFn
-from hybridrl.master.service.client import MasterClient
 from hybridrl.single_controller.cluster import MASTER
 from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from hybridrl.trainer.roles import Role
@@ -36,7 +37,7 @@ def run_under_master(trainer: Any) -> Iterator[None]:
         yield
         return
     journal = os.path.join(journal_root(settings), trainer.job)
-    with MasterClient(
+    with master.MasterClient(
         job=settings.experiment_name, run=trainer.job, journal=journal, **_recovery_options(trainer)
     ) as watch:
         lifecycle.on_orphaned = functools.partial(
@@ -71,7 +72,7 @@ def _recovery_options(trainer: Any) -> dict[str, Any]:
     }
 
 
-def report_stages_to(watch: MasterClient) -> Callable[[Task, Any], None]:
+def report_stages_to(watch: "master.MasterClient") -> Callable[[Task, Any], None]:
     """Return middleware that reports every stage, step and commit to the master."""
 
     def change(task: Task, trainer: Any) -> None:
@@ -83,7 +84,7 @@ def report_stages_to(watch: MasterClient) -> Callable[[Task, Any], None]:
     return change
 
 
-def _reported(fn: StageFn, name: str, watch: MasterClient, trainer: Any) -> StageFn:
+def _reported(fn: StageFn, name: str, watch: "master.MasterClient", trainer: Any) -> StageFn:
     @functools.wraps(fn)
     def reported(ctx: Any) -> Any:
         watch.enter_stage(name)

@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from hybridrl import master
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Refill
-from hybridrl.master.state.events import TRAINER
 from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
 from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
 from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
@@ -134,7 +134,7 @@ class StepRetry:
         self._record(
             {
                 "step": snapshot.step + 1,
-                "lost": [TRAINER],
+                "lost": [master.TRAINER],
                 "detected_at": start,
                 "seconds": seconds,
                 "back_at_step": snapshot.step,

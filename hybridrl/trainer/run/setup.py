@@ -14,7 +14,7 @@ from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ConfigError
 from hybridrl.framework import OnlineRLContext, StepTimer, Task
-from hybridrl.framework.graph.timeline import DRIVER, TRACE, StageTracer
+from hybridrl.framework.graph.stage_tracer import DRIVER, TRACE, StageTracer
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, is_recording, start_recording

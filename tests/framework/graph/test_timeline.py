@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hybridrl import cli
 from hybridrl.errors import DataError
 from hybridrl.framework import OnlineRLContext, Task, stage
+from hybridrl.framework.graph.stage_tracer import StageTracer
 from hybridrl.framework.graph.timeline import (
     Span,
-    StageTracer,
     assign_lanes,
     group_by_step,
     idle_intervals,
