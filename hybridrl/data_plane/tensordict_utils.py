@@ -18,11 +18,12 @@ from hybridrl.data_plane.columns import (
     Column,
     RowIndex,
     check_tensor_column,
-    concat_rows,
+    concat_nested_tensors,
     deep_equal,
     even_bounds,
     jagged_dim,
     jagged_offsets,
+    nested_tensor_from_tensor_list,
     one_object_per_row,
     row_index,
     slice_rows,
@@ -204,70 +205,17 @@ def _make_column(values: list) -> torch.Tensor | NonTensorStack:
     return nested_tensor_from_tensor_list(values) if any(value.dim() for value in values) else torch.stack(values)
 
 
-# Jagged tensors.
-
-
-def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
-    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension.
-
-    Keeps the gradient history.
-
-    Args:
-        ragged_idx: That dimension, counted in the result; default the last.
-
-    Raises:
-        DataError: The tensors differ in another dimension or in dtype.
-    """
-    if not tensors or not all(tensor.dim() == tensors[0].dim() > 0 for tensor in tensors):
-        raise DataError(
-            f"tensors must have the same number of dimensions, at least 1, got {[tuple(t.shape) for t in tensors]}"
-        )
-    ragged = tensors[0].dim() if ragged_idx is None else ragged_idx
-    if not 1 <= ragged <= tensors[0].dim():
-        raise DataError(
-            f"ragged_idx={ragged} must be in [1, {tensors[0].dim()}], the dimensions of a tensor counted from 1"
-        )
-    kinds = {(tensor.dtype, *tensor.shape[: ragged - 1], *tensor.shape[ragged:]) for tensor in tensors}
-    if len(kinds) > 1:
-        raise DataError(
-            f"tensors differ in more than dimension {ragged}: {[(t.dtype, tuple(t.shape)) for t in tensors]}"
-        )
-    values = torch.cat(list(tensors), dim=ragged - 1)
-    lengths = torch.tensor([0, *(tensor.shape[ragged - 1] for tensor in tensors)], device=values.device)
-    return torch.nested.nested_tensor_from_jagged(values, lengths.cumsum(0), jagged_dim=ragged)
-
-
-def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of all jagged tensors as one.
-
-    Raises:
-        DataError: Different dtypes or row shapes, or a tensor that is not jagged.
-    """
-    if not tensors or not all(tensor.is_nested for tensor in tensors):
-        raise DataError(
-            f"one or more jagged tensors are needed, got {[tuple(t.shape) for t in tensors if not t.is_nested]}"
-        )
-    for number, tensor in enumerate(tensors):
-        check_tensor_column(f"tensor {number}", tensor)
-    return concat_rows("nested", tensors)
-
-
 def maybe_fix_3d_position_ids(data: TensorDict) -> None:
     """Make the last dimension of jagged 3-dimensional `position_ids` the ragged one, in place.
 
     Some transports lose which dimension is ragged.
     """
     position_ids = get(data, "position_ids")
-    if (
-        isinstance(position_ids, torch.Tensor)
-        and position_ids.is_nested
-        and position_ids.dim() == 3
-        and jagged_dim(position_ids) != 2
-    ):
-        fixed = torch.nested.nested_tensor_from_jagged(
-            position_ids.values(), jagged_offsets(position_ids), jagged_dim=2
-        )
-        data.set("position_ids", fixed)
+    if isinstance(position_ids, torch.Tensor) and position_ids.is_nested and position_ids.dim() == 3:
+        if jagged_dim(position_ids) == 2:
+            return
+        values, offsets = position_ids.values(), jagged_offsets(position_ids)
+        data.set("position_ids", torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2))
 
 
 # Rows.

@@ -11,7 +11,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from hybridrl.serving.router import GroupReplicas, ReplicaRouter
+from hybridrl.serving.replicas import GroupReplicas
+from hybridrl.serving.router import ReplicaRouter
 
 T = TypeVar("T")
 

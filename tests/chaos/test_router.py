@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from hybridrl.config.schema.workers import RolloutConfig
-from hybridrl.serving.router import GroupReplicas, ReplicaOutage, ReplicaRouter
+from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.workers.replica import ReplicaWorker

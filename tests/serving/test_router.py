@@ -13,7 +13,8 @@ import torch
 
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.serving.continuation import generate_in_chunks, join_chunks
-from hybridrl.serving.router import GroupReplicas, ReplicaRouter
+from hybridrl.serving.replicas import GroupReplicas
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.workers.replica import ReplicaWorker

@@ -35,7 +35,8 @@ from hybridrl.serving.agent_loop.batch import AgentBatch, dump_turns, load_turns
 from hybridrl.serving.agent_loop.tools import load_tools
 from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
 from hybridrl.serving.openai import Endpoint, ServedModel
-from hybridrl.serving.router import GroupReplicas, ReplicaOutage, ReplicaRouter
+from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.service import PolicyService
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.base import load_special_tokens

@@ -14,7 +14,8 @@ from typing import Any
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai.server import Endpoint, ServedModel
-from hybridrl.serving.router import GroupReplicas, ReplicaRouter, Replicas
+from hybridrl.serving.replicas import GroupReplicas, Replicas
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.replica import LocalReplica, ReplicaWorker
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, RolloutSetup, load_special_tokens
 
