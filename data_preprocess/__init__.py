@@ -1,1 +1,1 @@
-"""One script per dataset: reads raw rows, writes parquet files in the row format of `RLHFDataset`."""
+"""One script per dataset, from raw rows to the row format of `RLHFDataset`."""

@@ -1,4 +1,6 @@
-"""Word problems for the quick start: small enough to learn from scratch, with something left for rewards to teach.
+"""Word problems for the quick start.
+
+Small enough to learn from scratch, with something left for rewards to teach.
 
     python -m data_preprocess.arithmetic --local_dir data/arithmetic
 
@@ -86,7 +88,10 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its numbers in reading order, and the steps that solve it as (left, sign, right)."""
+    """A question, its numbers in reading order, and the steps of its solution.
+
+    A step is (left, sign, right).
+    """
 
     question: str
     numbers: tuple[int, ...]
@@ -149,7 +154,10 @@ def distinct_problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def guess_steps(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, str, int], ...]:
-    """Return a calculation that uses the numbers in order, with random signs that keep every result in range."""
+    """Return a calculation that uses the numbers in order.
+
+    Its signs are random and keep every result in range.
+    """
     while True:
         plan = f"a{rng.choice('+-*')}b" + (f" x{rng.choice('+-*')}c" if len(numbers) == 3 else "")
         steps = resolve(plan, dict(zip("abc", numbers, strict=False)))

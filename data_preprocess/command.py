@@ -1,4 +1,4 @@
-"""Shared by the scripts of this package: command-line flags, the row format, and files written atomically."""
+"""Shared by the scripts of this package: flags, row format, and atomic files."""
 
 import argparse
 import os
@@ -30,7 +30,10 @@ def make_parser(description: str, *, default_dir: str, default_source: str | Non
 
 
 def run_command(work: Callable[[], None]) -> int:
-    """Run `work` and return the exit code: 0, or 2 after one line on standard error about the data or the disk."""
+    """Run `work` and return the exit code, 0 or 2.
+
+    2 follows one line on standard error about the data or the disk.
+    """
     try:
         work()
     except (RawDataError, OSError) as error:
@@ -48,7 +51,7 @@ class ToRow(Protocol):
 def convert(
     argv: list[str] | None, to_row: ToRow, *, description: str, stem: str, hub_name: str, hub_config: str | None = None
 ) -> int:
-    """Run a script that writes one parquet file per split of its source; return the exit code."""
+    """Run a script that writes one parquet file per split; return the exit code."""
     args = make_parser(description, default_dir=f"~/data/{stem}", default_source=hub_name).parse_args(argv)
 
     def work() -> None:
@@ -68,7 +71,10 @@ def convert(
 
 
 def rl_row(*, data_source: str, question: str, ability: str, reward_model: dict, extra_info: dict) -> dict:
-    """Return one row in verl's format: the question as one user message, and the inputs of its reward function."""
+    """Return one row in verl's format.
+
+    The question as one user message, and the inputs of its reward function.
+    """
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": question}],

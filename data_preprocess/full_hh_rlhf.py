@@ -53,7 +53,10 @@ def sft_rows(pairs: list[Pair]) -> list[dict]:
 
 
 def sft_row(prompt: str, answer: str) -> dict:
-    """Return a row whose conversation starts like the prompts of the rl split, so that one model can train on both."""
+    """Return a row whose conversation starts like the prompts of the rl split.
+
+    So one model can train on both.
+    """
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
     return {"messages": messages, "prompt": prompt, "response": answer}
 

@@ -1,4 +1,4 @@
-"""Read raw rows of a dataset: from local JSON-lines files, or from a dataset on the Hugging Face hub.
+"""Read raw rows of a dataset: local JSON-lines files, or the Hugging Face hub.
 
 A local source is a file, or a directory that holds `{stem}*{split}*.jsonl[.gz]` or `{split}.jsonl[.gz]`. The split of a
 file is the word `train`, `validation` or `test` in its name. A row's own `split` column (HellaSwag) takes precedence.
@@ -20,7 +20,10 @@ FILE_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
 class RawDataError(Exception):
-    """The raw data cannot be used; the message names the file, the row and the column."""
+    """The raw data cannot be used.
+
+    The message names the file, the row and the column.
+    """
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ def is_path_like(source: str) -> bool:
 
 
 def find_files(directory: Path, stem: str) -> list[Path]:
-    """Return the JSON-lines files of one dataset: those named after it, or else those named after a split."""
+    """Return the JSON-lines files of one dataset.
+
+    Those named after it, or else those named after a split.
+    """
     files = sorted(path for path in directory.iterdir() if path.name.endswith(FILE_SUFFIXES))
     named = [path for path in files if path.name.startswith(stem)] or [
         path for path in files if path.name.split(".")[0] in SPLIT_WORDS
@@ -117,7 +123,9 @@ def parse_line(line: str, location: str) -> RawRow:
 
 
 def read_hub(name: str, config: str | None) -> dict[str, list[RawRow]]:
-    """Download a dataset with `datasets`; an error of the hub or the network becomes one line.
+    """Download a dataset with `datasets`.
+
+    An error of the hub or the network becomes one line.
 
     If the hub does not answer, an earlier download is used. Otherwise the client would retry for half a minute, with a
     warning each time.

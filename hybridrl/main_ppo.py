@@ -218,7 +218,10 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
 
 
 def resource_pools(config: PPOConfig, workers: WorkerClasses) -> ResourcePoolManager:
-    """Return the placement: one pool for all roles, except for rollout and evaluator with devices of their own."""
+    """Return the placement of roles on pools.
+
+    One pool for all roles, except for rollout and evaluator with devices of their own.
+    """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
     mapping = dict.fromkeys(workers, "global_pool")

@@ -85,7 +85,10 @@ class Registry(dict[str, Entry]):
         raise ConfigError(f"{setting or self.setting}={self.problem(name)}")
 
     def problem(self, name: object) -> str:
-        """Return what is wrong with `name` as a value of the setting, or "" if it may be used. Imports nothing."""
+        """Return what is wrong with `name` as a value of the setting, or "".
+
+        Imports nothing.
+        """
         if name in self or name in self.builtins or self._is_address(name):
             return ""
         near = get_close_matches(str(name), self.names(), n=1, cutoff=0.0)

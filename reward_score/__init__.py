@@ -1,4 +1,6 @@
-"""Scores of a response text: one file per task, and the table from a row's `data_source` to its score function.
+"""Scores of a response text, one file per task.
+
+The table leads from a row's `data_source` to its score function.
 
 Nothing here imports hybridrl, so that a score function can be used, tested and copied on its own. The functions have no
 time limit: a hostile answer can keep `math` busy for long. `hybridrl.rewards` runs them in processes with a limit.
@@ -26,7 +28,9 @@ DATA_SOURCES: dict[str, Callable[..., float | dict[str, Any]]] = {
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, **kwargs: Any
 ) -> float | dict[str, Any]:
-    """Return the score of `solution_str` by the function of its data source; a dict holds it under "score".
+    """Return the score of `solution_str` by the function of its data source.
+
+    A dict holds it under "score".
 
     Args:
         data_source: A key of `DATA_SOURCES`, or a name that starts with "aime".

@@ -14,7 +14,9 @@ FLEXIBLE = re.compile(rf"(?<![\d.])({NUMBER})")
 
 
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """Return the answer as a plain decimal ("1234.5", no comma, no dollar sign), or None if there is none.
+    """Return the answer as a plain decimal, or None if there is none.
+
+    A plain decimal is "1234.5", without comma and dollar sign.
 
     Args:
         solution_str: The response.
@@ -43,7 +45,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Return `score` for the right number, `format_score` for another number, 0 if there is no number.
+    """Return `score` for the right number, `format_score` for another one, else 0.
 
     Numbers are compared as numbers: 18, 18.0 and $18 are equal. Raises ValueError if `ground_truth` is not a number.
     """

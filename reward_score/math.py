@@ -1,4 +1,6 @@
-"""Score competition mathematics: the last boxed answer against the reference, as mathematics and not as text.
+"""Score competition mathematics: the last boxed answer against the reference.
+
+They are compared as mathematics, not as text.
 
 `math-verify` (https://github.com/huggingface/Math-Verify) reads and compares the answers. Its own time limits use
 signals, which work in the main thread only and replace a caller's alarm. They are switched off: the caller limits the
@@ -27,7 +29,9 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, braces balanced; None if there is none.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, or None.
+
+    Its braces are balanced.
 
     A box that never closes gives None. TeX's other form `\boxed 7` has the one character (or command) that follows.
     """

@@ -22,7 +22,7 @@ def compute_score(solution_str: str, ground_truth: str | int) -> dict[str, Any]:
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """Return the answer without its box, dollar signs and full stop, or None if there is none."""
+    """Return the answer without box, dollar signs and full stop, or None."""
     lines = ANSWER.findall(solution_str)
     if not lines:
         return math.last_boxed(solution_str)

@@ -14,14 +14,20 @@ WHITEN_EPS = 1e-8
 
 
 def masked_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, dim: int | None = None) -> torch.Tensor:
-    """Return the sum of the values on the mask, over everything or along `dim`; 0 where the mask is empty."""
+    """Return the sum of the values on the mask, 0 where it is empty.
+
+    Over everything, or along `dim`.
+    """
     check_same_shape(values=values_BT, mask=mask_BT)
     kept_BT = torch.where(mask_BT.bool(), values_BT, torch.zeros_like(values_BT))
     return kept_BT.sum() if dim is None else kept_BT.sum(dim)
 
 
 def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, dim: int | None = None) -> torch.Tensor:
-    """Return the mean of the values on the mask, over everything or along `dim`; 0 where the mask is empty."""
+    """Return the mean of the values on the mask, 0 where it is empty.
+
+    Over everything, or along `dim`.
+    """
     mask_BT = mask_BT.bool()
     count = mask_BT.sum() if dim is None else mask_BT.sum(dim)
     return masked_sum(values_BT, mask_BT, dim=dim) / count.clamp(min=1)

@@ -23,7 +23,9 @@ def micro_batches(
     max_tokens: int | None = None,
     packed: bool = False,
 ) -> list[list[int]]:
-    """Return groups of row indices, each row in exactly one group, the longest rows in the first group.
+    """Return groups of row indices; the first group has the longest rows.
+
+    Each row is in exactly one group.
 
     The cost of a group is what is computed. In the padded layout it is rows x longest row. Rows are sorted by length,
     so padding is small and the number of groups is minimal. If `packed` it is the sum of lengths (first-fit decreasing:

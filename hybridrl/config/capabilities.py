@@ -1,4 +1,6 @@
-"""What a rollout and a transport declare about themselves, so that settings can be checked before anything starts.
+"""What a rollout and a transport declare about themselves.
+
+Settings are checked against it before anything starts.
 
 Classes of `workers/rollout` and `workers/weight_transfer` have one of these records as attribute `capabilities`. The
 rules in `checks/rollout.py` read them in the driver. This module has no code that generates or sends.

@@ -1,4 +1,6 @@
-"""What the driver sends to workers beside the rows: one frozen record per kind of call, under one key of `meta_info`.
+"""What the driver sends to workers beside the rows, in `meta_info`.
+
+One frozen record per kind of call, under one key.
 
     meta_info["generation_request"]   GenerationRequest   read by workers and agent loops that generate
     meta_info["update_plan"]          UpdatePlan          read by the dispatch of updates, and by workers that train

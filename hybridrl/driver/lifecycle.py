@@ -67,11 +67,11 @@ class DriverLifecycle:
         self._send({"step": step})
 
     def request_new_job(self, why: str) -> None:
-        """Request a new job from the last checkpoint, because no restart of this driver can repair the failure."""
+        """Request a new job: no restart of this driver can repair the failure."""
         self._send({"new_job": why})
 
     def report_exit(self, code: int) -> None:
-        """Report an intentional exit with this code, so that the supervisor does not restart the driver."""
+        """Report an intentional exit, so that the supervisor does not restart the driver."""
         self._send({"exit": code})
 
     def ray_address(self) -> str:

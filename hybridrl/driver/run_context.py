@@ -1,4 +1,4 @@
-"""`RunContext`: what one run owns in its driver process: supervisor channel, SIGTERM state, trace and run id.
+"""`RunContext`: supervisor channel, SIGTERM state, trace and run id of one run.
 
 `main_ppo` and `main_sft` create one and pass it to whatever asks. A trainer that is constructed without one creates its
 own, so that several trainers in one process do not see each other's attempts or signals. State that the process has

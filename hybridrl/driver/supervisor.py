@@ -40,7 +40,10 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def can_supervise() -> bool:
-    """Return whether this process can read the sender of a signal and may be forked (a fork loses all threads)."""
+    """Return whether this process can supervise a driver.
+
+    It must be able to read the sender of a signal, and have one thread only, because a fork loses all others.
+    """
     if not hasattr(signal, "sigtimedwait"):
         return False
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
@@ -56,7 +59,9 @@ def supervise(
     start_cluster: Callable[[], str] = lambda: "",
     report_end: Callable[[str, Decision], None] = lambda run_id, decision: None,
 ) -> int:
-    """Run the driver `start` in a child process, restart it when it is lost, and return its exit code.
+    """Run a driver in child processes and return its exit code.
+
+    A lost driver is started again.
 
     Args:
         start: The driver; returns its exit code.
@@ -183,7 +188,10 @@ class _Supervisor:
         driver.is_killed = True
 
     def _forward_signals(self, driver: _Driver) -> None:
-        """Forward signals that only the parent received: one to the process group reached the driver too."""
+        """Forward signals that only the parent received.
+
+        A signal to the process group reached the driver, too.
+        """
         for at, number in [entry for entry in self._to_forward if time.monotonic() - entry[0] > FORWARD_DELAY_S]:
             self._to_forward.remove((at, number))
             if driver.received_signals.get(number, 0.0) < at - FORWARD_DELAY_S:
@@ -233,7 +241,10 @@ class _Supervisor:
         return None
 
     def _decide(self, how: str, new_job_reason: str | None, *, lost_cluster: bool) -> Decision:
-        """Return what follows the loss of a driver; a driver that requests a new job counts as lost, too."""
+        """Return what follows the loss of a driver.
+
+        A driver that requests a new job counts as lost, too.
+        """
         step, driver = max(self._budgets.step, 0), f"the driver (attempt {self._attempt})"
         # A snapshot is lost with its cluster.
         source = Source.CHECKPOINT if lost_cluster else None
@@ -252,7 +263,10 @@ class _Supervisor:
 
 
 class _Cluster:
-    """The Ray cluster of this machine, started on request and held by a process that does nothing else."""
+    """The Ray cluster of this machine, started on request.
+
+    A process that does nothing else holds it.
+    """
 
     def __init__(self, start: Callable[[], str], mask: set) -> None:
         self._start, self._mask = start, mask
@@ -292,7 +306,7 @@ class _Cluster:
         return self._address
 
     def export_address(self) -> None:
-        """Set the `RAY_*` variables with which this process can connect to the cluster, if it runs."""
+        """Set the `RAY_*` variables that connect this process to the cluster, if it runs."""
         if self._pid is not None and self._address is not None and "cluster" in self._address:
             os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
 

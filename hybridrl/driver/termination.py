@@ -1,4 +1,6 @@
-"""SIGTERM handling: commit at the end of the step, then exit (preemption, a scheduler's time limit, `kill`).
+"""SIGTERM handling: commit at the end of the step, then exit.
+
+SIGTERM comes from a preemption, a scheduler's time limit or `kill`.
 
     termination = TerminationSignal()
     with termination.handle_sigterm():                    # SIGTERM raises Terminated at once ...
@@ -49,7 +51,10 @@ class TerminationSignal:
 
     @contextlib.contextmanager
     def handle_sigterm(self) -> Iterator[None]:
-        """Handle SIGTERM in the block. Nested blocks act as one; the previous handler is restored at the end."""
+        """Handle SIGTERM in the block.
+
+        Nested blocks act as one. The previous handler is restored at the end.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -105,7 +110,10 @@ class TerminationSignal:
 
 @contextlib.contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
-    """Install a run's handler again after the block, where a library replaces it (Ray does when it starts)."""
+    """Install a run's handler again after a block that replaces it.
+
+    Ray replaces it when it starts.
+    """
     before = signal.getsignal(signal.SIGTERM)
     yield
     is_own = isinstance(getattr(before, "__self__", None), TerminationSignal)

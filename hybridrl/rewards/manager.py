@@ -1,4 +1,6 @@
-"""Turn a batch of responses into a reward tensor: decode, call the reward function, put scores on last tokens.
+"""Turn a batch of responses into a reward tensor.
+
+Decode the responses, call the reward function, and put the scores on the last tokens.
 
 The trainer calls a manager in the driver process. `Scorer` is the contract of a manager. Not here: time limits
 (`process_pool`) and the reward model (`workers.reward_model`).
@@ -319,7 +321,10 @@ def decode(tokenizer: Any, responses_BR: torch.Tensor, lengths_B: torch.Tensor) 
 
 
 def at_last_token(values_B: torch.Tensor, lengths_B: torch.Tensor, *, width: int) -> torch.Tensor:
-    """Return (B, width) float32 with each value at its row's last valid position; a row of length 0 stays zero."""
+    """Return (B, width) float32 with each value at its row's last valid position.
+
+    A row of length 0 stays zero.
+    """
     is_last_BR = torch.arange(width) == lengths_B.cpu().unsqueeze(-1) - 1
     return torch.where(is_last_BR, values_B.unsqueeze(-1), 0.0)
 

@@ -148,7 +148,7 @@ def check_signature(function: Callable, arguments: list[str]) -> None:
 
 
 def run_calls(sock: socket.socket, calls: list[bytes], *, function: Callable, kwargs: dict[str, Any]) -> None:
-    """Run calls one by one until all are done or `SLICE_S` is used up, then send an empty frame."""
+    """Run calls for at most `SLICE_S` seconds, then send an empty frame."""
     stop = time.monotonic() + SLICE_S
     for call in calls:
         send(sock, run_call(call, function=function, kwargs=kwargs))

@@ -109,7 +109,10 @@ class ScoreProcessPool:
         return next(filter(None, failures), None)
 
     def _replace(self, process: ScoreProcess, job: "ScoreJob") -> LoadFailure | None:
-        """Record the running call as failed, requeue the others, and start a new process if this one had loaded."""
+        """Record the running call as failed and requeue the others.
+
+        Starts a new process if this one had loaded.
+        """
         self._selector.unregister(process.socket)
         self._processes.remove(process)
         result_of_running = process.reap()
@@ -150,7 +153,10 @@ class ScoreJob:
         self.unfinished -= 1
 
     def requeue(self, numbers: deque[int]) -> None:
-        """Put calls that were sent but not run at the front of the queue, in order; empties `numbers`."""
+        """Put calls that were sent but not run at the front of the queue.
+
+        They keep their order. Empties `numbers`.
+        """
         self.waiting.extendleft(reversed(numbers))
         numbers.clear()
 

@@ -1,4 +1,7 @@
-"""One sample's score: a reward function's result read as a number and extra values, or the reason why there is none."""
+"""One sample's score, or the reason why there is none.
+
+Reads a reward function's result as a number and extra values.
+"""
 
 import math
 import numbers
@@ -51,7 +54,10 @@ def read_score(result: CallResult) -> SampleScore:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a Python or numpy number, a bool, or a one-element array or tensor as a float; else None."""
+    """Return a value as a float, or None if it is no number.
+
+    Numbers are Python's, numpy's, bools, and arrays or tensors of one element.
+    """
     if getattr(value, "shape", None) is not None and math.prod(value.shape) == 1:
         value = value.item()
     return float(value) if isinstance(value, numbers.Real) else None

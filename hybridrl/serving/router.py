@@ -241,7 +241,10 @@ class ReplicaRouter:
     # -- replicas
 
     async def _pump(self, replica: int) -> None:
-        """Keep one call in flight while a replica has work, and probe it every `PROBE_PERIOD_S` while it is idle."""
+        """Keep one call in flight while a replica has work.
+
+        An idle replica is probed every `PROBE_PERIOD_S` seconds.
+        """
         last_ok_at = time.monotonic()
         while self._failure is None:
             if not self._has_work(replica):

@@ -98,7 +98,10 @@ class RoutingTable:
         return min(self.healthy, key=lambda replica: (self._num_open[replica], self._num_assigned[replica], replica))
 
     def _replica_with_prefix(self, prefixes: list[int]) -> int | None:
-        """Return a replica with over half of the prompt, unless it exceeds the least loaded one by over `slack`."""
+        """Return a replica that has over half of the prompt, or None.
+
+        None also if its load exceeds that of the least loaded one by over `slack`.
+        """
         for prefix in reversed(prefixes[len(prefixes) // 2 :]):
             replica = self._prefixes.get(prefix)
             if replica in self.healthy and self._num_open[replica] <= self._num_open[self._least_loaded()] + self.slack:

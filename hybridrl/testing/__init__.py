@@ -1,4 +1,4 @@
-"""Public conformance suites: does an engine, a rollout or a transport of your own do what it declares?
+"""Public conformance suites for engines, rollouts and transports of your own.
 
 Call them from a test of your own; an error names the check that failed. Nothing inside the package imports this room.
 Public names, listed in `__init__.pyi`, are loaded when they are first asked for.

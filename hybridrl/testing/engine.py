@@ -120,7 +120,10 @@ class _Trial:
 
     @cached_property
     def plain_steps(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Gradient norms before clipping, and weights after STEPS steps of a plain training loop on the whole batch."""
+        """Gradient norms and weights of a plain training loop on the whole batch.
+
+        Norms before clipping, weights after STEPS steps.
+        """
         from transformers import AutoModelForCausalLM
 
         model, norms = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval(), []

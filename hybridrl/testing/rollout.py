@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "kv_cache_memor
 
 
 def check_rollout(make: Callable[[RolloutSetup], Rollout], *, device: str = "cpu", **settings: Any) -> list[str]:
-    """Put a rollout through every check that its capabilities ask for, and return the names of the checks.
+    """Run every check that a rollout's capabilities ask for; return their names.
 
     Args:
         make: Starts the rollout; usually its class. Called once.
@@ -88,7 +88,10 @@ class RolloutCase:
         return self.rollout.generate(self.batch(rows, width=width), sampling)
 
     def batch(self, rows: Iterable[int] | None = None, *, width: int = PROMPT) -> DataProto:
-        """Return the prompts as the trainer sends them: padded on the left, with a seed for each row."""
+        """Return the prompts as the trainer sends them.
+
+        Padded on the left, with a seed for each row.
+        """
         chosen = list(range(len(self.prompts)) if rows is None else rows)
         ids = torch.tensor([[PAD] * (width - len(self.prompts[row])) + self.prompts[row] for row in chosen])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in (self.prompts[row] for row in chosen)])
@@ -104,7 +107,10 @@ class RolloutCase:
 
 
 def weights_of(model: Any) -> Iterator[NamedTensor]:
-    """Yield the weights as a push brings them; each tensor is overwritten when the next one is requested."""
+    """Yield the weights as a push brings them.
+
+    Each tensor is overwritten when the next one is requested.
+    """
     for name, parameter in model.named_parameters():
         tensor = parameter.detach().clone()
         yield name, tensor

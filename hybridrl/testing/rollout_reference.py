@@ -17,7 +17,10 @@ FIRST_LETTER = ord("!")
 
 
 def save_tiny_model(folder: Path) -> str:
-    """Write a model of two layers, with random weights from a fixed seed, and its tokenizer; return the directory."""
+    """Write a model of two layers and its tokenizer; return the directory.
+
+    The weights are random, from a fixed seed.
+    """
     config = Qwen2Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=64,

@@ -291,7 +291,7 @@ class Trainer:
     # ---- checkpoints
 
     def is_due(self, freq: int) -> bool:
-        """Return whether something is due in this step that is done every `freq` steps and after the last one."""
+        """Return whether this step is one of every `freq` steps, or the last one."""
         return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
 
     def commit_is_due(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pushes of a policy's weights: the calls of both ends, the actor and the rollout, in one process or in several.
+"""Pushes of a policy's weights: the calls of actor and rollout.
 
 `ActorRolloutRefWorker` inherits them; they run in a worker process. The trainer's side is
 `trainer/ppo/policy/weight_sync.py`, the bytes are moved by `weight_transfer`.

@@ -46,7 +46,10 @@ class Router:
         """Do nothing: there are no listeners."""
 
     def send(self, topic: str, args: tuple, kwargs: dict, *, newest_only: bool = False, retained: bool = False) -> None:
-        """Raise the stored exception of a listener, if there is one; there is no peer to send to."""
+        """Raise the stored exception of a listener, if there is one.
+
+        There is no peer to send to.
+        """
         self.raise_failure()
 
     def post(self, function: Callable[[], None]) -> None:

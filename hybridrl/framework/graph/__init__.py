@@ -1,1 +1,4 @@
-"""The stage graph of a step (`stage_graph`, `drawing`) and the timeline of a run (`stage_tracer`, `timeline`)."""
+"""The stage graph of a step, and the timeline of a run.
+
+`stage_graph` and `drawing`; `stage_tracer` and `timeline`.
+"""

@@ -1,4 +1,6 @@
-"""`HangDetector`: finds the process that blocks a job, from activities and, where these do not suffice, from stacks.
+"""`HangDetector`: finds the process that blocks a job.
+
+From activities and, where these do not suffice, from stacks.
 
 The master calls `check` periodically. The detector inspects methods that take too long, and at once the processes of a
 call that missed its deadline. It requests stacks over the heartbeat connections and never waits for a process that
@@ -117,7 +119,9 @@ class HangDetector:
         return WarningRaised(slot, f"{inquiry.method} is past its deadline: {where}{self._save_stacks(slot, inquiry)}")
 
     def _save_stacks(self, slot: str, inquiry: StackInquiry) -> str:
-        """Write the stacks beside a journal on a local disk, and return the suffix of the warning that names the file.
+        """Write the stacks to a file; return the suffix of the warning that names it.
+
+        The file is beside the journal if that is on a local disk.
 
         If the file cannot be written, the suffix has the innermost frames instead.
         """

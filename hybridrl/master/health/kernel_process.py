@@ -1,4 +1,6 @@
-"""Kernel state of the processes of this machine: how one ended, whether it is stopped, how much CPU it used.
+"""Kernel state of the processes of this machine.
+
+How one ended, whether it is stopped, and how much CPU it used.
 
 The master calls this in its own process, or as a Ray task on the node of a process of another machine.
 """

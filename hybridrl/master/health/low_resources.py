@@ -1,4 +1,6 @@
-"""`LowResourceDetector`: warns about a machine whose memory or disk is nearly full, before Ray or the kernel act.
+"""`LowResourceDetector`: warns about a machine whose memory or disk is nearly full.
+
+It warns before Ray or the kernel act.
 
 The free capacity comes from heartbeats. A warning about memory also names the processes that hold most of it, and how
 they grew. Each shortage is reported once, and again only if it was resolved in between.

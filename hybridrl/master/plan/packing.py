@@ -1,4 +1,6 @@
-"""Packing: choose a machine for each reservation of a job, so that roles joined by heavy edges share a machine.
+"""Packing: choose a machine for each reservation of a job.
+
+Roles that heavy edges join share a machine.
 
 Pure functions of the plan and the cluster's machines. Edges between roles are added up to edges between their pools.
 From the heaviest to the lightest, the nodes of both ends are put on one machine if all of the job still fits. An edge

@@ -1,4 +1,4 @@
-"""Base class of agent loops, and what a loop may use: a policy client, a tokenizer and tools.
+"""Base class of agent loops, and the policy client, tokenizer and tools of a loop.
 
     @register_agent_loop("twice")
     class Twice(AgentLoop):
@@ -121,7 +121,10 @@ class ResponseBuilder:
         return output
 
     def observe(self, tokens: list[int]) -> bool:
-        """Append the tokens of a tool or an environment if they and one more token fit; else return False."""
+        """Append the tokens of a tool or an environment, and return whether they fit.
+
+        They fit if there is room for one more token.
+        """
         if len(tokens) >= self.tokens_left:
             return False
         self.ids += tokens

@@ -1,4 +1,6 @@
-"""Generate all responses of one batch concurrently, each by its loop, up to a limit that may be raised later.
+"""Generate all responses of one batch concurrently, each by its loop.
+
+Up to a limit of tokens that may be raised later.
 
 A limit below `data.max_response_length` is used by partial rollouts. A response with that many tokens waits in the
 middle of a turn, the weights change, and it continues. Each row records the policy's turns so that a run can resume

@@ -1,4 +1,4 @@
-"""Agent loop with tools: run the policy's tool calls and give it the answers, until a turn has no call.
+"""Agent loop with tools: run the policy's calls until a turn has none.
 
 Calls are written as Hermes and Qwen models do, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`.
 Answers are a turn of the chat template. For another format, subclass and override `parse_tool_calls` and
@@ -65,7 +65,9 @@ class ToolAgentLoop(AgentLoop):
         return [_call(body) for body in CALL.findall(text)]
 
     def render_messages(self, calls: list[ToolCall], answers: list[str]) -> list[int]:
-        """Return the tokens that answer these calls: a turn for each, and the start of the policy's next turn.
+        """Return the tokens that answer these calls.
+
+        A turn for each, and the start of the policy's next turn.
 
         Only text that the chat template puts after the end of a conversation is used. Sampled tokens stay as they are.
         """

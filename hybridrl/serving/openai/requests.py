@@ -247,7 +247,10 @@ def _sampling(body: dict, policy: Policy) -> SamplingParams:
 
 
 def _prompts(body: dict, policy: Policy) -> list[list[int]]:
-    """Return the prompts' token ids; the body has a text, texts, token ids, or lists of token ids."""
+    """Return the prompts' token ids.
+
+    The body has a text, texts, token ids, or lists of token ids.
+    """
     prompt = _get_typed(body, "prompt", (str, list), None)
     if prompt is None or prompt == []:
         raise RequestError("prompt is missing: a text, token ids, or a list of either", param="prompt")

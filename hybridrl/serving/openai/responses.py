@@ -52,7 +52,10 @@ class Choice:
         return self._details(0) | self._content(self.text, delta=False)
 
     def _visible_text(self, *, is_last: bool) -> str:
-        """Return the text up to the stop text; before the end, hold back what may become part of a stop text."""
+        """Return the text up to the stop text.
+
+        Before the end, hold back what may become part of a stop text.
+        """
         text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
         if is_last:
             found = [

@@ -19,7 +19,10 @@ class Capacity(NamedTuple):
 
 
 class CgroupLimit(NamedTuple):
-    """Files of a control group: its limit, its usage, and the counters in `memory.stat` that the kernel can reclaim."""
+    """Files of a control group, for its limit and its usage.
+
+    The counters of `memory.stat` are those that the kernel can reclaim.
+    """
 
     limit: str
     used: str
@@ -57,7 +60,10 @@ class MemoryProbe:
 
 
 def disk_capacity(path: str) -> Capacity | None:
-    """Return what a user other than root may still write to a path's file system; None where there is no such path."""
+    """Return what a user other than root may still write to a file system.
+
+    None where there is no such path.
+    """
     try:
         found = os.statvfs(path)
     except OSError:

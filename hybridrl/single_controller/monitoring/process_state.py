@@ -59,7 +59,10 @@ class ProcessState:
                 self.lost_reasons.pop(actor_id, None)
 
     def reset(self) -> None:
-        """Return to the state of a new process: end recording, connection and event loop, and empty the tables."""
+        """Return to the state of a new process.
+
+        Ends recording, connection and event loop, and empties the tables.
+        """
         trace, master, loop = self.trace, self.master, self.event_loop
         self.trace = self.master = self.event_loop = None
         self.addresses.clear()

@@ -1,4 +1,4 @@
-"""Record the calls that this process executes, and what it waits for, as spans in a file of its own.
+"""Record what this process executes and waits for, as spans in a file.
 
 Recording is off until `start_recording`. A driver calls it, and a worker process at its start if its environment names
 a directory. One system call writes one line of JSON when a span ends, so a killed process loses only its open spans:
@@ -109,7 +109,10 @@ def call_span(role: str, rank: int, method: str) -> Generator[None, None, None]:
 
 @contextmanager
 def wait_span(role: str, method: str) -> Generator[None, None, None]:
-    """Record the block as waiting for outputs of `role`'s `method`, in the driver or in a worker's call."""
+    """Record the block as waiting for outputs of `role`'s `method`.
+
+    In the driver, or in a worker's call.
+    """
     if PROCESS.trace is None:
         yield
         return

@@ -52,7 +52,10 @@ def check_feasible(reservations: Sequence[Reservation], nodes: Sequence[NodeCapa
 
 
 def assign_to_nodes(units: Sequence[Unit], nodes: Sequence[NodeCapacity]) -> list[int] | None:
-    """Return the index of a node for each unit that holds all its reservations; None if no assignment was found."""
+    """Return the index of a node for each unit, None without an assignment.
+
+    The node holds all reservations of the unit.
+    """
     order = sorted(range(len(units)), key=lambda number: _difficulty(units[number]), reverse=True)
     search = _Search([units[number] for number in order], nodes)
     search.run()

@@ -125,7 +125,10 @@ def _wait_created(one: Reservation, group: "PlacementGroup", timeout_s: float) -
 
 
 def _nodes_of_pools(one: Reservation, pools: Collection[str]) -> set[str]:
-    """Return the nodes with reservations of these pools of the same job, found by the names of placement groups."""
+    """Return the nodes with reservations of these pools of the same job.
+
+    They are found by the names of placement groups.
+    """
     from ray.util.placement_group import placement_group_table
 
     job = one.name.rpartition("/")[0].removesuffix(one.pool)

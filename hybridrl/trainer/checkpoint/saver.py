@@ -93,7 +93,9 @@ class CheckpointSaver:
 
 
 def min_checkpoint_bytes(model: ModelConfig) -> int:
-    """Return a lower bound of the checkpoint size in bytes, from the size of the model's weight files.
+    """Return a lower bound of the checkpoint size in bytes.
+
+    It is the size of the model's weight files.
 
     The bound is `ADAM_COPIES` times the files; once the files with LoRA, where the optimizer covers only the adapters.
     """

@@ -1,4 +1,6 @@
-"""Read the rows of several parquet files as one sequence; errors name the file and the row in it.
+"""Read the rows of several parquet files as one sequence.
+
+Errors name the file and the row in it.
 
 Used by the datasets of PPO and SFT, in the driver.
 """
@@ -47,7 +49,10 @@ class ParquetRows:
                 raise DataError(f"{file} has no column {column!r} ({key}); it has {', '.join(table.column_names)}")
 
     def first_filled(self, column: str) -> int | None:
-        """Return the first row with a value in `column` (neither null nor empty), None if there is none."""
+        """Return the first row with a value in `column`, None if there is none.
+
+        A value is neither null nor empty.
+        """
         start = 0
         for table in self._tables:
             if column in table.column_names:

@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class RLHFDataset:
-    """The prompts of parquet files, tokenized when the dataset is made, so that a bad prompt is found before training.
+    """The prompts of parquet files, tokenized when the dataset is made.
+
+    So a bad prompt is found before training.
 
     Args:
         data_files: Parquet files; one path or a list.

@@ -1,4 +1,4 @@
-"""The order in which a run uses its prompts, and the position at which a resumed run continues.
+"""The order of a run's prompts, and the position of a resumed run.
 
 `PromptLoader` iterates a dataset batch by batch and epoch by epoch. `StepPrompts` draws the prompts of each training
 step and gives each an id that its samples share and a seed of its own. Used by the trainers and by validation, in the
@@ -103,7 +103,10 @@ class PromptLoader:
         return -(-length // self.batch_size)
 
     def batch_sizes(self, num_batches: int) -> list[int]:
-        """Return the rows of each of a run's first batches; `batch_size` for all if the sampler has no length."""
+        """Return the number of rows of each of a run's first batches.
+
+        It is `batch_size` for all if the sampler has no length.
+        """
         length = self._epoch_length()
         if length is None:
             return [self.batch_size] * num_batches
@@ -135,7 +138,9 @@ class PromptLoader:
         return state | ({"sampler": copy.deepcopy(self._sampler.state_dict())} if self._is_stateful() else {})
 
     def load_state_dict(self, state: dict) -> None:
-        """Move a new loader to a position from `state_dict`, usually of another process; the batch size may differ.
+        """Move a new loader to a position from `state_dict`.
+
+        It is usually of another process, and the batch size may differ.
 
         Raises:
             CheckpointError: The position is of another dataset, seed, order or kind of sampler.
@@ -203,7 +208,9 @@ class StepPrompts:
         self.loader, self.seed, self.total_steps, self.num_drawn = loader, seed, total_steps, 0
 
     def next_batch(self, *, until: int) -> DataProto | None:
-        """Return the prompts of the next step; None beyond step `until` and at the end of the run.
+        """Return the prompts of the next step, or None.
+
+        None beyond step `until` and at the end of the run.
 
         `meta_info` has `step` and `epoch`.
         """
@@ -226,6 +233,9 @@ class StepPrompts:
 
 
 def assign_uids_and_seeds(batch: DataProto, *, seed: int, purpose: Purpose, step: int) -> None:
-    """Add ids that samples of one prompt share, and seeds that depend only on run seed, purpose, step and row."""
+    """Add the ids and seeds of the prompts.
+
+    The samples of one prompt share its id. A seed depends only on run seed, purpose, step and row.
+    """
     batch.non_tensor_batch["uid"] = np.array([f"{step}-{i}" for i in range(len(batch))], dtype=object)
     batch.batch["seeds"] = row_seeds(len(batch), seed=seed, purpose=purpose, step=step)

@@ -1,4 +1,4 @@
-"""The columns of a batch, one row each, and the groups of them that stages read and write.
+"""The columns of a batch, and the groups that stages read and write.
 
 `RayPPOTrainer.step` refers to these names. With HYBRIDRL_CHECK_STAGES=1 the batch is compared with this table before
 and after every stage (`run/column_check.py`). The data set's own columns (`data_source`, ...) pass through unlisted.

@@ -1,1 +1,1 @@
-"""Recovery of a trainer: from lost workers, from a lost driver, and from updates that are not finite."""
+"""Recovery from lost workers, from a lost driver, and from updates that are not finite."""

@@ -1,4 +1,4 @@
-"""Record in the master's journal that a supervisor gives up: its decision, and the end of the job.
+"""Record in the master's journal that a supervisor gives up.
 
 The supervisor (`driver/supervisor.py`) calls `report_final_decision` in its own process after the last driver. A master
 that still runs gets the decision, as from a driver. Without one, no other process writes the journal: it is written

@@ -89,7 +89,9 @@ class StepRetry:
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
 
     def run_with_retry(self, work: Callable[[], None]) -> None:
-        """Run `work`, which starts at the trainer's current step; after a loss restore the snapshot and run it again.
+        """Run `work`; after a loss restore the snapshot and run it again.
+
+        It starts at the trainer's current step.
 
         Raises:
             WorkerLost, CallTimeout: There is no snapshot, or the limits are used up.
@@ -103,7 +105,9 @@ class StepRetry:
                 self._recover(self._loss(error), self._snapshot)
 
     def take_snapshot(self, *, force: bool = False) -> None:
-        """Store a snapshot of this step if one is due; returns when every rank has stored its part.
+        """Store a snapshot of this step if one is due.
+
+        Returns when every rank has stored its part.
 
         Args:
             force: Take one at any step (never with `snapshot_freq` 0).

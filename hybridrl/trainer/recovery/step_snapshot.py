@@ -107,7 +107,10 @@ class ResumeState:
 
 
 def is_supervisable(config: TrainerConfig) -> bool:
-    """Return whether a driver with these settings can be restarted: it needs a master and snapshots on Ray."""
+    """Return whether a driver with these settings can be restarted.
+
+    It needs a master, and snapshots on Ray.
+    """
     return config.backend == "ray" and config.master and config.snapshot_freq > 0
 
 

@@ -95,5 +95,8 @@ def _check_types(spec: StageSpec, columns: Tensors, table: Mapping[str, Column])
 
 
 def _tensors(ctx: Any) -> dict[str, torch.Tensor] | None:
-    """Return the batch's tensor columns; None without a batch, as near the end of a run with a lag."""
+    """Return the batch's tensor columns, None without a batch.
+
+    There is none near the end of a run with a lag.
+    """
     return None if ctx.batch is None else dict(() if ctx.batch.batch is None else ctx.batch.batch.items())

@@ -1,4 +1,4 @@
-"""Show a run's progress on standard output: one line for some steps, and on a terminal a progress bar.
+"""Show a run's progress on standard output: lines, and on a terminal a bar.
 
 Used by `ConsoleTracker` in `tracking.py`, in the driver. Stores nothing.
 """
@@ -40,7 +40,9 @@ VALIDATION_LOSS = "val/loss"
 
 
 class ConsoleProgress:
-    """Writes lines to `stream` (standard output) and, if it is a terminal, shows a bar with the time left.
+    """Writes lines to `stream`, by default standard output.
+
+    A terminal also gets a bar with the time left.
 
     The first `FIRST_STEPS` steps, the last step and those with a validation have a line; of the others, one every
     `LINE_PERIOD_S` seconds.
@@ -72,7 +74,10 @@ class ConsoleProgress:
             self._open.enter_context(logging_redirect_tqdm())  # otherwise log lines would break the bar
 
     def update(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the metrics of `step`: a line for training if one is due, and one per validated data source."""
+        """Show the metrics of `step`.
+
+        One line for training if it is due, and one per validated data source.
+        """
         if step > self._marks[-1][0]:
             self._marks.append((step, time.monotonic()))
         fields, validated = step_fields(metrics), validation_lines(metrics, step, total_steps=self.total_steps)

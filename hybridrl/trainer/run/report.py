@@ -1,4 +1,6 @@
-"""Write the closing report of a run: a picture of its learning curves, and lines with first and last values.
+"""Write the closing report of a run.
+
+A picture of its learning curves, and lines with first and last values.
 
 Called by `main_ppo` and `main_sft` at the end, in the driver. Reads only logged metrics and examples.
 """
@@ -223,7 +225,7 @@ def _change(what: str, points: Series) -> str:
 
 
 def _ends(points: Series) -> Series:
-    """Return first and last step with the means over the first and last tenth, to average out noise."""
+    """Return first and last step with the means over the first and last tenth."""
     steps, values = points
     size = max(1, len(values) // 10)
     return (
@@ -308,7 +310,10 @@ def _draw_curve(axes: Any, steps: list[int], values: list[float], *, label: str,
 
 
 def _cut_margin_below_zero(axes: Any, curves: Sequence[tuple[str, Series]]) -> None:
-    """Start the axis at zero if only its margin is below: lengths, shares and seconds are not negative."""
+    """Start the axis at zero if only its margin is below.
+
+    Lengths, shares and seconds are not negative.
+    """
     if axes.get_ylim()[0] < 0 <= min((min(values) for _, (_, values) in curves), default=-1):
         axes.set_ylim(bottom=0)
 

@@ -56,7 +56,10 @@ def prepare_run_directory(config: TrainerConfig) -> str:
 
 
 def newest_checkpoint_of_run(config: TrainerConfig) -> str | None:
-    """Return the newest checkpoint of this run; None if it saves none and resumes none in its directory."""
+    """Return the newest checkpoint of this run, or None.
+
+    None if the run saves none and resumes none in its directory.
+    """
     of_this_run = config.save_freq > 0 or config.resume_mode == "auto"
     return CheckpointStore(run_directory(config)).latest() if of_this_run else None
 

@@ -1,4 +1,4 @@
-"""Stateful parts of a trainer: one list of them makes both the snapshot in memory and the checkpoint on storage.
+"""Stateful parts of a trainer: one list for snapshots and checkpoints.
 
     parts = {"data": loader, "kl_ctrl": controller, "replay": buffer}
     load_parts(parts, save_parts(parts, "global_step_3"), "global_step_3")

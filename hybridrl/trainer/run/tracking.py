@@ -1,4 +1,6 @@
-"""Send a run's metrics to logging back ends: one class per back end, by the names in `trainer.logger`.
+"""Send a run's metrics to the logging back ends of `trainer.logger`.
+
+One class per back end.
 
 A back end's package is imported only if a run uses it. Used by the trainers, in the driver. Computes no metrics.
 """

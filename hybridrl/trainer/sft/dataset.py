@@ -164,7 +164,9 @@ def mask_by_turns(
 
 
 def end_of_turn(tokens: list[int], start: int, eos: int | None) -> int:
-    """Return the end of the assistant's tokens: after the last end-of-sequence token, or the end of all tokens.
+    """Return the end of the assistant's tokens.
+
+    It is after the last end-of-sequence token, or the end of all tokens.
 
     Tokens after an end-of-sequence token are the template's.
     """

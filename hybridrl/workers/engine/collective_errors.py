@@ -1,4 +1,4 @@
-"""Errors that must be raised on all ranks, so that no rank waits for another in a collective.
+"""Errors that are raised on all ranks, so that none waits in a collective.
 
 Engines call these functions in worker processes: storage errors while writing a checkpoint, and state that is not
 finite. The log line of a skipped optimizer step is here too.

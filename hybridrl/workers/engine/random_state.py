@@ -1,4 +1,7 @@
-"""The random state of a training process: torch's generators, on the CPU and on the current CUDA device."""
+"""The random state of a training process.
+
+It is that of torch's generators, on the CPU and on the current CUDA device.
+"""
 
 from collections.abc import Mapping
 

@@ -116,7 +116,9 @@ class Rollout(ABC):
 
     @classmethod
     def setting_problems(cls, settings: RolloutConfig, *, max_length: int) -> Iterable[str]:
-        """Return what this engine cannot run in `settings`, one sentence each; the driver calls it before the start.
+        """Return what this engine cannot run in `settings`, one sentence each.
+
+        The driver calls it before the start.
 
         Args:
             settings: The section `actor_rollout_ref.rollout`.

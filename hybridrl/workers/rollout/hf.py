@@ -1,4 +1,6 @@
-"""The `hf` rollout: batched generation with a Hugging Face causal LM, in the calling process, on any device.
+"""The `hf` rollout: batched generation with a Hugging Face causal LM.
+
+In the calling process, on any device.
 
 Prompts are prefilled once and expanded to n samples. The key-value cache grows in place. Finished sequences are dropped
 from the batch, so the cost follows the number of tokens and not the longest response.

@@ -38,7 +38,9 @@ def device_bytes() -> int:
 
 
 def release_pages(tensors: Iterable[torch.Tensor]) -> int:
-    """Release the whole host pages of CPU tensors to the kernel and return the number of resident bytes released.
+    """Release the host pages of CPU tensors; return the resident bytes released.
+
+    Only whole pages are released to the kernel.
 
     The content is lost: the tensors read as zeros afterwards.
     """

@@ -1,4 +1,6 @@
-"""The base of the built-in rollouts: weights are verified in the engine's own tensors, and released memory is measured.
+"""The base of the built-in rollouts.
+
+Weights are verified in the engine's own tensors, and released memory is measured.
 
 `hf` and `vllm` derive from it. An engine adds copying weights in, fingerprinting them, and generating tokens.
 """

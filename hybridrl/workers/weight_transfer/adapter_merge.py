@@ -1,4 +1,6 @@
-"""Merge pushed low-rank adapters into the frozen base weights that the rollout keeps, so that only A and B are sent.
+"""Merge pushed low-rank adapters into base weights that the rollout keeps.
+
+So only A and B are sent.
 
 `VersionedRollout` uses it in the rollout's process. The engine computes with merged weights. Requests, tensor
 parallelism, fingerprints and speed are the same as without adapters. (vLLM's own LoRA layers give the same tokens. On
@@ -23,7 +25,9 @@ from hybridrl.workers.weight_transfer.fingerprint import (
 
 
 class AdapterMerger:
-    """Keeps, between pushes, the base weights of adapters and a hash of every weight passed to the engine.
+    """Keeps the base weights of adapters between pushes.
+
+    Also a hash of every weight passed to the engine.
 
     A full push has its adapters first, then every weight of the model. Without adapters it is passed on unchanged. A
     push of adapters alone needs an earlier full push with adapters. dtype: the rollout's.

@@ -94,7 +94,10 @@ class BroadcastTransport(Transport):
 
 
 def make_group(backend: str, store: dist.Store, *, rank: int, address: ChannelAddress) -> Any:
-    """Return the group of the sender and all receivers; blocks until all have joined or the deadline passes."""
+    """Return the group of the sender and all receivers.
+
+    Blocks until all have joined or the deadline passes.
+    """
     own_store = dist.PrefixStore(backend, store)
     size, timeout = address.num_receivers + 1, timedelta(seconds=address.timeout_s)
     if backend == "gloo":

@@ -1,4 +1,6 @@
-"""Buckets of weights: named tensors end to end in a flat byte buffer, so that one copy or collective moves many.
+"""Buckets of weights: named tensors end to end in a flat byte buffer.
+
+So one copy or collective moves many.
 
 No process ever needs memory for the whole model twice. On the sender `OutgoingWeights` casts to the rollout's dtype,
 counts bytes and fingerprints, and `fill_buckets` packs. On the receiver `unpack` returns the tensors.

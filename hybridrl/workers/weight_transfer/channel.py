@@ -59,7 +59,7 @@ class ChannelAddress:
 
 @dataclass(frozen=True)
 class PeerLocation:
-    """Where a process runs: its machine (`shared_memory_id`), its process id, and its GPU's UUID if it has one."""
+    """Where a process runs: machine (`shared_memory_id`), process id, and GPU's UUID if any."""
 
     machine: str
     process: int

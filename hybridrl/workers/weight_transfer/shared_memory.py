@@ -120,7 +120,10 @@ class GpuSlot:
 
 
 def slot_class(receivers: list[PeerLocation], sender: PeerLocation) -> type[HostSlot] | type[GpuSlot]:
-    """Return the class of memory that all of them share; raise ConfigError for a receiver on another machine."""
+    """Return the class of memory that all of them share.
+
+    Raises ConfigError for a receiver on another machine.
+    """
     for rank, receiver in enumerate(receivers):
         if receiver.machine != sender.machine:
             raise ConfigError(

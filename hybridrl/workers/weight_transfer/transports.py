@@ -75,7 +75,9 @@ def make_sender(
 
 
 class Receivers:
-    """The receiving side of a rollout process, for all transports; it is in at most one channel at a time.
+    """The receiving side of a rollout process, for all transports.
+
+    It is in at most one channel at a time.
 
     rank: of this process in its group. device: where it computes. timeout_s: how long it waits for stored weights.
     """

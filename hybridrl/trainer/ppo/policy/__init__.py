@@ -1,1 +1,4 @@
-"""The policy of a run behind one interface: who generates, how far ahead, and how weights reach the rollout."""
+"""The policy of a run behind one interface.
+
+Who generates, how far ahead, and how weights reach the rollout.
+"""

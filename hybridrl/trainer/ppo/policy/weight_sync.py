@@ -1,4 +1,6 @@
-"""`WeightSync`: pushes of the actor's weights to the rollout, one class per placement, each verified at its end.
+"""`WeightSync`: pushes of the actor's weights to the rollout.
+
+One class per placement. Each push is verified at its end.
 
 `PolicyGroups` uses it in the driver, which moves no bytes. Between processes, the driver submits a send to rank 0 of
 the actor and a receive to every rollout process. Calls to a process execute in submission order. The bytes travel

@@ -60,7 +60,10 @@ def local_shards(model: torch.nn.Module) -> Iterator[NamedTensor]:
 
 
 def _local_heads(module: QKVParallelLinear, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the rows of the query heads, and of the key and value heads unless an earlier rank has the same ones."""
+    """Return the rows of the query heads, and of the key and value heads.
+
+    Without the latter if an earlier rank has the same ones.
+    """
     repeated = module.tp_rank % module.num_kv_head_replicas > 0
     return parameter[: module.num_heads * module.head_size] if repeated else parameter
 

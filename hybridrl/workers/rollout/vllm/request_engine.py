@@ -1,4 +1,6 @@
-"""Serve single requests with the in-process vLLM engine; one step is one vLLM step for all open requests.
+"""Serve single requests with the in-process vLLM engine.
+
+One step is one vLLM step for all open requests.
 
 `VLLMRollout.request_engine` returns it, and `RequestServer` drives it in the rollout's worker process. vLLM batches
 continuously. The tokens themselves are sampled by `RowSampler` in `worker_extension`, which this module reaches through

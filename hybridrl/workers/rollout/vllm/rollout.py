@@ -1,4 +1,6 @@
-"""The `vllm` rollout: a vLLM engine inside the calling process, on CPU or CUDA, through vLLM's public API.
+"""The `vllm` rollout: a vLLM engine inside the calling process.
+
+On CPU or CUDA, through vLLM's public API.
 
 Every rank of a training job may host one. The engine uses the job's process group if there is one, so all ranks must
 start theirs together. It preserves the process state: environment, random states, grad mode, thread count.
@@ -42,7 +44,10 @@ DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"
 
 
 class VLLMRollout(VersionedRollout):
-    """Generates with vLLM; same seeds give the tokens of the `hf` rollout, up to rounding of the logits."""
+    """Generates with vLLM.
+
+    The same seeds give the tokens of the `hf` rollout, up to rounding of the logits.
+    """
 
     engine_name = "vllm"
     capabilities = RolloutCapabilities(
@@ -172,7 +177,10 @@ class VLLMRollout(VersionedRollout):
         return generated
 
     def _self_test(self) -> None:
-        """Generate one token, so that an unsupported model fails at the start and the first step is not slow."""
+        """Generate one token.
+
+        So an unsupported model fails at the start, and the first step is not slow.
+        """
         sampling = SamplingParams(max_new_tokens=1, do_sample=False)
         try:
             self._generate([[self.setup.pad_token_id]], torch.zeros(1, dtype=torch.int64), sampling)

@@ -184,7 +184,10 @@ class RolloutExtension:
         RowSampler.served_batches[number].keys[row] = key[0]
 
     def sampled_tokens(self, number: int, row: int, length: int) -> tuple[list[int], list[float]]:
-        """Return the first `length` tokens of a row and their log-probs; fewer if a stop string ended it."""
+        """Return the first `length` tokens of a row and their log-probs.
+
+        Fewer if a stop string ended it.
+        """
         batch = RowSampler.served_batches[number]
         limit = length if batch.history is None else min(length, int(batch.history.lengths[row]))
         return batch.tokens[row, :limit].tolist(), batch.log_probs[row, :limit].tolist()
