@@ -15,14 +15,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType
 
+from hybridrl.single_controller.monitoring.tracing import call_span
+from hybridrl.single_controller.processes import worker_host
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 
-POLL_PERIOD_S = 0.0002  # the shortest calls take a millisecond
+POLL_PERIOD_S = 0.0002
 HANG_S = 3600.0
 WORKERS = f"{os.sep}workers{os.sep}"  # in the file name of a worker's own code
 CALL_CODE = WorkerHost.call.__code__
+HELD: dict[str, threading.Event] = {}  # method with a fault -> set when a call of it has started
 
 
 def address(process_id: int) -> str:
@@ -40,6 +45,9 @@ def listen() -> None:
 def apply(fault: dict) -> None:
     """Wait until the process is in the chosen call, log the fault, and apply it."""
     method, kind = fault["method"], KINDS[fault["kind"]]
+    if method and fault["kind"] in PROCESS_ENDS:
+        started = HELD[method] = threading.Event()
+        started.wait()
     sys.setswitchinterval(POLL_PERIOD_S)  # otherwise this thread would sleep until that call is over
     while method is not None and calls_in_progress() != ([method] if method else []):
         time.sleep(POLL_PERIOD_S)
@@ -50,6 +58,18 @@ def apply(fault: dict) -> None:
             + "\n"
         )
     kind()
+
+
+@contextmanager
+def hold_until_hit(role: str, rank: int, method: str) -> Generator[None, None, None]:
+    """Keep a call of a chosen method from ending before its fault: the shortest ones take a millisecond."""
+    started = HELD.get(method)
+    if started is not None:
+        started.set()
+    with call_span(role, rank, method):
+        yield
+    if started is not None:
+        time.sleep(HANG_S)
 
 
 def calls_in_progress() -> list[str]:
@@ -106,6 +126,7 @@ def run_out_of_memory() -> None:
         allocate(64 * 1024**2)
 
 
+PROCESS_ENDS = ("kill", "freeze", "exit", "memory")
 KINDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -126,4 +147,5 @@ def is_worker() -> bool:
 
 
 if is_worker():
+    worker_host.call_span = hold_until_hit
     threading.Thread(target=listen, name="victim", daemon=True).start()
