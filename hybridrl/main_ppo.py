@@ -4,6 +4,7 @@ Loads and validates the settings, maps roles to worker classes and pools, and tr
 supervisor in its parent, too. The work is done by what this file refers to.
 """
 
+import contextlib
 import functools
 import logging
 import signal
@@ -39,7 +40,7 @@ from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.run.report import report_run
 from hybridrl.trainer.run.setup import (
     newest_checkpoint_of_run,
-    prepare_run_directory,
+    prepared_run_directory,
     run_directory,
     warn_about_disabled_outputs,
 )
@@ -76,6 +77,19 @@ def main(
         pools: Your own placement of roles on pools; built in is `resource_pools`.
     """
     set_up_logging()
+    with contextlib.ExitStack() as held:
+        return _run_program(argv, held, trainer_cls=trainer_cls, workers=workers, pools=pools)
+
+
+def _run_program(
+    argv: Sequence[str] | None,
+    held: contextlib.ExitStack,
+    *,
+    trainer_cls: type[RayPPOTrainer],
+    workers: Callable[[PPOConfig], WorkerClasses] | None,
+    pools: Callable[[PPOConfig, WorkerClasses], ResourcePoolManager] | None,
+) -> int:
+    """Do what `main` does; `held` keeps the lock of the run's directory."""
     directory: list[str] = []
     configs: list[PPOConfig] = []
     context = RunContext()
@@ -86,7 +100,7 @@ def main(
         )
         if config is not None:
             validate_config(config)
-            directory.append(prepare_run_directory(config.trainer))
+            directory.append(held.enter_context(prepared_run_directory(config.trainer)))
             warn_about_disabled_outputs(config)
             if argv is None:
                 save_command(directory[0])

@@ -26,7 +26,7 @@ from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run.report import report_run
 from hybridrl.trainer.run.setup import (
     newest_checkpoint_of_run,
-    prepare_run_directory,
+    prepared_run_directory,
     run_directory,
     warn_about_disabled_outputs,
 )
@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config is not None:
             check_sft_config(config)
             load_plugins(config)
-            directory.append(prepare_run_directory(config.trainer))
-            warn_about_disabled_outputs(config)
-            run(config, context)
+            with prepared_run_directory(config.trainer) as prepared:
+                directory.append(prepared)
+                warn_about_disabled_outputs(config)
+                run(config, context)
 
     return run_program(
         work,

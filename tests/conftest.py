@@ -10,7 +10,9 @@ os.environ.update(
 )  # before torch is imported
 os.environ["HYBRIDRL_CHECK_STAGES"] = "1"  # every stage is compared with its declaration, see run/column_check.py
 
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,6 +64,22 @@ def ray_cluster() -> Iterator[None]:
     yield
     if started:
         ray.shutdown()
+
+
+@pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context manager in which no file of this process can grow (RLIMIT_FSIZE)."""
+
+    @contextmanager
+    def limited() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
 
 
 @pytest.fixture(scope="session")

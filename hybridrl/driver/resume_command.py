@@ -10,14 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.atomic_write import atomic_write
 
 FILE = "command.json"
 
 
 def save_command(directory: str) -> None:
     """Save the command line of this program in a run's directory."""
-    with open(os.path.join(directory, FILE), "w", encoding="utf-8") as f:
-        json.dump({"command": [sys.executable, *sys.orig_argv[1:]], "directory": os.getcwd()}, f, indent=2)
+    with atomic_write(os.path.join(directory, FILE)) as file:
+        json.dump({"command": [sys.executable, *sys.orig_argv[1:]], "directory": os.getcwd()}, file, indent=2)
 
 
 def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[str], str]:

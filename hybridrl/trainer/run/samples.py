@@ -5,6 +5,7 @@ Also a few examples of every validation, of the same problems each time, to comp
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from hybridrl.protocol import DataProto
 from hybridrl.system.atomic_write import atomic_write
 
+logger = logging.getLogger(__name__)
 EXAMPLES_FILE = "examples.jsonl"
 MAX_EXAMPLES = 3  # data sources with one example each
 MAX_SHOWN = 240  # characters of a prompt or response; longer ones are cut in the middle
@@ -45,11 +47,17 @@ def _ids(tokens: torch.Tensor, is_token: torch.Tensor) -> list[list[int]]:
 
 
 def write_samples(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write records as JSON lines to a file that appears complete or not at all."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with atomic_write(path) as f:
-        for row in rows:
-            f.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+    """Write records as JSON lines to a file that appears complete or not at all.
+
+    Training does not depend on it: what the storage does not take is logged.
+    """
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with atomic_write(path) as f:
+            for row in rows:
+                f.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+    except OSError as error:
+        logger.warning("the samples of %s were not written: %s; training continues", path, error)
 
 
 def _plain(value: Any) -> Any:

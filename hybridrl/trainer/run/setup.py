@@ -3,11 +3,12 @@
 Used by `main_ppo`, `main_sft` and the trainers, in the driver.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hybridrl.config import PPOConfig, SFTConfig, to_dict
 from hybridrl.config.schema.trainer import TrainerConfig
@@ -18,11 +19,13 @@ from hybridrl.framework.graph.stage_tracer import DRIVER, TRACE, StageTracer
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, is_recording, start_recording
-from hybridrl.trainer.checkpoint.store import CheckpointStore
+from hybridrl.system.directory_lock import lock_directory
+from hybridrl.trainer.checkpoint.store import CheckpointStore, find_resume_checkpoint
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.tracking import Tracking
 
 logger = logging.getLogger(__name__)
+WRITE_TEST_BYTES = 4096  # an empty file can be made on a full disk
 
 
 def run_directory(config: TrainerConfig) -> str:
@@ -30,29 +33,50 @@ def run_directory(config: TrainerConfig) -> str:
     return config.default_local_dir or os.path.join("checkpoints", config.project_name, config.experiment_name)
 
 
-def prepare_run_directory(config: TrainerConfig) -> str:
-    """Create the run's directory and return it; called before anything starts.
+@contextlib.contextmanager
+def prepared_run_directory(config: TrainerConfig) -> Iterator[str]:
+    """Create the run's directory, and lock it for the duration of the block; called before anything starts.
+
+    The checkpoint that the run will resume from is verified.
 
     Raises:
-        ConfigError: The directory cannot be written, or a new run would overwrite the record of an older one whose
-            checkpoints are there.
+        CheckpointError: No checkpoint to resume from is whole.
+        ConfigError: The directory cannot be written, another program writes to it, or a new run would overwrite the
+            record of an older one whose checkpoints are there.
     """
     directory = run_directory(config)
+    for key, path in output_directories(config, directory).items():
+        _check_writable(key, path)
+    with lock_directory(directory):
+        _check_not_overwritten(directory, config)
+        find_resume_checkpoint(CheckpointStore(directory), config)
+        yield directory
+
+
+def output_directories(config: TrainerConfig, directory: str) -> dict[str, str]:
+    """Return setting -> directory, for all directories that a run writes to."""
+    samples = {name: getattr(config, name, None) for name in ("rollout_data_dir", "validation_data_dir")}
+    return {"default_local_dir": directory} | {name: path for name, path in samples.items() if path}
+
+
+def _check_not_overwritten(directory: str, config: TrainerConfig) -> None:
     newest = CheckpointStore(directory).latest()
     if config.resume_mode == "disable" and newest is not None:
         raise ConfigError(
             f"trainer.resume_mode=disable: {newest} is of an earlier run, which trainer.resume_mode=auto resumes; for "
             "a new run set trainer.experiment_name or trainer.default_local_dir to a new value"
         )
+
+
+def _check_writable(key: str, directory: str) -> None:
     try:
         os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(WRITE_TEST_BYTES))
     except OSError as error:
         raise ConfigError(
-            f"trainer.default_local_dir={directory}: cannot be written ({error.strerror}); choose another directory"
+            f"trainer.{key}={directory}: cannot be written ({error.strerror}); choose another directory"
         ) from error
-    return directory
 
 
 def newest_checkpoint_of_run(config: TrainerConfig) -> str | None:

@@ -45,7 +45,8 @@ class RunInfo:
 class Tracker(Protocol):
     """A back end, one object per run, in the driver. `trainer.logger` names its class or has its import path.
 
-    The driver imports the class and constructs it once when the run starts. An exception of a method ends the run.
+    The driver imports the class and constructs it once when the run starts. An OSError of a method, such as a full disk
+    or a lost connection, is logged once and the run goes on; any other exception ends the run.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -89,6 +90,7 @@ class Tracking:
         run = RunInfo(project_name, experiment_name, Path(directory).absolute(), config, start_step, total_steps)
         run.directory.mkdir(parents=True, exist_ok=True)
         self._trackers: list[Tracker] = []
+        self._failed: set[Tracker] = set()  # the log has said so
         with contextlib.ExitStack() as started:  # closes the earlier ones if a later one cannot start
             for tracker in classes.values():
                 self._trackers.append(tracker(run))
@@ -98,7 +100,17 @@ class Tracking:
     def log(self, metrics: Metrics, step: int) -> None:
         """Log the metrics of `step`, infinite and nan values unchanged. Call once per step, in ascending order."""
         for tracker in self._trackers:
-            tracker.log(metrics, step)
+            try:
+                tracker.log(metrics, step)
+            except OSError as error:
+                self._report_failure(tracker, error, step)
+
+    def _report_failure(self, tracker: Tracker, error: OSError, step: int) -> None:
+        if tracker not in self._failed:
+            self._failed.add(tracker)
+            logger.warning(
+                "step %d: %s could not write its metrics: %s; training continues", step, type(tracker).__name__, error
+            )
 
     def close(self) -> None:
         """Flush and close every logger, even if one of them fails. A second call does nothing."""
@@ -127,7 +139,8 @@ class ConsoleTracker:
 class JsonlTracker:
     """`metrics.jsonl`: one object per step, `{"step": 3, "critic/score/mean": 0.5, ...}`, flushed by every `log`.
 
-    Values that are not finite are written as NaN and Infinity, which Python and pandas read.
+    Values that are not finite are written as NaN and Infinity, which Python and pandas read. What a full disk does not
+    take is written with a later step.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -135,14 +148,22 @@ class JsonlTracker:
         if run.start_step == 0 and path.exists() and path.stat().st_size:
             logger.warning("%s of an earlier run without a checkpoint is replaced", path)
         _keep_steps(path, last=run.start_step if run.start_step > 0 else -1)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until `close`
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open until `close`
+        self._unwritten = b""
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._file.write(json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n"
+        self._unwritten += line.encode()
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what is left, also after a write that took only a part of it."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.closing(self._file), contextlib.suppress(OSError):  # `log` has raised it before
+            self._flush()
 
 
 class TensorBoardTracker:
@@ -241,11 +262,13 @@ PACKAGES = {
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the lines of a `metrics.jsonl`, without a half-written one that a killed process left."""
+    """Return the lines of a `metrics.jsonl` that are whole."""
     history = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            history.append(json.loads(line))
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "step" in entry:
+                history.append(entry)
     return history
 
 

@@ -1,13 +1,16 @@
 """A run's directory, the checkpoints in it, and warnings about disabled outputs and small batches."""
 
+import os
+
 import pytest
 
 from hybridrl.config import PPOConfig, SFTConfig, from_dict
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.errors import ConfigError
+from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import (
     newest_checkpoint_of_run,
-    prepare_run_directory,
+    prepared_run_directory,
     warn_about_disabled_outputs,
     warn_about_small_batches,
 )
@@ -16,8 +19,19 @@ from hybridrl.trainer.run.setup import (
 @pytest.fixture
 def used_directory(tmp_path):
     """Return a directory with a checkpoint of step 13."""
-    (tmp_path / "global_step_13").mkdir()
+    CheckpointStore(str(tmp_path)).commit(13, write_checkpoint)
     return str(tmp_path)
+
+
+def write_checkpoint(directory):
+    for name in (".metadata", "__0_0.distcp"):
+        with open(f"{directory}/{name}", "w", encoding="utf-8") as file:
+            file.write("weights")
+
+
+def prepare(**settings):
+    with prepared_run_directory(TrainerConfig(**settings)) as directory:
+        return directory
 
 
 @pytest.mark.parametrize("save_freq", [-1, 1])
@@ -26,15 +40,41 @@ def test_a_new_run_is_rejected_in_the_directory_of_one_with_checkpoints(used_dir
         ConfigError,
         match="global_step_13 is of an earlier run.*set trainer.experiment_name or trainer.default_local_dir",
     ):
-        prepare_run_directory(
-            TrainerConfig(default_local_dir=used_directory, resume_mode="disable", save_freq=save_freq)
-        )
-    assert prepare_run_directory(TrainerConfig(default_local_dir=used_directory, save_freq=save_freq)) == used_directory
+        prepare(default_local_dir=used_directory, resume_mode="disable", save_freq=save_freq)
+    assert prepare(default_local_dir=used_directory, save_freq=save_freq) == used_directory
 
 
 def test_a_new_run_may_start_in_the_directory_of_one_without_checkpoints(tmp_path):
     (tmp_path / "global_step_4.partial").mkdir()
-    assert prepare_run_directory(TrainerConfig(default_local_dir=str(tmp_path), resume_mode="disable")) == str(tmp_path)
+    assert prepare(default_local_dir=str(tmp_path), resume_mode="disable") == str(tmp_path)
+
+
+def test_a_directory_is_prepared_for_one_run_at_a_time(used_directory):
+    with (
+        prepared_run_directory(TrainerConfig(default_local_dir=used_directory)),
+        pytest.raises(ConfigError, match=f"{used_directory} is in use by a run of process {os.getpid()}"),
+    ):
+        prepare(default_local_dir=used_directory)
+    assert prepare(default_local_dir=used_directory) == used_directory
+
+
+def test_a_damaged_checkpoint_is_noticed_before_anything_starts(used_directory, tmp_path):
+    (tmp_path / "global_step_13/.metadata").write_text("Weights")
+    with pytest.raises(CheckpointError, match="global_step_13 is damaged"):
+        prepare(default_local_dir=used_directory)
+
+
+@pytest.mark.parametrize("key", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
+def test_a_directory_that_cannot_be_written_is_rejected_by_name(tmp_path, key):
+    (tmp_path / "file").write_text("")
+    settings = {"default_local_dir": str(tmp_path / "run"), key: str(tmp_path / "file/inside")}
+    with pytest.raises(ConfigError, match=f"trainer.{key}=.*/file/inside: cannot be written .Not a directory.; choose"):
+        prepare(**settings)
+
+
+def test_a_full_disk_is_noticed_before_anything_starts(tmp_path, full_disk):
+    with full_disk(), pytest.raises(ConfigError, match="trainer.default_local_dir=.*cannot be written"):
+        prepare(default_local_dir=str(tmp_path))
 
 
 def test_a_checkpoint_of_another_run_is_not_returned(used_directory, tmp_path):

@@ -30,6 +30,28 @@ def test_jsonl_has_a_line_per_step_as_soon_as_it_is_logged(tmp_path):
         assert json.loads(text) == {"step": 1, "critic/score/mean": 0.5}
 
 
+def test_a_full_disk_costs_no_step_and_is_reported_once(tmp_path, full_disk, caplog):
+    with _open(tmp_path) as tracking:
+        tracking.log({"x": 1}, 1)
+        with full_disk():
+            tracking.log({"x": 2}, 2)
+            tracking.log({"x": 3}, 3)
+        tracking.log({"x": 4}, 4)
+    assert _steps(tmp_path) == [1, 2, 3, 4]
+    assert [m for m in caplog.messages if "training continues" in m] == [
+        "step 2: JsonlTracker could not write its metrics: [Errno 27] File too large; training continues"
+    ]
+
+
+def test_a_record_that_is_not_text_is_read_as_far_as_it_is(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "x": 1.0}\n\xff\xfe\n[1]\n{"x": 3.0}\n{"step": 2, "x": 2.0}\n'
+    )
+    with _open(tmp_path, start_step=2) as tracking:
+        tracking.log({"x": 3.0}, 3)
+    assert _steps(tmp_path) == [1, 2, 3]
+
+
 def test_values_that_are_not_finite_are_written(tmp_path):
     with _open(tmp_path) as tracking:
         tracking.log({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)

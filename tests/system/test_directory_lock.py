@@ -1,0 +1,78 @@
+"""One program at a time in a run's directory: who is refused, who waits, and who shares the lock."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from hybridrl.errors import ConfigError
+from hybridrl.system.directory_lock import LOCK_FILE, lock_directory
+
+HOLDER = """
+    import os, signal, sys, time
+    from hybridrl.system.directory_lock import lock_directory
+    with lock_directory(sys.argv[1]):
+        child = os.fork() if sys.argv[2] == "fork" else -1
+        if child != 0:
+            print(child, flush=True)
+        time.sleep(60)
+"""
+
+
+def start_holder(directory, kind="alone"):
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(directory), kind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return process, int(process.stdout.readline())
+
+
+def test_a_second_program_is_refused_at_once_with_pid_and_host(tmp_path):
+    holder, _ = start_holder(tmp_path)
+    start = time.monotonic()
+    refused = rf"{tmp_path} is in use by a run of process {holder.pid} on {os.uname()[1]}"
+    with pytest.raises(ConfigError, match=refused), lock_directory(str(tmp_path)):
+        pass
+    assert time.monotonic() - start < 2
+    holder.kill()
+    holder.wait()
+    with lock_directory(str(tmp_path)):
+        assert str(os.getpid()) in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_the_driver_of_a_killed_program_is_waited_for(tmp_path, caplog):
+    caplog.set_level("INFO")
+    program, driver = start_holder(tmp_path, "fork")
+    program.kill()
+    program.wait()
+    ended = threading.Timer(0.6, os.kill, [driver, signal.SIGKILL])
+    start = time.monotonic()
+    ended.start()
+    with lock_directory(str(tmp_path), timeout_s=20):
+        assert 0.5 < time.monotonic() - start < 10
+    assert f"waiting for the last processes of process {program.pid}" in caplog.text
+
+
+def test_a_driver_that_does_not_end_is_an_error_after_the_timeout(tmp_path):
+    program, driver = start_holder(tmp_path, "fork")
+    program.kill()
+    program.wait()
+    try:
+        with pytest.raises(ConfigError, match="is in use"), lock_directory(str(tmp_path), timeout_s=0.3):
+            pass
+    finally:
+        os.kill(driver, signal.SIGKILL)
+
+
+def test_a_started_program_does_not_keep_the_lock(tmp_path):
+    with lock_directory(str(tmp_path)):
+        sleeper = subprocess.Popen(["sleep", "30"])
+    try:
+        with lock_directory(str(tmp_path), timeout_s=0):
+            pass
+    finally:
+        sleeper.kill()
+        sleeper.wait()
