@@ -12,7 +12,9 @@ The newest checkpoint is found by listing the directory; there is no pointer fil
 after a commit. The driver calls this; workers write the engine shards.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -50,7 +52,8 @@ class CheckpointStore:
         """Return the committed steps, ascending."""
         if not os.path.isdir(self.root):
             return []
-        return sorted(int(m[1]) for name in os.listdir(self.root) if (m := STEP_NAME.fullmatch(name)))
+        with os.scandir(self.root) as entries:
+            return sorted(int(m[1]) for entry in entries if (m := STEP_NAME.fullmatch(entry.name)) and entry.is_dir())
 
     def path(self, step: int) -> str:
         return os.path.join(self.root, f"global_step_{step}")
@@ -161,16 +164,26 @@ def verify_manifest(path: str) -> int:
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; give a global_step_N directory, or resume_mode=disable"
         )
-    manifest = read_json(manifest_path)
-    if not _has_engine_state(os.path.basename(name) for name in manifest["files"]):
+    step, files = _read_manifest(manifest_path, hint)
+    if not _has_engine_state(os.path.basename(name) for name in files):
         raise CheckpointError(f"checkpoint {path} holds no engine state; {hint}")
-    for name, expected in manifest["files"].items():
+    for name, (size, sha256) in files.items():
         file = os.path.join(path, name)
         if not os.path.isfile(file):
             raise CheckpointError(f"checkpoint {path} lacks {name}; {hint}")
-        if os.path.getsize(file) != expected["size"] or _sha256(file) != expected["sha256"]:
+        if os.path.getsize(file) != size or _sha256(file) != sha256:
             raise CheckpointError(f"{name} in checkpoint {path} is damaged; {hint}")
-    return manifest["step"]
+    return step
+
+
+def _read_manifest(path: str, hint: str) -> tuple[int, dict[str, tuple[int, str]]]:
+    """Return the step, and file -> (bytes, SHA-256); raise CheckpointError if the manifest is damaged."""
+    try:
+        manifest = read_json(path)
+        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        return int(manifest["step"]), files
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); {hint}") from error
 
 
 def check_engine_state(directory: str, *, num_ranks: int) -> None:
@@ -193,13 +206,17 @@ def _has_engine_state(names: Iterable[str]) -> bool:
 def find_resume_checkpoint(store: CheckpointStore, config: TrainerConfig) -> str | None:
     """Return the verified checkpoint to resume from, or None for a new run (`trainer.resume_mode`).
 
+    With resume_mode=auto it is the newest one that verifies. Newer ones that do not are renamed, and that is logged.
+
     Raises:
-        CheckpointError: The checkpoint is damaged.
+        CheckpointError: The checkpoint is damaged, or with resume_mode=auto all of them are.
         ConfigError: This run would save among later checkpoints of another run, which could then be mistaken for its
             own.
     """
-    found = {"disable": None, "auto": store.latest(), "resume_path": config.resume_from_path}[config.resume_mode]
-    step = 0 if found is None else verify_manifest(found)
+    if config.resume_mode == "auto":
+        return _newest_valid(store)
+    found = config.resume_from_path if config.resume_mode == "resume_path" else None
+    step = 0 if found is None else _verified_step(found)
     later = [other for other in store.steps() if other > step]
     if later and config.save_freq > 0 and not config.val_only:
         here = "trainer.resume_mode=disable" if found is None else f"trainer.resume_from_path={found}"
@@ -208,6 +225,43 @@ def find_resume_checkpoint(store: CheckpointStore, config: TrainerConfig) -> str
             "set trainer.default_local_dir or trainer.experiment_name to a new value, or remove them"
         )
     return found
+
+
+def _newest_valid(store: CheckpointStore) -> str | None:
+    """Return the newest checkpoint that verifies, None if there is none, and rename newer ones."""
+    damaged: dict[str, CheckpointError] = {}
+    for path in map(store.path, reversed(store.steps())):
+        try:
+            _verified_step(path)
+        except CheckpointError as error:
+            damaged[path] = error
+            continue
+        for other, problem in damaged.items():
+            logger.warning("%s; it is now %s, and the run resumes from %s", problem, _set_aside(other), path)
+        return path
+    if damaged:
+        raise next(iter(damaged.values()))  # the newest one's
+    return None
+
+
+def _set_aside(path: str) -> str:
+    """Rename a damaged checkpoint, so that this run can commit its step again; return the new path."""
+    names = itertools.chain([f"{path}.damaged"], (f"{path}.damaged.{number}" for number in itertools.count(2)))
+    free = next(name for name in names if not os.path.exists(name))
+    os.rename(path, free)
+    return free
+
+
+def _verified_step(path: str) -> int:
+    """Verify the checkpoint at `path`, and return its step; see `verify_manifest`."""
+    manifest = os.path.join(path, MANIFEST)
+    return _verify_once(path, os.stat(manifest).st_mtime_ns if os.path.isfile(manifest) else 0)
+
+
+@functools.cache
+def _verify_once(path: str, changed_at: int) -> int:
+    """Verify the checkpoint at `path`, once per process and content: hashing a large one takes minutes."""
+    return verify_manifest(path)
 
 
 def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
@@ -220,17 +274,31 @@ def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
         f.write(config_yaml)
 
 
-def settings_for_export(path: str) -> PPOConfig:
+def settings_for_export(path: str, *, trust_remote_code: bool) -> PPOConfig:
     """Return the settings of a PPO checkpoint for an export on the CPU, in one process.
 
     A relative model path is resolved from the working directory of the run, if it exists there.
+
+    Args:
+        path: The checkpoint.
+        trust_remote_code: Run Python code that comes with the model. The checkpoint's own setting does not count: it
+            may come from somebody else.
+
+    Raises:
+        ConfigError: The run trusted its model's code, and the caller does not.
     """
     with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
         config = from_dict(PPOConfig, yaml.safe_load(f))
     policy = config.actor_rollout_ref
     assert policy.model.path is not None  # `check_config` demands it before a run
+    if policy.model.trust_remote_code and not trust_remote_code:
+        raise ConfigError(
+            f"{path}: its model {policy.model.path} brings Python code of its own; read the code, and say "
+            "--trust-remote-code to run it"
+        )
     from_run = os.path.join(read_trainer_state(path).get(WORKING_DIRECTORY, os.curdir), policy.model.path)
-    model = replace(policy.model, path=from_run) if os.path.exists(from_run) else policy.model
+    model = replace(policy.model, trust_remote_code=trust_remote_code)
+    model = replace(model, path=from_run) if os.path.exists(from_run) else model
     return replace(
         config,
         trainer=replace(config.trainer, device="cpu"),

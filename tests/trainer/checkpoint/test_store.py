@@ -150,3 +150,48 @@ def test_an_engine_may_write_one_file_per_rank_of_its_own(tmp_path):
     check_engine_state(os.path.join(path, "actor"), num_ranks=2)
     with pytest.raises(CheckpointError, match=r"lacks the state of ranks \[2\]"):
         check_engine_state(os.path.join(path, "actor"), num_ranks=3)
+
+
+MANIFEST_DAMAGE = {
+    "cut": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "list": lambda text: "[]",
+    "no files": lambda text: '{"step": 4}',
+    "no sizes": lambda text: '{"step": 4, "files": {"actor/.metadata": {}}}',
+}
+
+
+@pytest.mark.parametrize("damage", MANIFEST_DAMAGE)
+def test_a_damaged_manifest_is_named(tmp_path, damage):
+    path = store_with(tmp_path, 4).path(4)
+    manifest = tmp_path / "global_step_4/manifest.json"
+    manifest.write_text(MANIFEST_DAMAGE[damage](manifest.read_text()))
+    with pytest.raises(CheckpointError, match="global_step_4/manifest.json is damaged .*remove the whole checkpoint"):
+        verify_manifest(path)
+
+
+def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole(tmp_path, caplog):
+    store = store_with(tmp_path, 2, 4, 6, 8)
+    (tmp_path / "global_step_6/actor/__0_0.distcp").write_text("Weights")
+    os.remove(tmp_path / "global_step_8/manifest.json")
+    (tmp_path / "global_step_9").write_text("a file")
+    (tmp_path / "global_step_8.damaged").mkdir()
+    assert find_resume_checkpoint(store, TrainerConfig(save_freq=2)) == store.path(4)
+    assert store.steps() == [2, 4]
+    assert (tmp_path / "global_step_6.damaged/actor/__0_0.distcp").read_text() == "Weights"
+    assert (tmp_path / "global_step_8.damaged.2/actor").is_dir()
+    assert [message.split("; ")[0] for message in caplog.messages] == [
+        f"{store.path(8)} is not a checkpoint: it has no manifest.json",
+        f"actor/__0_0.distcp in checkpoint {store.path(6)} is damaged",
+    ]
+    assert all(f"the run resumes from {store.path(4)}" in message for message in caplog.messages)
+    assert os.path.isdir(store.commit(6, write()))
+
+
+def test_without_a_whole_checkpoint_nothing_is_renamed(tmp_path):
+    store = store_with(tmp_path, 2, 4)
+    for step in store.steps():
+        (tmp_path / f"global_step_{step}/actor/__0_0.distcp").write_text("Weights")
+    with pytest.raises(CheckpointError, match="global_step_4 is damaged"):
+        find_resume_checkpoint(store, TrainerConfig(save_freq=2))
+    assert store.steps() == [2, 4]
