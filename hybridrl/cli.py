@@ -274,15 +274,31 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
     export.add_argument("checkpoint", help="a global_step_N directory")
     export.add_argument("directory", help="where the model goes; it appears complete or not at all")
-    export.set_defaults(run_command=lambda arguments: export_checkpoint(arguments.checkpoint, arguments.directory))
+    _add_trust(export)
+    export.set_defaults(
+        run_command=lambda arguments: export_checkpoint(
+            arguments.checkpoint, arguments.directory, trust_remote_code=arguments.trust_remote_code
+        )
+    )
 
 
-def export_checkpoint(checkpoint: str, directory: str) -> None:
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model; read it first"
+    )
+
+
+def export_checkpoint(checkpoint: str, directory: str, *, trust_remote_code: bool = False) -> None:
     """Write the policy of a PPO checkpoint of any world size as a Hugging Face model.
+
+    Args:
+        checkpoint: A `global_step_N` directory.
+        directory: Where the model goes.
+        trust_remote_code: Run Python code that comes with the model.
 
     Raises:
         CheckpointError: There is no complete PPO checkpoint.
-        ConfigError: `directory` is not new or empty.
+        ConfigError: `directory` is not new or empty, or the model brings code that is not trusted.
     """
     from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
     from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -292,9 +308,8 @@ def export_checkpoint(checkpoint: str, directory: str) -> None:
     check_new_directory(directory)
     _check_is_ppo_checkpoint(checkpoint)
     verify_manifest(checkpoint)
-    group = LocalWorkerGroup(
-        None, ClassWithInitArgs(ActorRolloutRefWorker, settings_for_export(checkpoint), "actor"), role="actor"
-    )
+    settings = settings_for_export(checkpoint, trust_remote_code=trust_remote_code)
+    group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, settings, "actor"), role="actor")
     group.calls.init_model(1)
     group.calls.load_checkpoint(os.path.join(checkpoint, "actor"))
     group.calls.export_hf(directory)
@@ -337,6 +352,7 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
         "--max-length", type=int, help="tokens of prompt and response; default: the model's limit, at most 4096"
     )
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _add_trust(serve)
     serve.set_defaults(run_command=_serve)
 
 
@@ -353,11 +369,13 @@ def _serve(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
-    with _model_directory(arguments.model) as path:
+    trust = arguments.trust_remote_code
+    with _model_directory(arguments.model, trust_remote_code=trust) as path:
         model = StandaloneModel(
             path=path,
             name=os.path.basename(os.path.normpath(arguments.model)),
-            tokenizer=load_tokenizer(path, key="model"),
+            tokenizer=load_tokenizer(path, key="model", trust_remote_code=trust),
+            trust_remote_code=trust,
             engine=arguments.engine,
             max_length=arguments.max_length,
             device=arguments.device,
@@ -380,13 +398,13 @@ def _print_address(endpoint: "Endpoint") -> None:
 
 
 @contextmanager
-def _model_directory(path: str) -> Iterator[str]:
+def _model_directory(path: str, *, trust_remote_code: bool) -> Iterator[str]:
     """Yield a model's directory; for a checkpoint, its policy as Hugging Face files while the block runs."""
     if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
         yield os.path.join(path, "huggingface")
     elif os.path.isfile(os.path.join(path, MANIFEST)):
         with tempfile.TemporaryDirectory(prefix="hybridrl-serve-") as folder:
-            export_checkpoint(path, os.path.join(folder, "policy"))
+            export_checkpoint(path, os.path.join(folder, "policy"), trust_remote_code=trust_remote_code)
             yield os.path.join(folder, "policy")
     else:
         yield path

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from hybridrl.cli import export_checkpoint
+from hybridrl.errors import ConfigError
 from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore
 from tests.support.end_to_end.runs import largest_difference, train, weights
 
@@ -49,3 +50,19 @@ def test_a_run_on_gpus_is_exported_without_one(run_directory, tmp_path):
 
     on_gpus = CheckpointStore(str(tmp_path / "gpus")).commit(1, as_on_gpus)
     assert largest_difference(weights(Path(on_gpus), tmp_path / "hf"), weights(committed, tmp_path / "hf_cpu")) == 0
+
+
+def test_a_checkpoint_does_not_decide_that_its_models_code_is_trusted(run_directory, tmp_path):
+    committed = run_directory / "run/global_step_1"
+
+    def trusting(directory: str) -> None:
+        shutil.copytree(committed, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        path = Path(directory) / "config.yaml"
+        settings = yaml.safe_load(path.read_text())
+        settings["actor_rollout_ref"]["model"]["trust_remote_code"] = True
+        path.write_text(yaml.dump(settings))
+
+    checkpoint = CheckpointStore(str(tmp_path / "foreign")).commit(1, trusting)
+    with pytest.raises(ConfigError, match="brings Python code of its own.*--trust-remote-code"):
+        export_checkpoint(checkpoint, str(tmp_path / "hf"))
+    export_checkpoint(checkpoint, str(tmp_path / "hf"), trust_remote_code=True)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.collective_errors import collective_write
 from hybridrl.workers.engine.random_state import get_random_state, set_random_state
+from hybridrl.workers.engine.safe_load import METADATA, read_metadata, without_code
 
 
 def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
@@ -47,7 +48,8 @@ def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optim
     state = _state(model, optimizer) | {"step": torch.tensor(0)}
     random = {key: value for key, value in _random_state().items() if f"random.{key}" in metadata.state_dict_metadata}
     try:
-        dcp.load(state | {"random": random}, checkpoint_id=directory)
+        with without_code(directory):
+            dcp.load(state | {"random": random}, checkpoint_id=directory)
     except (dcp.api.CheckpointException, RuntimeError, OSError) as error:
         raise CheckpointError(f"{directory} cannot be read into this model: {error}") from error
     set_model_state_dict(model, state["model"])
@@ -58,12 +60,13 @@ def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _metadata(directory: str) -> Metadata:
-    if not os.path.exists(os.path.join(directory, ".metadata")):
+    path = os.path.join(directory, METADATA)
+    if not os.path.exists(path):
         raise CheckpointError(
             f"{directory} holds no engine state: .metadata is missing, so the write never started or did not finish. "
             "Resume from another checkpoint"
         )
-    return dcp.FileSystemReader(directory).read_metadata()
+    return read_metadata(path)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:

@@ -29,6 +29,7 @@ from hybridrl.system.atomic_write import fsync_path
 from hybridrl.workers.engine.collective_errors import collective_write, raise_on_all_ranks
 from hybridrl.workers.engine.megatron.network import Network
 from hybridrl.workers.engine.random_state import get_random_state, set_random_state
+from hybridrl.workers.engine.safe_load import without_code
 
 # Pass copies to megatron-core: it adds process groups to the dict.
 FORMAT = {
@@ -82,7 +83,8 @@ def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
                 "another engine wrote it. Export that checkpoint (`hybridrl export`) and start from the export"
             )
     try:
-        loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), directory)
+        with without_code(directory):
+            loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), directory)
     except (CheckpointingException, dcp.api.CheckpointException, RuntimeError, KeyError, OSError) as error:
         raise CheckpointError(f"{directory} cannot be read into this model: {error}") from error
     for number, chunk in enumerate(chunks):
@@ -92,7 +94,7 @@ def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
         _separate_steps(optimizer)
     random_path = os.path.join(directory, _random_file())
     if os.path.exists(random_path):
-        set_random_state(torch.load(random_path))
+        set_random_state(torch.load(random_path, weights_only=True))
     return int(loaded["step"])
 
 

@@ -1,0 +1,81 @@
+"""`without_code`: load a checkpoint's files without running code that they may contain.
+
+Python's pickle format can name any function and have it called. A checkpoint may come from somebody else, and whoever
+changes a file can also write its hash into the manifest.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.errors import CheckpointError
+
+METADATA = ".metadata"  # of torch.distributed.checkpoint
+WEIGHTS_ONLY_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load then constructs tensors and plain data only
+METADATA_CLASSES = {
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+
+
+@contextmanager
+def without_code(directory: str | Path) -> Iterator[None]:
+    """Refuse a checkpoint whose metadata name a function, and load only plain data in the block.
+
+    Args:
+        directory: An engine's directory in a checkpoint.
+
+    Raises:
+        CheckpointError: `.metadata` names a class or function that no checkpoint needs, or is damaged.
+    """
+    read_metadata(os.path.join(directory, METADATA))
+    before = os.environ.get(WEIGHTS_ONLY_VARIABLE)
+    os.environ[WEIGHTS_ONLY_VARIABLE] = "1"
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{directory}: a file holds more than tensors and plain data: {error}") from error
+    finally:
+        if before is None:
+            del os.environ[WEIGHTS_ONLY_VARIABLE]
+        else:
+            os.environ[WEIGHTS_ONLY_VARIABLE] = before
+
+
+def read_metadata(path: str | Path) -> Any:
+    """Return the metadata of torch.distributed.checkpoint in a file, constructing nothing but its own classes.
+
+    Raises:
+        CheckpointError: As for `without_code`.
+    """
+    with open(path, "rb") as file:
+        try:
+            return _MetadataUnpickler(file).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from None
+        except Exception as error:  # a damaged pickle raises any of a dozen types
+            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in METADATA_CLASSES.get(module, ()):
+            raise CheckpointError(f"names {module}.{name}, which no checkpoint needs; do not load it")
+        return super().find_class(module, name)

@@ -1,0 +1,68 @@
+"""A checkpoint with planted code is refused, and the code does not run."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from hybridrl.errors import CheckpointError
+from hybridrl.workers.engine.safe_load import METADATA, WEIGHTS_ONLY_VARIABLE, read_metadata, without_code
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Planted:
+    """Pickles as a call that makes a directory."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return a checkpoint of a model and an optimizer that has made a step."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    dcp.save(state, checkpoint_id=tmp_path / "actor")
+    return tmp_path / "actor", state
+
+
+def test_a_checkpoint_of_the_library_loads(saved):
+    directory, state = saved
+    with without_code(directory):
+        assert os.environ[WEIGHTS_ONLY_VARIABLE] == "1"
+        dcp.load(state, checkpoint_id=directory)
+    assert WEIGHTS_ONLY_VARIABLE not in os.environ
+    assert "model.weight" in read_metadata(directory / METADATA).state_dict_metadata
+
+
+def test_code_in_the_metadata_does_not_run(saved, tmp_path):
+    directory, _ = saved
+    (directory / METADATA).write_bytes(pickle.dumps({"a": Planted(tmp_path / "ran")}))
+    refused = r"actor/.metadata names posix.mkdir, which no checkpoint needs"
+    with pytest.raises(CheckpointError, match=refused), without_code(directory):
+        pass
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_in_an_entry_does_not_run(tmp_path):
+    dcp.save({"setting": Planted(tmp_path / "ran")}, checkpoint_id=tmp_path / "actor")
+    with pytest.raises((CheckpointError, dcp.api.CheckpointException)), without_code(tmp_path / "actor"):
+        dcp.load({"setting": 0}, checkpoint_id=tmp_path / "actor")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle"])
+def test_damaged_metadata_are_named(saved, content):
+    directory, _ = saved
+    (directory / METADATA).write_bytes(content)
+    with pytest.raises(CheckpointError, match="actor/.metadata is damaged"):
+        read_metadata(directory / METADATA)
