@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -29,9 +30,30 @@ def test_half_a_message_is_pending():
     assert list(reader.messages(b'{"a": 1}\n{"b')) == [{"a": 1}] and reader.num_pending == 3
 
 
-def test_a_line_that_is_not_json_is_an_error():
-    with pytest.raises(ValueError):
-        list(MessageReader().messages(b"hello\n"))
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"hello\n", "Expecting value"),
+        (b"[1]\n", "a list, not an object"),
+        (b"[" * 30_000 + b"\n", "nested too deeply|longer than"),
+        (b'{"a": "' + b"a" * 50_000, "longer than 40000 bytes"),
+        (b'{"a": "' + b"a" * 50_000 + b'"}\n', "longer than 40000 bytes"),
+        (b"\xff\n", "decode|utf-8"),
+    ],
+)
+def test_a_line_that_is_no_message_is_an_error(line, reason):
+    with pytest.raises(ValueError, match=reason):
+        list(MessageReader(40_000).messages(line))
+
+
+def test_a_long_message_arrives_in_linear_time():
+    reader, part = MessageReader(), b"a" * 1000
+    start = time.process_time()
+    list(reader.messages(b'{"a": "'))
+    for _ in range(4000):
+        assert not list(reader.messages(part))
+    [message] = reader.messages(b'"}\n')
+    assert len(message["a"]) == 4_000_000 and time.process_time() - start < 1.0
 
 
 def test_two_processes_of_one_machine_agree_on_its_ids():

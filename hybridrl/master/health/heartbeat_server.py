@@ -4,16 +4,24 @@ Messages are lines of JSON, received in the master's one thread. The other end i
 `single_controller/monitoring/heartbeat_client.py`.
 """
 
+import hmac
+import logging
 import selectors
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.system.json_lines import MessageReader, send_message
+from hybridrl.system.json_lines import MAX_LINE_BYTES, RECEIVE_BYTES, MessageReader, send_message
 
-MAX_LINE_BYTES = 4 * 1024**2
+logger = logging.getLogger(__name__)
 SEND_TIMEOUT_S = 1.0
+# Limits of a connection whose first message has not arrived: anybody who reaches the port can open one.
+HELLO_BYTES, HELLO_TIMEOUT_S = 4096, 5.0
+MAX_WITHOUT_HELLO = 1024  # the oldest ones are closed; all processes of a large job may connect at once
+MAX_ACCEPTS = 64  # per poll, so that new connections do not delay the messages of old ones
+ACCEPT_PAUSE_S = 1.0  # after the process ran out of file descriptors
 
 
 @dataclass(eq=False)
@@ -22,7 +30,8 @@ class Connection:
 
     socket: socket.socket
     hello: dict[str, Any] = field(default_factory=dict)
-    reader: MessageReader = field(default_factory=MessageReader)
+    reader: MessageReader = field(default_factory=lambda: MessageReader(HELLO_BYTES))
+    opened_at: float = field(default_factory=time.monotonic)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, or drop it.
@@ -48,9 +57,11 @@ class HeartbeatServer:
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._without_hello: dict[Connection, None] = {}  # oldest first
+        self._accept_again_at = 0.0  # of the monotonic clock; 0 while accepting
 
     def __len__(self) -> int:
-        return len(self._selector.get_map()) - 1
+        return len(self._selector.get_map()) - (not self._accept_again_at)
 
     def poll(self, timeout_s: float) -> list[tuple[Connection, dict[str, Any] | None]]:
         """Wait at most `timeout_s` and return the received messages.
@@ -64,45 +75,69 @@ class HeartbeatServer:
                 self._accept()
             else:
                 messages += [(key.data, message) for message in self._read(key.data)]
+        self._close_silent()
+        if self._accept_again_at and time.monotonic() > self._accept_again_at:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accept_again_at = 0.0
         return messages
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(MAX_ACCEPTS):
             try:
                 accepted, _ = self._listener.accept()
-            except OSError:  # no further connection waits
+            except BlockingIOError:
+                return
+            except ConnectionError:  # it ended while it waited
+                continue
+            except OSError as error:  # out of file descriptors
+                logger.warning(
+                    "no new connection is accepted for %g s: %s; raise the limit of open files", ACCEPT_PAUSE_S, error
+                )
+                self._selector.unregister(self._listener)
+                self._accept_again_at = time.monotonic() + ACCEPT_PAUSE_S
                 return
             accepted.setblocking(False)
-            self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
+            connection = Connection(accepted)
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+            self._without_hello[connection] = None
+
+    def _close_silent(self) -> None:
+        """Close connections whose first message is late, and the oldest ones if there are too many."""
+        for connection in list(self._without_hello):
+            too_many = len(self._without_hello) > MAX_WITHOUT_HELLO
+            if not too_many and time.monotonic() - connection.opened_at < HELLO_TIMEOUT_S:
+                return
+            self._close(connection)
 
     def _read(self, connection: Connection) -> list[dict[str, Any] | None]:
-        try:
-            data = connection.socket.recv(65536)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
         messages: list[dict[str, Any] | None] = []
         try:
+            data = connection.socket.recv(RECEIVE_BYTES)
             for message in connection.reader.messages(data):
                 if not connection.hello:
-                    connection.hello = self._authenticate(message)
+                    self._admit(connection, message)
                 messages.append(message)
-        except (ValueError, KeyError, TypeError):
-            data = b""  # not a process of this job
-        if not data or connection.reader.num_pending > MAX_LINE_BYTES:
+        except BlockingIOError:
+            return []
+        except Exception as error:  # whatever one peer sends, the others are heard
+            logger.debug("closing a connection to the master: %r", error)
+            data = b""
+        if not data:
             self._close(connection)
             if connection.hello:
                 messages.append(None)
         return messages
 
-    def _authenticate(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _admit(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Take the first message of a connection. Raises ValueError if it lacks this master's token."""
         hello = dict(message["hello"])
-        if hello.pop("token") != self._token:
+        if not hmac.compare_digest(str(hello.pop("token")).encode(), self._token.encode()):
             raise ValueError("the token is of another master")
-        return hello
+        connection.hello, connection.reader.max_line_bytes = hello, MAX_LINE_BYTES
+        del self._without_hello[connection]
 
     def _close(self, connection: Connection) -> None:
+        self._without_hello.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
 
@@ -110,4 +145,5 @@ class HeartbeatServer:
         """Close all connections and the listener."""
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
+        self._listener.close()
         self._selector.close()
