@@ -16,6 +16,7 @@ another.
 
 import contextlib
 import json
+import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -37,13 +38,24 @@ CONNECT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class ChannelAddress:
-    """Where a sender waits for its receivers. num_receivers: their number; their ranks start at 0."""
+    """Where a sender waits for its receivers.
+
+    Attributes:
+        num_receivers: Their number; their ranks start at 0.
+        secret: Prefix of all keys. Who does not know it can reach the port, and neither read nor change a message.
+    """
 
     transport: str
     host: str
     port: int
     num_receivers: int
     timeout_s: float
+    secret: str
+
+    def connect(self, *, timeout_s: float) -> dist.Store:
+        """Return the sender's store, for a receiver. timeout_s: Limit of every operation."""
+        store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=timeout_s), False)
+        return dist.PrefixStore(self.secret, store)
 
     def cancel(self, reason: str) -> None:
         """End the sender's wait for its receivers with a StaleWeightsError of this reason.
@@ -53,8 +65,7 @@ class ChannelAddress:
         with contextlib.suppress(OSError, dist.DistError):
             # Fails fast without a sender; a store would retry.
             socket.create_connection((self.host, self.port), timeout=CONNECT_TIMEOUT_S).close()
-            store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
-            store.set(CANCELLED, reason)
+            self.connect(timeout_s=CONNECT_TIMEOUT_S).set(CANCELLED, reason)
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,12 @@ class SenderEnd:
     """The sender's side. It listens from the start and waits for receivers only in `start_push`."""
 
     def __init__(self, transport: str, *, host: str, num_receivers: int, timeout_s: float):
-        self.store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), False)
-        self.address = ChannelAddress(transport, host, self.store.port, num_receivers, timeout_s)
+        with socket.create_server((host, 0)) as listener:
+            port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
+            store = dist.TCPStore(host, port, None, True, timeout, False, master_listen_fd=listener.fileno())
+            listener.detach()  # the store closes it
+        self.address = ChannelAddress(transport, host, port, num_receivers, timeout_s, secrets.token_hex(16))
+        self.store: dist.Store = dist.PrefixStore(self.address.secret, store)
         self._push = 0
 
     def start_push(self, version: int) -> list[PeerLocation]:
@@ -151,7 +166,7 @@ class ReceiverEnd:
 
     def __init__(self, address: ChannelAddress, *, rank: int):
         self.address, self.rank = address, rank
-        self.store = dist.TCPStore(address.host, address.port, None, False, timedelta(seconds=address.timeout_s), False)
+        self.store = address.connect(timeout_s=address.timeout_s)
         self._push = 0
 
     def start_push(self, version: int, location: PeerLocation) -> dict[str, Any]:

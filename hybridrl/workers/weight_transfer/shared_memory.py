@@ -99,7 +99,8 @@ class HostSlot:
         os.ftruncate(self._file, num_bytes)
         self.data = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
         self.handle = {
-            "file": f"/proc/{os.getpid()}/fd/{self._file}",
+            "process": os.getpid(),
+            "descriptor": self._file,
             "inode": os.fstat(self._file).st_ino,
             "bytes": num_bytes,
         }
@@ -135,7 +136,7 @@ def slot_class(receivers: list[PeerLocation], sender: PeerLocation) -> type[Host
 
 
 def _map_host(handle: dict[str, Any]) -> torch.Tensor:
-    with open(handle["file"], "r+b") as file:
+    with open(f"/proc/{int(handle['process'])}/fd/{int(handle['descriptor'])}", "r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), handle["bytes"]), dtype=torch.uint8)
 
 

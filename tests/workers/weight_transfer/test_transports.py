@@ -3,10 +3,12 @@
 import multiprocessing
 import socket
 import time
+from datetime import timedelta
 from threading import Thread, Timer
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import CallTimeout, CheckpointError, ConfigError, StaleWeightsError
@@ -240,3 +242,19 @@ def test_memory_is_shared_on_one_machine_only():
         slot_class([own, PeerLocation("elsewhere", 1)], own)
     gpus = [PeerLocation(own.machine, 1, "GPU-a"), PeerLocation(own.machine, 2, "GPU-b")]
     assert slot_class(gpus, gpus[0]).__name__ == "HostSlot" and slot_class(gpus[:1], gpus[0]).__name__ == "GpuSlot"
+
+
+def test_a_stranger_at_the_port_cannot_speak_on_the_channel():
+    sender = streaming_sender("shared_memory", timeout_s=2.0, num_receivers=1)
+    address = sender.address
+    stranger = dist.TCPStore(address.host, address.port, None, False, timedelta(seconds=5), False)
+    for key in ("cancelled", "1/ready/0", "1/accepted/0", "1/announced/0"):
+        stranger.set(key, "{}")
+    with pytest.raises(CallTimeout, match="rollout rank 0 did not receive weights of version 1"):
+        sender.send(1, OutgoingWeights(model_like(1), torch.float32))
+
+
+def test_the_channel_listens_at_its_own_address_only():
+    sender = streaming_sender("shared_memory", num_receivers=1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", sender.address.port), timeout=5)
