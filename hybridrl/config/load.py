@@ -164,6 +164,8 @@ def _compose(schema: type, overrides: list[str], *, name: str, folder: Path) -> 
             chosen = compose(name, overrides=[f'hydra.searchpath=["file://{other}"]', *overrides])
         merged = OmegaConf.to_container(OmegaConf.merge(defaults, chosen), resolve=True, throw_on_missing=True)
         return cast(dict[str, Any], merged)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {name}: {home / name}.yaml is not text in UTF-8 ({error.reason})") from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"configuration {name}: {_one_line(error)}") from None
 

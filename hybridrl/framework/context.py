@@ -23,6 +23,11 @@ class Context:
     total_step: int = 0  # completed steps before this one
     finish: bool = False  # set by a stage if this step is the last; never kept
 
+    @property
+    def step_number(self) -> int:
+        """The step's number in error messages."""
+        return self.total_step
+
     def keep(self, *keys: str) -> None:
         """Carry `keys` into the context of every following step.
 

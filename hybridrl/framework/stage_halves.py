@@ -61,7 +61,7 @@ def start_stage(fn: StageFn, ctx: Any) -> SuspendedStage | None:
 
 def add_stage_note(error: BaseException, spec: StageSpec, ctx: Any) -> None:
     """Add a note with stage and step to an exception."""
-    error.add_note(f"in stage {spec.name!r} of step {ctx.total_step}")
+    error.add_note(f"in stage {spec.name!r} of step {ctx.step_number}")
 
 
 def close_suspended(pending: Pending, because: BaseException) -> None:

@@ -194,9 +194,16 @@ def test_a_users_group_of_yaml_files_can_be_chosen_from(conf, tmp_path):
     assert load("--config-path", str(tmp_path), "+model=small").actor_rollout_ref.model.path == "my/small"
 
 
-@pytest.mark.parametrize("text, expected", [("data: [\n", "line 2"), ("defaults: [nope, _self_]\n", "nope")])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (b"data: [\n", "line 2"),
+        (b"defaults: [nope, _self_]\n", "nope"),
+        ("# Größe\ndata: {}\n".encode("latin-1"), "broken.yaml is not text in UTF-8"),
+    ],
+)
 def test_a_broken_yaml_is_one_readable_line(tmp_path, text, expected):
-    (tmp_path / "broken.yaml").write_text(text)
+    (tmp_path / "broken.yaml").write_bytes(text)
     message = refusal("--config-path", str(tmp_path), "--config-name", "broken")
     assert expected in message and "\n" not in message
 

@@ -5,6 +5,7 @@ programs call `check_config` and `check_sft_config` in the driver. Names of regi
 this package does not import them.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -219,6 +220,7 @@ def record_problems(config: PPOConfig | SFTConfig) -> Problems:
             yield f"trainer.{key}=0: is not a frequency; -1 means never"
     if trainer.nonfinite == "rollback" and trainer.save_freq < 0:
         yield "trainer.nonfinite=rollback: there would be no checkpoint to roll back to; set trainer.save_freq"
+    yield from _run_name_problems(trainer)
     path, mode = trainer.resume_from_path, trainer.resume_mode
     if mode == "resume_path" and path is None:
         yield (
@@ -233,6 +235,13 @@ def record_problems(config: PPOConfig | SFTConfig) -> Problems:
         package = LOGGER_PACKAGES.get(logger)
         if package and find_spec(package) is None:
             yield f"trainer.logger={logger}: {package} is not installed; in the checkout: pip install -e '.[{package}]'"
+
+
+def _run_name_problems(trainer: TrainerConfig) -> Problems:
+    for key in ("project_name", "experiment_name"):
+        name = getattr(trainer, key)
+        if os.path.isabs(name) or os.pardir in Path(name).parts:
+            yield f"trainer.{key}={name}: leaves checkpoints/; for another directory set trainer.default_local_dir"
 
 
 def ppo_only_problems(config: SFTConfig) -> Problems:

@@ -90,11 +90,21 @@ class BatchContext(OnlineRLContext):
         updated: Whether the policy was updated.
     """
 
+    first_step: int = 0  # the run's number of this loop's first step
     started_at: float = field(init=False)
     prompt_rows: Sequence[int] | np.ndarray = field(init=False)
     reward_extra: dict[str, list] = field(init=False)
     num_new: int = field(init=False)
     updated: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keep("first_step")
+
+    @property
+    def step_number(self) -> int:
+        """The step's number in the run, which may have begun in an earlier process."""
+        return self.first_step + self.total_step
 
     def copy(self, value: Any) -> Any:
         if not isinstance(value, DataProto):

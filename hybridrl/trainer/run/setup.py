@@ -164,12 +164,12 @@ def run_stages(
     Args:
         stages: The loop.
         max_step: Number of steps.
-        first_step: Number of the first step, for traces.
+        first_step: Number of the first step, for traces and errors.
         change: Applied to the loop before it runs.
         device_slots: Role -> device slots; independent stages then run concurrently, see `framework/overlap.py`.
         wrappers: Applied to every stage of the run.
     """
-    with Task(ctx=BatchContext()) as task:
+    with Task(ctx=BatchContext(first_step=first_step)) as task:
         task.use_wrapper(StepTimer())
         if is_recording():
             task.use_wrapper(StageTracer(first_step=first_step))

@@ -169,6 +169,8 @@ def check(tmp_path):
             "trainer.nnodes * trainer.n_gpus_per_node = 2; use trainer.backend=ray",
         ),
         ("trainer.backend=local trainer.colocate=device", "trainer.colocate=device"),
+        ("trainer.experiment_name=../../x", "leaves checkpoints/; for another directory set trainer.default_local_dir"),
+        ("trainer.project_name=/x", "leaves checkpoints/"),
         ("trainer.resume_mode=resume_path", "set trainer.resume_from_path to a global_step_N directory"),
         ("trainer.resume_from_path=x", "is read only with trainer.resume_mode=resume_path, not auto"),
         ("trainer.resume_mode=resume_path trainer.resume_from_path=nowhere", "there is no such directory"),

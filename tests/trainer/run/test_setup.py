@@ -11,9 +11,20 @@ from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import (
     newest_checkpoint_of_run,
     prepared_run_directory,
+    run_stages,
     warn_about_disabled_outputs,
     warn_about_small_batches,
 )
+
+
+def test_an_error_names_the_step_of_the_run_and_not_of_this_process():
+    def fail(ctx):
+        if ctx.total_step == 4:
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError) as caught:
+        run_stages([fail], max_step=9, first_step=26)
+    assert caught.value.__notes__ == ["in stage 'fail' of step 30"]
 
 
 @pytest.fixture
