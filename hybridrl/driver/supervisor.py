@@ -17,6 +17,7 @@ supervisor, and a lost driver ends the run.
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 FREEZE_TIMEOUT_S = 4.5  # a driver stopped by SIGSTOP for so long, its parent not, is frozen: Ctrl-Z stops both
 POLL_PERIOD_S = 0.05
 FORWARD_DELAY_S = 0.3  # a signal to the parent is forwarded unless the driver received it too within this time
+CLUSTER_STOP_TIMEOUT_S = 15.0
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,6 +79,8 @@ def supervise(
         return supervisor.run()
     finally:
         supervisor.cluster.stop()
+        while signal.sigtimedwait(FORWARDED_SIGNALS, 0) is not None:
+            pass  # the run has ended: a signal that came too late changes nothing
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -311,11 +315,19 @@ class _Cluster:
             os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
 
     def stop(self) -> None:
-        """Stop the cluster and wait until its process has ended."""
+        """Stop the cluster and wait until its process has ended; kill that after `CLUSTER_STOP_TIMEOUT_S`."""
         if self._pid is None:
             return
         os.close(self._alive_fd)
-        os.waitpid(self._pid, 0)
+        deadline = time.monotonic() + CLUSTER_STOP_TIMEOUT_S
+        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "Ray did not stop within %g s; killing the process that holds it", CLUSTER_STOP_TIMEOUT_S
+                )
+                os.kill(self._pid, signal.SIGKILL)
+                deadline = math.inf
+            time.sleep(POLL_PERIOD_S)
         os.close(self._ready_fd)
         self._pid, self._address = None, None
 

@@ -112,3 +112,14 @@ def test_a_driver_ends_with_its_program():
     while is_running(pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not is_running(pid)
+
+
+def test_a_cluster_that_does_not_stop_is_killed_and_late_signals_change_nothing():
+    started_at = time.monotonic()
+    program = start("leaves_a_stopped_cluster")
+    assert program.stdout.readline() == "ends\n"
+    time.sleep(0.5)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        program.send_signal(number)
+    program.communicate(timeout=30)
+    assert program.returncode == 0 and time.monotonic() - started_at < 15

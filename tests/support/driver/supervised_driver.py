@@ -6,10 +6,11 @@ Each scenario is one driver function; it prints what every attempt does.
 import os
 import signal
 import sys
+import threading
 import time
 
+from hybridrl.driver import supervisor
 from hybridrl.driver.lifecycle import DriverLifecycle
-from hybridrl.driver.supervisor import supervise
 
 LIFECYCLE = DriverLifecycle()
 
@@ -85,7 +86,24 @@ def waits_for_signal() -> int:
     return 143
 
 
+def leaves_a_stopped_cluster() -> int:
+    """End well; the process that holds the cluster no longer runs."""
+    LIFECYCLE.ray_address()
+    time.sleep(0.5)
+    emit("ends")
+    return 0
+
+
+def start_cluster_that_stops() -> str:
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGSTOP]).start()
+    return "an address"
+
+
 if __name__ == "__main__":
+    supervisor.CLUSTER_STOP_TIMEOUT_S = 2.0
     reports = sys.argv[1] == "reports_its_end"
     report_end = (lambda run_id, decision: emit("end", run_id, decision)) if reports else (lambda *_: None)
-    sys.exit(supervise(globals()[sys.argv[1]], LIFECYCLE, report_end=report_end))
+    supervise = supervisor.supervise
+    sys.exit(
+        supervise(globals()[sys.argv[1]], LIFECYCLE, start_cluster=start_cluster_that_stops, report_end=report_end)
+    )
