@@ -25,7 +25,7 @@ from hybridrl.trainer.ppo.policy.generation import BatchedGenerator, Generator
 from hybridrl.trainer.ppo.policy.groups import make_policy
 from hybridrl.trainer.ppo.policy.rollout_pipeline import make_pipeline
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
-from hybridrl.trainer.ppo.rewards import NoRewardGuard, RewardFn, make_kl_controller
+from hybridrl.trainer.ppo.rewards import NoRewardGuard, NoSignalWarning, RewardFn, make_kl_controller
 from hybridrl.trainer.ppo.stages import check_roles
 from hybridrl.trainer.ppo.update_batch import num_optimizer_steps
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
@@ -91,6 +91,7 @@ class PPOLoop(Trainer):
         )
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.reward_guard = NoRewardGuard()
+        self.no_signal = NoSignalWarning()
         self.remote_evaluator: RemoteEvaluator | None = None
 
     # ---- workers

@@ -4,7 +4,8 @@ Each function adds columns to a batch. The trainer calls them in the driver. The
 from a reward model, a rule, or a rule that reads the model's score. Shapes: B rows, T response tokens.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from hybridrl.config.schema.ppo import AlgorithmConfig, KLCtrlConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 
+logger = logging.getLogger(__name__)
 KLController = FixedKLController | AdaptiveKLController
 RewardFn = Callable[[DataProto], Any]
+STEPS_WITHOUT_SIGNAL = 5  # in a row
 MAX_UNREWARDED_BATCHES = 3  # in a row: one may be a restart of the reward model, three mean that it is gone
 
 
@@ -122,4 +125,34 @@ class NoRewardGuard:
             raise DataError(
                 f"none of {which} {len(valid)} samples got a reward, so the run stops; the log above has the reasons. "
                 "Fix the reward function (custom_reward_function.path), or raise reward_model.timeout_s"
+            )
+
+
+class NoSignalWarning:
+    """Warn once if the policy cannot learn from what the last steps have given it."""
+
+    def __init__(self) -> None:
+        self._equal_steps = self._cut_steps = 0  # in a row
+
+    def check(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Check the metrics of a step (`metrics.compute_data_metrics`)."""
+        equal = metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
+        cut = metrics["response_length/clip_ratio"] == 1
+        self._equal_steps = self._equal_steps + 1 if equal else 0
+        self._cut_steps = self._cut_steps + 1 if cut else 0
+        if self._equal_steps == STEPS_WITHOUT_SIGNAL:
+            logger.warning(
+                "step %d: all advantages of the last %d steps are 0 (the mean score is %g now): nothing is learned. "
+                "Does the reward function tell good answers from bad ones? More samples per prompt "
+                "(actor_rollout_ref.rollout.n), easier or harder prompts help if it does",
+                step,
+                self._equal_steps,
+                metrics["critic/score/mean"],
+            )
+        if self._cut_steps == STEPS_WITHOUT_SIGNAL:
+            logger.warning(
+                "step %d: every response of the last %d steps was cut at data.max_response_length; raise it, or check "
+                "that the model's chat template ends its answers",
+                step,
+                self._cut_steps,
             )

@@ -263,6 +263,7 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= (
             step_metrics(ctx, self.config, num_gpus=self.resource_pool_manager.get_n_gpus()) | self.saver.metrics()
         )
+        self.no_signal.check(ctx.metrics, step=self.global_steps)
         ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics()
         if self.step_retry.is_first_completion(self.global_steps):
             self.tracking.log(ctx.metrics, self.global_steps)

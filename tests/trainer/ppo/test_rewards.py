@@ -9,7 +9,7 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
-from hybridrl.trainer.ppo.rewards import NoRewardGuard, score_batch
+from hybridrl.trainer.ppo.rewards import NoRewardGuard, NoSignalWarning, score_batch
 
 SOME, NONE = torch.tensor([False, True]), torch.zeros(2, dtype=torch.bool)
 
@@ -45,3 +45,29 @@ def test_three_batches_in_a_row_without_any_reward_stop_it_and_fewer_do_not():
         guard.check(valid)
     with pytest.raises(DataError, match="none of the last 3 batches of 2 samples got a reward"):
         guard.check(NONE)
+
+
+def step(*, advantage=1.0, cut=0.5):
+    return {
+        "critic/advantages/max": advantage,
+        "critic/advantages/min": -advantage,
+        "critic/score/mean": 0.25,
+        "response_length/clip_ratio": cut,
+    }
+
+
+def test_steps_that_teach_nothing_are_named_once(caplog):
+    warning = NoSignalWarning()
+    steps = [step(advantage=0.0)] * 4 + [step()] + [step(advantage=0.0, cut=1.0)] * 12
+    for number, metrics in enumerate(steps, 1):
+        warning.check(metrics, step=number)
+    equal, cut = caplog.messages
+    assert equal.startswith("step 10: all advantages of the last 5 steps are 0 (the mean score is 0.25 now)")
+    assert cut.startswith("step 10: every response of the last 5 steps was cut at data.max_response_length")
+
+
+def test_a_step_without_any_rewarded_sample_is_not_taken_for_equal_rewards(caplog):
+    warning = NoSignalWarning()
+    for number in range(9):
+        warning.check(step(advantage=float("nan")), step=number)
+    assert not caplog.messages
