@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl import main_ppo
+from hybridrl.system.directory_lock import LOCK_FILE, lock_directory
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights, write_prompts
 
 VERL_NAMES = {
@@ -245,7 +246,7 @@ def test_an_input_error_is_one_readable_line_with_a_hint(tmp_path, tiny_qwen2, c
     assert main_ppo.main(arguments) == 2
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err and len(err.strip().splitlines()) <= 2
-    assert not list((tmp_path / "run").glob("*"))
+    assert [path.name for path in (tmp_path / "run").glob("*")] in ([], [LOCK_FILE])
 
 
 def test_a_run_does_not_resume_with_other_data_and_logs_other_changes(tmp_path, tiny_qwen2, capsys, caplog):
@@ -264,10 +265,28 @@ def test_a_run_does_not_resume_with_other_data_and_logs_other_changes(tmp_path, 
     assert "another data.train_files" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused_with_its_path(tmp_path, tiny_qwen2, capsys):
+def test_a_run_resumes_before_a_damaged_checkpoint_and_ends_as_an_undisturbed_one(tmp_path, tiny_qwen2, caplog):
+    train(tmp_path / "calm", tiny_qwen2, trainer__total_training_steps=3)
     train(tmp_path, tiny_qwen2)
     victim = next((tmp_path / "run/global_step_2/actor").rglob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-1])
-    assert main_ppo.main(settings(tmp_path, tiny_qwen2, trainer__total_training_steps=3)) == 1
-    err = capsys.readouterr().err
-    assert victim.name in err and "damaged" in err and "resume_mode=auto" in err
+    train(tmp_path, tiny_qwen2, trainer__total_training_steps=3)
+    [said] = [message for message in caplog.messages if "damaged" in message]
+    assert victim.name in said and said.endswith("the run resumes from " + str(tmp_path / "run/global_step_1"))
+    found, wanted = (weights(f / "run/global_step_3", f / "hf") for f in (tmp_path, tmp_path / "calm"))
+    assert largest_difference(found, wanted) == 0
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_before_anything_starts(tmp_path, tiny_qwen2, capsys):
+    train(tmp_path, tiny_qwen2, trainer__total_training_steps=1)
+    victim = next((tmp_path / "run/global_step_1/actor").rglob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2)) == 1
+    captured = capsys.readouterr()
+    assert victim.name in captured.err and "damaged" in captured.err and "resume_mode=auto" in captured.err
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path, tiny_qwen2, capsys):
+    with lock_directory(str(tmp_path)):
+        assert main_ppo.main(settings(tmp_path, tiny_qwen2, trainer__default_local_dir=tmp_path)) == 2
+    assert f"{tmp_path} is in use by a run of process" in capsys.readouterr().err
