@@ -10,8 +10,10 @@
     ├── PlacementError           the cluster cannot hold the requested resources
     ├── StaleWeightsError        a rollout does not have the weights that were pushed
     ├── WorkerLost               a worker process was lost: role, rank, method
+    ├── RequestFailed            a rollout process could not serve one request; others go on
     ├── ObjectLost               an object was lost with the memory of its node
-    └── CallTimeout              a call did not return before its timeout (also a TimeoutError)
+    ├── CallTimeout              a call did not return before its timeout (also a TimeoutError)
+    └── CallCycle                calls wait for each other, so that none of them can return
 
 A user's own exception in a worker keeps its type and gets an address (`role`, `rank`, `method`) as a note.
 """
@@ -77,6 +79,10 @@ class WorkerLost(HybridRLError):
         return f"worker {self.role}-{self.rank} was lost while running {self.method}(): {self.cause}"
 
 
+class RequestFailed(HybridRLError):
+    """A rollout process raised an error because of one request. The message has the request and that error."""
+
+
 class ObjectLost(HybridRLError):
     """An argument or a result of a call was lost with its node's memory.
 
@@ -96,3 +102,24 @@ class CallTimeout(HybridRLError, TimeoutError):
     def __init__(self, text: str, *, role: str = "", ranks: Sequence[int] = (), method: str = ""):
         super().__init__(text)
         self.role, self.ranks, self.method = role, tuple(ranks), method
+
+
+class CallCycle(HybridRLError):
+    """Calls wait for each other: the last one cannot start before the first one returns.
+
+    Attributes:
+        calls: The calls in order, as `worker.method`. The last one is in the process of the first.
+    """
+
+    def __init__(self, calls: Sequence[str]):
+        super().__init__(tuple(calls))
+        self.calls = tuple(calls)
+
+    def __str__(self) -> str:
+        worker, _, method = self.calls[-1].partition(".")
+        first = self.calls[0].partition(".")[2]
+        return (
+            f"{' -> '.join(self.calls)}: {worker} has one thread for {first}() and {method}(), and {first}() waits for "
+            f"the others. Mark {method} with concurrency=2, define it with `async def`, or let {first} return before "
+            "the others wait"
+        )

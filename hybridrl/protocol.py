@@ -3,8 +3,8 @@
 Re-exports only; the code is in `data_plane`.
 """
 
-from hybridrl.data_plane.auto_padding import DataProtoConfig
 from hybridrl.data_plane.batch import DataProto, collate_fn
+from hybridrl.data_plane.chunking import DataProtoConfig
 from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.data_plane.items import DataProtoItem
 from hybridrl.data_plane.merging import (

@@ -1,5 +1,7 @@
-from .auto_padding import DataProtoConfig as DataProtoConfig
+from . import merging as merging
+from . import tensordict_utils as tensordict_utils
 from .batch import DataProto as DataProto
+from .chunking import DataProtoConfig as DataProtoConfig
 from .futures import DataProtoFuture as DataProtoFuture
 from .items import DataProtoItem as DataProtoItem
 from .reshaping import (

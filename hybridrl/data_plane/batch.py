@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict
 
 from hybridrl.data_plane import columns, conversion, merging, serialization
-from hybridrl.data_plane.auto_padding import AUTO_PADDING_KEY, DataProtoConfig
+from hybridrl.data_plane.chunking import AUTO_PADDING_KEY, DataProtoConfig, even_bounds
 from hybridrl.data_plane.columns import RowIndex
 from hybridrl.data_plane.items import DataProtoItem
 from hybridrl.data_plane.merging import (
@@ -443,7 +443,7 @@ class DataProto(CopyOnWrite):
         Raises:
             DataError: The rows do not divide and auto padding is off.
         """
-        bounds = columns.even_bounds(len(self), chunks)
+        bounds = even_bounds(len(self), chunks)
         if len(self) % chunks:
             if not self.is_padding_enabled():
                 hint = "pad with pad_dataproto_to_divisor or use chunk_uneven"
@@ -457,7 +457,7 @@ class DataProto(CopyOnWrite):
 
         A chunk may be empty and keeps the columns.
         """
-        return self._split_at(columns.even_bounds(len(self), chunks))
+        return self._split_at(even_bounds(len(self), chunks))
 
     def split(self, split_size: int) -> list[Self]:
         """Return views of `split_size` rows; the last one may be shorter."""

@@ -1,21 +1,21 @@
 """Split and join batches of either kind: `DataProto`, or a TensorDict with one batch dimension.
 
-Dispatch uses these functions in the driver, and workers when they answer.
+Dispatch uses these functions in the driver, and workers when they answer. This module loads neither torch nor
+tensordict: a process that has not loaded them has no batch.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import TensorDict
-
-from hybridrl.data_plane import tensordict_utils
-from hybridrl.data_plane.merging import merge_meta_info
-from hybridrl.data_plane.sharing import CopyOnWrite
+from hybridrl import data_plane
 
 
 def is_batch(value: Any) -> bool:
     """Return whether the value is a `DataProto` or a TensorDict with one batch dimension."""
-    return isinstance(value, CopyOnWrite) or (isinstance(value, TensorDict) and len(value.batch_size) == 1)
+    return _is_instance(value, "hybridrl.data_plane.sharing", "CopyOnWrite") or (
+        _is_tensordict(value) and len(value.batch_size) == 1
+    )
 
 
 def chunk_rows(batch: Any, parts: int) -> list:
@@ -24,9 +24,9 @@ def chunk_rows(batch: Any, parts: int) -> list:
     A batch may be empty and keeps the columns.
     """
     _check(batch)
-    return (
-        tensordict_utils.chunk_tensordict(batch, parts) if isinstance(batch, TensorDict) else batch.chunk_uneven(parts)
-    )
+    if not _is_tensordict(batch):
+        return batch.chunk_uneven(parts)
+    return data_plane.tensordict_utils.chunk_tensordict(batch, parts)
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
@@ -41,22 +41,31 @@ def concat_batches(batches: Sequence[Any]) -> Any:
         raise TypeError("concatenation needs one or more batches, got none")
     for batch in batches:
         _check(batch)
-    if not isinstance(batches[0], TensorDict):
+    if not _is_tensordict(batches[0]):
         return type(batches[0]).concat(batches)
-    if not all(isinstance(batch, TensorDict) for batch in batches):
+    if not all(map(_is_tensordict, batches)):
         raise TypeError(f"concatenation needs batches of one kind, got {[type(batch).__name__ for batch in batches]}")
-    meta = merge_meta_info(tensordict_utils.meta_of(batch) for batch in batches)
-    return tensordict_utils.concat_with_meta(batches, meta)
+    meta = data_plane.merging.merge_meta_info(data_plane.tensordict_utils.meta_of(batch) for batch in batches)
+    return data_plane.tensordict_utils.concat_with_meta(batches, meta)
 
 
 def size_in_bytes(batch: Any) -> int:
     """Return the size of the tensor columns."""
-    return batch.bytes() if isinstance(batch, TensorDict) else batch.nbytes
+    return batch.bytes() if _is_tensordict(batch) else batch.nbytes
 
 
 def _check(batch: Any) -> None:
     if not is_batch(batch):
-        shape = f" of batch_size {tuple(batch.batch_size)}" if isinstance(batch, TensorDict) else ""
+        shape = f" of batch_size {tuple(batch.batch_size)}" if _is_tensordict(batch) else ""
         raise TypeError(
             f"a batch is a DataProto or a TensorDict with one batch dimension, got {type(batch).__name__}{shape}"
         )
+
+
+def _is_tensordict(value: Any) -> bool:
+    return _is_instance(value, "tensordict", "TensorDict")
+
+
+def _is_instance(value: Any, module: str, class_name: str) -> bool:
+    # Without the module there is no instance; while another thread loads it, the class may be absent.
+    return isinstance(value, getattr(sys.modules.get(module), class_name, ()))

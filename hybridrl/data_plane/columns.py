@@ -5,7 +5,6 @@ several columns are in `batch.py`, bytes in `serialization.py`.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -103,18 +102,6 @@ def row_index(rows: RowIndex, num_rows: int) -> torch.Tensor:
     if len(outside):
         raise IndexError(f"row {outside[0]} is not in a batch of {num_rows} rows")
     return torch.from_numpy(index.astype(np.int64) % num_rows)
-
-
-def even_bounds(num_rows: int, parts: int) -> list[tuple[int, int]]:
-    """Return [start, stop) of `parts` consecutive ranges of rows.
-
-    Their sizes differ by at most one, larger first.
-    """
-    if parts < 1:
-        raise ValueError(f"parts={parts} must be at least 1")
-    small, larger = divmod(num_rows, parts)
-    ends = [0, *accumulate(small + (i < larger) for i in range(parts))]
-    return list(zip(ends, ends[1:], strict=False))
 
 
 def take_rows(column: C, rows: torch.Tensor) -> C:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from hybridrl.data_plane.columns import even_bounds
+from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.errors import DataError
 
 CollectFn = Callable[[list], Any]

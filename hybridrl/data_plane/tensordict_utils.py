@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.data_plane.columns import (
     Column,
     RowIndex,
     check_tensor_column,
     concat_nested_tensors,
     deep_equal,
-    even_bounds,
     jagged_dim,
     jagged_offsets,
     nested_tensor_from_tensor_list,

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import CallTimeout, ObjectLost, WorkerLost
+from hybridrl.single_controller.call_chain import waiting_for
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.monitoring.heartbeat_client import report_call_timeout
-from hybridrl.single_controller.monitoring.lost_workers import lost_reason
+from hybridrl.single_controller.monitoring.lost_workers import await_report, lost_reason
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.monitoring.tracing import wait_span
 
@@ -33,6 +34,7 @@ RAY_OUT_OF_MEMORY = re.compile(r"killed due to the node running low on memory.*?
 RAY_CONNECTION_ENDED = "connection error code 2"  # all that Ray observes of a killed process
 RAY_NODE_DIED = "node has died"
 RAY_UNAVAILABLE = "is temporarily unavailable"  # the cause is not known to Ray yet
+CALLED_FROM = "\n\nThis method was called from:\n\n"  # between the remote tracebacks of two workers
 OBJECT_LOST_HINT = (
     "an argument or a result was in the memory of a node that is gone; "
     "restart the run, it resumes from its newest checkpoint"
@@ -96,6 +98,7 @@ def wait_all(
     Raises:
         WorkerLost: a worker process died; names role, rank and method.
         CallTimeout: past `timeout_s`; names the ranks without a result.
+        CallCycle: a worker cannot start the call, because it waits for the call that waits here.
         Exception: raised in a worker, with its own type.
     """
     import ray
@@ -104,7 +107,7 @@ def wait_all(
     reader = _ResultReader(role, method, None if timeout_s is None else time.monotonic() + timeout_s)
     values: dict[Any, Any] = {}
     pending = list(rank_of)
-    with wait_span(role, method):
+    with wait_span(role, method), waiting_for(references, role=role, method=method) as wait:
         poll_s = FIRST_POLL_S
         while pending:
             # Returns early only when all are ready; otherwise reads the ready ones after `poll_s`, because a failure
@@ -122,6 +125,7 @@ def wait_all(
                 names = ", ".join(map(str, silent))
                 text = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{hint}"
                 raise CallTimeout(text, role=role, ranks=silent, method=method)
+            wait.raise_if_cycle(pending)
             poll_s = min(2 * poll_s, MAX_POLL_S)
     return [values[reference] for reference in references]
 
@@ -205,9 +209,13 @@ class _ResultReader:
 
 
 def unwrap_ray_error(error: "RayTaskError") -> BaseException:
-    """Return the worker's own exception, with the remote traceback as `remote_traceback`."""
+    """Return the worker's own exception, with the remote tracebacks as `remote_traceback`.
+
+    An exception that passed through several workers has the traceback of each, the one that raised it first.
+    """
     cause = error.cause if isinstance(error.cause, BaseException) else error
-    cause.remote_traceback = str(error)  # type: ignore[attr-defined]
+    inner = getattr(cause, "remote_traceback", "")
+    cause.remote_traceback = f"{inner}{CALLED_FROM}{error}" if inner else str(error)  # type: ignore[attr-defined]
     return cause
 
 
@@ -218,7 +226,8 @@ def _worker_lost(
     lost_role, lost_rank = PROCESS.addresses.get(getattr(error, "actor_id", None) or "", (role, rank))
     if lost_rank != rank or role not in lost_role.split("+"):
         role, rank = lost_role, lost_rank
-    return WorkerLost(role, rank, method, describe_exit_report(str(error)))
+    reason = await_report(getattr(error, "actor_id", None) or "")
+    return WorkerLost(role, rank, method, reason or describe_exit_report(str(error)))
 
 
 def describe_exit_report(report: str) -> str:

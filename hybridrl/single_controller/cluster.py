@@ -12,7 +12,8 @@ from typing import Any
 NAMESPACE = "hybridrl"
 MASTER = "master"
 JOB_SUPERVISOR = "supervisor"  # of a submitted job: the process that starts and restarts the job's other processes
-PROGRESS_GROUP, RECOVERY_GROUP = "progress", "recovery"  # its concurrency groups for calls of the trainer
+# Its concurrency groups: for calls of the trainer, and for processes that look up a role's processes.
+PROGRESS_GROUP, RECOVERY_GROUP, ROSTER_GROUP = "progress", "recovery", "roster"
 CONNECT_TIMEOUT_S = 1.0  # the kernel accepts a connection, however busy the node is
 
 

@@ -17,7 +17,8 @@ from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 from hybridrl.data_plane.batches import chunk_rows, concat_batches, is_batch
-from hybridrl.protocol import DataProtoFuture
+from hybridrl.data_plane.chunking import even_bounds
+from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.single_controller.invocation import MAGIC_ATTR, Dispatch, Execute, Invocation, register
 from hybridrl.single_controller.references import OutputRefs
 
@@ -42,6 +43,16 @@ def dispatch_one_to_all(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
 def dispatch_all_to_all(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Send entry i of every argument, a list with one entry per worker, to worker i."""
     return _each(partial(_presplit, num_parts=group.world_size), args, kwargs)
+
+
+def dispatch_auto_shard(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
+    """Send entry i of every argument to worker i, if all arguments are lists with one entry per worker.
+
+    Otherwise send every argument to every worker.
+    """
+    values = [*args, *kwargs.values()]
+    sharded = values and all(isinstance(value, list) and len(value) == group.world_size for value in values)
+    return (dispatch_all_to_all if sharded else dispatch_one_to_all)(group, *args, **kwargs)
 
 
 def dispatch_dp(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
@@ -107,6 +118,7 @@ MODES: dict[str, DispatchMode] = {
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(dispatch_dp_with_func, collect_dp),
     Dispatch.DP_COMPUTE_METRIC: DispatchMode(dispatch_dp, collect_list),
     Dispatch.DIRECT_ROLLOUT_METHOD: DispatchMode(refuse_dispatch, collect_list),
+    Dispatch.AUTO_SHARD: DispatchMode(dispatch_auto_shard, collect_list),
 }
 
 
@@ -141,6 +153,41 @@ def get_dispatch_mode(mode: Any) -> DispatchMode:
 def get_predefined_dispatch_fn(mode: str) -> dict[str, Callable[..., Any]]:
     """Return a registered mode as a `{"dispatch_fn", "collect_fn"}` mapping, which users may extend."""
     return get_dispatch_mode(mode)._asdict()
+
+
+def sequence_mode(size: int) -> dict[str, Callable[..., Any]]:
+    """Return a mode that cuts lists and tuples of `size` entries into one consecutive chunk per worker.
+
+    Chunks differ by at most one entry, larger ones first, and may be empty. Any other value, a string too, goes to
+    every worker. If all outputs are lists or tuples, they are concatenated to a list in worker order.
+
+    Raises:
+        ValueError: when the call is made, for a list or tuple of another length; names the argument.
+    """
+    return {"dispatch_fn": partial(_dispatch_sequences, size), "collect_fn": _collect_sequences}
+
+
+def _dispatch_sequences(size: int, group: Any, *args: Any, **kwargs: Any) -> Dispatched:
+    bounds = even_bounds(size, group.world_size)
+
+    def split(name: str, argument: Any) -> list[Any]:
+        if not isinstance(argument, list | tuple):
+            return [group.put(argument)] * group.world_size
+        if len(argument) != size:
+            raise ValueError(
+                f"argument {name} has {len(argument)} entries, but this batch has {size}; give every list and tuple "
+                "one entry per item of the batch, and wrap a value for all workers in another type"
+            )
+        return [argument[start:stop] for start, stop in bounds]
+
+    positional = tuple(split(str(i), argument) for i, argument in enumerate(args))
+    return positional, {name: split(name, argument) for name, argument in kwargs.items()}
+
+
+def _collect_sequences(group: Any, outputs: list[Any]) -> list[Any]:
+    if isinstance(outputs, OutputRefs) or not all(isinstance(output, list | tuple) for output in outputs):
+        return outputs
+    return [entry for output in outputs for entry in output]
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
@@ -183,5 +230,6 @@ __all__ = [
     "make_nd_compute_dataproto_dispatch_fn",
     "register",
     "register_dispatch_mode",
+    "sequence_mode",
     "update_dispatch_mode",
 ]

@@ -9,8 +9,10 @@
 
 A record says which workers run the method (`execute`), how arguments are split and outputs merged (`dispatch`), whether
 the caller waits (`blocking`) and how long (`timeout_s`), whether the call may be repeated (`idempotent`), and how many
-run at once (`concurrency`). `register` stores it on the worker's method; a group reads it when it binds the method
-under the same name. This module runs nothing and does not use Ray.
+run at once (`concurrency`). `pre` and `post` are functions of the caller: they change the arguments and the result.
+`register` stores the record on the worker's method; a group reads it when it binds the method. A method that callers
+reach by a name is an endpoint; its name is the method's unless the record has another. This module runs nothing and
+does not use Ray.
 
 Read next: `dispatch.py` (the modes), `worker_group.py` (the four steps of a call), `ray_worker_group.py` (the
 processes), `processes/worker_host.py` (the receiving end).
@@ -19,7 +21,10 @@ processes), `processes/worker_host.py` (the receiving end).
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
+from types import ModuleType
 from typing import Any, TypeVar
+
+from hybridrl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAGIC_ATTR = "__hybridrl_invocation__"
@@ -27,6 +32,10 @@ MAGIC_ATTR = "__hybridrl_invocation__"
 DEFAULT_TIMEOUT_S = 3600.0
 # Calls of an `async def` method mostly wait; each occupies one idle thread of its worker.
 ASYNC_CONCURRENCY = 64
+# Ray's concurrency groups of a worker process. Each has threads of its own; all other calls share one thread.
+CONCURRENT = "concurrent"  # for methods with `concurrency` > 1
+USER_CODE = "user_code"  # for `run()` of user code, so that the process can be called meanwhile
+CONTROL = "control"  # for questions to a process whose thread is busy
 
 
 class Dispatch:
@@ -40,6 +49,7 @@ class Dispatch:
     DP_COMPUTE_PROTO_WITH_FUNC = "DP_COMPUTE_PROTO_WITH_FUNC"
     DP_COMPUTE_METRIC = "DP_COMPUTE_METRIC"
     DIRECT_ROLLOUT_METHOD = "DIRECT_ROLLOUT_METHOD"
+    AUTO_SHARD = "AUTO_SHARD"
 
 
 class Execute:
@@ -63,6 +73,12 @@ class Invocation:
             calls run one at a time with the worker's other methods, in submission order.
         materialize_futures: fetch a `DataProtoFuture` among the arguments before the method runs. Otherwise the method
             gets the future.
+        pre: `pre(*args, **kwargs) -> (args, kwargs)`, called in the caller before the arguments are split.
+        post: `post(result) -> result`, called in the caller on what the call returns. For a call that does not wait,
+            these are the references.
+        name: name of the endpoint. None means the method's own.
+        concurrency_group: `USER_CODE` or `CONTROL`, if the process was started with it. None means `CONCURRENT` for a
+            concurrency above 1, and otherwise the thread of the process's other calls.
     """
 
     dispatch: str | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL
@@ -72,6 +88,15 @@ class Invocation:
     idempotent: bool = False
     concurrency: int = 1
     materialize_futures: bool = True
+    pre: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    post: Callable[[Any], Any] | None = None
+    name: str | None = None
+    concurrency_group: str | None = None
+
+    @property
+    def threads(self) -> str | None:
+        """The concurrency group that runs the call; None for the thread of all other calls."""
+        return self.concurrency_group or (CONCURRENT if self.concurrency > 1 else None)
 
 
 def register(
@@ -83,6 +108,9 @@ def register(
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     idempotent: bool = False,
     concurrency: int | None = None,
+    pre: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
+    post: Callable[[Any], Any] | None = None,
+    name: str | None = None,
 ) -> Callable[[F], F]:
     """Mark a worker's method, plain or `async def`, as callable on its group; return it unchanged.
 
@@ -109,6 +137,9 @@ def register(
             idempotent=idempotent,
             concurrency=concurrency or (ASYNC_CONCURRENCY if iscoroutinefunction(method) else 1),
             materialize_futures=materialize_futures,
+            pre=pre,
+            post=post,
+            name=name,
         )
         setattr(method, MAGIC_ATTR, record)
         return method
@@ -128,3 +159,35 @@ def invocations_of(worker_cls: type) -> dict[str, Invocation]:
             if record is not None:
                 found[name] = record
     return found
+
+
+def endpoints_of(target: type | ModuleType) -> dict[str, tuple[str, Invocation]]:
+    """Return the endpoints of a worker class, or of a module's own functions.
+
+    Functions that a module imports are endpoints of the module that defines them.
+
+    Returns:
+        Name of the endpoint -> name of the attribute and record of the call.
+
+    Raises:
+        ConfigError: two attributes have the same endpoint name.
+    """
+    marked = _marked_functions(target) if isinstance(target, ModuleType) else invocations_of(target)
+    found: dict[str, tuple[str, Invocation]] = {}
+    for attribute, record in marked.items():
+        name = record.name or attribute
+        if name in found:
+            raise ConfigError(
+                f"{target.__name__}: {found[name][0]} and {attribute} are both the endpoint {name!r}; "
+                "give one of them another name"
+            )
+        found[name] = (attribute, record)
+    return found
+
+
+def _marked_functions(module: ModuleType) -> dict[str, Invocation]:
+    return {
+        name: getattr(member, MAGIC_ATTR)
+        for name, member in vars(module).items()
+        if hasattr(member, MAGIC_ATTR) and getattr(member, "__module__", None) == module.__name__
+    }

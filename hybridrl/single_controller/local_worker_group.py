@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
+from hybridrl.single_controller.endpoints import find_function
+from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.tracing import call_span
 from hybridrl.single_controller.placement.resource_pool import ResourcePool
 from hybridrl.single_controller.references import OutputRefs, materialize, resolve_awaitable
@@ -40,13 +41,15 @@ class LocalWorkerGroup(WorkerGroup[W]):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
         *,
+        invocation: Invocation | None = None,
         with_num_rows: bool = False,
     ) -> OutputRefs:
-        invocation = self.invocations.get(method)
+        invocation = invocation or self.invocations.get(method)
         takes_futures = invocation is not None and not invocation.materialize_futures
         with call_span(self.role, 0, method):
             own_args, own_kwargs = (args[0], kwargs[0]) if takes_futures else materialize(args[0], kwargs[0])
-            output = resolve_awaitable(getattr(self.worker, method)(*own_args, **own_kwargs))
+            function = find_function(self.worker, method, self.attributes.get(method, method), of=f"{self.role}-0")
+            output = resolve_awaitable(function(*own_args, **own_kwargs))
         sizes = [len(output)] if with_num_rows and hasattr(output, "__len__") else None
         return OutputRefs([output], ranks=[0], fetch=list, sizes=sizes)
 

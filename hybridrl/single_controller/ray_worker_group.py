@@ -25,13 +25,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from hybridrl.data_plane.batches import is_batch, size_in_bytes
+from hybridrl.errors import ConfigError
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
-from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
+from hybridrl.single_controller.call_chain import CallHeader, current_chain
+from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.liveness import LivenessChecker
 from hybridrl.single_controller.processes.reattach import reattach_processes
-from hybridrl.single_controller.processes.worker_host import CONCURRENT
 from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses, find_host
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import Worker
@@ -116,9 +117,9 @@ class RayWorkerGroup(WorkerGroup[W]):
         self._use_processes(processes, ray_cls_with_init.cls, role=role)
 
     def _use_processes(self, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> None:
+        self.processes = processes
         super().__init__(worker_cls, role=role, world_size=len(processes.hosts))
         self.is_new = processes.is_new
-        self.processes = processes
         self._liveness: LivenessChecker | None = None
 
     def mark_ready(self) -> None:
@@ -173,35 +174,53 @@ class RayWorkerGroup(WorkerGroup[W]):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
         *,
+        invocation: Invocation | None = None,
         with_num_rows: bool = False,
     ) -> OutputRefs:
         if self._liveness is not None and self._liveness.lost is not None:
             raise self._liveness.lost
-        invocation = self.invocations.get(method)
+        invocation = invocation or self.invocations.get(method)
         options: dict[str, Any] = {"num_returns": 2} if with_num_rows else {}
-        if invocation is not None and invocation.concurrency > 1:
-            options["concurrency_group"] = CONCURRENT
+        threads = None if invocation is None else invocation.threads
+        if threads is not None:
+            options["concurrency_group"] = threads
+        header = CallHeader(self.processes.fencing_token, current_chain(), threads).encode()
         outputs = []
         for rank, own_args, own_kwargs in zip(ranks, args, kwargs, strict=True):
             host = self.processes.hosts[rank]
             call = host.call_with_num_rows if with_num_rows else host.call
             call = call.options(**options) if options else call
-            outputs.append(call.remote(self.processes.fencing_token, self.role, method, *own_args, **own_kwargs))
+            outputs.append(call.remote(header, self.role, method, *own_args, **own_kwargs))
         values, sizes = zip(*outputs, strict=True) if with_num_rows else (outputs, None)
-        return self._references(method, ranks, values, sizes)
+        return self._references(method, ranks, values, sizes, invocation=invocation)
+
+    def _check_callable(self, name: str, invocation: Invocation) -> None:
+        # Ray ends a process that is called in a concurrency group that it does not have.
+        if invocation.threads is not None and invocation.threads not in self.processes.concurrency_groups:
+            raise ConfigError(
+                f"{self.role}.{name} needs the concurrency group {invocation.threads!r}, but its processes have "
+                f"{sorted(self.processes.concurrency_groups) or 'none'}; start them with "
+                f"update_options({{'concurrency_groups': {{{invocation.threads!r}: {invocation.concurrency}}}}})"
+            )
 
     def call_through_actor(self, store: Any, method: str) -> OutputRefs:
         """Have a `SnapshotStore` actor call a method on all ranks, so that the outputs outlive this driver."""
         import ray
 
-        call = store.call.remote(self.workers, self.processes.fencing_token, self.role, method)
+        call = store.call.remote(self.workers, CallHeader(self.processes.fencing_token).encode(), self.role, method)
         return self._references(method, range(self.world_size), *ray.get(call, timeout=STORE_TIMEOUT_S))
 
     def _references(
-        self, method: str, ranks: Sequence[int], values: Sequence[Any], sizes: Sequence[Any] | None
+        self,
+        method: str,
+        ranks: Sequence[int],
+        values: Sequence[Any],
+        sizes: Sequence[Any] | None,
+        *,
+        invocation: Invocation | None = None,
     ) -> OutputRefs:
         rank_of = {value.hex(): rank for value, rank in zip(values, ranks, strict=True)}
-        invocation = self.invocations.get(method)
+        invocation = invocation or self.invocations.get(method)
         timeout_s = DEFAULT_TIMEOUT_S if invocation is None else invocation.timeout_s
         return OutputRefs(
             values,
@@ -330,9 +349,14 @@ class ColocatedClassWithInitArgs(RayClassWithInitArgs[ColocatedWorker]):
     def __init__(self, class_dict: dict[str, RayClassWithInitArgs[Any]]) -> None:
         super().__init__(ColocatedWorker)
         self.class_dict = class_dict
+        groups: dict[str, int] = {}
         for recipe in class_dict.values():
             self.set_additional_resource(recipe.additional_resources)
             self.update_options(recipe.options)
+            for name, threads in recipe.options.get("concurrency_groups", {}).items():
+                groups[name] = max(threads, groups.get(name, 0))
+        if groups:
+            self.update_options({"concurrency_groups": groups})
 
     def recipes(self, role: str) -> dict[str, ClassWithInitArgs[Any]]:
         return {role: recipe.recipes(role)[role] for role, recipe in self.class_dict.items()}

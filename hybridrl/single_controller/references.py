@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.protocol import DataProtoFuture
+from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 
 

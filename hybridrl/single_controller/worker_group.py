@@ -1,8 +1,9 @@
 """`WorkerGroup`: the caller's side of many workers that are called as one object.
 
-A group binds every registered method of its worker class. `group.method(...)` takes four steps, in `_bind`: split the
+A group binds every registered method of its worker class. `group.method(...)` takes four steps, in `bind`: split the
 arguments (dispatch), start the method on the workers (submit), wait for the first failure or all outputs (fetch), and
 merge them (collect). `group.method.submit(...)` does not wait, whether or not the method is registered as blocking.
+The record's `pre` runs before the first step, and `post` after the last.
 
 Subclasses provide the workers: `RayWorkerGroup` in processes, `LocalWorkerGroup` one in the calling process.
 """
@@ -15,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
-from hybridrl.single_controller.dispatch import get_dispatch_mode
-from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Execute, Invocation, invocations_of
+from hybridrl.single_controller.dispatch import DispatchMode, get_dispatch_mode
+from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Execute, Invocation, endpoints_of
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import Worker
 
@@ -40,9 +41,11 @@ class WorkerGroup(ABC, Generic[W]):
         self.worker_cls, self.role, self.world_size = worker_cls, role, world_size
         self.is_new = True  # False after reattaching to the workers of a previous driver, which have their models
         self._dp_layouts: dict[str, tuple[list[int], list[bool]]] = {}
-        self.invocations = invocations_of(worker_cls)
+        endpoints = endpoints_of(worker_cls)
+        self.attributes = {name: attribute for name, (attribute, _) in endpoints.items()}
+        self.invocations = {name: invocation for name, (_, invocation) in endpoints.items()}
         for name, invocation in self.invocations.items():
-            setattr(self, name, self._bind(name, invocation))
+            setattr(self, name, self.bind(name, invocation))
 
     def mark_ready(self) -> None:
         """Mark the workers as fully initialized, so that a restarted driver may reattach to them."""
@@ -52,7 +55,7 @@ class WorkerGroup(ABC, Generic[W]):
         for name, invocation in self.invocations.items():
             if invocation.timeout_s == DEFAULT_TIMEOUT_S:
                 self.invocations[name] = replace(invocation, timeout_s=timeout_s)
-                setattr(self, name, self._bind(name, self.invocations[name]))
+                setattr(self, name, self.bind(name, self.invocations[name]))
 
     @property
     def calls(self) -> W:
@@ -63,22 +66,26 @@ class WorkerGroup(ABC, Generic[W]):
         """
         return cast(W, self)
 
-    def _bind(self, name: str, invocation: Invocation) -> Callable[..., Any]:
+    def bind(self, name: str, invocation: Invocation) -> Callable[..., Any]:
+        """Return a function that calls a method or endpoint of every worker as the record says.
+
+        The worker class need not have the method: it may be unmarked, or an endpoint that the process exported.
+
+        Returns:
+            The function; its `submit` makes the same call without waiting.
+
+        Raises:
+            ValueError: unknown dispatch mode.
+            ConfigError: the call needs a concurrency group that the processes do not have.
+        """
         mode = get_dispatch_mode(invocation.dispatch)
+        self._check_callable(name, invocation)
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
-            if invocation.execute == Execute.RANK_ZERO:
-                output = self._submit(name, [0], [args], [kwargs])
-                return self.fetch(output, method=name, timeout_s=invocation.timeout_s)[0] if wait else output
-            args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
-            outputs = self._submit(
-                name, range(self.world_size), *self._per_worker(args, kwargs), with_num_rows=not wait
-            )
-            return mode.collect_fn(
-                self, self.fetch(outputs, method=name, timeout_s=invocation.timeout_s) if wait else outputs
-            )
+            args, kwargs = (args, kwargs) if invocation.pre is None else invocation.pre(*args, **kwargs)
+            result = self._run(name, invocation, mode, args, kwargs, wait=wait)
+            return result if invocation.post is None else invocation.post(result)
 
-        @functools.wraps(getattr(self.worker_cls, name))
         def call(*args: Any, **kwargs: Any) -> Any:
             return run(args, kwargs, wait=invocation.blocking)
 
@@ -91,8 +98,33 @@ class WorkerGroup(ABC, Generic[W]):
             )
             return run(args, kwargs, wait=False)
 
+        method = getattr(self.worker_cls, self.attributes.get(name, name), None)
+        call = call if method is None else functools.wraps(method)(call)
         call.submit, call.later = submit, later  # type: ignore[attr-defined]
         return call
+
+    def _run(
+        self,
+        name: str,
+        invocation: Invocation,
+        mode: DispatchMode,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        wait: bool,
+    ) -> Any:
+        if invocation.execute == Execute.RANK_ZERO:
+            output = self._submit(name, [0], [args], [kwargs], invocation=invocation)
+            return self.fetch(output, method=name, timeout_s=invocation.timeout_s)[0] if wait else output
+        args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
+        per_worker = self._per_worker(args, kwargs)
+        outputs = self._submit(name, range(self.world_size), *per_worker, invocation=invocation, with_num_rows=not wait)
+        return mode.collect_fn(
+            self, self.fetch(outputs, method=name, timeout_s=invocation.timeout_s) if wait else outputs
+        )
+
+    def _check_callable(self, name: str, invocation: Invocation) -> None:
+        """Raise ConfigError if the workers cannot run calls with this record."""
 
     def _per_worker(
         self, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]
@@ -163,11 +195,13 @@ class WorkerGroup(ABC, Generic[W]):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
         *,
+        invocation: Invocation | None = None,
         with_num_rows: bool = False,
     ) -> OutputRefs:
         """Start a method on the workers `ranks`; return references to the outputs, in that order.
 
         Args:
+            invocation: default the record with which the method is registered, if it is.
             with_num_rows: also return a reference to the number of rows of every output.
         """
 

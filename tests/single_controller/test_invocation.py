@@ -2,8 +2,16 @@
 
 import pytest
 
+from hybridrl.errors import ConfigError
 from hybridrl.single_controller.dispatch import Dispatch, Execute, Invocation, register
-from hybridrl.single_controller.invocation import ASYNC_CONCURRENCY, invocations_of
+from hybridrl.single_controller.invocation import (
+    ASYNC_CONCURRENCY,
+    CONCURRENT,
+    USER_CODE,
+    endpoints_of,
+    invocations_of,
+)
+from tests.support.single_controller import endpoint_module
 
 
 class Base:
@@ -47,3 +55,39 @@ def test_an_unknown_execute_mode_and_a_concurrency_of_zero_are_refused():
         register(Dispatch.ONE_TO_ALL, "SOME")
     with pytest.raises(ValueError, match="concurrency=0 must be at least 1"):
         register(concurrency=0)
+
+
+def test_endpoints_of_a_class_have_the_names_of_their_marks():
+    class Named(Base):
+        @register(name="weights")
+        def get_weights(self) -> None: ...
+
+    found = endpoints_of(Named)
+    assert sorted(found) == ["coroutine", "plain", "weights"]
+    assert found["weights"] == ("get_weights", Invocation(name="weights"))
+    assert found["plain"][0] == "plain"
+
+
+def test_endpoints_of_a_module_are_its_own_marked_functions():
+    assert {name: attribute for name, (attribute, _) in endpoints_of(endpoint_module).items()} == {
+        "ping": "ping",
+        "renamed": "original",
+    }
+
+
+def test_two_attributes_with_one_endpoint_name_are_refused():
+    class Twice:
+        @register(name="same")
+        def first(self) -> None: ...
+
+        @register(name="same")
+        def second(self) -> None: ...
+
+    with pytest.raises(ConfigError, match="Twice: first and second are both the endpoint 'same'"):
+        endpoints_of(Twice)
+
+
+def test_a_call_runs_in_its_group_or_among_the_concurrent_ones_or_in_the_shared_thread():
+    assert Invocation().threads is None
+    assert Invocation(concurrency=2).threads == CONCURRENT
+    assert Invocation(concurrency=2, concurrency_group=USER_CODE).threads == USER_CODE

@@ -17,6 +17,7 @@ import logging
 import os
 import select
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -174,10 +175,20 @@ class HeartbeatClient:
 
 
 def process_identity() -> dict[str, Any]:
-    """Return this process's id, Ray's id of its node, and its machine's id."""
+    """Return this process's id, Ray's id of its node, its machine's id, and the files that it prints to."""
     import ray
 
-    return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "machine": machine_id()}
+    node = ray.get_runtime_context().get_node_id()
+    printed = {"stdout": _file_of_descriptor(1), "stderr": _file_of_descriptor(2)}
+    return {"pid": os.getpid(), "node": node, "machine": machine_id(), **printed}
+
+
+def _file_of_descriptor(descriptor: int) -> str:
+    """Return the path of the file that is open there; "" for a terminal, a pipe or nothing."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}") if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+    except OSError:
+        return ""
 
 
 class ProcessStats:

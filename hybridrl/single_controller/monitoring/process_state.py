@@ -40,6 +40,7 @@ class ProcessState:
         master: The connection to the job's master. With several jobs, of the one that connected last.
         addresses: Actors whose calls this process may wait for: actor id (hex) -> (roles joined by "+", rank).
         lost_reasons: How actors were lost, by actor id (hex), as the master reported it.
+        expects_reports: Whether the master reports every lost worker of this process's job to it.
         event_loop: Where coroutines run, on a thread of its own; started by the first coroutine.
         lock: Held to change the tables and to start the loop.
     """
@@ -48,6 +49,7 @@ class ProcessState:
     master: MasterConnection | None = None
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
     lost_reasons: dict[str, str] = field(default_factory=dict)
+    expects_reports: bool = False
     event_loop: asyncio.AbstractEventLoop | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -67,6 +69,7 @@ class ProcessState:
         self.trace = self.master = self.event_loop = None
         self.addresses.clear()
         self.lost_reasons.clear()
+        self.expects_reports = False
         if trace is not None:
             trace.close()
         if master is not None:

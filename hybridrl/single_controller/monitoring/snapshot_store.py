@@ -20,9 +20,13 @@ class SnapshotStore:
         self._unstored: list[Any] = []
         self._snapshot: tuple[bytes, Mapping[str, Sequence[Any]]] | None = None
 
-    def call(self, hosts: Sequence[Any], fencing_token: int, role: str, method: str) -> tuple[list[Any], list[Any]]:
-        """Call a role's method in all processes; return references to the results and to their numbers of rows."""
-        outputs = [host.call_with_num_rows.options(num_returns=2).remote(fencing_token, role, method) for host in hosts]
+    def call(self, hosts: Sequence[Any], header: Sequence[Any], role: str, method: str) -> tuple[list[Any], list[Any]]:
+        """Call a role's method in all processes; return references to the results and to their numbers of rows.
+
+        Args:
+            header: of the calls, see `CallHeader.encode`.
+        """
+        outputs = [host.call_with_num_rows.options(num_returns=2).remote(header, role, method) for host in hosts]
         values, sizes = ([pair[i] for pair in outputs] for i in range(2))
         self._unstored += values
         return values, sizes

@@ -18,6 +18,8 @@ from hybridrl.single_controller.placement.placement_groups import remove_leftove
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 20.0  # for another node to kill its processes
 
+ACTOR_CLASSES = (b"WorkerHost", b"JobSupervisorActor", b"JobMaster")  # Ray calls a process by its class
+
 
 def kill_processes(processes: Iterable[tuple[str, int]], *, graceful: bool = False) -> None:
     """Kill worker processes on any node; skip nodes that are gone.
@@ -57,10 +59,10 @@ def _kill_all(process_ids: Sequence[int], graceful: bool) -> None:
 
 
 def kill_process(process_id: int, *, graceful: bool = False) -> None:
-    """Kill a worker process on this node; do nothing if it is gone or its id now belongs to another program."""
-    command = Path(f"/proc/{process_id}/cmdline")
+    """Kill a process of a job on this node; do nothing if it is gone or its id now belongs to another program."""
     try:
-        if b"WorkerHost" in command.read_bytes():
+        command = Path(f"/proc/{process_id}/cmdline").read_bytes()
+        if any(name in command for name in ACTOR_CLASSES):
             os.kill(process_id, signal.SIGTERM if graceful else signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return

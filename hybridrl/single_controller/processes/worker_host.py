@@ -14,21 +14,22 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
 from hybridrl.errors import PlacementError
+from hybridrl.single_controller.call_chain import CallHeader, CallInProgress, CallLink, executing
 from hybridrl.single_controller.cluster import slot_from_name
-from hybridrl.single_controller.invocation import invocations_of
+from hybridrl.single_controller.endpoints import find_function
+from hybridrl.single_controller.invocation import CONTROL, MAGIC_ATTR, Invocation, endpoints_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
 from hybridrl.single_controller.references import materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.single_controller.worker_group import free_port
 
-CONCURRENT = "concurrent"  # Ray's concurrency group for methods with `concurrency` > 1
 MAX_REPORTED_CALLS = 50  # per heartbeat
 
 
@@ -36,8 +37,9 @@ class WorkerHost:
     """Executes the calls of a `RayWorkerGroup` in a worker process, and sends heartbeats to the master if there is one.
 
     Attributes:
-        rank_info: set by `setup`.
-        takes_futures: (role, method) of methods that get a `DataProtoFuture` itself.
+        rank_info, actor: set by `setup`; the actor is Ray's name and id (hex) of this process.
+        endpoints: role -> endpoint -> the worker's attribute and its record.
+        calls: calls in progress by Ray's id of their task (hex).
         busy_s: `role.method` -> seconds spent in it.
         running: calls in progress by number, oldest first: `role.method` and its start.
         num_calls: calls started so far.
@@ -48,10 +50,13 @@ class WorkerHost:
         ready: roles that were marked ready.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, concurrency_groups: Sequence[str] = ()) -> None:
+        self.concurrency_groups = list(concurrency_groups)
         self.workers: dict[str, Any] = {}
         self.rank_info: RankInfo
-        self.takes_futures: set[tuple[str, str]] = set()
+        self.actor: tuple[str, str]
+        self.endpoints: dict[str, dict[str, tuple[str, Invocation]]] = {}
+        self.calls: dict[str, CallInProgress] = {}
         self.busy_s: dict[str, float] = {}
         self.running: dict[int, tuple[str, float]] = {}
         self.call_numbers = itertools.count(1)
@@ -87,15 +92,13 @@ class WorkerHost:
         except Exception as error:
             error.add_note(_address(role, rank_info.rank, "setup"))
             raise
-        self.rank_info = rank_info
+        self.rank_info, self.actor = rank_info, _actor()
         if directory := os.environ.get(DIRECTORY_VARIABLE):
             start_recording(directory, f"{'+'.join(self.workers)}-{rank_info.rank}")
         for role, worker in self.workers.items():
             if isinstance(worker, Worker):
                 worker.fused_worker_dict = self.workers
-            self.takes_futures |= {
-                (role, name) for name, call in invocations_of(type(worker)).items() if not call.materialize_futures
-            }
+            self.endpoints[role] = endpoints_of(type(worker))
         return os.getpid()
 
     def _start_heartbeats(self, master: str, rank_info: RankInfo) -> None:
@@ -154,6 +157,7 @@ class WorkerHost:
             "fencing_token": self.fencing_token,
             "ready": sorted(self.ready),
             "calls_started": dict(self.calls_started),
+            "concurrency_groups": self.concurrency_groups,
         }
 
     def mark_ready(self, role: str) -> None:
@@ -164,47 +168,84 @@ class WorkerHost:
         """Accept calls from this driver only; refuse queued calls with a smaller fencing token."""
         self.fencing_token = max(self.fencing_token, fencing_token)
 
-    def call(self, fencing_token: int, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of one role's worker; references and futures among the arguments arrive as values.
+    def call(self, header: Sequence[Any], role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of one role's worker, or an endpoint that this process exported.
+
+        References and futures among the arguments arrive as values.
 
         Args:
-            fencing_token: of the driver that made the call.
+            header: of the call, see `CallHeader.encode`.
 
         Raises:
             PlacementError: another driver has replaced the caller.
+            AttributeError: there is no such method or endpoint; lists those that exist.
         """
-        if fencing_token < self.fencing_token:
+        received = CallHeader.decode(header)
+        if received.fencing_token < self.fencing_token:
             raise PlacementError(
                 f"{role}-{self.rank_info.rank}: {method}() was called by a driver that another one has replaced"
             )
         start = time.perf_counter()
         number = self.num_calls = next(self.call_numbers)
         name = f"{role}.{method}"
+        current = self._call_in_progress(received, role, method)
         self.running[number] = (name, start)
+        self.calls[current.link.call] = current
         self.calls_started[name] = self.calls_started.get(name, 0) + 1
         try:
-            with call_span(role, self.rank_info.rank, method):
-                if (role, method) not in self.takes_futures:
+            with call_span(role, self.rank_info.rank, method), executing(current):
+                function, invocation = self._find(role, method)
+                if invocation is None or invocation.materialize_futures:
                     args, kwargs = materialize(args, kwargs)
-                return resolve_awaitable(getattr(self.workers[role], method)(*args, **kwargs))
+                return resolve_awaitable(function(*args, **kwargs))
         except Exception as error:
             error.add_note(_address(role, self.rank_info.rank, method))
             raise
         finally:
             self.running.pop(number, None)
+            self.calls.pop(current.link.call, None)
             seconds = time.perf_counter() - start
             self.busy_s[name] = self.busy_s.get(name, 0.0) + seconds
             self.finished_calls.append((name, seconds))
             self.last_method = name
 
+    def _find(self, role: str, name: str) -> tuple[Callable[..., Any], Invocation | None]:
+        """Return the function of an endpoint or method, and the record that it is marked with."""
+        attribute, invocation = self.endpoints[role].get(name, (name, None))
+        function = find_function(self.workers[role], name, attribute, of=f"{role}-{self.rank_info.rank}")
+        return function, getattr(function, MAGIC_ATTR, invocation)
+
+    def _call_in_progress(self, header: CallHeader, role: str, method: str) -> CallInProgress:
+        worker, answers = f"{role}-{self.rank_info.rank}", CONTROL in self.concurrency_groups
+        link = CallLink(*self.actor, _task(), worker, method, answers)
+        return CallInProgress((*header.chain, link), header.threads)
+
+    def is_blocked(self, call: str, next_call: str | None, wanted: tuple[str, str] | None) -> bool:
+        """Return whether a call of this process is in progress, and waits. Called in the group `CONTROL`.
+
+        Args:
+            call: Ray's id of the task (hex).
+            next_call: id of the call that it must wait for; None if the caller knows that it waits.
+            wanted: role and method of a further call to this process, which must need the same thread.
+        """
+        found = self.calls.get(call)
+        if found is None or (next_call is not None and not found.waits_for(next_call)):
+            return False
+        if wanted is None:
+            return True
+        role, method = wanted
+        # `describe` and its like are methods of this class, called under the label of the processes.
+        invocation = self._find(role, method)[1] if role in self.workers else None
+        return found.threads == (None if invocation is None else invocation.threads)
+
     def call_with_num_rows(
-        self, fencing_token: int, role: str, method: str, *args: Any, **kwargs: Any
+        self, header: Sequence[Any], role: str, method: str, *args: Any, **kwargs: Any
     ) -> tuple[Any, int | None]:
         """Run `call` and return its result and number of rows, as two objects.
 
         A caller that needs only some rows of several results fetches the numbers first.
         """
-        value = self.call(fencing_token, role, method, *args, **kwargs)
+        value = self.call(header, role, method, *args, **kwargs)
         return value, len(value) if hasattr(value, "__len__") else None
 
     def ping(self) -> None:
@@ -225,6 +266,21 @@ def _reserved_devices() -> dict[str, list[str]]:
 
     devices: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
     return devices
+
+
+def _actor() -> tuple[str, str]:
+    """Return the name and the id (hex) of this process's Ray actor."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.get_actor_name() or "", context.get_actor_id() or ""
+
+
+def _task() -> str:
+    """Return Ray's id (hex) of the call that this thread executes."""
+    import ray
+
+    return ray.get_runtime_context().get_task_id() or ""
 
 
 def _node() -> str:

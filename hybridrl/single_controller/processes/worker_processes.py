@@ -14,12 +14,12 @@ import cloudpickle
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.awaiting import register_actors, wait_all
 from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
-from hybridrl.single_controller.invocation import invocations_of
+from hybridrl.single_controller.invocation import CONCURRENT, invocations_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
-from hybridrl.single_controller.processes.worker_host import CONCURRENT, WorkerHost
+from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.worker import RankInfo
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
@@ -43,6 +43,7 @@ class WorkerProcesses:
         is_new: False after attaching.
         ready: roles that were marked ready when this driver attached.
         replaced: rank -> actor id (hex) of its previous process.
+        concurrency_groups: names of the concurrency groups that every process has.
     """
 
     label: str
@@ -59,6 +60,7 @@ class WorkerProcesses:
     is_new: bool = True
     ready: frozenset[str] = frozenset()
     replaced: dict[int, str] = field(default_factory=dict)
+    concurrency_groups: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -98,6 +100,7 @@ class WorkerProcesses:
                 {role: recipe.cls for role, recipe in recipes.items()},
                 pool=pool,
                 nodes=_nodes_of(pool),
+                concurrency_groups=frozenset(options.get("concurrency_groups", ())),
             )
             environment = worker_environment(name_prefix, environment)
             started._set_up(pool, recipes, environment, timeout_s=timeout_s)
@@ -221,6 +224,7 @@ class WorkerProcesses:
         attached.nodes = [found[i]["node"] for i in order]
         attached.rank_infos = [found[i]["rank_info"] for i in order]
         attached.fencing_token = max(entry["fencing_token"] for entry in found)
+        attached.concurrency_groups = frozenset(found[0]["concurrency_groups"])
         attached.ready = frozenset.intersection(*(frozenset(entry["ready"]) for entry in found))
         return attached
 
@@ -276,9 +280,13 @@ def actor_options(
     threads = max(
         (call.concurrency for recipe in recipes.values() for call in invocations_of(recipe.cls).values()), default=1
     )
-    if threads > 1:
-        chosen["concurrency_groups"] = {CONCURRENT: threads}
+    groups = {**({CONCURRENT: threads} if threads > 1 else {}), **options.get("concurrency_groups", {})}
+    if threads > groups.get(CONCURRENT, threads):
+        groups[CONCURRENT] = threads
     chosen |= options
+    if groups:
+        # Ray then runs the calls of no group outside of the process's main thread.
+        chosen["concurrency_groups"] = groups
     runtime_env = {**chosen.get("runtime_env", {})}
     if environment:
         runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment}
@@ -292,7 +300,7 @@ def _start_host(name: str, slot: Slot, options: Mapping[str, Any]) -> Any:
     where = PlacementGroupSchedulingStrategy(placement_group=slot.group, placement_group_bundle_index=slot.bundle)
     actor = ray.remote(**options)(WorkerHost).options(name=name, namespace=NAMESPACE, scheduling_strategy=where)
     try:
-        return actor.remote()
+        return actor.remote(sorted(options.get("concurrency_groups", ())))
     except ValueError as error:
         if "already taken" not in str(error):
             raise

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 
 import torch
@@ -32,6 +33,11 @@ class Adder(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def add_async(self, data: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"x": data.batch["x"] + self.amount})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def say(self, words: str) -> None:
+        print(f"out: {words}")
+        print(f"err: {words}", file=sys.stderr)
 
     @register(Dispatch.ALL_TO_ALL)
     def own(self, value: int) -> int:

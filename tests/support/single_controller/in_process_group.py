@@ -1,0 +1,41 @@
+"""A group of several workers in this process, called one after the other: `WorkerGroup` without Ray."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybridrl.single_controller.invocation import Invocation
+from hybridrl.single_controller.references import OutputRefs
+from hybridrl.single_controller.worker_group import WorkerGroup
+
+
+class InProcessGroup(WorkerGroup[Any]):
+    def __init__(self, workers: Sequence[Any]) -> None:
+        super().__init__(type(workers[0]), role="sample", world_size=len(workers))
+        self.workers = list(workers)
+
+    def _submit(
+        self,
+        method: str,
+        ranks: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        *,
+        invocation: Invocation | None = None,
+        with_num_rows: bool = False,
+    ) -> OutputRefs:
+        attribute = self.attributes.get(method, method)
+        calls = zip(ranks, args, kwargs, strict=True)
+        outputs = [getattr(self.workers[rank], attribute)(*own_args, **own) for rank, own_args, own in calls]
+        return OutputRefs(outputs, ranks=ranks, fetch=list)
+
+    def fetch(self, references: list[Any], *, method: str = "get", timeout_s: float | None = None) -> list[Any]:
+        return list(references)
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def put_each(self, values: Sequence[Any]) -> list[Any]:
+        return list(values)
+
+    def shutdown(self) -> None:
+        self.workers = []
