@@ -67,5 +67,6 @@ class FunctionAddress:
             "pickled": self.pickled,
             "kwargs": cloudpickle.dumps(dict(self.kwargs)),
             "arguments": self.arguments,
+            "is_batch": self.arguments == BATCH_ARGUMENTS,
         }
         return pickle.dumps(request)

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from hybridrl.config.plugs import REWARD_MANAGERS
+from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rewards.function_address import BATCH_ARGUMENTS, FunctionAddress
@@ -41,6 +42,7 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int =
         max_response_length=config.data.max_response_length,
         overlong_buffer=model.overlong_buffer,
         validate=validate,
+        **({"limits": RewardLimits.of(model.limits)} if model.limits else {}),
     )
     if config.custom_reward_function.path is not None and (failure := manager.check_function()) is not None:
         manager.close()

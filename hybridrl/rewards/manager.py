@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.workers import OverlongBufferConfig
 from hybridrl.data_plane.batch import DataProto
 from hybridrl.errors import ConfigError, DataError
@@ -94,7 +95,7 @@ class RewardManager:
             `reward_score.default_compute_score`. It returns a number, or a dict with a number under "score".
         reward_fn_key: Column with the data source.
         kwargs: Fixed keyword arguments of every call.
-        num_processes, timeout_s: See `ScoreProcessPool`.
+        num_processes, timeout_s, limits: See `ScoreProcessPool`.
         max_response_length, overlong_buffer: Used by `dapo`.
         validate: This manager scores validation.
     """
@@ -114,13 +115,14 @@ class RewardManager:
         max_response_length: int | None = None,
         overlong_buffer: OverlongBufferConfig | None = None,
         validate: bool = False,
+        limits: RewardLimits | None = None,
     ):
         self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
         self.max_response_length, self.overlong_buffer = max_response_length, overlong_buffer
         self._num_logged: Counter[str] = Counter()
         function = self._resolve_function(compute_score, kwargs=kwargs)
         self._built_in, self._validate = (function.path, function.name) == DEFAULT_FUNCTION, validate
-        self.processes = ScoreProcessPool(function, num_processes=num_processes, timeout_s=timeout_s)
+        self.processes = ScoreProcessPool(function, num_processes=num_processes, timeout_s=timeout_s, limits=limits)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> RewardOutput | dict[str, Any]:
         """Return the rewards of a batch with `responses` and `attention_mask`; with `return_dict`, under verl's names.

@@ -1,29 +1,33 @@
 """One score process seen from its parent: start it, send calls, receive results, kill it.
 
-Runs in the driver process. `process_pool` decides which calls it gets; `process_main` is the child's side.
+Runs in the driver process. `process_pool` decides which calls it gets; `process_main` is the child's side and has the
+protocol. What a child sends is data and is checked, but a child may return any score: the limits are for mistakes, and
+for texts that exhaust a function. They are no sandbox for hostile functions.
 """
 
+import json
 import os
 import pickle
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.rewards.function_address import FunctionAddress
+from hybridrl.system.child_process import ChildProcess
 
 PROCESS_MAIN = Path(__file__).with_name("process_main.py")
 LOAD_TIMEOUT_S = 120.0  # a reward function may import torch from a cold network disk
 EXIT_TIMEOUT_S = 1.0  # an idle process exits within a few milliseconds
 MAX_CHUNK = 256  # calls per frame: enough to hide the round trip of the cheapest function
+MAX_FRAME_BYTES = 64 << 20  # of an answer
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,21 @@ class LoadFailure:
     reason: str
 
 
+class ProtocolError(Exception):
+    """A frame that the child's program cannot have sent at this point."""
+
+
 class ScoreProcess:
-    """A child in its own session, so that killing it also kills what the reward function started.
+    """A child that ends with this process, and takes along what the reward function started.
 
     Attributes:
         pending: Numbers of the calls sent and not answered, the running one first.
         deadline: When the running call, or loading, has taken too long (monotonic seconds).
         chunk_size: How many calls it should get next.
-        lost: The connection is closed, or the process failed to load.
+        lost: The connection is closed, the process failed to load, or it sent a frame that is none.
     """
 
-    def __init__(self, function: FunctionAddress, *, timeout_s: float):
+    def __init__(self, function: FunctionAddress, *, timeout_s: float, limits: RewardLimits):
         self.timeout_s = timeout_s
         self.pending: deque[int] = deque()
         self.loaded = self.busy = self.lost = False
@@ -61,15 +69,19 @@ class ScoreProcess:
         self.deadline = time.monotonic() + LOAD_TIMEOUT_S
         self.chunk_size = 1
         self._num_answered = 0
+        self._call_started = 0.0
+        self._pid: int | None = None
+        self._num_frames = 0
+        self._violation = ""
         self._received = bytearray()
         self.socket, remote = socket.socketpair()
         self.socket.settimeout(max(timeout_s, EXIT_TIMEOUT_S))  # sending blocks only on a stopped or dead process
         with remote:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", str(PROCESS_MAIN), str(remote.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
+            self.process = ChildProcess(
+                [sys.executable, "-P", str(PROCESS_MAIN), str(remote.fileno())],
+                limits=limits.of_process(),
+                environment=limits.environment(os.environ),
                 pass_fds=[remote.fileno()],
-                start_new_session=True,
             )
         self._send(function.request())
 
@@ -81,7 +93,7 @@ class ScoreProcess:
         """Send calls (pickled keyword arguments) with their numbers. The process must be idle."""
         self.busy, self._num_answered = True, 0
         self.pending.extend(numbers)
-        self.deadline = time.monotonic() + self.timeout_s
+        self._start_clock()
         self._send(pickle.dumps(calls))
 
     def receive(self) -> list[tuple[int, CallResult]]:
@@ -95,7 +107,14 @@ class ScoreProcess:
             data = b""
         self.lost = self.lost or not data
         self._received += data
-        return [answer for frame in self._frames() if (answer := self._handle_frame(frame)) is not None]
+        answers = []
+        try:
+            for frame in self._frames():
+                if (answer := self._handle_frame(frame)) is not None:
+                    answers.append(answer)
+        except ProtocolError as error:
+            self.lost, self._violation = True, str(error)
+        return answers
 
     def failed(self, now: float) -> bool:
         """Return whether it is lost, or its running call was overdue at `now` (monotonic seconds)."""
@@ -107,16 +126,17 @@ class ScoreProcess:
         Sets `load_failure` if it never loaded the function.
         """
         has_died = self.lost or self.process.poll() is not None
-        outcome = (
-            describe_exit(self.stop(grace_s=0))
-            if has_died
-            else f"had not loaded the function after {LOAD_TIMEOUT_S:g} s"
-        )
+        exit_code = self.stop(grace_s=0)
+        if self._violation:
+            outcome = f"was killed: {self._violation}"
+        elif has_died:
+            outcome = self.process.describe_exit(exit_code)
+        else:
+            outcome = f"had not loaded the function after {LOAD_TIMEOUT_S:g} s"
         if not self.loaded and self.load_failure is None:
             self.load_failure = LoadFailure("import", f"its process {outcome}")
         if has_died:
             return CallResult(failure="error", reason=f"its process {outcome}")
-        self.stop(grace_s=0)
         return CallResult(failure="timeout", reason=f"it was not done after {self.timeout_s:g} s and was killed")
 
     def stop(self, *, grace_s: float = EXIT_TIMEOUT_S) -> int | None:
@@ -126,13 +146,8 @@ class ScoreProcess:
         """
         self.socket.close()
         if self.idle and grace_s:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace_s)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(EXIT_TIMEOUT_S)
-        return self.process.returncode
+            self.process.wait(grace_s)
+        return self.process.end()
 
     def _send(self, payload: bytes) -> None:
         try:
@@ -142,52 +157,69 @@ class ScoreProcess:
         except OSError:
             self.lost = True
 
-    def _frames(self) -> list[bytes]:
-        """Return the complete frames received; keep the start of the next one."""
-        frames, start = [], 0
-        while len(self._received) >= start + 4:
-            end = start + 4 + struct.unpack_from("!I", self._received, start)[0]
-            if len(self._received) < end:
-                break
-            frames.append(bytes(self._received[start + 4 : end]))
-            start = end
-        del self._received[:start]
-        return frames
+    def _start_clock(self) -> None:
+        """Let the time limit of a call begin now."""
+        self._call_started = time.monotonic()
+        self.deadline = self._call_started + self.timeout_s
+
+    def _frames(self) -> Iterator[bytes]:
+        """Yield the complete frames received; keep the start of the next one."""
+        start = 0
+        try:
+            while len(self._received) >= start + 4:
+                (size,) = struct.unpack_from("!I", self._received, start)
+                if size > MAX_FRAME_BYTES:
+                    raise ProtocolError(f"it sent an answer of {size >> 20} MB; at most {MAX_FRAME_BYTES >> 20}")
+                end = start + 4 + size
+                if len(self._received) < end:
+                    return
+                frame, start = bytes(self._received[start + 4 : end]), end
+                yield frame
+        finally:
+            del self._received[:start]
 
     def _handle_frame(self, frame: bytes) -> tuple[int, CallResult] | None:
-        """Process one frame; return a result if it is one."""
+        """Process one frame; return a result if it is one. Raises ProtocolError."""
+        pid, number, kind, value = read_frame(frame)
+        if self._pid is None and kind == "started":
+            self._pid = pid
+        if (pid, number) != (self._pid, self._num_frames):
+            raise ProtocolError("something else than its program sent an answer (a process that it started?)")
+        self._num_frames += 1
         if not self.loaded:
-            kind, reason = pickle.loads(frame)
-            self.loaded = kind == "ready"
-            if not self.loaded:
-                self.load_failure, self.lost = LoadFailure(kind, reason), True
-        elif frame:
+            if kind != "started":
+                self._set_loaded(kind, value)
+        elif kind in ("ok", "error") and self.pending:
             self._num_answered += 1
-            self.deadline = time.monotonic() + self.timeout_s
-            return self.pending.popleft(), read_answer(frame)
-        if self.loaded and not frame:
-            self.busy = False
+            self._start_clock()
+            return self.pending.popleft(), as_result(kind, value)
+        elif kind == "importing" and self.pending:
+            restarted = min(time.monotonic() + self.timeout_s, self._call_started + LOAD_TIMEOUT_S)
+            self.deadline = max(self.deadline, restarted)
+        elif kind == "idle" and self.busy:
+            self.busy, self.deadline = False, inf
             self.chunk_size = min(2 * max(self._num_answered, 1), MAX_CHUNK)
-        self.deadline = inf
+        else:
+            raise ProtocolError("it sent an answer that nobody asked for")
         return None
 
+    def _set_loaded(self, kind: str, reason: Any) -> None:
+        self.loaded, self.deadline = kind == "ready", inf
+        if not self.loaded:
+            self.load_failure, self.lost = LoadFailure(kind, str(reason)), True
 
-def read_answer(frame: bytes) -> CallResult:
-    """Return the result in a frame. A value that cannot be unpickled here is the call's error."""
+
+def read_frame(frame: bytes) -> tuple[int, int, str, Any]:
+    """Return process id, number, kind and value of a frame. Raises ProtocolError if it is none."""
     try:
-        kind, value = pickle.loads(frame)
-    except Exception as error:
-        reason = f"its result cannot be unpickled here: {type(error).__name__}: {error}"
-        return CallResult(failure="error", reason=reason)
-    return CallResult(value=value) if kind == "ok" else CallResult(failure="error", reason=value)
+        pid, number, kind, value = json.loads(frame)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"it sent something that is no answer ({type(error).__name__})") from error
+    if not isinstance(kind, str):
+        raise ProtocolError("it sent something that is no answer")
+    return pid, number, kind, value
 
 
-def describe_exit(exit_code: int | None) -> str:
-    """Return how a process ended, as the rest of a sentence."""
-    if exit_code is None:
-        return "does not end"
-    if exit_code == -signal.SIGKILL:
-        return "was killed by SIGKILL (the machine may be out of memory)"
-    if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended by itself with exit status {exit_code}"
+def as_result(kind: str, value: Any) -> CallResult:
+    """Return the result of a call from the kind and the value of its frame."""
+    return CallResult(value=value) if kind == "ok" else CallResult(failure="error", reason=str(value))

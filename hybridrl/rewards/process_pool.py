@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.rewards.process import CallResult, LoadFailure, ScoreProcess
 
@@ -26,14 +27,22 @@ class ScoreProcessPool:
     """A pool of `num_processes` children that load `function` and run calls of at most `timeout_s` seconds.
 
     Children start at the first use. They end with `close()`, with this object, or with this process, also when it is
-    killed. Loading the function does not count against the limit; imports during its first call do. A pickled copy
-    starts its own children.
+    killed. Loading the function does not count against the limit, nor do imports within a call: each one lets the
+    call's time begin again, for `process.LOAD_TIMEOUT_S` seconds at most. A pickled copy starts its own children.
     """
 
-    def __init__(self, function: FunctionAddress, *, num_processes: int = 1, timeout_s: float = 10.0):
+    def __init__(
+        self,
+        function: FunctionAddress,
+        *,
+        num_processes: int = 1,
+        timeout_s: float = 10.0,
+        limits: RewardLimits | None = None,
+    ):
         if num_processes < 1 or timeout_s <= 0:
             raise ValueError(f"num_processes={num_processes} must be at least 1 and timeout_s={timeout_s} above 0")
         self.function, self.num_processes, self.timeout_s = function, num_processes, timeout_s
+        self.limits = (limits or RewardLimits()).resolved(num_processes)
         self._processes: list[ScoreProcess] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -71,12 +80,12 @@ class ScoreProcessPool:
             stop_all(self._processes, owner=os.getpid())
 
     def __reduce__(self):
-        settings = {"num_processes": self.num_processes, "timeout_s": self.timeout_s}
+        settings = {"num_processes": self.num_processes, "timeout_s": self.timeout_s, "limits": self.limits}
         return unpickle_pool, (self.function, settings)
 
     def _start_missing(self) -> None:
         while len(self._processes) < self.num_processes:
-            process = ScoreProcess(self.function, timeout_s=self.timeout_s)
+            process = ScoreProcess(self.function, timeout_s=self.timeout_s, limits=self.limits)
             self._selector.register(process.socket, selectors.EVENT_READ, process)
             self._processes.append(process)
 

@@ -56,11 +56,16 @@ def read_score(result: CallResult) -> SampleScore:
 def as_number(value: Any) -> float | None:
     """Return a value as a float, or None if it is no number.
 
-    Numbers are Python's, numpy's, bools, and arrays or tensors of one element.
+    Numbers are Python's, numpy's, bools, and arrays or tensors of one element. One that no float holds is infinite.
     """
     if getattr(value, "shape", None) is not None and math.prod(value.shape) == 1:
         value = value.item()
-    return float(value) if isinstance(value, numbers.Real) else None
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def failed_score(reason: str) -> SampleScore:

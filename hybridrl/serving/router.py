@@ -10,8 +10,9 @@ Each replica has one call in flight. The call hands over new requests and return
 (`RequestServer.serve`). A replica is lost when its process is gone or its call exceeds `progress_timeout_s`. The router
 then stops routing to it and sends its open requests to other replicas with the same seeds, so the answers are the same.
 Meanwhile it restarts the replica, gives it the current weights, and routes to it again. `failure_policy.py` limits how
-often a replica is restarted, and how often a request is sent. An exception raised by the replica's own code is a bug or
-a bad request that would raise anywhere. It ends all requests.
+often a replica is restarted, and how often a request is sent. What a single request raises in a replica is the answer
+of that request (`RequestFailed`). An exception of the call itself is a bug that would raise anywhere. It ends all
+requests.
 
 Between `pause()` and `resume()` the router makes no calls, so that the processes can load weights or train. Open
 requests end with reason "pause" and the tokens generated so far; `continuation.py` continues them.
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from hybridrl.errors import CallTimeout, HybridRLError, WorkerLost
+from hybridrl.errors import CallTimeout, HybridRLError, RequestFailed, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
 from hybridrl.serving.replicas import NotReplaceable, ReplicaOutage, Replicas
 from hybridrl.serving.routing_table import RoutingTable
@@ -131,6 +132,9 @@ class ReplicaRouter:
             request: What to generate; its id must not be open already.
             conversation: Requests of one conversation go to the same replica while it is healthy; default: the
                 request's id.
+
+        Raises:
+            RequestFailed: A replica cannot serve this request. Any other error has ended all requests.
         """
         await self._running.wait()
         if self._failure is not None:
@@ -186,6 +190,11 @@ class ReplicaRouter:
         self._all_idle.clear()
         self._running.set()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Return what ended all requests, now and later; None while there is nothing."""
+        return self._failure
+
     async def wait_until_running(self) -> None:
         """Return when the router is not paused."""
         await self._running.wait()
@@ -210,7 +219,12 @@ class ReplicaRouter:
 
     def _resolve(self, output: TokenOutput) -> None:
         pending = self._pending.get(output.request_id)
-        if pending is not None and not pending.future.done():
+        if pending is None or pending.future.done():
+            return
+        if output.finish_reason == "error":
+            why = f"request {output.request_id} cannot be served: {output.error}"
+            pending.future.set_exception(RequestFailed(why))
+        else:
             was_cut = pending.paused and output.finish_reason == "abort"
             pending.future.set_result(replace(output, finish_reason="pause") if was_cut else output)
 

@@ -1,7 +1,10 @@
-"""Whether two processes are on one machine, whatever its host name is."""
+"""Whether two processes are on one machine, whatever its host name is, and how much memory it has."""
 
 import os
 import socket
+from contextlib import suppress
+
+CGROUP_MEMORY = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
 
 
 def boot_id() -> str:
@@ -29,3 +32,12 @@ def shared_memory_id() -> str:
     """
     kernel = boot_id()
     return f"{socket.gethostname()} ({kernel[:8]}-{os.stat('/dev/shm').st_dev})" if kernel else socket.gethostname()
+
+
+def memory_bytes() -> int:
+    """Return the memory that this machine, or this container, has."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in CGROUP_MEMORY:
+        with suppress(OSError, ValueError), open(path, encoding="ascii") as file:  # "max": no limit
+            found.append(int(file.read()))
+    return min(found)

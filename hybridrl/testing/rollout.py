@@ -319,9 +319,10 @@ def requests_are_served_like_a_batch(case: RolloutCase) -> None:
     sampling, server = case.sampling(do_sample=case.rollout.capabilities.keyed_sampling), RequestServer(case.rollout)
     requests = [Request(str(row), tuple(ids), sampling, seed=100 + row) for row, ids in enumerate(case.prompts)]
     waiting, outputs = [requests[:2], requests[2:]], dict[str, TokenOutput]()
-    while waiting or server.engine.num_open():
+    while waiting or server.num_open():
         done = server.serve(waiting.pop(0) if waiting else [], [], slice_s=0.0)
         outputs |= {output.request_id: output for output in done}
+    expect(not any(output.error for output in outputs.values()), f"requests fail: {[*outputs.values()]}")
     served = [outputs[str(row)].token_ids for row in range(len(requests))]
     whole = responses_of(case.generate(sampling))
     expect(served == whole, f"requests give {served}, a batch gives {whole}")

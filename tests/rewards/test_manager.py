@@ -111,7 +111,7 @@ def test_the_function_gets_source_text_truth_and_info_of_its_row(manager):
 
     output = manager(echo, kwargs={"factor": 2})(make_batch(["5 6", "6"], truths=["7", "8"], sources=["a", "b"]))
     assert output.reward_tensor.sum(-1).tolist() == [0, 2]
-    assert output.extra == {"seen": [("a", "5 6", "7", {"row": 0}), ("b", "6", "8", {"row": 1})]}
+    assert output.extra == {"seen": [["a", "5 6", "7", {"row": 0}], ["b", "6", "8", {"row": 1}]]}
 
 
 def test_failed_samples_are_masked_counted_and_logged(manager, caplog, scripted):

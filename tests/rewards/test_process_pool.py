@@ -196,8 +196,10 @@ def test_async_functions_work_and_have_the_same_limit(pool):
 
 
 def test_printing_goes_to_standard_output_and_breaks_nothing(pool, capfd):
-    results = pool().map([call("print", 1), call("echo", 2), call("print", 3)])
+    scores = pool()
+    results = scores.map([call("print", 1), call("echo", 2), call("print", 3)])
     assert [result.value for result in results] == [1, 2, 3]
+    scores.close()  # what was printed arrives beside the results, at the latest now
     printed = capfd.readouterr()
     assert printed.out.count("printed by the function") == 2 and printed.out.count("x") == 200_000
     assert printed.err.count("written by the function") == 2

@@ -7,7 +7,6 @@ Answers are a turn of the chat template. For another format, subclass and overri
 
 import asyncio
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentL
 from hybridrl.serving.agent_loop.tools import call_tool
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,11 @@ class ToolAgentLoop(AgentLoop):
 
     def parse_tool_calls(self, text: str) -> list[ToolCall]:
         """Return the calls in the policy's text."""
-        return [_call(body) for body in CALL.findall(text)]
+        calls, start = [], text.find(CALL_START)
+        while start >= 0 and (end := text.find(CALL_END, start)) >= 0:
+            calls.append(_call(text[start + len(CALL_START) : end].strip()))
+            start = text.find(CALL_START, end)
+        return calls
 
     def render_messages(self, calls: list[ToolCall], answers: list[str]) -> list[int]:
         """Return the tokens that answer these calls.
@@ -97,6 +100,6 @@ def _call(body: str) -> ToolCall:
         name, arguments = parsed["name"], parsed.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise TypeError("name must be text and arguments a JSON object")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return ToolCall("", {}, error=f"Error: this is no tool call ({type(error).__name__}: {error})")
     return ToolCall(name, arguments)

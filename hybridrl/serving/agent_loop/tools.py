@@ -18,10 +18,12 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
+from hybridrl.serving.agent_loop.tool_threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
 TOOL_MARKER = "_is_function_tool"
+MAX_ANSWER_CHARACTERS = 1 << 20  # more than fits into any response
 TOOL_TIMEOUT_S = 30.0  # per call; a tool that never returns would block the step
 
 
@@ -54,20 +56,23 @@ def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
 async def call_tool(tools: dict[str, Callable], name: str, arguments: dict[str, Any]) -> str:
     """Return a tool's answer as text.
 
-    An unknown tool, wrong arguments, an exception and a timeout give an answer that states the error.
+    An unknown tool, wrong arguments, an exception and a timeout give an answer that states the error. So does an answer
+    that is no text and cannot be written as JSON.
     """
     function = tools.get(name)
     if function is None:
         return f"Error: there is no tool {name!r}; there are {', '.join(sorted(tools)) or 'none'}"
     try:
         inspect.signature(function).bind(**arguments)
-        call = (
-            function(**arguments) if inspect.iscoroutinefunction(function) else asyncio.to_thread(function, **arguments)
-        )
-        answer = await asyncio.wait_for(call, TOOL_TIMEOUT_S)
+        if inspect.iscoroutinefunction(function):
+            async with asyncio.timeout(TOOL_TIMEOUT_S):
+                answer = await function(**arguments)
+        else:
+            answer = await call_in_thread(function, arguments, timeout_s=TOOL_TIMEOUT_S)
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
     except TimeoutError:
         return f"Error: {name} did not answer within {TOOL_TIMEOUT_S:g} s"
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         logger.debug("tool %s failed", name, exc_info=True)
-        return f"Error: {type(error).__name__}: {error}"
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+        text = f"Error: {type(error).__name__}: {error}"
+    return text[:MAX_ANSWER_CHARACTERS].encode("utf-8", "replace").decode()  # half a surrogate pair has no tokens

@@ -8,13 +8,16 @@ Every answer has `weights_version`, the version of the oldest weights that sampl
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.serving.openai.requests import CompletionRequest, RequestError
+from hybridrl.serving.openai.parameters import RequestError
+from hybridrl.serving.openai.requests import CompletionRequest
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 UNFINISHED_CHARACTER = "\ufffd"  # a tokenizer's output for a character of which some bytes are missing
+LOWEST_LOG_PROB = -9999.0
 FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "stop"}
 ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -39,7 +42,7 @@ class Choice:
     def add(self, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
         """Append a chunk, and return what it adds as a choice of a stream."""
         self.token_ids += chunk.token_ids
-        self.log_probs += chunk.log_probs
+        self.log_probs += [max(LOWEST_LOG_PROB, log_prob) for log_prob in chunk.log_probs]  # JSON has no infinity
         self.versions += chunk.token_versions
         if is_last:
             self.finish_reason = FINISH_REASONS[chunk.finish_reason]

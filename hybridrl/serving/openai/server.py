@@ -2,7 +2,8 @@
 
 While the router is paused (a weight push, or the processes train), an open request waits and continues with the new
 weights. Its tokens carry the version that sampled them. A new request waits up to `WEIGHTS_TIMEOUT_S` seconds, then it
-gets status 503 with `Retry-After`. When a client disconnects, its responses are aborted.
+gets status 503 with `Retry-After`. When a client disconnects, or reads nothing for `WRITE_TIMEOUT_S` seconds, its
+responses are aborted.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +22,10 @@ from aiohttp import web
 
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.serving.continuation import generate_in_chunks
-from hybridrl.serving.openai.requests import CompletionRequest, RequestError, parse_request
+from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access, is_loopback
+from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
+from hybridrl.serving.openai.parameters import RequestError
+from hybridrl.serving.openai.requests import CompletionRequest, parse_request
 from hybridrl.serving.openai.responses import Choice, completion_body, error_body, final_chunk, stream_chunk
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.rollout.requests import TokenOutput
@@ -31,7 +36,8 @@ WEIGHTS_TIMEOUT_S = 60.0  # of a new request, for the router to resume; pushes t
 RETRY_AFTER_S = 10
 MAX_OPEN_RESPONSES = 256  # of all clients together; the trainer's own batches have no such limit
 STREAM_CHUNK_TOKENS = 16
-MAX_BODY_BYTES = 16 << 20  # of a request
+WRITE_TIMEOUT_S = 30.0  # for a client to read a part of a stream
+NUM_PARSERS = 2  # threads that tokenize
 SHUTDOWN_TIMEOUT_S = 2.0  # for open connections to end when the endpoint stops
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -51,17 +57,24 @@ class ServedModel:
 class Endpoint:
     """Serves http://host:port/v1 from `start` to `stop`.
 
-    `port`: 0 takes any free port; after `start` the attribute has the real one.
+    Args:
+        router: Answers token requests.
+        served: The model as clients see it.
+        host: Address to listen on.
+        port: 0 takes any free port; after `start` the attribute has the real one.
+        api_key: What clients must send as `Authorization: Bearer KEY`; default: the environment's, else none.
     """
 
-    def __init__(self, router: ReplicaRouter, served: ServedModel, *, host: str, port: int):
+    def __init__(self, router: ReplicaRouter, served: ServedModel, *, host: str, port: int, api_key: str | None = None):
         self.router, self.served, self.host, self.port = router, served, host, port
+        self._api_key = api_key or api_key_of_environment()
         self._started = int(time.time())
         self._num_open = 0
+        self._connections = Connections()
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the port is in use."""
-        app = web.Application(middlewares=[_format_errors], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_format_errors, self._admit], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -76,23 +89,47 @@ class Endpoint:
         )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self.host, self.port).start()
+            assert self._runner.server is not None  # since `setup`
+            await self._connections.listen(self._runner.server, self.host, self.port)
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
                 f"the endpoint cannot listen on {self.host}:{self.port} ({error.strerror}); choose another port or host"
             ) from error
-        self.port = self._runner.addresses[0][1]
+        self.port = self._connections.port
+        self._parsers = ThreadPoolExecutor(NUM_PARSERS, thread_name_prefix="endpoint")
         logger.info("the policy is served at http://%s:%d/v1 as model %r", self.host, self.port, self.served.name)
+        if self._api_key is None and not is_loopback(self.host):
+            logger.warning("other machines can use the endpoint without a key; set %s to one", API_KEY_VARIABLE)
 
     async def stop(self) -> None:
         """Close all connections and stop listening."""
+        self._connections.close()
         await self._runner.cleanup()
+        self._parsers.shutdown(wait=False, cancel_futures=True)
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let a request in that may use the endpoint; its connection counts as in work meanwhile."""
+        end = self._connections.begin(request)
+        try:
+            check_access(request, listens_on=self.host, api_key=self._api_key)
+            return await handler(request)
+        finally:
+            end()
 
     # -- routes
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.json_response({"generating": not self.router.is_paused, "open_responses": self._num_open})
+        """Report whether the policy generates; status 503 once generation has failed for good."""
+        failure = self.router.failure
+        state: dict[str, Any] = {
+            "generating": failure is None and not self.router.is_paused,
+            "open_responses": self._num_open,
+        }
+        if failure is None:
+            return web.json_response(state)
+        return web.json_response(state | {"error": f"{type(failure).__name__}: {failure}"}, status=503)
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._card()]})
@@ -116,7 +153,7 @@ class Endpoint:
 
     async def _respond(self, kind: str, request: web.Request) -> web.StreamResponse:
         name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-        completion = parse_request(await _json(request), kind=kind, policy=self.served, name=name)
+        completion = await self._parse(request, kind=kind, name=name)
         num = len(completion.requests)
         if num + self._num_open > MAX_OPEN_RESPONSES:
             raise RequestError(
@@ -138,6 +175,13 @@ class Endpoint:
         finally:
             self._num_open -= num
 
+    async def _parse(self, request: web.Request, *, kind: str, name: str) -> CompletionRequest:
+        if request.content_type != "application/json":
+            raise RequestError("the header Content-Type must be application/json", status=415)
+        raw = await self._connections.read_body(request)
+        parse = partial(parse_request, raw, kind=kind, policy=self.served, name=name)
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, parse)
+
     async def _wait_for_weights(self) -> None:
         try:
             await asyncio.wait_for(self.router.wait_until_running(), WEIGHTS_TIMEOUT_S)
@@ -152,9 +196,21 @@ class Endpoint:
     async def _stream(
         self, request: web.Request, completion: CompletionRequest, choices: list[Choice], about: dict
     ) -> web.StreamResponse:
-        """Send server-sent events as chunks arrive. An error after the first event is an event, too."""
+        """Send server-sent events as chunks arrive, until the client is gone or reads nothing."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+            await self._send_events(response, completion, choices, about)
+        except ConnectionError as error:
+            logger.info("a stream ends early: %s", error)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _send_events(
+        self, response: web.StreamResponse, completion: CompletionRequest, choices: list[Choice], about: dict
+    ) -> None:
+        """Send all events of a stream. An error after the first event is an event, too."""
         if completion.is_chat:
             for choice in choices:
                 first = {
@@ -171,11 +227,11 @@ class Endpoint:
                     await _send(response, stream_chunk(completion, choice, content, **about))
             if completion.include_usage:
                 await _send(response, final_chunk(completion, choices, **about))
+        except ConnectionError:
+            raise
         except Exception as error:
             await _send(response, error_body(_to_request_error(error)))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        await _write(response, b"data: [DONE]\n\n")
 
     async def _chunks(
         self, choices: list[Choice], *, chunk_tokens: int | None
@@ -210,15 +266,17 @@ class Endpoint:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _json(request: web.Request) -> Any:
-    try:
-        return await request.json()
-    except (ValueError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-
-
 async def _send(response: web.StreamResponse, event: dict) -> None:
-    await response.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
+    await _write(response, f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode("utf-8", "replace"))
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    """Send a part of a stream. Raises ConnectionError if the client is gone or reads too slowly."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
 def _to_request_error(error: Exception) -> RequestError:

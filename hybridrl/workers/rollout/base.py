@@ -22,7 +22,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
 from hybridrl.workers.rollout.requests import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
-from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStrings, load_stop_strings
+from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStringCache
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, NamedTensor
 
@@ -112,7 +112,7 @@ class Rollout(ABC):
         self.setup = setup
         self._version = VERSION_ON_DISK if setup.load_format == "auto" else None
         self._received: int | None = None
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self._stop_strings = StopStringCache(setup.model_path, trust_remote_code=setup.trust_remote_code)
 
     @classmethod
     def setting_problems(cls, settings: RolloutConfig, *, max_length: int) -> Iterable[str]:
@@ -230,14 +230,7 @@ class Rollout(ABC):
 
     def stop_condition(self, sampling: SamplingParams) -> StopCondition:
         """Return what ends a response with these parameters."""
-        strings = None
-        if sampling.stop:
-            if sampling.stop not in self._stop_strings:
-                path, trust = self.setup.model_path, self.setup.trust_remote_code
-                self._stop_strings[sampling.stop] = load_stop_strings(
-                    sampling.stop, model_path=path, trust_remote_code=trust
-                )
-            strings = self._stop_strings[sampling.stop]
+        strings = self._stop_strings.detector(sampling.stop) if sampling.stop else None
         return StopCondition(
             (() if sampling.ignore_eos else self.setup.eos_token_ids) + sampling.stop_token_ids, strings
         )

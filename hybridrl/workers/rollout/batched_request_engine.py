@@ -45,6 +45,7 @@ class BatchedRequestEngine:
         self._open: dict[str, _OpenRequest] = {}
 
     def add(self, request: Request) -> None:
+        self.rollout.stop_condition(request.sampling)  # raises here and not in the batch of others
         self._open[request.request_id] = _OpenRequest(request, self.rollout.current_version())
 
     def num_open(self) -> int:

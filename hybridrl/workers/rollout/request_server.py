@@ -8,16 +8,25 @@ The `hf` engine generates in batches (`BatchedRequestEngine`), vLLM batches cont
 
 A request's tokens depend only on its seed, its sample number and their position in the response. They do not depend on
 the process, on concurrent requests or on the number of chunks. A request can therefore be aborted and repeated on
-another replica with the same result.
+another replica with the same result. For the same reason an error of one request is found by serving the open
+requests in halves, and answers that request alone.
 """
 
+import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 
-from hybridrl.errors import DataError
+import torch
+
+from hybridrl.errors import DataError, StaleWeightsError
 from hybridrl.workers.rollout.base import Rollout
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
+logger = logging.getLogger(__name__)
+
+# Errors of the process, whatever the request: it has no weights, or its device cannot be used any more.
+ERRORS_OF_PROCESS = (StaleWeightsError, torch.AcceleratorError)
 SLICE_S = 0.05  # Seconds a replica works before it accepts new requests; about one decode step of a large model.
 
 
@@ -26,30 +35,98 @@ class RequestServer:
 
     def __init__(self, rollout: Rollout):
         self.rollout, self.engine = rollout, rollout.request_engine()
+        self._open: dict[str, Request] = {}  # in the engine
+        self._suspects: deque[list[Request]] = deque()  # groups to serve one after the other: one has raised
+        self._waiting: list[Request] = []  # came while there were suspects
 
     def serve(self, requests: Sequence[Request], aborted: Sequence[str], *, slice_s: float) -> list[TokenOutput]:
         """Add requests, abort others, work for one time slice, and return what finished.
+
+        A request that cannot be served is finished with reason "error".
 
         Args:
             requests: to add; their ids must not be open.
             aborted: ids of requests to end now. Unknown ids are ignored.
             slice_s: seconds to work, at least one engine step; returns earlier when no request is open.
+
+        Raises:
+            StaleWeightsError: The rollout holds no complete weights. Other errors are of the process, too.
         """
-        for request in requests:
-            self.rollout.require_sampling(request.sampling)
-            self._require_lengths_fit(request)
-        for request in requests:
-            if self.engine.is_open(request.request_id):
-                raise ValueError(f"request {request.request_id} is open already; ids must differ")
-            self.engine.add(request)
-        done = [output for name in aborted if (output := self.engine.abort(name)) is not None]
-        deadline = time.monotonic() + slice_s
-        while self.engine.num_open():
+        if requests:
             self.rollout.current_version()
-            done += self.engine.step()
+        self._waiting += requests
+        done = self._open_waiting()
+        done += [output for name in aborted if (output := self._abort(name)) is not None]
+        deadline = time.monotonic() + slice_s
+        while self.num_open():
+            self.rollout.current_version()
+            done += self._step() if self._open else self._open_waiting()
             if time.monotonic() >= deadline:
                 break
         return done
+
+    def num_open(self) -> int:
+        """Return the number of requests that have no answer yet."""
+        return len(self._open) + len(self._waiting) + sum(map(len, self._suspects))
+
+    def _open_waiting(self) -> list[TokenOutput]:
+        """Hand requests to the engine: the next group of suspects alone, else all; return those that fail."""
+        if self._suspects:
+            return [] if self._open else self._add(self._suspects.popleft())
+        waiting, self._waiting = self._waiting, []
+        return self._add(waiting)
+
+    def _add(self, requests: list[Request]) -> list[TokenOutput]:
+        """Add requests to the engine; return those that fail."""
+        failed = []
+        for request in requests:
+            if request.request_id in self._open or self.engine.is_open(request.request_id):
+                raise ValueError(f"request {request.request_id} is open already; ids must differ")
+            try:
+                self.rollout.require_sampling(request.sampling)
+                self._require_lengths_fit(request)
+                self.engine.add(request)
+            except ERRORS_OF_PROCESS:
+                raise
+            except Exception as error:
+                failed.append(_failed(request, error))
+            else:
+                self._open[request.request_id] = request
+        return failed
+
+    def _abort(self, name: str) -> TokenOutput | None:
+        self._open.pop(name, None)
+        if (output := self.engine.abort(name)) is not None:
+            return output
+        for group in (self._waiting, *self._suspects):
+            for request in group:
+                if request.request_id == name:
+                    group.remove(request)
+                    return TokenOutput(name, [], [], "abort", -1)
+        return None
+
+    def _step(self) -> list[TokenOutput]:
+        try:
+            finished = self.engine.step()
+        except ERRORS_OF_PROCESS:
+            raise
+        except Exception as error:
+            return self._part(error)
+        for output in finished:
+            self._open.pop(output.request_id, None)
+        return finished
+
+    def _part(self, error: Exception) -> list[TokenOutput]:
+        """Take the open requests out of the engine and serve them in halves; a single one has failed."""
+        suspects, self._open = list(self._open.values()), {}
+        for request in suspects:
+            self.engine.abort(request.request_id)
+        if len(suspects) == 1:
+            return [_failed(suspects[0], error)]
+        logger.warning("one of %d requests raised %s; they are served apart", len(suspects), type(error).__name__)
+        middle = len(suspects) // 2
+        self._suspects.extendleft([suspects[middle:], suspects[:middle]])
+        return []
 
     def _require_lengths_fit(self, request: Request) -> None:
         setup, new = self.rollout.setup, request.sampling.max_new_tokens
@@ -59,3 +136,8 @@ class RequestServer:
                 f"was built for {setup.max_length} in all, at most {setup.max_response_length} of them new "
                 "(data.max_prompt_length, data.max_response_length)"
             )
+
+
+def _failed(request: Request, error: Exception) -> TokenOutput:
+    logger.warning("request %s cannot be served", request.request_id, exc_info=error)
+    return TokenOutput.of_error(request.request_id, error)

@@ -14,7 +14,7 @@ from hybridrl.errors import DataError
 from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 
-FinishReason = Literal["stop", "length", "abort", "pause"]
+FinishReason = Literal["stop", "length", "abort", "pause", "error"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class TokenOutput:
     """The tokens sampled for a request.
 
     finish_reason: "stop": ended by a stop token or stop string, which is included. "length": reached max_new_tokens.
-        "abort": aborted by the caller, with the tokens so far. "pause": the same, because of a weight push.
+        "abort": aborted by the caller, with the tokens so far. "pause": the same, because of a weight push. "error":
+        the request cannot be served, and `error` has the reason; there are no tokens.
     version: of the oldest weights that produced one of the tokens; -1 if there are none.
     mixed: the version of each token, if they differ.
     """
@@ -70,6 +71,12 @@ class TokenOutput:
     finish_reason: FinishReason
     version: int
     mixed: tuple[int, ...] = ()
+    error: str = ""
+
+    @classmethod
+    def of_error(cls, request_id: str, error: Exception) -> "TokenOutput":
+        """Return the output of a request that raised an error."""
+        return cls(request_id, [], [], "error", -1, error=f"{type(error).__name__}: {error}")
 
     @property
     def token_versions(self) -> list[int]:

@@ -65,7 +65,7 @@ def serve_all(server, arrivals: list[list[Request]]) -> dict:
     """Add requests in groups, one step apart, and serve until none is open."""
     outputs: dict = {}
     arrivals = list(arrivals)
-    while arrivals or server.engine.num_open():
+    while arrivals or server.num_open():
         outputs |= {out.request_id: out for out in server.serve(arrivals.pop(0) if arrivals else [], [], slice_s=0)}
     return outputs
 
@@ -156,6 +156,50 @@ def test_batches_are_generated_after_serving_and_outputs_have_the_weights_versio
     }
 
 
+# Sampling that no engine can use; none of it is refused by `SamplingParams`.
+POISON = {
+    "min_tokens": {"min_tokens": 2**70},
+    "penalty": {"frequency_penalty": 10**400},
+    "stop": {"stop": ("\ud800",)},
+    "stop token": {"stop_token_ids": (2**70,), "min_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", POISON)
+def test_an_error_is_the_answer_of_the_request_that_caused_it(rollouts, engine, kind):
+    """Two requests of twelve raise, in another step or in the same batch as others; ten get their tokens."""
+    rollout, sampling, prompts = rollouts(engine), SAMPLINGS["sampled"], prompts_of(4)
+    batch, requests = rollout.generate(prompts, sampling), requests_of(prompts, sampling)
+    bad = [SamplingParams(5, **POISON[kind]), SamplingParams(RESPONSE, temperature=0.9, top_k=100, **POISON[kind])]
+    poisoned = [Request(f"bad/{number}", (50, 60), one, seed=1) for number, one in enumerate(bad)]
+    server = RequestServer(rollout)
+    outputs = serve_all(server, [[*requests[:7], poisoned[0]], [poisoned[1], *requests[7:]]])
+    failed = [name for name, output in outputs.items() if output.finish_reason == "error"]
+    assert sorted(failed) == ["bad/0", "bad/1"] and all(outputs[name].error for name in failed)
+    assert_same_as_batch(batch, {name: out for name, out in outputs.items() if name not in failed}, sampling.n)
+    assert server.engine.num_open() == 0
+
+
+def test_an_error_within_a_batch_is_found_by_halves(rollouts, monkeypatch):
+    """One prompt of a batch makes the model raise: the engine's own call, with real requests around it."""
+    rollout, sampling, prompts = rollouts("hf"), SAMPLINGS["sampled"], prompts_of(5)
+    batch, requests = rollout.generate(prompts, sampling), requests_of(prompts, sampling)
+    beyond = Request("bad", (10**6, 50), requests[0].sampling, seed=1)  # no row of the embedding
+    outputs = serve_all(RequestServer(rollout), [[*requests[:4], beyond, *requests[4:9]], requests[9:]])
+    assert outputs.pop("bad").finish_reason == "error"
+    assert_same_as_batch(batch, outputs, sampling.n)
+
+
+def test_a_request_that_waits_beside_suspects_can_be_aborted(rollouts):
+    requests = requests_of(prompts_of(2), SAMPLINGS["sampled"])
+    beyond = Request("bad", (10**6, 50), requests[0].sampling, seed=1)
+    server = RequestServer(rollouts("hf"))
+    assert server.serve([beyond, *requests], [], slice_s=0) == []  # halved now
+    [aborted] = [o for o in server.serve([], [requests[-1].request_id], slice_s=0) if o.request_id != "bad"]
+    assert (aborted.request_id, aborted.finish_reason) == (requests[-1].request_id, "abort")
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 def test_many_kinds_of_sampling_do_not_accumulate_batches_in_vllm(rollouts):
@@ -174,8 +218,8 @@ def test_invalid_requests_raise_errors(rollouts, tiny_qwen2):
         Request("a", (1, 2), SamplingParams(4, n=2), 0)
     with pytest.raises(DataError, match="leave no prompt"):
         Request("a", (1, 2), SamplingParams(4), 0, num_done=2)
-    with pytest.raises(DataError, match="request a: 40 tokens and up to 30 new ones"):
-        RequestServer(rollouts("hf")).serve([Request("a", (50,) * 40, SamplingParams(30), 0)], [], slice_s=0)
+    [refused] = RequestServer(rollouts("hf")).serve([Request("a", (50,) * 40, SamplingParams(30), 0)], [], slice_s=0)
+    assert refused.finish_reason == "error" and "request a: 40 tokens and up to 30 new ones" in refused.error
     twice = Request("a", (50,), SamplingParams(3), 0)
     with pytest.raises(ValueError, match="request a is open already"):
         RequestServer(rollouts("hf")).serve([twice, twice], [], slice_s=0)

@@ -8,6 +8,8 @@ Stop strings are found in decoded text, but the response keeps its sampled token
 Shapes: B prompts, S = B * n sequences, N sequences drawn now, V vocabulary, P prompt width, T maximum response tokens.
 """
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 NO_TOKEN = -1  # padding
+MAX_DETECTORS = 32  # sets of stop strings that a rollout keeps
 
 
 @dataclass(frozen=True)
@@ -169,27 +172,58 @@ class StopStrings:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def load_stop_strings(strings: tuple[str, ...], *, model_path: str, trust_remote_code: bool) -> StopStrings:
-    """Return the detector for these strings, using the model's tokenizer.
+class StopStringCache:
+    """Detectors for the sets of stop strings that were used last.
 
-    Raises:
-        ConfigError: the model has no tokenizer, or the tokenizer cannot produce one of the strings.
+    Clients of an endpoint choose their own strings, so old detectors are forgotten. All share one tokenizer, the
+    model's.
     """
-    from transformers import AutoTokenizer
 
-    key = f"actor_rollout_ref.rollout.stop={list(strings)}"
-    hint = "put the model's tokenizer there, or use actor_rollout_ref.rollout.stop_token_ids"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{key}: stop strings need a tokenizer in the directory of the model {model_path!r}: {error}; {hint}"
-        ) from error
-    # Without their files some tokenizer classes load with an empty vocabulary.
-    unknown = [text for text in strings if text not in tokenizer.decode(tokenizer.encode(text))]
-    if unknown:
-        raise ConfigError(
-            f"{key}: the tokenizer in {model_path!r} cannot produce {unknown}, so they would never stop a "
-            f"response; {hint}"
-        )
-    return StopStrings(tokenizer, strings)
+    def __init__(self, model_path: str, *, trust_remote_code: bool):
+        self._model_path, self._trust_remote_code = model_path, trust_remote_code
+        self._tokenizer: Any = None
+        self._detectors: OrderedDict[tuple[str, ...], StopStrings] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._detectors)
+
+    def detector(self, strings: tuple[str, ...]) -> StopStrings:
+        """Return the detector for these strings.
+
+        Raises:
+            ConfigError: the model has no tokenizer, or the tokenizer cannot produce one of the strings.
+        """
+        if strings not in self._detectors:
+            self._detectors[strings] = self._load(strings)
+        self._detectors.move_to_end(strings)
+        while len(self._detectors) > MAX_DETECTORS:
+            self._detectors.popitem(last=False)
+        return self._detectors[strings]
+
+    def _load(self, strings: tuple[str, ...]) -> StopStrings:
+        from transformers import AutoTokenizer
+
+        key = f"actor_rollout_ref.rollout.stop={list(strings)}"
+        hint = "put the model's tokenizer there, or use actor_rollout_ref.rollout.stop_token_ids"
+        path = self._model_path
+        try:
+            if self._tokenizer is None:
+                self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self._trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{key}: stop strings need a tokenizer in the directory of the model {path!r}: {error}; {hint}"
+            ) from error
+        if unknown := unwritable_strings(self._tokenizer, strings):
+            raise ConfigError(
+                f"{key}: the tokenizer in {path!r} cannot produce {unknown}, so they would never stop a response; "
+                f"{hint}"
+            )
+        return StopStrings(self._tokenizer, strings)
+
+
+def unwritable_strings(tokenizer: Any, strings: Iterable[str]) -> list[str]:
+    """Return the strings that the tokenizer cannot produce, for instance because it normalizes them.
+
+    Without their files some tokenizer classes load with an empty vocabulary.
+    """
+    return [text for text in strings if text not in tokenizer.decode(tokenizer.encode(text))]

@@ -79,14 +79,17 @@ class VLLMRequestEngine:
     def add(self, request: Request) -> None:
         batch = self._batch_for(request)
         row = batch.free_rows.pop()
-        self.rollout.call_worker("assign_slot", batch.number, row, request.key)
+        try:
+            self.rollout.call_worker("assign_slot", batch.number, row, request.key)
+            params = self._params(request, batch.number, row)
+            with preserve_process_state():
+                self.rollout.engine.add_request(
+                    request.request_id, {"prompt_token_ids": list(request.prompt_ids)}, params
+                )
+        except Exception:
+            self._free(batch, row)
+            raise
         self._open[request.request_id] = _OpenRequest(request, batch, row, self.rollout.current_version())
-        with preserve_process_state():
-            self.rollout.engine.add_request(
-                request.request_id,
-                {"prompt_token_ids": list(request.prompt_ids)},
-                self._params(request, batch.number, row),
-            )
 
     def _params(self, request: Request, number: int, row: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
@@ -177,7 +180,11 @@ class VLLMRequestEngine:
         del self._open[name]
         if len(tokens) < len(entry.tokens):  # a stop string was complete; vLLM then needed one more token to end
             reason = "stop"
-        batch.free_rows.append(entry.row)
+        self._free(batch, entry.row)
+        return TokenOutput(name, tokens, log_probs, reason, entry.version)
+
+    def _free(self, batch: _BatchSlots, row: int) -> None:
+        """Give a row back, and close a batch that nobody else can use."""
+        batch.free_rows.append(row)
         if batch.shared is None or (self._shared_batches.get(batch.shared) is not batch and self._is_idle(batch)):
             self.rollout.call_worker("close_batch", batch.number)
-        return TokenOutput(name, tokens, log_probs, reason, entry.version)

@@ -1,0 +1,105 @@
+"""Bounds on connections: their number, the time that they may be silent, and the memory of bodies in transit.
+
+Used by `server`. aiohttp limits the size of headers and of one body; it does not limit how long either takes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from hybridrl.serving.openai.parameters import RequestError
+
+MAX_CONNECTIONS = 512
+MAX_BODY_BYTES = 16 << 20  # of a request
+MAX_BODIES_BYTES = 128 << 20  # of all requests that are being received
+IDLE_TIMEOUT_S = 30.0  # for a connection without a request in work: to send a header, or to read an answer
+BODY_TIMEOUT_S = 30.0  # to receive a body
+SWEEP_PERIOD_S = 1.0
+BACKLOG = 128
+REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class Connections:
+    """The connections of one endpoint; closes those that are silent for too long."""
+
+    def __init__(self) -> None:
+        self._in_work: set[object] = set()  # connections with a request that a handler works on
+        self._idle_since: dict[object, float] = {}
+        self._num_bytes = 0  # of bodies that are being received
+
+    async def listen(self, server: web.Server, host: str, port: int) -> None:
+        """Accept connections. Raises OSError if the port is in use."""
+        self._server = server
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._protocol, host, port, backlog=BACKLOG)
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    @property
+    def port(self) -> int:
+        return self._listener.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Accept nothing more; open connections end with the server."""
+        self._listener.close()
+        self._sweeper.cancel()
+
+    def begin(self, request: web.Request) -> Callable[[], None]:
+        """Take a connection as in work until the returned function is called."""
+        connection = request.protocol
+        self._in_work.add(connection)
+        self._idle_since.pop(connection, None)
+        return lambda: self._in_work.discard(connection)
+
+    async def read_body(self, request: web.Request) -> bytes:
+        """Return the body.
+
+        Raises:
+            RequestError: It is too large or too slow, or too many others are being received.
+        """
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.content.iter_any():
+                    size += len(part)
+                    self._num_bytes += len(part)
+                    parts.append(part)
+                    if size > MAX_BODY_BYTES:
+                        raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MB", status=413)
+                    if self._num_bytes > MAX_BODIES_BYTES:
+                        raise RequestError(
+                            "too many large requests at the same time; try again", status=503, retry_after_s=1
+                        )
+        except TimeoutError:
+            raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
+        finally:
+            self._num_bytes -= size
+        return b"".join(parts)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return _Refusal() if len(self._server.connections) >= MAX_CONNECTIONS else self._server()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            self.close_idle(time.monotonic())
+
+    def close_idle(self, now: float) -> None:
+        """Close connections that had no request in work for `IDLE_TIMEOUT_S` seconds at `now` (monotonic)."""
+        idle = [connection for connection in self._server.connections if connection not in self._in_work]
+        self._idle_since = {connection: self._idle_since.get(connection, now) for connection in idle}
+        for connection in idle:
+            if now - self._idle_since[connection] > IDLE_TIMEOUT_S:
+                if connection.transport is not None:
+                    connection.transport.abort()
+                connection.force_close()
+
+
+class _Refusal(asyncio.Protocol):
+    """A connection above the limit."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(REFUSAL)
+        transport.close()

@@ -1,0 +1,252 @@
+"""The parameters of requests in OpenAI's format: which there are, their types and their ranges.
+
+Called by `requests`. A value that a replica could not use is rejected here, with the parameter's name, before anything
+is tokenized. Not here: prompts, and how many tokens they leave (`requests`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hybridrl.workers.rollout.sampling.logits import unwritable_strings
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+MAX_PARAMETERS = 64  # in one request
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_STOP_TOKENS = 256
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 1000.0  # below, logits divided by it are infinite; 0 is greedy
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it
+# Parameter -> smallest and largest value.
+RANGES: dict[str, tuple[float, float]] = {
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+}
+
+# Parameters that are not supported, with the values that have no effect and are accepted.
+UNSUPPORTED: dict[str, tuple] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logit_bias": (None, {}),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "top_logprobs": (None, 0),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+IGNORED_PARAMETERS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+}  # change no answer
+COMMON_PARAMETERS = {
+    *("model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "return_token_ids",
+    ),
+}
+SUPPORTED = {
+    "completions": COMMON_PARAMETERS | {"prompt", "max_tokens"},
+    "chat": COMMON_PARAMETERS | {"messages", "max_tokens", "max_completion_tokens"},
+}
+
+
+class RequestError(Exception):
+    """A request that is not served; becomes an error body in OpenAI's format.
+
+    Attributes:
+        param: The offending parameter.
+        status: HTTP status.
+        retry_after_s: Seconds for the `Retry-After` header.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        retry_after_s: int | None = None,
+    ):
+        super().__init__(message)
+        self.message, self.param, self.code, self.status, self.retry_after_s = (
+            message,
+            param,
+            code,
+            status,
+            retry_after_s,
+        )
+
+
+class Policy(Protocol):
+    """The facts about the model that parsing needs."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def max_response_length(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def check_names(body: dict, kind: str) -> None:
+    """Raise RequestError for a parameter that there is not, or that this endpoint does not support."""
+    if len(body) > MAX_PARAMETERS:
+        raise RequestError(f"the request has {len(body)} parameters; at most {MAX_PARAMETERS}")
+    for key, value in body.items():
+        if key in UNSUPPORTED and value not in UNSUPPORTED[key]:
+            raise RequestError(f"{key}={shorten(value)}: is not supported by this endpoint; leave it out", param=key)
+        if key not in UNSUPPORTED and key not in SUPPORTED[kind] | IGNORED_PARAMETERS and value is not None:
+            raise RequestError(f"there is no parameter {shorten(key)}", param=key[:80], code="unknown_parameter")
+
+
+def get_typed(body: dict, key: str, kind: type | tuple, default: Any) -> Any:
+    """Return a parameter's value, or the default where it is missing or null. Raises RequestError for other types."""
+    value = body.get(key)
+    if value is None:
+        if key == "model":
+            raise RequestError("model is missing; GET /v1/models lists it", param="model")
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise RequestError(f"{key}={shorten(value)}: must be of type {names}", param=key)
+    return value
+
+
+def shorten(value: Any) -> str:
+    """Return a value for a message, of at most 80 characters that every client can read."""
+    return repr(value[:80] if isinstance(value, str | list) else value)[:80].encode("utf-8", "replace").decode()
+
+
+def require_text(text: str, param: str) -> str:
+    """Return the text. Raises RequestError if it has half a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{param}: character {error.start} is half of a surrogate pair, which no text has", param=param
+        ) from error
+    return text
+
+
+def require_token_ids(ids: list, policy: Policy, *, param: str) -> list[int]:
+    """Return the ids. Raises RequestError if one is no token of the model."""
+    wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < policy.vocab_size]
+    if wrong:
+        raise RequestError(
+            f"{param}: {shorten(wrong[0])} is not a token id; ids are integers from 0 to {policy.vocab_size - 1}",
+            param=param,
+        )
+    return ids
+
+
+def sampling_of(body: dict, policy: Policy) -> SamplingParams:
+    """Return how to sample, with max_new_tokens=1. Raises RequestError for a value out of its range."""
+    temperature = _number(body, "temperature", 1.0, low=0, high=MAX_TEMPERATURE, hint="; 0 is greedy")
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise RequestError(
+            f"temperature={temperature}: must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
+            param="temperature",
+        )
+    top_k = int(_ranged(body, "top_k", -1, kind=int))
+    stop_token_ids = get_typed(body, "stop_token_ids", list, [])
+    if len(stop_token_ids) > MAX_STOP_TOKENS:
+        raise RequestError(
+            f"stop_token_ids: {len(stop_token_ids)} ids; at most {MAX_STOP_TOKENS}", param="stop_token_ids"
+        )
+    try:
+        return SamplingParams(
+            max_new_tokens=1,
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            top_p=_ranged(body, "top_p", 1.0),
+            top_k=top_k if top_k != 0 else -1,
+            min_p=_ranged(body, "min_p", 0.0),
+            presence_penalty=_ranged(body, "presence_penalty", 0.0),
+            frequency_penalty=_ranged(body, "frequency_penalty", 0.0),
+            repetition_penalty=_repetition_penalty(body),
+            min_tokens=get_typed(body, "min_tokens", int, 0),
+            ignore_eos=get_typed(body, "ignore_eos", bool, False),
+            stop=_stop_texts(body, policy),
+            stop_token_ids=tuple(require_token_ids(stop_token_ids, policy, param="stop_token_ids")),
+        )
+    except ValueError as error:
+        param = str(error).removeprefix("sampling ").split("=")[0]
+        raise RequestError(str(error), param=param) from error
+
+
+def _ranged(body: dict, key: str, default: float, *, kind: type | tuple = (int, float)) -> float:
+    low, high = RANGES[key]
+    return _number(body, key, default, low=low, high=high, kind=kind)
+
+
+def _number(
+    body: dict,
+    key: str,
+    default: float,
+    *,
+    low: float,
+    high: float,
+    kind: type | tuple = (int, float),
+    hint: str = "",
+) -> float:
+    value = get_typed(body, key, kind, default)
+    if not low <= value <= high:  # neither does NaN
+        raise RequestError(f"{key}={shorten(value)}: must be in [{low:g}, {high:g}]{hint}", param=key)
+    return float(value)
+
+
+def _repetition_penalty(body: dict) -> float:
+    value = _number(body, "repetition_penalty", 1.0, low=0, high=2)
+    if value < MIN_REPETITION_PENALTY:
+        raise RequestError(
+            f"repetition_penalty={value}: must be in [{MIN_REPETITION_PENALTY}, 2]; 1 is off",
+            param="repetition_penalty",
+        )
+    return value
+
+
+def _stop_texts(body: dict, policy: Policy) -> tuple[str, ...]:
+    stop: str | Sequence = get_typed(body, "stop", (str, list), [])
+    texts = [stop] if isinstance(stop, str) else list(stop)
+    if len(texts) > MAX_STOPS or not all(isinstance(text, str) and len(text) <= MAX_STOP_CHARACTERS for text in texts):
+        raise RequestError(
+            f"stop={shorten(stop)}: must be a text, or at most {MAX_STOPS} texts, of at most {MAX_STOP_CHARACTERS} "
+            "characters",
+            param="stop",
+        )
+    for text in texts:
+        require_text(text, "stop")
+    if unknown := unwritable_strings(policy.tokenizer, texts):
+        raise RequestError(
+            f"stop={shorten(unknown[0])}: this model's tokenizer cannot write it, so it would never stop an answer; "
+            "use the composed form of its characters (Unicode NFC), or stop_token_ids",
+            param="stop",
+        )
+    return tuple(texts)
