@@ -19,6 +19,7 @@ MAX_LOG_RATIO = 20.0
 """Limit of the exponent in k3, so that exp() does not overflow; verl's value."""
 MAX_K3 = 10.0
 """Limit of k3 itself, so that one very unlikely token does not dominate the batch; verl's value."""
+STRAIGHT_THROUGH = "+"
 MAX_RELATIVE_ERROR = 0.2
 """Limit of the adaptive controller's error, arXiv:1909.08593."""
 
@@ -33,14 +34,20 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) 
         mse, k2         d^2 / 2                 biased, small variance, its gradient is that of the KL
         low_var_kl, k3  exp(-d) - 1 + d         unbiased, never negative; -d limited to +-20, the result to 10
 
-    Gradients are those of the formula as written (0 where a limit applies). Not masked.
+    Gradients are those of the formula as written (0 where a limit applies). A kind that ends with "+" is
+    straight-through: the value of its formula, and the gradient of k2, which is that of the KL. Not masked.
 
     Raises:
         ConfigError: The kind is unknown.
         DataError: Shapes differ.
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
-    return _KINDS.lookup(kind)(log_probs - ref_log_probs)
+    difference = log_probs - ref_log_probs
+    value = _KINDS.lookup(kind.removesuffix(STRAIGHT_THROUGH))(difference)
+    if not kind.endswith(STRAIGHT_THROUGH):
+        return value
+    gradient = _k2(difference)
+    return value.detach() + gradient - gradient.detach()
 
 
 def apply_kl_penalty(

@@ -5,7 +5,8 @@ mini-batch over all ranks. So gradients are summed over micro-batches and ranks,
 holds for statistics: their sum over micro-batches and ranks is the value of the mini-batch.
 """
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -34,6 +35,8 @@ class GlobalCounts:
 def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
     """Return the policy loss: clipped surrogate, minus entropy bonus, plus KL to the reference policy if configured."""
     surrogate = get_policy_loss(config.policy_loss.loss_mode)
+    names = inspect.signature(surrogate).parameters
+    own_settings = {name: value for name, value in asdict(config.policy_loss).items() if name in names}
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
 
@@ -58,6 +61,7 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
             clip_low=low,
             clip_high=high,
             clip_c=config.clip_ratio_c,
+            **own_settings,
         )
         loss = pg_loss = reduce(parts.losses_BT, OWN_AGG_MODES.get(config.policy_loss.loss_mode, config.loss_agg_mode))
         stats = {

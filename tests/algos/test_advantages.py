@@ -237,8 +237,8 @@ def test_each_estimator_declares_its_inputs():
     needs = {name: (e.needs_critic, e.needs_group) for name, e in ADVANTAGE_ESTIMATORS.items()}
     assert needs == {
         "gae": (True, False),
-        "grpo": (False, True),
-        "rloo": (False, True),
+        **dict.fromkeys(("grpo", "grpo_vectorized", "grpo_passk", "gpg", "opo"), (False, True)),
+        **dict.fromkeys(("rloo", "rloo_vectorized"), (False, True)),
         "reinforce_plus_plus": (False, False),
         "reinforce_plus_plus_baseline": (False, True),
     }
@@ -247,7 +247,7 @@ def test_each_estimator_declares_its_inputs():
 def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match=r"adv_estimator='gpro' is not a known \w+ \w+; did you mean 'grpo'\? Known: gae, grpo, rein",
+        match=r"adv_estimator='gpro' is not a known \w+ \w+; did you mean 'grpo'\? Known: gae, gpg, grpo, grpo_passk",
     ):
         get_adv_estimator("gpro")
 
@@ -278,7 +278,7 @@ def test_a_users_estimator_gets_the_arguments_its_signature_names(registry_as_it
 
 def test_a_name_can_be_registered_again_by_the_same_function_only(registry_as_it_was):
     register_adv_est("grpo", needs_group=True)(advantages.grpo)
-    with pytest.raises(ConfigError, match="'grpo' is taken by hybridrl.algos.advantages.grpo"):
+    with pytest.raises(ConfigError, match="'grpo' is taken by hybridrl.algos.advantages.groups.grpo"):
         register_adv_est("grpo")(advantages.rloo)
 
 

@@ -125,3 +125,13 @@ def test_refusals_name_the_problem():
         AdaptiveKLController(0.1, target_kl=1.0, horizon=10).update(float("nan"), n_steps=1)
     with pytest.raises(CheckpointError, match="kl_ctrl.type"):
         AdaptiveKLController(0.1, target_kl=1.0, horizon=10).load_state_dict(FixedKLController(0.1).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["kl", "k1", "abs", "k2", "low_var_kl", "k3"])
+def test_a_straight_through_kind_has_its_own_value_and_the_gradient_of_k2(kind):
+    reference = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+    log_probs = torch.tensor([-1.5, -0.2, -0.5], dtype=torch.float64, requires_grad=True)
+    value = kl_penalty(log_probs, reference, f"{kind}+")
+    torch.testing.assert_close(value, kl_penalty(log_probs, reference, kind))
+    value.sum().backward()
+    torch.testing.assert_close(log_probs.grad, (log_probs - reference).detach())

@@ -1,5 +1,6 @@
 """Policy losses: numbers worked out by hand, gradients, and values off the mask."""
 
+import functools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from hybridrl.algos.policy_losses import POLICY_LOSSES, get_policy_loss, gspo, r
 from hybridrl.errors import ConfigError, DataError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "clip_c": 3.0}
+SETTINGS = {"dro": {"dro_beta": 0.5}}
 
 
 def one_row(ratios: list[float], advantages: list[float], loss_fn=vanilla, **clip):
@@ -84,7 +86,7 @@ def test_nothing_off_the_mask_reaches_losses_flags_or_gradients(name):
     values[:, ~mask_BT] = float("nan")
     values[0, 3, 0] = float("inf")
     log_probs_BT = values[0].requires_grad_()
-    result = get_policy_loss(name)(log_probs_BT, values[1], values[2], mask_BT.long(), **CLIP)
+    result = get_policy_loss(name)(log_probs_BT, values[1], values[2], mask_BT.long(), **CLIP, **SETTINGS.get(name, {}))
     result.losses_BT.sum().backward()
     assert torch.isfinite(log_probs_BT.grad).all()
     for column_BT in (*result, log_probs_BT.grad):
@@ -95,7 +97,8 @@ def test_nothing_off_the_mask_reaches_losses_flags_or_gradients(name):
 def test_padding_and_the_order_of_rows_do_not_change_losses(name):
     torch.manual_seed(3)
     log_probs_BT, old_BT, advantages_BT = torch.randn(3, 5, 4, dtype=torch.float64)
-    mask_BT, order, loss_fn = torch.rand(5, 4) < 0.7, torch.randperm(5), get_policy_loss(name)
+    mask_BT, order = torch.rand(5, 4) < 0.7, torch.randperm(5)
+    loss_fn = functools.partial(get_policy_loss(name), **SETTINGS.get(name, {}))
     plain_BT = loss_fn(log_probs_BT, old_BT, advantages_BT, mask_BT, **CLIP).losses_BT
     moved = (torch.nn.functional.pad(x[order], (0, 3)) for x in (log_probs_BT, old_BT, advantages_BT, mask_BT))
     torch.testing.assert_close(loss_fn(*moved, **CLIP).losses_BT[:, :4], plain_BT[order])
@@ -118,7 +121,7 @@ def test_refusals_name_the_value():
         vanilla(ones_BT, ones_BT, ones_BT[:, :1], ones_BT, **CLIP)
     with pytest.raises(
         ConfigError,
-        match=r"loss_mode='vanila' is not a known policy .*; did you mean 'vanilla'\? Known: gspo, vanilla",
+        match=r"loss_mode='vanila' is not a known policy .*; did you mean 'vanilla'\? Known: cispo, dppo_kl",
     ):
         get_policy_loss("vanila")
     with pytest.raises(ConfigError, match="taken"):

@@ -25,6 +25,7 @@ from hybridrl.config.checks.rollout import (
 )
 from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
 from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
+from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.config.schema.trainer import TrainerConfig
@@ -153,6 +154,14 @@ def mini_batch_problems(config: PPOConfig) -> Problems:
                 f"{key}.ppo_mini_batch_size={size}: a step has only {prompts} prompts (data.train_batch_size); "
                 f"set {prompts} or less"
             )
+
+
+def reward_limit_problems(config: PPOConfig) -> Problems:
+    """Yield the limit that is none."""
+    try:
+        RewardLimits.of(config.reward_model.limits)
+    except ConfigError as error:
+        yield str(error)
 
 
 def reward_problems(config: PPOConfig) -> Problems:
@@ -286,6 +295,8 @@ def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_
     name, mode = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.actor.loss_agg_mode
     if name in own_agg_modes and mode not in (own_agg_modes[name], ActorConfig().loss_agg_mode):
         yield f"actor_rollout_ref.actor.loss_agg_mode={mode}: {name} always uses {own_agg_modes[name]}; leave it out"
+    if name == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
+        yield "actor_rollout_ref.actor.policy_loss.loss_mode=dro: needs policy_loss.dro_beta, the weight of its penalty"
     if name not in known:
         yield (
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {suggest_name(name, known)}"
@@ -321,6 +332,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     weight_sync_problems,
     mini_batch_problems,
     reward_problems,
+    reward_limit_problems,
     dataset_class_problems,
     world_size_problems,
     async_problems,

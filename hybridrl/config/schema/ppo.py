@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hybridrl.config.fields import section, setting
 from hybridrl.config.schema.data import DataConfig, ImportPath
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import ActorRolloutRefConfig, CriticConfig, RewardModelConfig
+from hybridrl.config.schema.workers import KL_KINDS, ActorRolloutRefConfig, CriticConfig, RewardModelConfig
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ class AlgorithmConfig:
         True, "Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."
     )
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
-    kl_penalty: str = setting(
-        "kl", "KL estimator of the reward.", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-    )
+    kl_penalty: str = setting("kl", "KL estimator of the reward.", choices=KL_KINDS)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of the KL in the reward.")
     rollout_correction: RolloutCorrectionConfig = section(
         RolloutCorrectionConfig, "Correction for samples from other weights or another engine."

@@ -15,6 +15,7 @@ DYNAMIC = "Cut micro-batches by token budget and ignore the number of rows."
 BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless rows are set."
 MCORE = "Takes effect with strategy=megatron only."
 SHAPES = "Log-probs are computed without it."
+KL_KINDS = tuple(kind + suffix for suffix in ("", "+") for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
 PATH_OR_NULL = "Directory or Hugging Face name of the model"
 
 
@@ -123,6 +124,9 @@ class MegatronConfig(EngineSettings):
 @dataclass(frozen=True)
 class PolicyLossConfig:
     loss_mode: str = setting("vanilla", "Policy loss by its registered name; algorithm.path registers your own.")
+    tau_pos: float = setting(1.0, "Temperature of sapo's gate where the advantage is positive.", gt=0)
+    tau_neg: float = setting(1.05, "Temperature of sapo's gate where the advantage is negative.", gt=0)
+    dro_beta: float | None = setting(None, "Weight of dro's quadratic penalty, which dro requires.", gt=0)
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,7 @@ class ActorConfig:
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Add a KL term to the reference policy to the loss.")
     kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", ge=0)
-    kl_loss_type: str = setting(
-        "low_var_kl", "KL estimator of the loss.", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-    )
+    kl_loss_type: str = setting("low_var_kl", "KL estimator of the loss.", choices=KL_KINDS)
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
@@ -293,7 +295,8 @@ class RolloutConfig:
     )
     endpoint_host: str = setting(
         "127.0.0.1",
-        "Address on which the endpoint listens; 0.0.0.0 means all of the machine's. There is no authentication.",
+        "Address on which the endpoint listens; 0.0.0.0 means all of the machine's. Clients need a key only if the "
+        "environment variable HYBRIDRL_API_KEY sets one.",
     )
     agent: AgentConfig = section(AgentConfig, "Agent loops.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Responses of several turns.")
@@ -349,6 +352,13 @@ class RewardModelConfig:
         None, "Processes that run reward functions and can be killed; null means one per core, at most 4.", ge=1
     )
     timeout_s: float = setting(10.0, "Wall-clock limit of one reward call, in seconds.", gt=0)
+    limits: dict = setting(
+        {},
+        "Further limits of each process that runs reward functions: memory_mb (default: half of the machine's, divided "
+        "by num_processes), file_mb (4096), processes (64), output_mb (16); env lists variables that it may see "
+        "besides those that programs need.",
+        free=True,
+    )
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     forward_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Soft length penalty.")

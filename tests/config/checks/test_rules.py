@@ -175,6 +175,11 @@ def check(tmp_path):
         ("trainer.resume_from_path=x", "is read only with trainer.resume_mode=resume_path, not auto"),
         ("trainer.resume_mode=resume_path trainer.resume_from_path=nowhere", "there is no such directory"),
         ("reward_model.enable=true", "set reward_model.model.path"),
+        (
+            "reward_model.limits.memory_gb=3",
+            "reward_model.limits.memory_gb: there is no such limit",
+        ),
+        ("reward_model.limits.memory_mb=-3", "reward_model.limits.memory_mb=-3: must be a number above 0"),
         ("reward_model.model.path=some/model", "set reward_model.enable=true"),
         ("data.custom_cls.name=Mine", "data.custom_cls.path=null: a dataset class needs both"),
         (
@@ -268,6 +273,7 @@ def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, p
         "trainer.save_freq=3",
         "trainer.backend=local",
         "custom_reward_function.kwargs.format_score=0.1",
+        "reward_model.limits.memory_mb=4000 reward_model.limits={env:[JUDGE_KEY],processes:8}",
         "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo "
         "reward_model.overlong_buffer.len=512",
         "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=true",
