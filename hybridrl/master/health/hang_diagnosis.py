@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridrl.master.state.events import TRAINER, role_of_slot
+from hybridrl.master.state.events import DRIVERS, role_of_slot
 
 COLLECTIVE = ("distributed_c10d.py", "torch/distributed", "process_group")
 
@@ -60,12 +60,12 @@ def find_culprit(activities: Sequence[Activity], *, threshold_s: float) -> Diagn
         activities: Of all processes of the job.
         threshold_s: A method that takes less time is not regarded as hung.
     """
-    workers = [activity for activity in activities if activity.slot != TRAINER]
+    workers = [activity for activity in activities if activity.slot not in DRIVERS]
     for label in dict.fromkeys(role_of_slot(activity.slot) for activity in workers):
         found = _outlier([activity for activity in workers if role_of_slot(activity.slot) == label], threshold_s)
         if found is not None:
             return found
-    trainer = next((activity for activity in activities if activity.slot == TRAINER), None)
+    trainer = next((activity for activity in activities if activity.slot in DRIVERS), None)
     if trainer is None or not workers:
         return None
     if any(activity.method or activity.elapsed_s < threshold_s for activity in workers):
@@ -74,7 +74,7 @@ def find_culprit(activities: Sequence[Activity], *, threshold_s: float) -> Diagn
         return None
     idle = tuple(activity.slot for activity in workers)
     evidence = f"it is in {trainer.method} for {trainer.elapsed_s:.0f} s, and all workers are idle"
-    return Diagnosis(TRAINER, idle, evidence, trainer.method)
+    return Diagnosis(trainer.slot, idle, evidence, trainer.method)
 
 
 def _outlier(group: Sequence[Activity], threshold_s: float) -> Diagnosis | None:
@@ -117,7 +117,7 @@ def all_in_one_method(activities: Sequence[Activity], *, threshold_s: float) -> 
 
     The caller then compares their stacks.
     """
-    for label in dict.fromkeys(role_of_slot(activity.slot) for activity in activities if activity.slot != TRAINER):
+    for label in dict.fromkeys(role_of_slot(activity.slot) for activity in activities if activity.slot not in DRIVERS):
         group = tuple(activity for activity in activities if role_of_slot(activity.slot) == label)
         method = group[0].method
         if method and all(activity.method == method and activity.elapsed_s >= threshold_s for activity in group):

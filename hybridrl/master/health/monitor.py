@@ -76,7 +76,7 @@ class Monitor:
             if worker.state in (WorkerPhase.ALIVE, WorkerPhase.SILENT):
                 process = ProcessRecord(slot, worker.name, worker.pid, worker.node, worker.machine, time.monotonic())
                 self._open_pidfd(process)
-                process.disconnected_at = process.last_message_at
+                process.idle_since = process.disconnected_at = process.last_message_at
                 self.processes[slot] = process
 
     def _open_pidfd(self, process: ProcessRecord) -> None:
@@ -117,7 +117,10 @@ class Monitor:
         self._open_pidfd(process)
         self.processes[process.slot] = process
         size, rank = hello.get("group_size", 1), hello.get("rank", 0)
-        return WorkerJoined(process.slot, process.name, process.pid, process.node, process.machine, size, rank)
+        printed = (hello.get("stdout", ""), hello.get("stderr", ""))
+        return WorkerJoined(
+            process.slot, process.name, process.pid, process.node, process.machine, size, rank, *printed
+        )
 
     def _update(self, process: ProcessRecord, beat: dict[str, Any]) -> None:
         before, method = process.beat, beat.get("doing")
@@ -214,7 +217,7 @@ class Monitor:
             self._mark_lost(process, Kind.DIED, "its process is gone")
         elif silence_s < self._silence_timeout_s:
             return
-        elif stat is not None and stat.state == STOPPED and process.slot != TRAINER and not self._trainer_is_stopped():
+        elif stat is not None and stat.state == STOPPED and not self._is_suspended(process):
             text = f"frozen: its process is stopped (SIGSTOP), and silent for {silence_s:.1f} s{_last_report(process)}"
             self._events.append(WorkerFailed(Kind.FROZEN, process.slot, process.pid, text))
         elif not process.is_silent:
@@ -222,12 +225,15 @@ class Monitor:
             text = f"silent for {silence_s:.1f} s, {_stat_text(stat, process)}"
             self._events.append(WorkerSilent(process.slot, process.pid, text))
 
-    def _trainer_is_stopped(self) -> bool:
-        # Ctrl-Z in a terminal stops the trainer together with its workers. That is no failure.
-        trainer = self.processes.get(TRAINER)
-        return (
-            trainer is not None and trainer.pidfd_watch is not None and read_process_stat(trainer.pid).state == STOPPED
-        )
+    def _is_suspended(self, process: ProcessRecord) -> bool:
+        """Return whether a stopped process is no failure: Ctrl-Z in a terminal stops the driver with its workers.
+
+        The supervisor of a submitted job has no terminal.
+        """
+        driver = self.processes.get(TRAINER)
+        if process is driver:
+            return True
+        return driver is not None and driver.pidfd_watch is not None and read_process_stat(driver.pid).state == STOPPED
 
     def _mark_lost(self, process: ProcessRecord, kind: Kind, evidence: str) -> None:
         self.remove(process.slot)
@@ -236,10 +242,12 @@ class Monitor:
     # -- activities
 
     def activities(self) -> list[Activity]:
-        """Return what every process does, extrapolated from its last heartbeat. Thread-safe."""
+        """Return what every process that has sent one does, extrapolated from its last heartbeat. Thread-safe."""
         now = time.monotonic()
         found = []
         for process in list(self.processes.values()):  # a copy: other threads call this, too
+            if not process.beat:  # it has not reported to this master yet
+                continue
             beat, method = process.beat, process.beat.get("doing")
             busy_s = beat.get("elapsed_s", 0.0) + now - process.last_message_at
             elapsed_s = busy_s if method else now - process.idle_since

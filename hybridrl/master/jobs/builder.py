@@ -16,46 +16,99 @@ The methods of a role follow the method that names it; `end()` is optional. Role
 """
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.jobs.entrypoint import parse_entry, parse_torchrun
+from hybridrl.master.jobs.entrypoint import parse_torchrun
+from hybridrl.master.jobs.role_builder import RoleBuilder
 from hybridrl.master.jobs.submit import RunningJob, submit
+from hybridrl.master.plan.plain_config import plain_config
 from hybridrl.master.plan.planner import check_declared_size, plan_job
 from hybridrl.master.plan.role_pools import RoleRequest, assign_pools
-from hybridrl.master.plan.spec import (
-    MAX_RESTART,
-    RESTART_TIMEOUT_S,
-    RESTARTS,
-    TRAINER,
-    EdgeSpec,
-    JobSpec,
-    Resource,
-    TrainerSpec,
-)
+from hybridrl.master.plan.spec import TRAINER, EdgeSpec, JobSpec, Resource, TrainerSpec
+from hybridrl.master.plan.submit_options import read_options
+from hybridrl.master.plan.without_effect import log_without_effect
+from hybridrl.master.plan.workloads import Collocation, Workload, Workloads, collocations
 from hybridrl.single_controller.placement.plan import Plan
 
-# Names that DLRover's resource() also accepts.
-RESOURCE_ALIASES = {"mem": "memory", "gpu": "accelerator", "acc": "accelerator"}
+ELASTIC = "elastic"  # the role of train() and of a torchrun command
+# Roles that a trainer calls, and what is restarted with a lost process of theirs.
+CALLED_ROLES = {"actor": "role", "critic": "role", "rollout": "process", "reference": "role", "reward": "process"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """A job that can be submitted."""
+    """A job that can be submitted. What was built is in `spec`; the properties have DLRover's names."""
 
     spec: JobSpec
+
+    @property
+    def node_num(self) -> int | None:
+        """Machines that the job may use. None: as many as the cluster has."""
+        return self.spec.node_num
+
+    @property
+    def device_per_node(self) -> int | None:
+        """Devices per machine. None: as many as the machines have."""
+        return self.spec.device_per_node
+
+    @property
+    def device_type(self) -> str:
+        return self.spec.device_type
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.spec.config
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The variables of global_env()."""
+        return self.spec.env
+
+    @property
+    def collocations(self) -> Sequence[Collocation]:
+        """The sets of roles that share devices."""
+        return collocations(self.spec)
+
+    @property
+    def workloads(self) -> Workloads:
+        """The view of each role by its name, see `Workload`."""
+        return Workloads(self)
+
+    def get_workload(self, role: str) -> Workload:
+        """Return the view of a role. Raises KeyError for an unknown one."""
+        return self.workloads[role]
 
     def plan(self, job: str = "job") -> Plan:
         """Return which process runs where. job: the prefix of all names."""
         return plan_job(self.spec, job)
 
     def submit(
-        self, job_name: str | None = None, blocking: bool = True, *, dry_run: bool = False, journal: str | None = None
+        self,
+        job_name: str | None = None,
+        blocking: bool = True,
+        *,
+        dry_run: bool = False,
+        check: bool = False,
+        journal: str | None = None,
+        **job_config: Any,
     ) -> "int | RunningJob":
-        """Start the job; see `submit.submit`."""
-        return submit(self.spec, job_name, blocking=blocking, dry_run=dry_run, journal=journal)
+        """Start the job; see `submit.submit` for the named arguments.
+
+        Args:
+            job_config: Fields of DLRover's JobConfig (`submit_options.py`). Those not given are read from environment
+                variables like DLROVER_UNIFIED_MASTER_CPU.
+        """
+        options = read_options(job_config, os.environ)
+        spec, master = options.change_spec(self.spec), options.master
+        return submit(spec, job_name, blocking=blocking, dry_run=dry_run, check=check, journal=journal, master=master)
+
+    def dry_run(self, job_name: str | None = None, *, check: bool = False) -> None:
+        """Print the plan and start nothing. check: import the entries first, in a process of their own."""
+        self.submit(job_name, dry_run=True, check=check)
 
     def model_dump_json(self, indent: int | None = None) -> str:
         """Return the spec as JSON."""
@@ -75,164 +128,6 @@ class DLJob(Job):
     """A job with any roles."""
 
 
-class RoleBuilder:
-    """DLRover's methods that describe a role.
-
-    Every builder has them, so that calls chain. On a builder that a role's method returned they describe that role; on
-    the job's builder, the role that was named last.
-    """
-
-    def _bound(self, method: str) -> Self:
-        """Return the builder that describes a role. method: for the error message."""
-        raise NotImplementedError
-
-    def _request(self, method: str) -> RoleRequest:
-        raise NotImplementedError
-
-    def run(self, entry: Any, class_name: str | None = None) -> Self:
-        """Set what the role's processes run.
-
-        Args:
-            entry: A class, 'module:Class', 'module.Class', 'file.py:Class', or a module with `class_name`: workers,
-                whose methods the trainer calls. A function, by the same names, or a program with its arguments,
-                'train.py --lr 0.1': executed once in each process, as by torchrun.
-            class_name: Name of the class in the module `entry`.
-        """
-        request = self._request("run")
-        request.entry = parse_entry(request.name, entry, class_name)
-        return self._bound("run")
-
-    def train(self, entry: Any, class_name: str | None = None) -> Self:
-        """Do the same as `run`."""
-        return self.run(entry, class_name)
-
-    # -- how many processes
-
-    def total(self, num: int = 1) -> Self:
-        """Set the number of processes."""
-        return self._set_count("total", num, method="total")
-
-    def per_node(self, num: int = 1) -> Self:
-        """Set the number of processes per node, which are on one machine. The last node has the remainder."""
-        return self._set_count("per_node", num, method="per_node")
-
-    def per_group(self, num: int = 1) -> Self:
-        """Do the same as `per_node`."""
-        return self._set_count("per_node", num, method="per_group")
-
-    def nproc_per_node(self, num: int) -> Self:
-        """Do the same as `per_node`. With `nnodes`, the total is their product."""
-        return self._set_count("per_node", num, method="nproc_per_node")
-
-    def nnodes(self, num: int) -> Self:
-        """Set the number of nodes."""
-        return self._set_count("num_nodes", num, method="nnodes")
-
-    def _set_count(self, field_name: str, num: int, *, method: str) -> Self:
-        request = self._request(method)
-        if not isinstance(num, int) or num < 1:
-            raise ConfigError(f"role {request.name!r}: {field_name}={num!r} must be a whole number, 1 or more")
-        if request.name == TRAINER and num != 1:
-            raise ConfigError(f"role {TRAINER!r}: {field_name}={num}, but the trainer is one process; leave it out")
-        setattr(request, field_name, num)
-        return self._bound(method)
-
-    # -- what each process gets
-
-    def resource(
-        self, cpu: float | None = None, memory: int | None = None, accelerator: float | None = None, **more: float
-    ) -> Self:
-        """Set the resources of each process.
-
-        Without this call, a process gets one device and one core. With it, no device, unless it is requested or the
-        role shares devices.
-
-        Args:
-            cpu: Cores.
-            memory: MB of 2**20 bytes.
-            accelerator: Devices, or a fraction of one.
-            more: Ray's custom resources by name.
-        """
-        for alias, name in RESOURCE_ALIASES.items():
-            if alias in more and name == "memory":
-                memory = int(more.pop(alias))
-            elif alias in more:
-                accelerator = more.pop(alias)
-        self._request("resource").resource = Resource(cpu, memory, accelerator, more)
-        return self._bound("resource")
-
-    def env(self, env: Mapping[str, str]) -> Self:
-        """Add environment variables of the role's processes. They override `global_env`."""
-        self._request("env").env.update(env)
-        return self._bound("env")
-
-    # -- what happens when a process is lost
-
-    def max_restart(self, num: int = MAX_RESTART) -> Self:
-        """Set how many losses the role survives. Ten reported steps without a loss reset the count."""
-        request = self._request("max_restart")
-        if not isinstance(num, int) or num < 0:
-            raise ConfigError(
-                f"role {request.name!r}: max_restart={num!r} must be a whole number; 0 ends the job at the first loss"
-            )
-        request.max_restart = num
-        return self._bound("max_restart")
-
-    def restart(self, together: str = "role") -> Self:
-        """Set which processes are restarted with a lost one.
-
-        Args:
-            together: "role": all of the role, because its processes communicate; "node": those on its node; "process":
-                none.
-        """
-        request = self._request("restart")
-        if together not in RESTARTS:
-            raise ConfigError(
-                f"role {request.name!r}: restart({together!r}) is unknown; known are {', '.join(RESTARTS)}"
-            )
-        request.restart = together
-        return self._bound("restart")
-
-    def enable_node_group_failover(self, label_key: str = "", timeout: float = RESTART_TIMEOUT_S) -> Self:
-        """Restart all processes of a node together.
-
-        Args:
-            label_key: Machines with the same value of this Ray label count as one node.
-            timeout: Seconds for the restarted processes to be ready.
-        """
-        request = self._request("enable_node_group_failover")
-        if not timeout > 0:
-            raise ConfigError(
-                f"role {request.name!r}: enable_node_group_failover(timeout={timeout!r}) must be more than 0 seconds"
-            )
-        request.restart_label, request.restart_timeout_s = label_key, float(timeout)
-        return self.restart("node")
-
-    # -- where it is placed
-
-    def pack(self, strict: bool = False) -> Self:
-        """Allow nodes of the role on one machine. strict: place all processes on one machine."""
-        return self._set_strategy("strict_pack" if strict else "pack", method="pack")
-
-    def spread(self, strict: bool = False) -> Self:
-        """Place nodes of the role on different machines if there are enough. strict: refuse to start otherwise."""
-        return self._set_strategy("strict_spread" if strict else "spread", method="spread")
-
-    def _set_strategy(self, strategy: str, *, method: str) -> Self:
-        self._request(method).strategy = strategy
-        return self._bound(method)
-
-    def node_labels(self, labels: Mapping[str, str]) -> Self:
-        """Require machines with these Ray labels: `{"zone": "a"}`, `"!a"`, `"in(a,b)"`, `"!in(a,b)"`."""
-        self._request("node_labels").labels.update(labels)
-        return self._bound("node_labels")
-
-    def anti_affinity(self, *roles: str) -> Self:
-        """Forbid machines on which one of these roles runs."""
-        self._request("anti_affinity").apart_from += tuple(role.lower() for role in roles)
-        return self._bound("anti_affinity")
-
-
 @dataclass
 class _Description:
     """The settings of one job, shared by all of its builders."""
@@ -244,6 +139,7 @@ class _Description:
     collocate_all_except: tuple[str, ...] | None = None
     edges: list[EdgeSpec] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    of_elastic_roles: dict[str, Any] = field(default_factory=dict)  # their settings without effect
 
 
 class DLJobBuilder(RoleBuilder):
@@ -273,6 +169,18 @@ class DLJobBuilder(RoleBuilder):
             raise ConfigError(f"{method}(): there is no role yet; call role(), actor() or another one first")
         return request
 
+    def _without_entry(self, method: str) -> Self:
+        request = self._role or self._description.last
+        if request is not None and not request.entry:
+            return self._bound(method)
+        if method == "train":
+            return self.role(ELASTIC)
+        if request is not None:
+            raise ConfigError(
+                f"role {request.name!r}: it already runs {request.entry!r}; name another with role() first"
+            )
+        return self._bound(method)
+
     def end(self) -> Self:
         """Return the job's builder. Optional."""
         self._request("end")
@@ -300,9 +208,9 @@ class DLJobBuilder(RoleBuilder):
         """Set the config of trainer and workers: a mapping (also OmegaConf's) or a namespace that JSON can hold."""
         return self._set("config", plain_config(config))
 
-    def global_env(self, env: Mapping[str, str]) -> Self:
+    def global_env(self, env: Mapping[str, str] | None) -> Self:
         """Set environment variables of every process. A role's own override them."""
-        return self._set("env", dict(env))
+        return self._set("env", dict(env or {}))
 
     def with_collocation(self, *roles: str) -> Self:
         """Let these roles share devices, each with processes of its own."""
@@ -332,6 +240,28 @@ class DLJobBuilder(RoleBuilder):
         self._description.edges.append(EdgeSpec(kind, source.lower(), target.lower(), weight))
         return self._job_builder
 
+    # -- what DLRover's users also set
+
+    def skip_node_check(self) -> Self:
+        """Do not test the machines before a start, as always."""
+        self._description.of_elastic_roles["comm_pre_check"] = False
+        return self._job_builder
+
+    def no_setup_process_group(self) -> Self:
+        """Make no process group before the entry runs, as always."""
+        self._description.of_elastic_roles["comm_auto_setup_process_group"] = False
+        return self._job_builder
+
+    def as_task_stream(self) -> Self:
+        """Accept DLRover's kind of job, which has no effect."""
+        log_without_effect("as_task_stream()")
+        return self._job_builder
+
+    def as_data_stream(self) -> Self:
+        """Accept DLRover's kind of job, which has no effect."""
+        log_without_effect("as_data_stream()")
+        return self._job_builder
+
     # -- its roles
 
     def role(self, name: str) -> Self:
@@ -351,13 +281,19 @@ class DLJobBuilder(RoleBuilder):
         return self.role(role).run(entry, class_name)
 
     def by_dlrover_run_cmd(self, command: str) -> Self:
-        """Add the role `elastic` from a command of torchrun or dlrover-run.
+        """Add the role `elastic` from a command of torchrun or dlrover-run. It also sets node_num and device_per_node.
 
         Args:
             command: For example `torchrun --nproc_per_node=4 train.py --lr 0.1`.
         """
         parsed = parse_torchrun(command)
-        role = self.workload("elastic", parsed.program).nnodes(parsed.num_nodes).nproc_per_node(parsed.per_node)
+        role = self.role(ELASTIC).train(parsed.program).nnodes(parsed.num_nodes).nproc_per_node(parsed.per_node)
+        self._description.settings = {
+            "node_num": parsed.num_nodes,
+            "device_per_node": parsed.per_node,
+            **self._description.settings,
+        }
+        role._request("run").without_effect["comm_pre_check"] = parsed.node_check
         return role if parsed.max_restart is None else role.max_restart(parsed.max_restart)
 
     def trainer(self, entry: Any, class_name: str | None = None) -> Self:
@@ -375,6 +311,8 @@ class DLJobBuilder(RoleBuilder):
         for request in (*description.roles.values(), *([description.trainer] if description.trainer else [])):
             if not request.entry:
                 raise ConfigError(f"role {request.name!r}: it has nothing to run; add .run('module:Class')")
+            if request.backend == "elastic":
+                request.without_effect |= description.of_elastic_roles
         roles, pools = assign_pools(description.roles, self._collocations())
         trainer = _trainer_spec(description.trainer) if description.trainer else None
         spec = JobSpec(roles, pools, trainer, edges=tuple(description.edges), **description.settings)
@@ -404,57 +342,48 @@ class RLJobBuilder(DLJobBuilder):
 
     job_class = RLJob
 
+    def role(self, name: str) -> Self:
+        """Add a role. If a trainer calls it, its processes do not decide when the job ends.
+
+        Lost processes of rollout and reward are restarted one by one, unless `restart("role")` changes it.
+        """
+        builder = super().role(name)
+        request = builder._request("role")
+        request.restart = CALLED_ROLES.get(request.name, request.restart)
+        return builder
+
     def actor(self, entry: Any, class_name: str | None = None) -> Self:
         """Add the policy that is trained."""
-        return self.workload("actor", entry, class_name)
+        return self.role("actor").train(entry, class_name)
 
     def rollout(self, entry: Any, class_name: str | None = None) -> Self:
-        """Add the generation processes. They are restarted one by one, unless `restart("role")` changes it."""
-        return self.workload("rollout", entry, class_name).restart("process")
+        """Add the generation processes."""
+        return self.workload("rollout", entry, class_name)
 
     def reference(self, entry: Any, class_name: str | None = None) -> Self:
         """Add the reference policy."""
         return self.workload("reference", entry, class_name)
 
     def reward(self, entry: Any, class_name: str | None = None) -> Self:
-        """Add the reward processes. They are restarted one by one, unless `restart("role")` changes it."""
-        return self.workload("reward", entry, class_name).restart("process")
+        """Add the reward processes."""
+        return self.workload("reward", entry, class_name)
 
     def critic(self, entry: Any, class_name: str | None = None) -> Self:
         """Add the value model."""
-        return self.workload("critic", entry, class_name)
+        return self.role("critic").train(entry, class_name)
 
     def build(self) -> Job:
         """Return the job. An actor is required."""
-        if "actor" not in self._description.roles:
+        roles = self._description.roles
+        if "actor" not in roles:
             raise ConfigError(
                 "RLJobBuilder: there is no actor; add .actor('module:Class'), or describe the job with DLJobBuilder"
             )
+        for request in roles.values():
+            if self._description.trainer is not None and request.name in CALLED_ROLES:
+                request.is_driver = bool(request.is_driver)
         return super().build()
 
 
 def _trainer_spec(request: RoleRequest) -> TrainerSpec:
     return TrainerSpec(request.entry, request.resource or Resource(), request.env, request.labels, request.max_restart)
-
-
-def plain_config(config: Any, *, key: str = "config") -> Any:
-    """Return a config as JSON types. Mappings (also OmegaConf's) and namespaces become dicts.
-
-    Raises:
-        ConfigError: If JSON cannot hold a value. The message names the key.
-    """
-    if config is None or isinstance(config, bool | int | float | str):
-        return config
-    if isinstance(config, Mapping):
-        return {str(name): plain_config(value, key=f"{key}.{name}") for name, value in config.items()}
-    if isinstance(config, Sequence):
-        return [plain_config(value, key=f"{key}[{i}]") for i, value in enumerate(config)]
-    if hasattr(config, "__dict__") and not callable(config):
-        return {
-            name: plain_config(value, key=f"{key}.{name}")
-            for name, value in vars(config).items()
-            if not name.startswith("_")
-        }
-    raise ConfigError(
-        f"{key}={config!r}: JSON cannot hold a {type(config).__name__}; give text, numbers, lists and dicts"
-    )

@@ -5,16 +5,20 @@ of DLRover's dlrover-run, is parsed into a program and its numbers of processes.
 """
 
 import argparse
+import os
 import shlex
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 
 from hybridrl.errors import ConfigError
-from hybridrl.import_path import load_object
-from hybridrl.master.plan.spec import is_script
+from hybridrl.import_path import file_of_module, load_object
+from hybridrl.master.plan.spec import JobSpec, check_entry, is_script
+from hybridrl.master.plan.without_effect import log_without_effect
 
 
 def parse_entry(role: str, target: Any, class_name: str | None = None) -> str:
@@ -34,31 +38,40 @@ def parse_entry(role: str, target: Any, class_name: str | None = None) -> str:
     """
     if not isinstance(target, str):
         return _entry_of_object(role, target)
-    if class_name is not None:
-        return f"{target}:{class_name}"
+    entry = f"{target}:{class_name}" if class_name is not None else _entry_of_text(target)
+    check_entry(role, entry)
+    return entry
+
+
+def _entry_of_text(target: str) -> str:
     if is_script(target):
         program, *arguments = shlex.split(target)
         return shlex.join([str(Path(program).resolve()) if Path(program).is_file() else program, *arguments])
     target = target.replace("::", ":")
     if ":" in target:
         return target
-    module, _, name = target.rpartition(".")
-    if not module or name == "py":
-        raise ConfigError(
-            f"role {role!r}: {target!r} names no class; write 'module:Class', 'file.py:Class', or the class itself"
-        )
-    return f"{module}:{name}"
+    module, separator, name = target.rpartition(".")
+    return f"{module}:{name}" if separator else target
+
+
+def unwrap_ray_class(target: Any) -> Any:
+    """Return the user's class that `ray.remote` decorated, and anything else unchanged."""
+    metadata = getattr(target, "__ray_metadata__", None)
+    if metadata is None:
+        return target
+    return getattr(metadata.modified_class, "__ray_actor_class__", metadata.modified_class)
 
 
 def _entry_of_object(role: str, target: Any) -> str:
-    metadata = getattr(target, "__ray_metadata__", None)  # a class decorated by ray.remote
-    target = metadata.modified_class if metadata is not None else target
+    target = unwrap_ray_class(target)
     name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", "")
     if not name.isidentifier():
         raise ConfigError(
             f"role {role!r}: {target!r} is not at the top level of a module, where other processes "
             "could import it; move it there"
         )
+    if (loaded_from := file_of_module(module)) is not None:
+        return f"{loaded_from}:{name}"
     if module != "__main__":
         return f"{module}:{name}"
     file = getattr(sys.modules["__main__"], "__file__", None)
@@ -87,16 +100,92 @@ def load_entry(role: str, entry: str) -> Any:
     return loaded
 
 
+# -- checking the entries of a job before it starts
+
+CHECK_TIMEOUT_S = 300.0  # for importing the user's modules
+CHECK_PROGRAM = """
+import pathlib, sys
+from hybridrl.errors import ConfigError
+from hybridrl.master.jobs.recipes import worker_recipes
+from hybridrl.master.plan.planner import plan_job
+from hybridrl.master.plan.spec import JobSpec
+
+spec = JobSpec.model_validate_json(pathlib.Path(sys.argv[1], "spec").read_text())
+try:
+    worker_recipes(spec, plan_job(spec, "check"), job="check")
+except ConfigError as error:
+    pathlib.Path(sys.argv[1], "error").write_text(str(error))
+"""
+
+
+def check_entries(spec: JobSpec, *, timeout_s: float = CHECK_TIMEOUT_S) -> None:
+    """Import the entries of a job in a process of its own, with this program's module path and folder.
+
+    Raises:
+        ConfigError: If one cannot be imported or would do nothing, if there is no such program here, or if the import
+            ends or does not end that process.
+    """
+    for role in spec.roles:
+        program = shlex.split(role.entry)[0] if is_script(role.entry) else None
+        if program is not None and not Path(program).is_file():
+            raise ConfigError(f"role {role.name!r}: there is no file {program} in {Path.cwd()}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "spec").write_text(spec.model_dump_json())
+        command = [sys.executable, "-c", CHECK_PROGRAM, folder]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"the import of the entries did not end within {timeout_s:g} s; put the work of a module under "
+                'if __name__ == "__main__"'
+            ) from None
+        error = Path(folder, "error")
+        if error.exists():
+            raise ConfigError(error.read_text())
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise ConfigError(f"the import of the entries ended with exit code {done.returncode}: {last}")
+
+
+# -- commands of torchrun
+
 LAUNCHERS = ("torchrun", "dlrover-run")
+NODE_CHECKS = ("--node_check", "--network_check")
+# Options of dlrover-run that change nothing here, without and with a value.
+DLROVER_SWITCHES = (
+    *NODE_CHECKS,
+    "--auto_config",
+    "--auto_tunning",
+    "--comm_perf_test",
+    "--exclude_straggler",
+    "--numa_affinity",
+    "--save_at_breakpoint",
+)
+DLROVER_OPTIONS = (
+    "--accelerator",
+    "--membind_policy",
+    "--node_unit",
+    "--precheck",
+    "--training_port",
+    "--ucp_device_type",
+)
 
 
 class TorchrunCommand(NamedTuple):
-    """A parsed command. program: with its arguments, as text. max_restart: None if the command has none."""
+    """A parsed command.
+
+    Attributes:
+        program: With its arguments, as text.
+        max_restart: None if the command has none.
+        node_check: It asks for a test of the machines.
+    """
 
     program: str
     num_nodes: int
     per_node: int
     max_restart: int | None
+    node_check: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,6 +199,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_torchrun(command: str) -> TorchrunCommand:
     """Parse a command like `torchrun --nnodes 2 --nproc_per_node 4 train.py --lr 0.1`.
 
+    Options of dlrover-run that have no effect here are logged.
+
     Raises:
         ConfigError: For another launcher, for options about rendezvous or logs (the job decides those), and for counts
             that are not fixed numbers.
@@ -120,14 +211,8 @@ def parse_torchrun(command: str) -> TorchrunCommand:
             f"command={command!r} does not start with {' or '.join(LAUNCHERS)}; for a program without launcher use "
             "run('train.py')"
         )
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nnodes", default="1")
-    parser.add_argument("--nproc_per_node", "--nproc-per-node", default="1")
-    parser.add_argument("--max_restarts", "--max-restarts", type=int)
-    parser.add_argument("--standalone", action="store_true")
-    parser.add_argument("program", nargs=argparse.REMAINDER)
     try:
-        parsed = parser.parse_args(words)
+        parsed = _parser(launcher).parse_args(words)
     except ConfigError as error:
         raise ConfigError(f"command={command!r}: {error}") from None
     if not parsed.program or not parsed.program[0].endswith(".py"):
@@ -140,6 +225,28 @@ def parse_torchrun(command: str) -> TorchrunCommand:
             raise ConfigError(
                 f"command={command!r}: {option} {count} must be a whole number, 1 or more; a job's size is fixed"
             )
+    ignored = [option for option in (*DLROVER_SWITCHES, *DLROVER_OPTIONS) if getattr(parsed, option[2:], None)]
+    for option in ignored:
+        log_without_effect(option)
     return TorchrunCommand(
-        shlex.join(parsed.program), int(parsed.nnodes), int(parsed.nproc_per_node), parsed.max_restarts
+        shlex.join(parsed.program),
+        int(parsed.nnodes),
+        int(parsed.nproc_per_node),
+        parsed.max_restarts,
+        any(option in NODE_CHECKS for option in ignored),
     )
+
+
+def _parser(launcher: str) -> _Parser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nnodes", default="1")
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", default="1")
+    parser.add_argument("--max_restarts", "--max-restarts", type=int)
+    parser.add_argument("--standalone", action="store_true")
+    if launcher == "dlrover-run":
+        for option in DLROVER_SWITCHES:
+            parser.add_argument(option, f"--{option[2:].replace('_', '-')}", action="store_true")
+        for option in DLROVER_OPTIONS:
+            parser.add_argument(*dict.fromkeys((option, f"--{option[2:].replace('_', '-')}")))
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    return parser

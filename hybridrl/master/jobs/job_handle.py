@@ -38,6 +38,7 @@ class GroupHandle:
     process_ids: list[int]
     nodes: list[str]
     master: tuple[str, int]
+    concurrency_groups: frozenset[str] = frozenset()
 
     @classmethod
     def from_group(cls, group: RayWorkerGroup) -> Self:
@@ -48,6 +49,7 @@ class GroupHandle:
             list(current.process_ids),
             list(current.nodes),
             current.rendezvous_address,
+            current.concurrency_groups,
         )
         return cls(group.role, cloudpickle.dumps(group.worker_cls), *fields)
 
@@ -55,9 +57,10 @@ class GroupHandle:
         """Return the group. Does not call its processes, which may be busy."""
         worker_cls = cloudpickle.loads(self.worker_cls)
         fields = (list(self.hosts), list(self.names), {self.role: worker_cls}, list(self.process_ids), self.master)
-        return RayWorkerGroup.from_processes(
-            WorkerProcesses(self.role, *fields, nodes=list(self.nodes)), worker_cls, role=self.role
+        processes = WorkerProcesses(
+            self.role, *fields, nodes=list(self.nodes), concurrency_groups=self.concurrency_groups
         )
+        return RayWorkerGroup.from_processes(processes, worker_cls, role=self.role)
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,15 @@ class ResumePoint:
         commit: Path of the last reported commit, or "".
         new_ranks: Role -> ranks whose processes no trainer has had before. Their workers are constructed, but hold no
             state yet.
+        commit_step: Step of that commit, or 0. A trainer that loads the commit continues with the step behind it;
+            `step` is the one that had begun.
     """
 
     restarts: int = 0
     step: int = 0
     commit: str = ""
     new_ranks: Mapping[str, list[int]] = field(default_factory=dict)
+    commit_step: int = 0
 
 
 @dataclass

@@ -6,41 +6,48 @@ The submitting process needs neither torch nor the user's modules. The superviso
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.driver import ray_cluster
+from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError, WorkerLost
-from hybridrl.failure_policy import RULES, FailureKind
 from hybridrl.import_path import load_object
+from hybridrl.master.jobs.entrypoint import check_entries
+from hybridrl.master.jobs.job_handle import ResumePoint
+from hybridrl.master.jobs.roster import RosterAnswer, RosterState
 from hybridrl.master.plan.plan_table import plan_table
 from hybridrl.master.plan.planner import plan_job
 from hybridrl.master.plan.spec import JobSpec
+from hybridrl.master.plan.submit_options import MasterOptions
+from hybridrl.master.service.journal import replay
+from hybridrl.master.service.run_journals import JOURNAL_ROOT
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import (
     JOB_SUPERVISOR,
     NAMESPACE,
     PROGRESS_GROUP,
     RECOVERY_GROUP,
+    ROSTER_GROUP,
     find_actor,
     job_supervisor_name,
     master_name,
 )
 from hybridrl.single_controller.placement.feasibility import check_feasible
 from hybridrl.single_controller.placement.placement_groups import cluster_nodes, remove_leftover_groups
-from hybridrl.single_controller.placement.plan import Plan
+from hybridrl.single_controller.placement.plan import Plan, actor_options
 
 logger = logging.getLogger(__name__)
 NAME_VARIABLE = "DLROVER_UNIFIED_JOB_NAME"  # as DLRover's users set it
 SUPERVISOR_CLASS = ("hybridrl.master.jobs.job_supervisor", "JobSupervisor")
 LINGER_S = 2.0  # for the outcome to arrive at its receiver before the supervisor exits
-START_TIMEOUT_S = 120.0  # a longer start means that the cluster has no free core
+ROSTER_THREADS = 4  # of the supervisor, for processes that look up roles
 STOP_TIMEOUT_S = 45.0  # the trainer has 30 s of it to exit
-JOURNAL_ROOT = os.path.join(tempfile.gettempdir(), f"hybridrl-{os.getuid()}", "jobs")
 
 
 @dataclass
@@ -95,7 +102,10 @@ def submit(
     *,
     blocking: bool = True,
     dry_run: bool = False,
+    check: bool = False,
     journal: str | None = None,
+    resume_point: ResumePoint | None = None,
+    master: MasterOptions | None = None,
 ) -> int | RunningJob:
     """Start a job on the connected Ray cluster, else on that of RAY_ADDRESS, else on a new local one.
 
@@ -104,24 +114,32 @@ def submit(
         job_name: Default: the environment variable DLROVER_UNIFIED_JOB_NAME, else "job".
         blocking: Wait for the end of the job. Otherwise return at once; the job outlives this process.
         dry_run: Print the plan and start nothing.
+        check: First import the entries on this machine, in a process of its own. The supervisor imports them on the
+            cluster in any case, before it starts another process.
         journal: Directory on any fsspec path; every run gets a subdirectory. Default: a directory for temporary files,
             on the machine of the supervisor.
+        resume_point: Progress of an earlier run, for the trainer's `resume_point`; see `resume.resume_job`.
+        master: How the supervisor's process is started.
 
     Returns:
         Blocking: 0 on success, 143 if the job was stopped; the error that the job failed with is raised. Not blocking:
         a `RunningJob`. With dry_run: 0.
 
     Raises:
+        ConfigError: Before any worker starts, if an entry cannot be imported.
         PlacementError: Before anything starts, if the cluster cannot hold the job.
     """
-    name = job_name or os.environ.get(NAME_VARIABLE) or "job"
+    name, master = job_name or os.environ.get(NAME_VARIABLE) or "job", master or MasterOptions()
+    if check:
+        check_entries(spec)
     if dry_run:
         sys.stdout.write(plan_table(plan_job(spec, name), spec.edges))
         return 0
     plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
-    _connect(blocking=blocking)
-    check_feasible(plan.reservations(), cluster_nodes())
-    running = _start(spec, plan, name, journal=os.path.join(journal or JOURNAL_ROOT, plan.job), detached=not blocking)
+    connect(blocking=blocking)
+    check_feasible([*master.reservations(plan.job), *plan.reservations()], cluster_nodes())
+    journal = os.path.join(journal or JOURNAL_ROOT, plan.job)
+    running = _start(spec, plan, name, journal=journal, resume_point=resume_point, detached=not blocking, master=master)
     count = len(plan.workers()) + (plan.driver is not None)
     logger.info("started job %s with %d processes; journal: %s", plan.job, count, running.journal)
     if not blocking:
@@ -132,38 +150,64 @@ def submit(
         running.stop("the submitting process no longer waits for the job")
 
 
-def _connect(*, blocking: bool) -> None:
+def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[str] = ()) -> None:
+    """Connect to the cluster of `submit`, if this process is not connected.
+
+    Args:
+        blocking: See `submit`.
+        address: The cluster's, from the command line. None: see `submit`.
+        code_paths: Directories from which the job's processes also import modules.
+    """
     import ray
+    from ray.job_config import JobConfig
 
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS")
+    setting = "--address" if address else "RAY_ADDRESS"
+    address = address or os.environ.get("RAY_ADDRESS")
     if not address and not blocking:
         raise ConfigError(
-            "blocking=False: a local cluster ends with this process, and the job with it; set RAY_ADDRESS, or connect "
-            "to a cluster with ray.init()"
+            "blocking=False (--no-wait): a local cluster ends with this process, and the job with it; set RAY_ADDRESS, "
+            "or connect to a cluster with ray.init()"
         )
-    ray.init(address=address or "local", include_dashboard=False if not address else None, logging_level=logging.ERROR)
+    if address:
+        hint = "start a cluster with `ray start --head`, or unset RAY_ADDRESS"
+        ray_cluster.connect(address, setting=setting, hint=hint, code_paths=code_paths)
+    else:
+        job_config = JobConfig(_py_driver_sys_path=list(code_paths))
+        with keep_sigterm_handler():  # Ray's own would end the process at once
+            ray.init("local", include_dashboard=False, logging_level=logging.ERROR, job_config=job_config)
 
 
-def _start(spec: JobSpec, plan: Plan, name: str, *, journal: str, detached: bool) -> RunningJob:
+def _start(
+    spec: JobSpec,
+    plan: Plan,
+    name: str,
+    *,
+    journal: str,
+    resume_point: ResumePoint | None,
+    detached: bool,
+    master: MasterOptions,
+) -> RunningJob:
     import ray
 
     options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
+    for reservation in master.reservations(plan.job):
+        options |= actor_options(reservation.resources)
     if plan.driver is not None and plan.driver.reservation.labels:
         options["label_selector"] = dict(plan.driver.reservation.labels)
-    concurrency_groups = {group: 1 for group in (PROGRESS_GROUP, RECOVERY_GROUP)}
+    concurrency_groups = {PROGRESS_GROUP: 1, RECOVERY_GROUP: 1, ROSTER_GROUP: ROSTER_THREADS}
     remote: Any = ray.remote  # its types lack concurrency groups
     process = remote(num_cpus=0, concurrency_groups=concurrency_groups)(JobSupervisorActor).options(
         name=job_supervisor_name(plan.job),
         namespace=NAMESPACE,
-        max_restarts=RULES[FailureKind.JOB_SUPERVISOR_LOST].limit,
+        max_restarts=master.max_restarts,
         max_task_retries=-1,
         **options,
     )
-    supervisor = process.remote(spec.model_dump_json(), name, plan.job, journal)
+    supervisor = process.remote(spec.model_dump_json(), name, plan.job, journal, resume_point)
     try:
-        wait_all([supervisor.ping.remote()], role=JOB_SUPERVISOR, method="ping", timeout_s=START_TIMEOUT_S)
+        wait_all([supervisor.ping.remote()], role=JOB_SUPERVISOR, method="ping", timeout_s=master.start_timeout_s)
         return RunningJob(plan.job, journal, supervisor, supervisor.outcome.remote())
     except BaseException:
         ray.kill(supervisor, no_restart=True)
@@ -176,11 +220,12 @@ class JobSupervisorActor:
     The job starts in `__init__`, because Ray calls nothing else when it restarts an actor.
     """
 
-    def __init__(self, spec: str, job: str, run: str, journal: str) -> None:
+    def __init__(self, spec: str, job: str, run: str, journal: str, resume_point: ResumePoint | None) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self._supervisor: Any = None
         self._outcome: Future[int] = Future()
-        threading.Thread(target=self._run, args=(spec, job, run, journal), name="supervisor", daemon=True).start()
+        arguments = (spec, job, run, journal, resume_point)
+        threading.Thread(target=self._run, args=arguments, name="supervisor", daemon=True).start()
 
     def ping(self) -> None:
         """Return nothing. A reply shows that the process has started."""
@@ -189,18 +234,22 @@ class JobSupervisorActor:
         """Wait for the end of the job and return its exit code. Raises the error that the job failed with."""
         return self._outcome.result()
 
-    def _run(self, spec: str, job: str, run: str, journal: str) -> None:
+    def _run(self, spec: str, job: str, run: str, journal: str, resume_point: ResumePoint | None) -> None:
         """Run the job to its end, then exit this process."""
         import ray
 
-        context = ray.get_runtime_context()
         try:
             supervisor_class = load_object(*SUPERVISOR_CLASS)
             parsed = JobSpec.model_validate_json(spec)
             self._supervisor = supervisor_class(
-                parsed, job=job, run=run, journal=journal, own_handle=context.current_actor
+                parsed,
+                job=job,
+                run=run,
+                journal=journal,
+                own_handle=ray.get_runtime_context().current_actor,
+                resume_point=resume_point,
             )
-            self._outcome.set_result(self._supervisor.run(is_restart=context.was_current_actor_reconstructed))
+            self._outcome.set_result(self._supervisor.run(is_restart=_has_started(run, journal)))
         except BaseException as error:
             self._outcome.set_exception(error)
         time.sleep(LINGER_S)
@@ -213,6 +262,15 @@ class JobSupervisorActor:
     def recover(self, lost: WorkerLost, names: dict[str, list[str]]) -> dict[str, Any]:
         """See `JobSupervisor.recover`. Called by the trainer."""
         return self._supervisor.recover(lost, names)
+
+    def roster(self, role: str) -> RosterAnswer:
+        """See `JobSupervisor.roster`. Called by any process of the job."""
+        return RosterAnswer(RosterState.STARTING) if self._supervisor is None else self._supervisor.roster(role)
+
+
+def _has_started(run: str, journal: str) -> bool:
+    """Return whether an earlier supervisor of this run was lost: its master is there, or its journal."""
+    return find_actor(master_name(run)) is not None or replay(journal)[0].run == run
 
 
 def _exit_process() -> None:

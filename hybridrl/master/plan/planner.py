@@ -137,6 +137,12 @@ def _combine(resources: Sequence[Resource]) -> Resource:
 # -- resources per process
 
 
+def device_shares(spec: JobSpec, pool: str) -> dict[str, float]:
+    """Return role -> devices per process, for the roles of a pool."""
+    roles, where = spec.roles_on(pool), spec.pool(pool)
+    return _device_parts(where, roles, slots_of_roles(roles, where))
+
+
 def _device_parts(pool: PoolSpec, roles: Sequence[RoleSpec], slots: Mapping[str, Slots]) -> dict[str, float]:
     """Return role -> devices per process, which may be a fraction.
 

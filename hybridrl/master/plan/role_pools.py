@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.master.plan.spec import MAX_RESTART, RESTART_TIMEOUT_S, PoolSpec, Resource, RoleSpec
@@ -26,6 +27,9 @@ class RoleRequest:
     restart: str = "role"
     restart_label: str = ""
     restart_timeout_s: float = RESTART_TIMEOUT_S
+    is_driver: bool | None = None
+    backend: str = "simple"
+    without_effect: dict[str, Any] = field(default_factory=dict)
 
 
 def assign_pools(
@@ -63,7 +67,18 @@ def assign_pools(
 
 def _role(request: RoleRequest, pool: str, on_nodes: tuple[int, ...], resource: Resource) -> RoleSpec:
     losses = (request.max_restart, request.restart, request.restart_label, request.restart_timeout_s)
-    return RoleSpec(request.name, pool, on_nodes, request.entry, resource, request.env, *losses)
+    return RoleSpec(
+        request.name,
+        pool,
+        on_nodes,
+        request.entry,
+        resource,
+        request.env,
+        *losses,
+        is_driver=request.is_driver is not False,
+        backend=request.backend,
+        without_effect=request.without_effect,
+    )
 
 
 def _on_nodes(requests: Sequence[RoleRequest]) -> dict[str, tuple[int, ...]]:
@@ -97,9 +112,9 @@ def _split_over_nodes(total: int, per_node: int) -> tuple[int, ...]:
 
 
 def _total(request: RoleRequest) -> int:
-    """Return the number of processes of a role: total(), or nnodes() times nproc_per_node(), or 1."""
+    """Return the number of processes of a role: total(), or nnodes() times nproc_per_node(). Each is 1 if not set."""
     if request.num_nodes is None:
-        return request.total or 1
+        return request.total or request.per_node or 1
     total = request.num_nodes * (request.per_node or 1)
     if request.total is not None and request.total != total:
         raise ConfigError(

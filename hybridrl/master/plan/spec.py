@@ -20,8 +20,11 @@ COLOCATIONS = ("process", "device")
 DEVICE_TYPES = ("GPU", "CPU", "TPU", "NPU")
 EDGE_KINDS = ("feeds", "weights")
 TRAINER = "trainer"
-# Which processes are restarted with a lost one: all of its role, those of its node, or none.
-RESTARTS = ("role", "node", "process")
+# DLRover's words for the method that set a role's entry: run() or train().
+BACKENDS = ("simple", "elastic")
+# Which processes are restarted with a lost one: all of its role, those of its node, none, or all of its role and of
+# the roles downstream of it.
+RESTARTS = ("role", "node", "process", "downstream")
 MAX_RESTART = 10
 RESTART_TIMEOUT_S = 300.0
 RESERVED_VARIABLES = (
@@ -67,6 +70,9 @@ class RoleSpec:
         restart: One of `RESTARTS`.
         restart_label: Machines with the same value of this label count as one node.
         restart_timeout_s: Limit for restarted processes to be ready.
+        is_driver: The job ends when its trainer and all of these roles that have something to run have ended.
+        backend: One of `BACKENDS`. Both run alike.
+        without_effect: Settings of DLRover that were accepted and change nothing (`without_effect.py`).
     """
 
     name: str
@@ -79,6 +85,9 @@ class RoleSpec:
     restart: str = "role"
     restart_label: str = ""
     restart_timeout_s: float = RESTART_TIMEOUT_S
+    is_driver: bool = True
+    backend: str = "simple"
+    without_effect: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -228,23 +237,32 @@ def check_spec(spec: JobSpec) -> None:
         _check_pool(spec, pool)
     for role in spec.roles:
         _check_role(spec, role)
+    if spec.trainer is None and not spec.roles:
+        _fail("the job has no role; describe at least one, with role('name').run('module:Class')")
     if spec.trainer is not None:
-        _check_entry(TRAINER, spec.trainer.entry)
-        if is_script(spec.trainer.entry):
-            _fail(
-                f"role {TRAINER!r}: entry={spec.trainer.entry!r} is a program, which cannot receive the "
-                "worker groups; name a class or function"
-            )
-        _check_resource(TRAINER, spec.trainer.resource)
-        _check_env(TRAINER, "env", spec.trainer.env)
+        _check_trainer(spec.trainer)
     for edge in spec.edges:
-        _check_known(edge.kind, EDGE_KINDS, "kind of edge")
-        for end in (edge.source, edge.target):
-            _check_known(
-                end, [role.name for role in spec.roles], f"{edge.kind}({edge.source!r}, {edge.target!r}): role"
-            )
-        if not (isinstance(edge.weight, int | float) and math.isfinite(edge.weight) and edge.weight >= 0):
-            _fail(f"{edge.kind}({edge.source!r}, {edge.target!r}): weight={edge.weight!r} must be a number, 0 or more")
+        _check_edge(spec, edge)
+
+
+def _check_trainer(trainer: TrainerSpec) -> None:
+    check_entry(TRAINER, trainer.entry)
+    if is_script(trainer.entry):
+        _fail(
+            f"role {TRAINER!r}: entry={trainer.entry!r} is a program, which cannot receive the "
+            "worker groups; name a class or function"
+        )
+    _check_resource(TRAINER, trainer.resource)
+    _check_env(TRAINER, "env", trainer.env)
+    check_max_restart(TRAINER, trainer.max_restart)
+
+
+def _check_edge(spec: JobSpec, edge: EdgeSpec) -> None:
+    _check_known(edge.kind, EDGE_KINDS, "kind of edge")
+    for end in (edge.source, edge.target):
+        _check_known(end, [role.name for role in spec.roles], f"{edge.kind}({edge.source!r}, {edge.target!r}): role")
+    if not (isinstance(edge.weight, int | float) and math.isfinite(edge.weight) and edge.weight >= 0):
+        _fail(f"{edge.kind}({edge.source!r}, {edge.target!r}): weight={edge.weight!r} must be a number, 0 or more")
 
 
 def _check_pool(spec: JobSpec, pool: PoolSpec) -> None:
@@ -284,10 +302,12 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> None:
             "every slot"
         )
     if role.entry:
-        _check_entry(name, role.entry)
+        check_entry(name, role.entry)
+    _check_known(role.backend, BACKENDS, f"role {name!r}: backend")
     _check_resource(name, role.resource)
     _check_env(name, "env", role.env)
     _check_known(role.restart, RESTARTS, f"role {name!r}: restart")
+    check_max_restart(name, role.max_restart)
 
 
 def is_script(entry: str) -> bool:
@@ -298,15 +318,19 @@ def is_script(entry: str) -> bool:
         return False
 
 
-def _check_entry(role: str, entry: str) -> None:
+def check_entry(role: str, entry: str) -> None:
+    """Raise ConfigError unless an entry is a program, `file.py:Name` or `dotted.module:Name`."""
     if is_script(entry):
         return
     module, separator, name = entry.rpartition(":")
-    if not (separator and module and name.isidentifier()):
-        _fail(
-            f"role {role!r}: entry={entry!r} names no class; write 'module:Class', 'file.py:Class', 'program.py', or "
-            "pass the class itself"
-        )
+    dotted = all(part.isidentifier() for part in module.split("."))
+    if separator and name.isidentifier() and (dotted or module.endswith(".py")):
+        return
+    reason = "has braces, as an f-string without its f" if "{" in entry else "names no class"
+    _fail(
+        f"role {role!r}: entry={entry!r} {reason}; write 'module:Class', 'module.Class', 'file.py:Class', "
+        "'program.py', or pass the class itself"
+    )
 
 
 def _check_resource(role: str, resource: Resource) -> None:
@@ -332,6 +356,12 @@ def _check_env(role: str, method: str, env: Mapping[str, str]) -> None:
             _fail(f"role {role!r}: {method}({name!r}: {value!r}) must be text; write {str(value)!r}")
         if name in RESERVED_VARIABLES:
             _fail(f"role {role!r}: {method}({name!r}) is set for every process from its rank; choose another name")
+
+
+def check_max_restart(role: str, limit: int) -> None:
+    """Raise ConfigError unless a limit of losses is a whole number, 0 or more."""
+    if not isinstance(limit, int) or limit < 0:
+        _fail(f"role {role!r}: max_restart={limit!r} must be a whole number; 0 ends the job at the first loss")
 
 
 def _check_known(value: str, names: Iterable[str], what: str) -> None:

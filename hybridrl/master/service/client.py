@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.master.service.job_master import JobMaster, MasterSettings
+from hybridrl.master.service.master_watch import MasterWatch
 from hybridrl.master.state.events import (
     TRAINER,
     CheckpointCommitted,
@@ -57,6 +58,8 @@ class MasterClient:
         hang_s: See `MasterSettings`.
         on_stop: Called in a thread when a stop was requested. By default the process gets SIGTERM.
         supervisor_pid: See `JobStarted`.
+        driver: Slot of this process, see `JobStarted`.
+        spec, plan: See `JobStarted`.
 
     Raises:
         PlacementError: If this run has a master already.
@@ -75,8 +78,11 @@ class MasterClient:
         hang_s: float = MasterSettings.hang_s,
         on_stop: Callable[[str], None] | None = None,
         supervisor_pid: int = 0,
+        driver: str = TRAINER,
+        spec: str = "",
+        plan: str = "",
     ) -> None:
-        self.run, self.step, self.commit = run, 0, ""
+        self.run, self.step, self.commit, self._slot = run, 0, "", driver
         self._activity: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
         job_started = JobStarted(
@@ -86,13 +92,17 @@ class MasterClient:
             restarts_workers=restarts_workers,
             restarts_driver=restarts_driver,
             supervisor_pid=supervisor_pid,
+            driver=driver,
+            spec=spec,
+            plan=plan,
         )
         self.master = (is_restart and reattach_master(run)) or start_master(
             job_started, journal, MasterSettings(hang_s)
         )
-        hello = {"slot": TRAINER, "name": f"{run}/{TRAINER}"}
+        hello = {"slot": driver, "name": f"{run}/{driver}"}
         self._on_stop, self._stop_received = on_stop or _stop_process, False
-        commands = {"stop": self._stop}
+        self._master_watch = MasterWatch()
+        commands: dict[str, Callable[[Any], None]] = {"stop": self._stop, "master": self._master_watch.set_process}
         self._heartbeats = HeartbeatClient(master_name(run), hello, self._progress, commands)
 
     def _progress(self) -> dict[str, Any]:
@@ -115,6 +125,10 @@ class MasterClient:
     def send(self, event: Event) -> None:
         """Send an event to the master. Returns at once."""
         self._heartbeats.send(encode(event))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the master has acknowledged all events, at most `timeout_s`. Returns whether it has."""
+        return self._heartbeats.drain(timeout_s)
 
     def enter_stage(self, name: str) -> None:
         """Set the stage that the next heartbeats report."""
@@ -145,17 +159,7 @@ class MasterClient:
 
     def add_exit_reason(self, error: WorkerLost) -> None:
         """Add the reason of a worker's end to the error, if the master has it."""
-        import ray
-
-        slot = f"{error.role}-{error.rank}"
-        try:
-            workers = get_value(self.master.describe.remote(), what=slot, timeout_s=EXIT_REASON_TIMEOUT_S)["workers"]
-            slots = [name for name in workers if slot_matches(name, error.role, error.rank)] or [slot]
-            query = self.master.exit_reason.remote(slots[0], EXIT_REASON_TIMEOUT_S)
-            reason = get_value(query, what=slot, timeout_s=2 * EXIT_REASON_TIMEOUT_S)
-        except (ray.exceptions.RayError, CallTimeout):
-            return
-        if reason:
+        if reason := exit_reason_of(self.master, error.role, error.rank):
             error.cause = reason
             error.args = (error.role, error.rank, error.method, reason)
 
@@ -182,6 +186,7 @@ class MasterClient:
 
     def close(self) -> None:
         """Close the connection. The master ends when the job's processes are gone, also without a reported outcome."""
+        self._master_watch.stop()
         self._heartbeats.stop()
 
     def __enter__(self) -> Self:
@@ -200,7 +205,7 @@ class MasterClient:
         """Report that the job fails with this exception."""
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, (WorkerLost, KeyboardInterrupt, SystemExit)):
-            self.send(WorkerFailed(Kind.EXCEPTION, TRAINER, os.getpid(), text, signature=text))
+            self.send(WorkerFailed(Kind.EXCEPTION, self._slot, os.getpid(), text, signature=text))
         self.finish_job(succeeded=False, reason=text)
 
 
@@ -249,6 +254,21 @@ def reattach_master(run: str) -> Any:
         logger.warning("the master of %s was lost (%s); starting a new one", run, type(error).__name__)
     kill_named([master_name(run)], timeout_s=MASTER_RESTART_TIMEOUT_S)
     return None
+
+
+def exit_reason_of(master: Any, role: str, rank: int) -> str:
+    """Return how the process of a rank ended, or "" if its master does not know. master: its actor, or None."""
+    import ray
+
+    if master is None:
+        return ""
+    try:
+        workers = get_value(master.describe.remote(), what="workers", timeout_s=EXIT_REASON_TIMEOUT_S)["workers"]
+        slots = [name for name in workers if slot_matches(name, role, rank)] or [f"{role}-{rank}"]
+        query = master.exit_reason.remote(slots[0], EXIT_REASON_TIMEOUT_S)
+        return get_value(query, what="exit reason", timeout_s=2 * EXIT_REASON_TIMEOUT_S)
+    except (ray.exceptions.RayError, CallTimeout):
+        return ""
 
 
 def list_masters() -> dict[str, Any]:

@@ -1,27 +1,30 @@
 """The commands `hybridrl job ls|status|logs|stop`. They read from a job's master, or from its journal."""
 
-import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from hybridrl.driver import ray_cluster
+from hybridrl.driver.ray_cluster import AUTO
 from hybridrl.errors import CallTimeout, ConfigError
+from hybridrl.master.service import run_journals
 from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.journal import JournalEntry, history, replay
-from hybridrl.master.state.events import TRAINER
+from hybridrl.master.service.process_output import joined_process, printed_by
+from hybridrl.master.service.run_journals import journals_in, journals_of
+from hybridrl.master.state.events import DRIVERS
 from hybridrl.master.state.reducer import to_json
 from hybridrl.master.state.tables import JOB_ENDS
 from hybridrl.single_controller.awaiting import get_value
-from hybridrl.single_controller.cluster import MASTER
 
 ANSWER_TIMEOUT_S = 20.0
+HIDDEN_FIELDS = ("machine", "stdout", "stderr", "spec", "plan")  # of events, in the history: too long for a line
 
 
-def connect(address: str | None) -> None:
-    """Connect to a Ray cluster: `address`, else RAY_ADDRESS, else the only one of this machine.
+def connect(address: str | None) -> str:
+    """Connect to a Ray cluster: `address`, else RAY_ADDRESS, else the only one of this machine; return its address.
 
     Raises:
         ConfigError: If there is none, or several.
@@ -29,22 +32,21 @@ def connect(address: str | None) -> None:
     import ray
 
     if ray.is_initialized():
-        return
-    address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ConfigError(
-            f"--address {address}: cannot connect to a Ray cluster ({' '.join(str(error).split())}); give --address "
-            "HOST:PORT of the job's cluster, or the run's directory in place of the job"
-        ) from error
+        return _cluster()
+    set_here = os.environ.get("RAY_ADDRESS")
+    return ray_cluster.connect(
+        address or set_here or AUTO,
+        setting="RAY_ADDRESS" if set_here and not address else "--address",
+        hint="give --address HOST:PORT of the job's cluster, or the run's directory in place of the job",
+        log_to_driver=False,
+    )
 
 
 def list_jobs() -> str:
-    """Return a table of the jobs that run on the cluster."""
+    """Return a table of the jobs that run on the connected cluster, below its address."""
     described = _describe_all(list_masters())
     if not described:
-        return "no job runs on this cluster\n"
+        return f"no job runs on the Ray cluster at {_cluster()}\n"
     rows = [("RUN", "JOB", "STATE", "STEP", "PROCESSES", "FOR")]
     for run, description in sorted(described.items()):
         alive = sum(worker["state"] == "alive" for worker in description["workers"].values())
@@ -59,34 +61,46 @@ def list_jobs() -> str:
                 minutes,
             )
         )
-    return _table(rows)
+    return f"Ray cluster at {_cluster()}\n{_table(rows)}"
 
 
 def status(job: str, address: str | None) -> str:
     """Return the status of a job as text.
 
     Args:
-        job: A run, a job's name, or the directory of a run. For a directory its journal is read.
+        job: A run, a job's name, or the directory of a run. For a directory its journal is read, also for a job that no
+            longer runs, if its journal is on this machine.
         address: See `connect`.
     """
-    journal = _journal_in(job)
-    if journal is not None:
-        state, _ = replay(journal)
-        return _status_text(
-            {**to_json(state), "beats": {}, "activities": {}, "journal": journal, "is_durable": True}, live=False
-        )
-    connect(address)
-    _, master = find_job(job)
-    return _status_text(_describe(master), live=True)
+    master, journals = _find(job, address)
+    if master is not None:
+        return _status_text(_describe(master), live=True)
+    state, _ = replay(journals[0])
+    text = _status_text(
+        {**to_json(state), "beats": {}, "activities": {}, "journal": journals[0], "is_durable": True}, live=False
+    )
+    others = "".join(f"  {path}\n" for path in journals[1:])
+    return f"{text}this is the newest run; earlier ones have journals here:\n{others}" if others else text
 
 
 def logs(job: str, address: str | None) -> str:
     """Return the job's history, a line per event. Arguments: see `status`."""
-    journal = _journal_in(job)
-    if journal is None:
-        connect(address)
-        journal = _describe(find_job(job)[1])["journal"]
-    return "".join(f"{_line(entry)}\n" for entry in history(journal))
+    return "".join(f"{_line(entry)}\n" for entry in _history(job, address))
+
+
+def process_logs(job: str, process: str, address: str | None, *, lines: int) -> str:
+    """Return what a process of the job has printed.
+
+    Args:
+        job: See `status`.
+        process: See `joined_process`.
+        address: See `connect`.
+        lines: See `printed_by`.
+    """
+    if lines < 1:
+        raise ConfigError(f"--lines {lines}: must be 1 or more")
+    event = joined_process(_history(job, address), process)
+    return printed_by(event, lines=lines, connect=lambda: connect(address))
 
 
 def stop(job: str, address: str | None, *, timeout_s: float) -> str:
@@ -123,7 +137,43 @@ def find_job(job: str) -> tuple[str, Any]:
         return runs[0], found[runs[0]]
     if runs:
         raise ConfigError(f"{job}: the job runs {len(runs)} times here; name one of {', '.join(sorted(runs))}")
-    raise ConfigError(f"{job}: no such job runs on this cluster; there are {', '.join(sorted(found)) or 'none'}")
+    raise ConfigError(
+        f"{job}: no such job runs on the Ray cluster at {_cluster()}; there are {', '.join(sorted(found)) or 'none'}"
+    )
+
+
+def _find(job: str, address: str | None) -> tuple[Any, list[str]]:
+    """Return the job's master and no journal, or None and its journals on this machine, newest first."""
+    if os.path.isdir(job) or "://" in job:
+        journals = [job.rstrip("/")] if "://" in job else journals_in(job)
+        if not journals:
+            raise ConfigError(f"{job}: there is no journal of a master below this directory")
+        return None, journals
+    try:
+        connect(address)
+        return find_job(job)[1], []
+    except ConfigError as error:
+        if journals := journals_of(job):
+            return None, journals
+        raise ConfigError(
+            f"{error}. No journal of it is in {run_journals.JOURNAL_ROOT}, either; if submit(journal=DIR) was given "
+            "another directory, name DIR in place of the job"
+        ) from error
+
+
+def _history(job: str, address: str | None) -> list[JournalEntry]:
+    master, journals = _find(job, address)
+    if master is None:
+        return history(journals[0])
+    entries: list[JournalEntry] = _get(master.history.remote())
+    return entries
+
+
+def _cluster() -> str:
+    import ray
+
+    address: str = ray.get_runtime_context().gcs_address
+    return address
 
 
 def _describe_all(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -147,20 +197,6 @@ def _get(reference: Any) -> Any:
     return get_value(reference, what="the master's answer", timeout_s=ANSWER_TIMEOUT_S, hint=hint)
 
 
-def _journal_in(job: str) -> str | None:
-    """Return the newest journal below a directory, or None if `job` is no directory."""
-    if not os.path.isdir(job):
-        return None
-    journals = [
-        path.parent
-        for path in Path(job).rglob("events-*.jsonl")
-        if path.parent.parent.name == MASTER or path.parent == Path(job)
-    ]
-    if not journals:
-        raise ConfigError(f"{job}: there is no journal of a master below this directory")
-    return str(max(set(journals), key=lambda path: path.stat().st_mtime))
-
-
 def _status_text(description: dict[str, Any], *, live: bool) -> str:
     lines = [
         f"{description['run']} ({description['job']}) is {description['state']}, at step {description['step']}"
@@ -170,9 +206,10 @@ def _status_text(description: dict[str, Any], *, live: bool) -> str:
         lines.append(
             "this is the last entry of its journal; `hybridrl job status RUN` asks the cluster whether it still runs"
         )
-    lines.append(f"last commit: {description['commit'] or 'none'}")
+    at_step = f" (step {description['commit_step']})" if description["commit"] else ""
+    lines.append(f"last commit: {description['commit'] or 'none'}{at_step}")
     rows = [("PROCESS", "STATE", "PID", "INCARNATION", "MEMORY", "DOES")]
-    for slot, worker in sorted(description["workers"].items(), key=lambda item: (item[0] != TRAINER, item[0])):
+    for slot, worker in sorted(description["workers"].items(), key=lambda item: (item[0] not in DRIVERS, item[0])):
         beat, activity = description["beats"].get(slot, {}), description["activities"].get(slot)
         memory = f"{beat['memory'] / 2**30:.2f} GiB" if "memory" in beat else "-"
         does = worker["exit_reason"] or (
@@ -194,7 +231,7 @@ def _line(entry: JournalEntry) -> str:
     words = ", ".join(
         f"{name}={value}"
         for name, value in asdict(entry.event).items()
-        if value not in ("", (), {}) and name != "machine"
+        if value not in ("", (), {}) and name not in HIDDEN_FIELDS
     )
     return f"{when}  {type(entry.event).__name__:<19} {words}"
 

@@ -21,8 +21,9 @@ from hybridrl.master.health.heartbeat_server import Connection, HeartbeatServer
 from hybridrl.master.health.kernel_process import ProcessStat, read_process_stat
 from hybridrl.master.health.monitor import Monitor
 from hybridrl.master.health.process_record import ProcessRecord
-from hybridrl.master.service.journal import JournaledState
+from hybridrl.master.service.journal import JournaledState, JournalEntry, history
 from hybridrl.master.state.events import (
+    DRIVERS,
     TRAINER,
     Effect,
     Event,
@@ -96,8 +97,9 @@ class MasterLoop:
         self._dead_nodes: set[str] = set()
         self._apply(job_started)
         # A trainer that dies before its first message must not leave a master behind, so it joins here.
-        if TRAINER not in self.journal.state.workers:
-            self._apply(WorkerJoined(TRAINER, f"{job_started.run}/{TRAINER}", **trainer))
+        driver = self.journal.state.driver
+        if driver not in self.journal.state.workers:
+            self._apply(WorkerJoined(driver, f"{job_started.run}/{driver}", **trainer))
         self.monitor.expect_workers(self.journal.state)
         self._execute(unfinished_effects(self.journal.state))
 
@@ -154,6 +156,8 @@ class MasterLoop:
             return
         if "hello" in message:
             self._by_slot[slot] = connection
+            if slot == self.journal.state.driver:  # it watches its master
+                connection.send({"master": {"pid": os.getpid(), "machine": self.machine_id}})
             unfinished = unfinished_effects(self.journal.state)
             self._execute(effect for effect in unfinished if isinstance(effect, StopTrainer))
         if "report" in message:
@@ -184,21 +188,24 @@ class MasterLoop:
                 self._kill_process(effect.name, effect.pid, effect.node, effect.machine)
             case RecoveryNeeded():
                 self._log_recovery(effect)
-                if effect.slot == TRAINER:
+                if effect.slot == self.journal.state.driver:
                     self._trainer_deadline = time.monotonic() + TRAINER_RESTART_TIMEOUT_S
             case StopTrainer():
-                if TRAINER in self._by_slot:
-                    self._by_slot[TRAINER].send({"stop": effect.reason})
+                if (driver := self._driver()) is not None:
+                    driver.send({"stop": effect.reason})
             case NotifyTrainer():
-                if TRAINER in self._by_slot:
-                    self._by_slot[TRAINER].send({"notice": effect.text})
+                if (driver := self._driver()) is not None:
+                    driver.send({"notice": effect.text})
             case ReleaseJob():
                 state = self.journal.state
                 logger.info("job %s is %s at step %d: %s", state.run, state.state, state.step, effect.reason)
                 self._finished_at = self._finished_at or time.monotonic()
 
+    def _driver(self) -> Connection | None:
+        return self._by_slot.get(self.journal.state.driver)
+
     def _log_recovery(self, effect: RecoveryNeeded) -> None:
-        action = "the supervisor" if effect.slot == TRAINER else "the driver"
+        action = "the driver" if effect.slot not in DRIVERS else "the supervisor" if effect.slot == TRAINER else "Ray"
         logger.warning("step %d: %s; %s decides what follows", self.journal.state.step, effect.reason, action)
 
     def _kill_process(self, name: str, pid: int, node: str, machine_id: str) -> None:
@@ -214,8 +221,9 @@ class MasterLoop:
         """
         if not self._finished_at:
             return False
-        left = [process for process in self.monitor.processes.values() if process.slot != TRAINER]
-        if left and TRAINER in self.monitor.processes and time.monotonic() - self._finished_at < SHUTDOWN_GRACE_S:
+        left = [process for process in self.monitor.processes.values() if process.slot not in DRIVERS]
+        driver_is_left = self.journal.state.driver in self.monitor.processes
+        if left and driver_is_left and time.monotonic() - self._finished_at < SHUTDOWN_GRACE_S:
             return False
         for process in left:
             self._kill_process(process.name, process.pid, process.node, process.machine)
@@ -249,7 +257,7 @@ class MasterLoop:
         """End the job if its lost trainer was not restarted in time."""
         if self._trainer_deadline is None:
             return
-        if self.journal.state.workers[TRAINER].state != WorkerPhase.LOST:
+        if self.journal.state.workers[self.journal.state.driver].state != WorkerPhase.LOST:
             self._trainer_deadline = None
         elif self._restarter_is_gone():
             self._apply(JobEnded(False, "the trainer was lost, and so was the supervisor that restarts it"))
@@ -261,7 +269,7 @@ class MasterLoop:
         """Return whether the supervisor process has ended, or Ray has given up a submitted job's supervisor."""
         state = self.journal.state
         if state.supervisor_pid:
-            is_local = state.workers[TRAINER].machine == self.machine_id
+            is_local = state.workers[state.driver].machine == self.machine_id
             return is_local and not read_process_stat(state.supervisor_pid).state
         return find_actor(job_supervisor_name(state.run)) is None
 
@@ -278,14 +286,18 @@ class MasterLoop:
                 self.monitor.mark_node_lost(node_id, f"its node {node['NodeManagerAddress']} is gone")
 
     def _report_lost_worker(self, lost: WorkerFailed) -> None:
-        """Make the trainer's pending calls to this worker fail now.
+        """Make all processes' pending calls to this worker fail now, with the reason of its end.
 
         Ray would take 0.5 s to notice a crashed process, and about 30 s for a machine that lost its network.
         """
-        connection, trainer = self._by_slot.get(lost.slot), self._by_slot.get(TRAINER)
-        hello = connection.hello if connection is not None else {}
-        if trainer is not None and hello.get("pid") == lost.pid and "actor" in hello:
-            trainer.send({"lost": {"actor": hello["actor"], "reason": lost.evidence}})
+        lost_connection = self._by_slot.get(lost.slot)
+        hello = lost_connection.hello if lost_connection is not None else {}
+        if hello.get("pid") != lost.pid or "actor" not in hello:
+            return
+        reason = self.journal.state.workers[lost.slot].exit_reason or lost.evidence
+        for process in list(self.monitor.processes.values()):
+            if process.connection is not None and process.slot != lost.slot:
+                process.connection.send({"lost": {"actor": hello["actor"], "reason": reason}})
 
     def _node_loss_reason(self, node_id: str) -> str:
         """Return why a node is lost, or "". Connects to its raylet: Ray is slow to notice a lost network."""
@@ -365,6 +377,10 @@ class JobMaster:
             "pid": os.getpid(),
             "started": self.started,
         }
+
+    def history(self) -> list[JournalEntry]:
+        """Return all events of the journal, which may be on this machine alone."""
+        return history(self.journal)
 
     def stop(self, reason: str) -> None:
         """Request the end of the job: the trainer gets SIGTERM."""

@@ -11,6 +11,8 @@ from typing import Any
 from hybridrl.errors import JournalError
 
 TRAINER = "trainer"  # the slot of the driver
+SUPERVISOR = "supervisor"  # the slot of the driver of a submitted job, whose trainer is a worker
+DRIVERS = (TRAINER, SUPERVISOR)
 
 
 class Kind(StrEnum):
@@ -36,6 +38,10 @@ class JobStarted:
         restarts_workers: Whether this job restarts its lost workers. If not, the first loss ends it.
         restarts_driver: Whether somebody restarts this job's driver. If not, its loss ends the job.
         supervisor_pid: Process id, on the trainer's node, of the supervisor that restarts the trainer. 0: none.
+        driver: Slot of the process that reports the job's progress and outcome: the trainer, or the job supervisor of a
+            submitted job, whose trainer is a worker.
+        spec: The spec of a submitted job, as JSON; `hybridrl job resume` starts it again.
+        plan: Its processes and placement, as a table.
     """
 
     job: str
@@ -45,6 +51,9 @@ class JobStarted:
     restarts_workers: bool = False
     restarts_driver: bool = False
     supervisor_pid: int = 0
+    driver: str = TRAINER
+    spec: str = ""
+    plan: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class WorkerJoined:
     Attributes:
         slot: `{label}-{rank}`, or the trainer's slot.
         rank: Rank among the `group_size` processes of its label.
+        stdout: File that it prints to. "": not to a file.
+        stderr: The same.
     """
 
     slot: str
@@ -63,6 +74,8 @@ class WorkerJoined:
     machine: str = ""
     group_size: int = 1
     rank: int = 0
+    stdout: str = ""
+    stderr: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,14 @@ class WorkerLeft:
 
 
 @dataclass(frozen=True)
+class WorkerReplaced:
+    """The job supervisor kills a process now, and starts another one in its slot. Its end is no failure."""
+
+    slot: str
+    pid: int
+
+
+@dataclass(frozen=True)
 class WarningRaised:
     """A finding that is reported but not acted on: a process that blocks a hung job, a straggler, a nearly full disk.
 
@@ -181,6 +202,7 @@ Event = (
     | StepCompleted
     | CheckpointCommitted
     | WorkerLeft
+    | WorkerReplaced
     | WarningRaised
     | StopRequested
     | JobEnded
@@ -197,6 +219,7 @@ EVENTS: dict[str, type[Event]] = {
         StepCompleted,
         CheckpointCommitted,
         WorkerLeft,
+        WorkerReplaced,
         WarningRaised,
         StopRequested,
         JobEnded,

@@ -35,6 +35,7 @@ from hybridrl.master.state.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerRecovered,
+    WorkerReplaced,
     WorkerSilent,
     role_of_slot,
 )
@@ -87,8 +88,10 @@ class JobState:
     restarts_workers: bool = False
     restarts_driver: bool = False
     supervisor_pid: int = 0
+    driver: str = TRAINER
     step: int = 0
     commit: str = ""
+    commit_step: int = 0
     last_exception: tuple[str, int] = ("", -1)  # signature, step
     failures: tuple[str, ...] = ()  # the newest ones, as sentences
     decisions: tuple[str, ...] = ()  # the newest ones, as sentences
@@ -139,8 +142,9 @@ def unfinished_effects(state: JobState) -> tuple[Effect, ...]:
         return (ReleaseJob(state.reason),)
     if state.state == JobPhase.STOPPING:
         return (StopTrainer(state.reason),)
-    lost = state.restarts_driver and state.workers.get(TRAINER, WorkerState()).state == WorkerPhase.LOST
-    return (RecoveryNeeded(TRAINER, state.workers[TRAINER].exit_reason),) if lost else ()
+    driver = state.workers.get(state.driver, WorkerState())
+    lost = state.restarts_driver and driver.state == WorkerPhase.LOST
+    return (RecoveryNeeded(state.driver, driver.exit_reason),) if lost else ()
 
 
 def _record(
@@ -150,6 +154,7 @@ def _record(
     | WorkerSilent
     | WorkerRecovered
     | WorkerLeft
+    | WorkerReplaced
     | StepCompleted
     | CheckpointCommitted
     | RecoveryDecided,
@@ -166,6 +171,8 @@ def _record(
             return _move_worker(state, event.slot, event.pid, "recover")
         case WorkerLeft():
             return _move_worker(state, event.slot, event.pid, "end")
+        case WorkerReplaced():
+            return _move_worker(state, event.slot, event.pid, "replace")
         case StepCompleted():
             return _step(state, event)
         case CheckpointCommitted():
@@ -187,6 +194,7 @@ def _start_job(state: JobState, event: JobStarted) -> JobState:
         replicas=tuple(event.replicas),
         restarts_workers=event.restarts_workers,
         restarts_driver=event.restarts_driver,
+        driver=event.driver,
     )
 
 
@@ -209,7 +217,7 @@ def _add_worker(state: JobState, event: WorkerJoined) -> JobState:
     )
     label = role_of_slot(event.slot)
     state = replace(state, workers=state.workers | {event.slot: worker})
-    if event.slot == TRAINER:
+    if event.slot == state.driver:
         return _recovered_if_complete(state)
     sizes = state.sizes | {label: max(event.group_size, state.sizes.get(label, 0))}
     state = replace(state, sizes=sizes, roles={label: str(RolePhase.STARTING)} | state.roles)
@@ -233,21 +241,20 @@ def _step(state: JobState, event: StepCompleted) -> JobState:
 
 
 def _commit(state: JobState, event: CheckpointCommitted) -> JobState:
-    return replace(state, step=max(state.step, event.step), commit=event.path)
+    return replace(state, step=max(state.step, event.step), commit=event.path, commit_step=event.step)
 
 
 def _fail(state: JobState, event: WorkerFailed) -> tuple[JobState, tuple[Effect, ...]]:
     worker = state.workers.get(event.slot, WorkerState())
     is_of_another = event.pid and worker.pid and event.pid != worker.pid
-    if is_of_another or (
-        event.kind in (Kind.DIED, Kind.NODE) and worker.state in (WorkerPhase.LOST, WorkerPhase.ENDED)
-    ):
+    is_known = worker.state in (WorkerPhase.LOST, WorkerPhase.ENDED) or _is_being_replaced(worker, event)
+    if is_of_another or (event.kind in (Kind.DIED, Kind.NODE) and is_known):
         return state, ()  # reported already, or of a process that was replaced meanwhile
     if event.kind == Kind.FROZEN:
         return _freeze(state, event, worker)
     if state.state == JobPhase.STOPPING:
         lost = _mark_lost(state, event)
-        return _end_job(lost, "stopped", state.reason) if event.slot == TRAINER else (lost, ())
+        return _end_job(lost, "stopped", state.reason) if event.slot == state.driver else (lost, ())
     if event.kind in (Kind.DIED, Kind.NODE) and state.roles.get(role_of_slot(event.slot)) == RolePhase.REBUILDING:
         return _mark_lost(state, event), ()  # a rebuild also kills the healthy processes of the role
     is_survivable = _is_survivable(state, event)
@@ -260,6 +267,10 @@ def _fail(state: JobState, event: WorkerFailed) -> tuple[JobState, tuple[Effect,
     if not is_survivable:
         return _end_job(lost, "abort", f"{event.slot}: {event.evidence}")
     return _await_recovery(lost, event)
+
+
+def _is_being_replaced(worker: WorkerState, event: WorkerFailed) -> bool:
+    return worker.state == WorkerPhase.STARTING and event.pid != 0 and worker.pid == event.pid
 
 
 def _freeze(state: JobState, event: WorkerFailed, worker: WorkerState) -> tuple[JobState, tuple[Effect, ...]]:
@@ -275,7 +286,7 @@ def _await_recovery(state: JobState, event: WorkerFailed) -> tuple[JobState, tup
     """Mark what a failure takes away until somebody has restarted it."""
     label = role_of_slot(event.slot)
     if event.kind != Kind.CALL:
-        is_replica = label in state.replicas and event.slot != TRAINER and event.kind != Kind.EXCEPTION
+        is_replica = label in state.replicas and event.slot != state.driver and event.kind != Kind.EXCEPTION
         state = _move_job(_move_role(state, label, "replica_lost" if is_replica else "rebuild"), "failure")
     return state, (RecoveryNeeded(event.slot, f"{event.slot}: {event.evidence}"),)
 
@@ -283,7 +294,7 @@ def _await_recovery(state: JobState, event: WorkerFailed) -> tuple[JobState, tup
 def _is_survivable(state: JobState, event: WorkerFailed) -> bool:
     if event.kind == Kind.EXCEPTION and (event.signature, state.step) == state.last_exception:
         return False
-    return state.restarts_driver if event.slot == TRAINER else state.restarts_workers
+    return state.restarts_driver if event.slot == state.driver else state.restarts_workers
 
 
 def _mark_lost(state: JobState, event: WorkerFailed) -> JobState:

@@ -10,6 +10,8 @@ from hybridrl.master.health.heartbeat_server import Connection
 from hybridrl.master.health.kernel_process import ProcessStat
 from hybridrl.master.health.monitor import Monitor
 from hybridrl.master.state.events import Kind, WorkerFailed, WorkerSilent
+from hybridrl.master.state.reducer import JobState, WorkerState
+from hybridrl.master.state.tables import WorkerPhase
 
 SILENT_S = 0.2
 
@@ -54,6 +56,16 @@ def test_all_processes_of_a_machine_that_disappeared_are_lost_with_it(sockets):
     assert list(monitor.processes) == ["actor-2"]
 
 
+def test_a_restarted_master_knows_no_activity_of_a_process_before_its_first_heartbeat(sockets):
+    monitor = Monitor("here", lambda process, callback: None, lambda node: "")
+    known = WorkerState(WorkerPhase.ALIVE, "run/actor-0", 1, "a", "elsewhere")
+    monitor.expect_workers(JobState(workers={"actor-0": known}))
+    assert monitor.activities() == []
+    join(monitor, sockets, "actor-0", "a")
+    [activity] = monitor.activities()
+    assert activity.slot == "actor-0" and 3.0 <= activity.elapsed_s < 60.0
+
+
 def test_a_silent_process_on_a_live_machine_is_probed_there(sockets):
     monitor = Monitor(
         "here", lambda process, callback: callback(ProcessStat("S", 0.0)), lambda node: "", silence_timeout_s=SILENT_S
@@ -74,3 +86,15 @@ def test_a_connection_that_ended_with_its_machine_is_reported_without_delay(sock
         Kind.NODE,
         "its node a is gone; in actor.update for 3.0 s at its last heartbeat",
     )
+
+
+@pytest.mark.parametrize(("driver", "expected"), [("trainer", WorkerSilent), ("supervisor", WorkerFailed)])
+def test_a_stopped_supervisor_is_frozen_and_a_stopped_driver_may_be_in_a_terminal(sockets, driver, expected):
+    monitor = Monitor(
+        "here", lambda process, callback: callback(ProcessStat("T", 0.0)), lambda node: "", silence_timeout_s=SILENT_S
+    )
+    join(monitor, sockets, driver, "a")
+    time.sleep(1.5 * SILENT_S)
+    [event] = monitor.check()
+    assert type(event) is expected and event.slot == driver
+    assert driver == "trainer" or (event.kind == Kind.FROZEN and "stopped (SIGSTOP)" in event.evidence)

@@ -180,7 +180,7 @@ def test_classes_are_valid_entries_also_those_of_the_program(tmp_path):
             lambda b: b.actor(A).resource(cpu=0),
             "role 'actor': resource.cpu=0, accelerator=0. leaves nothing to reserve",
         ),
-        (lambda b: b.actor("nothing"), "role 'actor': 'nothing' names no class"),
+        (lambda b: b.actor("nothing"), "role 'actor': entry='nothing' names no class"),
         (lambda b: b.actor(lambda: None), "role 'actor': .* is not at the top level of a module"),
         (lambda b: b.role("actor"), "role 'actor': it has nothing to run"),
         (lambda b: b.actor(A).actor(A), "role 'actor' is already defined"),

@@ -21,6 +21,7 @@ from tests.support.master.sample_job import (
     loses_a_worker,
     recovers_a_worker,
     repeats_an_exception,
+    restarts_downstream,
     waits_after_a_commit,
 )
 
@@ -84,6 +85,16 @@ def test_a_trainer_that_calls_recover_continues_with_the_same_groups(tmp_path):
     assert [line[3:] for line in after] == [["1", "2"]] * 3  # both answer
 
 
+def test_a_lost_role_restarts_what_is_downstream_of_it_and_the_master_knows_the_new_processes(tmp_path):
+    out = tmp_path / "out"
+    builder = described(restarts_downstream, out, total=1, restart="downstream")
+    builder.workload("rollout", A).resource(**SMALL).workload("reward", A).resource(**SMALL)
+    builder.weights("actor", "rollout").feeds("reward", "actor")
+    assert builder.build().submit("edges", journal=str(tmp_path)) == 0
+    assert out.read_text() == "['actor', 'rollout'] True True\n"
+    assert "restarts actor-0, rollout" in state_of(tmp_path).decisions[0]
+
+
 def test_the_processes_of_a_node_are_restarted_together_and_no_others(tmp_path):
     out = tmp_path / "out"
     builder = described(loses_a_worker, out, total=4, victim=["actor", 3]).enable_node_group_failover()
@@ -119,7 +130,9 @@ def test_an_exception_restarts_the_trainer_once_and_ends_the_job_when_it_repeats
         described(repeats_an_exception, out).build().submit("repeats", journal=str(tmp_path))
     assert out.read_text().split() == ["0", "1", "2"]  # at step 1, at step 2, and at step 2 again
     assert "in repeats_an_exception" in "".join(caught.value.__notes__)  # where it was raised
-    assert state_of(tmp_path).state == JobPhase.FAILED
+    state = state_of(tmp_path)
+    assert state.state == JobPhase.FAILED and set(state.workers) == {"supervisor", "trainer-0", "actor-0", "actor-1"}
+    assert not any("SIGKILL" in failure for failure in state.failures)  # the supervisor replaced the trainer
 
 
 def test_a_role_that_exceeds_its_budget_ends_the_job_with_a_report_that_names_it(tmp_path):
@@ -144,7 +157,7 @@ def test_a_restarted_supervisor_starts_the_job_again_from_its_commit(tmp_path):
     wait_until(lambda: out.exists() and out.read_text().count("\n") == 1)
     seen = ray.get(list_masters()[running.name].describe.remote(), timeout=30)
     wait_until(lambda: state_of(tmp_path).commit == "global_step_5")
-    os.kill(seen["workers"]["trainer"]["pid"], signal.SIGKILL)
+    os.kill(seen["workers"]["supervisor"]["pid"], signal.SIGKILL)
     killed_at = time.monotonic()
     wait_until(lambda: out.read_text().count("\n") == 2)
     print(f"the job started again {time.monotonic() - killed_at:.1f} s after its supervisor was killed")

@@ -22,6 +22,7 @@ from hybridrl.master.state.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerRecovered,
+    WorkerReplaced,
     WorkerSilent,
     decode,
     encode,
@@ -66,6 +67,28 @@ def test_a_role_is_ready_when_all_its_processes_have_joined():
     assert fold([start, join("actor-0")])[0].roles == {"actor": RolePhase.STARTING}
     assert fold([start, join("actor-0"), join("actor-1")])[0].roles == {"actor": RolePhase.READY}
     assert running().state == JobPhase.RUNNING
+
+
+def test_a_process_that_its_supervisor_replaces_is_no_failure():
+    state, _ = fold([WorkerReplaced("actor-0", PIDS["actor-0"]), died("actor-0")], running())
+    assert (state.failures, state.state, state.workers["actor-0"].state) == ((), JobPhase.RUNNING, WorkerPhase.STARTING)
+    state, _ = reduce(state, join("actor-0", 200))
+    assert (state.workers["actor-0"].state, state.workers["actor-0"].incarnation) == (WorkerPhase.ALIVE, 2)
+    assert reduce(state, WorkerReplaced("actor-0", PIDS["actor-0"]))[0] == state  # of the process before
+    assert reduce(state, died("actor-0", 200))[0].failures != ()
+
+
+def test_the_driver_of_a_submitted_job_is_its_supervisor_and_the_trainer_a_worker():
+    started = JobStarted("job", "run", restarts_workers=True, restarts_driver=True, driver="supervisor")
+    slots = {"supervisor": 1, "trainer-0": 2}
+    state, _ = fold([started, *(WorkerJoined(slot, f"run/{slot}", pid, "node") for slot, pid in slots.items())])
+    lost, effects = reduce(state, died("supervisor", 1))
+    assert effects == (RecoveryNeeded("supervisor", "supervisor: killed by SIGKILL"),)
+    assert unfinished_effects(lost) == (RecoveryNeeded("supervisor", "killed by SIGKILL"),)
+    stopping, effects = reduce(state, StopRequested("asked"))
+    assert effects == (StopTrainer("asked"),)
+    assert fold([died("trainer-0", 2)], stopping)[0].state == JobPhase.STOPPING
+    assert fold([died("supervisor", 1)], stopping)[0].state == JobPhase.STOPPED
 
 
 def test_a_lost_replica_is_restarted_and_the_job_has_recovered_when_it_rejoins():
@@ -193,6 +216,7 @@ events = st.one_of(
     st.builds(StepCompleted, st.integers(0, 5)),
     st.builds(lambda step: CheckpointCommitted(step, f"global_step_{step}"), st.integers(1, 5)),
     st.builds(WorkerLeft, slots, pids),
+    st.builds(WorkerReplaced, slots, pids),
     st.builds(WarningRaised, slots, st.just("slow")),
     st.builds(RecoveryDecided, *map(st.just, ("worker lost", "", "role", "snapshot", "trainer", 1, 3, "a sentence"))),
     st.builds(StopRequested, st.just("requested")),

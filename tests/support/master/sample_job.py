@@ -4,7 +4,12 @@ import os
 import time
 from pathlib import Path
 
-from hybridrl.errors import WorkerLost
+import ray
+
+from hybridrl.errors import ConfigError, WorkerLost
+from hybridrl.master.jobs.job_context import current_context
+from hybridrl.master.jobs.roster import lookup_roster, loss_account
+from hybridrl.master.service.client import list_masters
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
 
@@ -179,3 +184,151 @@ def count_ranks(config, role):
 def write_a_line(groups, config):
     """A trainer that ends at once."""
     Path(config["out"], "trainer").write_text(str(sorted(groups)))
+
+
+def restarts_downstream(job):
+    """Kills the actor; writes what was restarted, and whether the master knows all processes right after it."""
+    before = process_ids(job.groups["reward"])
+    try:
+        job.groups["actor"].execute_rank(0, "die")
+    except WorkerLost as lost:
+        restarted = job.recover(lost)
+    described = ray.get(list_masters()[job.name].describe.remote(), timeout=30)["workers"]
+    known = all(
+        (described[f"{role}-0"]["pid"], described[f"{role}-0"]["state"]) == (process_ids(group)[0], "alive")
+        for role, group in job.groups.items()
+    )
+    write_line(job, sorted(restarted), known, process_ids(job.groups["reward"]) == before)
+
+
+def goes_on_at_its_commit(job):
+    """Begins the step behind its commit, and waits for the file `config["gate"]`."""
+    point = job.resume_point
+    write_line(job, point.restarts, point.step, point.commit or "-", point.commit_step)
+    if not point.commit:
+        job.report_step(6)
+        job.report_commit(6, "global_step_6")
+    job.report_step(7)
+    while not Path(job.config["gate"]).exists():
+        time.sleep(0.05)
+
+
+def opens_the_gate(job):
+    """Makes the counter end, and ends first."""
+    Path(job.config["until"]).write_text("")
+
+
+class WorksUntilStopped:
+    """Writes a line when SystemExit ends it."""
+
+    def __init__(self, config):
+        self.out = Path(config["out"])
+
+    def run(self):
+        self.out.write_text("works")
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            self.out.write_text("left")
+
+
+# -- roles that run by themselves beside a trainer, and can be called meanwhile
+
+
+class Counter:
+    """Counts until the job ends. `config["until"]`: a file that makes it end by itself."""
+
+    def __init__(self, config):
+        self.config, self.count = config, 0
+
+    def run(self):
+        while not Path(self.config.get("until", "/nowhere")).exists():
+            self.count += 1
+            time.sleep(0.01)
+        time.sleep(1.0)  # the trainer ends first
+        Path(self.config["out"] + ".counted").write_text(str(self.count))
+
+    @register(Dispatch.ONE_TO_ALL, name="counted")
+    def get_count(self) -> int:
+        return self.count
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+
+class Caller(Worker):
+    """A worker that looks up the counters and calls them."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def call_counters(self) -> tuple[int, list[int]]:
+        """Return the epoch and the process ids of the counters."""
+        roster = lookup_roster("counter")
+        return roster.epoch, roster.handle.to_group().process()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def describe_loss(self) -> str:
+        """Kill counter 0; return the master's account of the loss."""
+        try:
+            group = lookup_roster("counter").handle.to_group()
+            os.kill(group.execute_rank(0, "process"), 9)
+            group.execute_rank(0, "process")
+        except WorkerLost as lost:
+            return str(loss_account(lost))
+        return "not lost"
+
+
+class LosesItsPeer:
+    """Kills a counter in its first run, and does not handle the loss. Its next run finds the new one."""
+
+    def __init__(self, config):
+        self.out = Path(config["out"])
+
+    def run(self):
+        roster = lookup_roster("counter")
+        with self.out.open("a") as file:
+            file.write(f"{roster.epoch} ")
+        if roster.epoch == 0:
+            group = roster.handle.to_group()
+            os.kill(group.execute_rank(0, "process"), 9)
+            group.execute_rank(0, "process")
+
+
+@register(Dispatch.ONE_TO_ALL)
+def module_context() -> tuple[str, str, int]:
+    """An endpoint of this module: role, device type and number of counters, from the job's context."""
+    context = current_context()
+    return context.role, context.device_type, context.role_sizes["counter"]
+
+
+class FromJob:
+    """A trainer that is constructed by `from_job`, and calls roles that run."""
+
+    def __init__(self, job):
+        self.job = job
+
+    @classmethod
+    def from_job(cls, job):
+        return cls(job)
+
+    def run(self):
+        counters, callers = self.job.groups["counter"], self.job.groups["caller"]
+        try:
+            lookup_roster("nobody")
+        except ConfigError as error:
+            write_line(self.job, error)
+        roster = lookup_roster("counter")
+        first = counters.counted()
+        time.sleep(0.2)
+        grows = all(after > before for before, after in zip(first, counters.counted(), strict=True))
+        write_line(self.job, grows, sorted(roster.endpoints), counters.execute_rank(1, "module_context"))
+        before = callers.call_counters()[0]
+        write_line(self.job, *callers.describe_loss())
+        after = callers.call_counters()[0]
+        kept = [old == new for old, new in zip(before[1], after[1], strict=True)]
+        write_line(self.job, before[0], after[0], kept, roster.since[1] == lookup_roster("counter").since[1])
+        try:
+            counters.execute_rank(0, "process")
+        except WorkerLost as lost:
+            write_line(self.job, lost.cause.split(";")[0], self.job.recover(lost), counters.process() == after[1])

@@ -6,7 +6,7 @@ Pure functions; `JobSupervisor` (`job_supervisor.py`) carries them out. `failure
 from collections.abc import Iterable, Mapping, Sequence
 
 from hybridrl.failure_policy import RestartBudget
-from hybridrl.master.plan.spec import RoleSpec
+from hybridrl.master.plan.spec import EdgeSpec, RoleSpec
 
 
 def restart_report(role: str, budget: RestartBudget) -> str:
@@ -18,6 +18,16 @@ def restart_report(role: str, budget: RestartBudget) -> str:
         f"role {role!r} was restarted {times}, which is the limit of max_restart({budget.limit}), "
         f"so the job ends; the last loss: {last}{history}"
     )
+
+
+def downstream(edges: Iterable[EdgeSpec], role: str) -> list[str]:
+    """Return the other roles that data or weights of a role reach over the declared edges, in any number of steps."""
+    edges, reached = list(edges), [role]
+    for source in reached:  # grows while it is read
+        for edge in edges:
+            if edge.source == source and edge.target not in reached:
+                reached.append(edge.target)
+    return reached[1:]
 
 
 def restart_set(
@@ -40,7 +50,7 @@ def restart_set(
     lost = sorted(set(lost))
     if role.restart == "process":
         return lost
-    if role.restart == "role":
+    if role.restart in ("role", "downstream"):
         return list(range(role.total))
 
     def node_of(rank: int) -> tuple[str, str | int]:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hybridrl.errors import ConfigError
 from hybridrl.failure_policy import Budgets, Failure, FailureKind
 from hybridrl.master.jobs.builder import RLJob, RLJobBuilder
-from hybridrl.master.jobs.restart_policy import restart_report, restart_set
-from hybridrl.master.plan.spec import RoleSpec
+from hybridrl.master.plan.restart_policy import downstream, restart_report, restart_set
+from hybridrl.master.plan.spec import EdgeSpec, RoleSpec
 from hybridrl.master.state.events import JobStarted, Kind, RecoveryNeeded, WorkerFailed, WorkerJoined
 from hybridrl.master.state.reducer import JobState, reduce
 from hybridrl.master.state.tables import JOB_ENDS
@@ -49,6 +49,13 @@ def test_lost_ranks_are_restarted_and_a_wider_set_contains_the_narrower(restart,
     ranks = restarted(restart, lost, label=label)
     assert lost <= set(ranks) and ranks == sorted(set(ranks))
     assert set(restarted("process", lost)) <= set(restarted("node", lost, label=label)) <= set(restarted("role", lost))
+
+
+def test_downstream_of_a_role_is_all_that_its_data_and_weights_reach():
+    edges = [EdgeSpec(*edge) for edge in (("weights", "a", "r"), ("feeds", "r", "a"), ("feeds", "a", "r"))]
+    edges += [EdgeSpec("feeds", "r", "w"), EdgeSpec("feeds", "x", "a")]
+    assert downstream(edges, "a") == ["r", "w"] and downstream(edges, "r") == ["a", "w"]
+    assert downstream(edges, "x") == ["a", "r", "w"] and downstream(edges, "w") == []
 
 
 def test_a_role_survives_max_restart_losses_and_healthy_steps_reset_the_count():
@@ -101,7 +108,10 @@ def test_restart_options_of_a_role_are_kept_in_the_spec():
             lambda b: b.max_restart(-1),
             "role 'actor': max_restart=-1 must be a whole number; 0 ends the job at the first loss",
         ),
-        (lambda b: b.restart("all"), "role 'actor': restart.'all'. is unknown; known are role, node, process"),
+        (
+            lambda b: b.restart("all"),
+            "role 'actor': restart.'all'. is unknown; known are role, node, process, downstream",
+        ),
         (lambda b: b.enable_node_group_failover(timeout=0), "timeout=0. must be more than 0 seconds"),
     ],
 )

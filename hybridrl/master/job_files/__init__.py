@@ -1,0 +1,1 @@
+"""Jobs described in files: YAML, JSON, or Python with a builder."""

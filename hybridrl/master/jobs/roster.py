@@ -1,0 +1,123 @@
+"""`Roster`: the current processes of a role, which any process of a submitted job can look up and call.
+
+    roster = lookup_roster("rollout")
+    group = roster.handle.to_group()
+
+The job supervisor (`job_supervisor.py`) keeps one roster per role and replaces it after each restart. A group made from
+an earlier roster calls processes that are gone: look the role up again, and compare the epochs.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from hybridrl.errors import CallTimeout, ConfigError, PlacementError, WorkerLost
+from hybridrl.master.jobs.job_context import current_context
+from hybridrl.master.jobs.job_handle import RECOVERY_TIMEOUT_S, GroupHandle
+from hybridrl.master.service.client import exit_reason_of
+from hybridrl.single_controller.awaiting import wait_all
+from hybridrl.single_controller.cluster import (
+    JOB_SUPERVISOR,
+    ROSTER_GROUP,
+    find_actor,
+    job_supervisor_name,
+    master_name,
+)
+from hybridrl.single_controller.invocation import Invocation
+from hybridrl.single_controller.monitoring.lost_workers import is_reported
+
+START_TIMEOUT_S = 60.0  # for processes that do not exist yet
+ANSWER_TIMEOUT_S = 120.0  # of the supervisor; Ray may be restarting it
+FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0
+
+
+class RosterState(StrEnum):
+    """Whether a role's processes can be called."""
+
+    READY = "ready"
+    STARTING = "starting"
+    RESTARTING = "restarting"
+    NOT_CALLABLE = "not callable"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The processes of a role after a number of restarts.
+
+    Attributes:
+        epoch: Number of restarts of the role. Another epoch has at least one other process.
+        handle: The processes, as a group.
+        since: By rank, when the process was ready, in seconds since 1970.
+        endpoints: Name -> invocation, of the methods and functions that the processes offer.
+    """
+
+    epoch: int
+    handle: GroupHandle
+    since: list[float]
+    endpoints: dict[str, Invocation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RosterAnswer:
+    """The supervisor's answer. hint: what the caller may do, if there is no roster."""
+
+    state: RosterState
+    roster: Roster | None = None
+    hint: str = ""
+
+
+def lookup_roster(role: str) -> Roster:
+    """Return the current processes of a role. Works in every process of a submitted job.
+
+    Waits while the role is being restarted, and up to 60 s for processes that do not exist yet.
+
+    Raises:
+        ConfigError: If the job has no such role, or it runs a program, which cannot be called.
+        CallTimeout: If the role did not start or restart in time.
+        PlacementError: If the job has ended.
+    """
+    run = current_context().run
+    waits = {RosterState.STARTING: START_TIMEOUT_S, RosterState.RESTARTING: RECOVERY_TIMEOUT_S}
+    start, poll_s = time.monotonic(), FIRST_POLL_S
+    while True:
+        answer = _ask_supervisor(run, role)
+        if answer.roster is not None:
+            return answer.roster
+        if answer.state not in waits:
+            raise ConfigError(f"role {role!r} is {answer.state}: {answer.hint}")
+        if time.monotonic() - start > waits[answer.state]:
+            raise CallTimeout(
+                f"role {role!r} is still {answer.state} after {waits[answer.state]:g} s; `hybridrl job status {run}` "
+                "shows its processes",
+                role=role,
+            )
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, MAX_POLL_S)
+
+
+def _ask_supervisor(run: str, role: str) -> RosterAnswer:
+    supervisor: Any = find_actor(job_supervisor_name(run))
+    if supervisor is None:
+        raise PlacementError(f"role {role!r} cannot be looked up: the job {run} has ended")
+    call = supervisor.roster.options(concurrency_group=ROSTER_GROUP).remote(role)
+    [answer] = wait_all([call], role=JOB_SUPERVISOR, method="roster", timeout_s=ANSWER_TIMEOUT_S)
+    return answer
+
+
+def loss_account(lost: WorkerLost) -> WorkerLost:
+    """Return a loss with the reason that the master recorded, or unchanged if there is none within seconds.
+
+    A loss that this process got from a call has that reason already, unless the master was away.
+    """
+    if is_reported(lost.cause):
+        return lost
+    reason = exit_reason_of(find_actor(master_name(current_context().run)), lost.role, lost.rank)
+    return WorkerLost(lost.role, lost.rank, lost.method, reason) if reason else lost
+
+
+def unknown_role(role: str, sizes: Mapping[str, int]) -> RosterAnswer:
+    """Return the answer for a role that the job does not have."""
+    return RosterAnswer(RosterState.UNKNOWN, hint=f"the job's roles are {', '.join(sizes)}")
