@@ -14,6 +14,8 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 
+_files: dict[str, str] = {}  # module name -> the file that was executed under it
+
 
 def load_module(path: str) -> ModuleType:
     """Return the module at `path`, a file or a dotted name.
@@ -24,6 +26,11 @@ def load_module(path: str) -> ModuleType:
         ConfigError: See `load_object`.
     """
     return _load_file(Path(path).expanduser()) if _is_file_name(path) else _import(path)
+
+
+def file_of_module(name: str) -> str | None:
+    """Return the file that `load_module` has executed as the module of this name; no import finds it by the name."""
+    return _files.get(name)
 
 
 def load_object(path: str, name: str) -> Any:
@@ -57,6 +64,7 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    _files[module_name] = str(full)
     sys.modules[module_name] = module  # dataclasses and pickle find a class's module by its name
     try:
         spec.loader.exec_module(module)

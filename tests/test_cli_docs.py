@@ -1,4 +1,4 @@
-"""docs/graph.md: its commands run as written, and the page shows their output."""
+"""docs/graph.md and docs/master.md: their commands run as written, and docs/graph.md shows their output."""
 
 import re
 import shlex
@@ -13,6 +13,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "graph.md"
 COMMANDS = [
     line for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL) for line in block.splitlines()
 ]
+MASTER = (PAGE.parent / "master.md").read_text()
+JOB_FILE = re.findall(r"```yaml\n(.*?)```", MASTER, re.DOTALL)
+JOB_COMMANDS = re.findall(r"^hybridrl job (?:submit|graph) grpo.*?(?=  #|$)", MASTER, re.MULTILINE)
 GRAPHS = [line for line in COMMANDS if line.startswith("hybridrl job graph")]
 
 
@@ -56,3 +59,35 @@ def test_a_run_and_its_timeline_are_two_commands(tmp_path, tiny_qwen2, monkeypat
     assert run(train.replace("...", shlex.join(settings(tmp_path, tiny_qwen2)))) == 0
     assert run(trace) == 0
     assert (tmp_path / "run" / "trace.json").stat().st_size > 1000
+
+
+def test_the_page_of_the_master_describes_one_job_in_a_file_and_has_commands_for_it():
+    assert len(JOB_FILE) == 1 and len(JOB_COMMANDS) == 3
+
+
+@pytest.mark.parametrize("line", JOB_COMMANDS)
+def test_a_command_about_a_job_file_runs_as_written(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo.yaml").write_text(JOB_FILE[0])
+    assert run(line) == 0, capsys.readouterr().err
+
+
+def test_the_job_in_the_file_is_the_job_of_the_builder_on_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo.yaml").write_text(JOB_FILE[0])
+    assert run(JOB_COMMANDS[0]) == 0
+    plan = capsys.readouterr().out
+    shown = next(text for text in re.findall(r"```text\n(.*?)```", MASTER, re.DOTALL) if text.startswith("grpo: "))
+    assert plan == shown
+
+
+def test_every_option_and_command_on_the_page_of_the_master_exists(capsys):
+    for line in re.findall(r"^hybridrl job (\w+)", MASTER, re.MULTILINE):
+        with pytest.raises(SystemExit):
+            cli.main(["job", line, "--help"])
+        capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(["job", "submit", "--help"])
+    shown = capsys.readouterr().out
+    options = re.findall(r"^\| `(--[\w-]+)", MASTER, re.MULTILINE)
+    assert len(options) == 5 and all(option in shown for option in options)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def run_program(
     work: Callable[[], None],
     *,
-    log_directory: Callable[[], str | None],
+    log_directory: Callable[[], str | None] | None = None,
     newest_checkpoint: Callable[[str], str | None] = lambda directory: None,
     termination: TerminationSignal | None = None,
 ) -> int:
@@ -31,7 +31,7 @@ def run_program(
 
     Args:
         work: The program.
-        log_directory: Returns the run's directory, None if there is none (yet).
+        log_directory: Returns the run's directory, None if there is none (yet). Left out by programs that do not train.
         newest_checkpoint: Returns the newest committed checkpoint in that directory.
         termination: SIGTERM state of the run; by default one of its own.
 
@@ -39,6 +39,7 @@ def run_program(
         0; 2 for a mistake in the command; 1 for a failure; 130 for Ctrl-C; 143 for SIGTERM.
     """
     termination = termination or TerminationSignal()
+    directory_now = log_directory or (lambda: None)
     try:
         with termination.handle_sigterm():
             work()
@@ -48,23 +49,25 @@ def run_program(
         return 2
     except (KeyboardInterrupt, Terminated) as error:
         how = "terminated" if isinstance(error, Terminated) else "interrupted"
-        sys.stderr.write(f"{_interruption(log_directory(), newest_checkpoint, how)}\n")
+        about = f"; {_progress(directory_now(), newest_checkpoint)}" if log_directory else ""
+        sys.stderr.write(f"{how}{about}\n")
         return EXIT_CODE if isinstance(error, Terminated) else 130
     except Exception as error:
-        directory = log_directory()
+        directory = directory_now()
         if termination.received:  # the workers may have received SIGTERM too, and their loss is then no failure
-            sys.stderr.write(f"{_interruption(directory, newest_checkpoint, 'terminated')} ({format_error(error)})\n")
+            about = f"; {_progress(directory, newest_checkpoint)}" if log_directory else ""
+            sys.stderr.write(f"terminated{about} ({format_error(error)})\n")
             return EXIT_CODE
         expected = isinstance(error, HybridRLError) and directory is None
         sys.stderr.write(f"{format_error(error)}\n" + ("" if expected else f"{_save_traceback(error, directory)}\n"))
         return 1
 
 
-def _interruption(directory: str | None, newest_checkpoint: Callable[[str], str | None], how: str) -> str:
+def _progress(directory: str | None, newest_checkpoint: Callable[[str], str | None]) -> str:
     newest = None if directory is None else newest_checkpoint(directory)
     if newest is not None:
-        return f"{how}; {newest} is committed; the next run resumes from it unless trainer.resume_mode says otherwise"
-    return f"{how}; nothing was committed, the next run starts from step 0" + (
+        return f"{newest} is committed; the next run resumes from it unless trainer.resume_mode says otherwise"
+    return "nothing was committed, the next run starts from step 0" + (
         "" if directory is None else " (trainer.save_freq=N commits every N steps)"
     )
 

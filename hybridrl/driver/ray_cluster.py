@@ -1,7 +1,10 @@
 """Connect a program to a Ray cluster: the one that RAY_ADDRESS names, else one started on this machine.
 
-Called by `main_ppo`, `main_sft` and `hybridrl serve` in the driver; the supervisor calls `start_local_cluster` in the
-process that holds the cluster of a supervised run.
+`main_ppo`, `main_sft` and `hybridrl serve` call `start_ray` in the driver; the supervisor calls `start_local_cluster`
+in the process that holds the cluster of a supervised run. `hybridrl job` and `submit` call `connect`.
+
+`ray.init` waits for minutes at an address where nothing answers, in code that no signal interrupts. Therefore `connect`
+first opens a connection, and asks the cluster whether it accepts this process's token.
 """
 
 import contextlib
@@ -9,7 +12,11 @@ import logging
 import os
 import re
 import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.driver.termination import keep_sigterm_handler
@@ -19,7 +26,13 @@ logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
 OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text takes megabytes
 CONNECT_TIMEOUT_S = 5.0
-PLAIN_ADDRESS = re.compile(r"[^/]+:\d+")  # not ray://HOST:PORT
+ANSWER_TIMEOUT_S = 10.0  # a cluster answers within milliseconds, on a busy machine within a second
+SIGNAL_PERIOD_S = 0.2  # a signal right before a wait is handled after it
+ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>[^/]+):(?P<port>\d+)")
+AUTO = "auto"  # Ray's word for the cluster of this machine
+AUTH_MODE = "RAY_AUTH_MODE"
+TOKEN_PLACES = "~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+ADDRESS_HINT = "start a cluster with `ray start --head`, or correct the address"
 
 
 def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -> None:
@@ -45,7 +58,14 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
     if ray.is_initialized():
         return
     if (address := existing_cluster(num_nodes=num_nodes)) is not None:
-        _connect(address)
+        connected = connect(
+            address,
+            setting="RAY_ADDRESS",
+            hint="start a cluster with `ray start --head`, or unset RAY_ADDRESS to start one on this machine",
+            log_to_driver=False,
+        )
+        machines = sum(node["Alive"] for node in ray.nodes())
+        logger.info("connected to the Ray cluster at %s, machines: %d", connected, machines)
         return
     if num_nodes > 1:
         logger.warning(
@@ -62,7 +82,7 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
 
 def existing_cluster(*, num_nodes: int = 1) -> str | None:
     """Return the address of the cluster that `start_ray` connects to; None if it starts one."""
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if num_nodes > 1 and _cluster_started_here() else "local")
+    address = os.environ.get("RAY_ADDRESS") or (AUTO if num_nodes > 1 and _cluster_started_here() else "local")
     return None if address == "local" else address
 
 
@@ -72,9 +92,7 @@ def _connect_own(lifecycle: DriverLifecycle) -> None:
 
     try:
         address = lifecycle.ray_address()
-        # Ray read its authentication mode from the environment at import; read it again.
-        with contextlib.suppress(ImportError, AttributeError):
-            ray._raylet.Config.initialize("")  # type: ignore[attr-defined] # compiled, without types
+        read_auth_mode()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RuntimeError, OSError) as error:
         if lifecycle.attempt > 1:
@@ -99,46 +117,152 @@ def start_local_cluster() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def _connect(address: str) -> None:
-    """Connect to the cluster at `address`: HOST:PORT, `auto`, or another form that Ray accepts."""
+def connect(
+    address: str,
+    *,
+    setting: str,
+    hint: str = ADDRESS_HINT,
+    code_paths: Sequence[str] = (),
+    log_to_driver: bool = True,
+) -> str:
+    """Connect to the cluster at `address` and return its address, HOST:PORT.
+
+    Signals are handled while it waits.
+
+    Args:
+        address: HOST:PORT, ray://HOST:PORT, or `auto`: the only cluster of this machine.
+        setting: The variable or option that has the address, for the error message.
+        hint: What the reader may do if no cluster answers.
+        code_paths: Directories from which the cluster's processes also import modules.
+        log_to_driver: Whether what workers print appears here, too.
+
+    Raises:
+        ConfigError: No cluster answers, or it refuses this process's token. Takes `CONNECT_TIMEOUT_S` where nothing
+            accepts connections, and `ANSWER_TIMEOUT_S` more where what does is no Ray cluster.
+    """
+    import ray
+    from ray.job_config import JobConfig
+
+    named = f"{setting}={address}"
+    try:
+        found = find_cluster() if address == AUTO else address
+        _check_answers(found, is_own=address == AUTO)
+        job_config = JobConfig(_py_driver_sys_path=list(code_paths))
+        with keep_sigterm_handler():  # Ray's own would end the process at once
+            ray.init(found, job_config=job_config, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    except ray.exceptions.AuthenticationError as error:
+        raise ConfigError(f"{named}: {_token_hint(error)}") from error
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{named}: no Ray cluster answers there ({text}); {hint}") from error
+    connected: str = ray.get_runtime_context().gcs_address
+    return connected
+
+
+def find_cluster() -> str:
+    """Return the address, HOST:PORT, of the only Ray cluster on this machine.
+
+    That is the cluster of the last `ray start`, if it answers. Ray's own search takes any of several clusters, and an
+    old address where none is left.
+
+    Raises:
+        ConnectionError: There is none, or there are several.
+    """
+    from ray._private.services import find_gcs_addresses
+
+    if started := _cluster_started_here():
+        return started
+    found = sorted(find_gcs_addresses())
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConnectionError(f"{len(found)} clusters run on this machine: {', '.join(found)}; name one of them")
+    raise ConnectionError("no cluster runs on this machine")
+
+
+def _check_answers(address: str, *, is_own: bool) -> None:
+    """Raise an error unless a cluster at `address` answers and accepts this process's token.
+
+    Args:
+        address: See `connect`. Other forms than HOST:PORT and ray://HOST:PORT are not checked.
+        is_own: The cluster was found on this machine. Its token is then used without `RAY_AUTH_MODE`, as Ray does.
+    """
+    parts = ADDRESS.fullmatch(address)
+    if parts is None:
+        return
+    socket.create_connection((parts["host"].strip("[]"), int(parts["port"])), timeout=CONNECT_TIMEOUT_S).close()
+    if not parts["client"]:
+        _call_with_timeout(lambda: _ask_cluster(address, is_own=is_own), timeout_s=ANSWER_TIMEOUT_S)
+
+
+def _ask_cluster(address: str, *, is_own: bool) -> None:
+    """Open a client of the cluster's control service, which sends this process's token, and drop it."""
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+    from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined] # compiled, without types
+
+    has_token = AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    if is_own and has_token and AUTH_MODE not in os.environ:
+        os.environ[AUTH_MODE] = "token"
+        read_auth_mode()
+    ensure_token_if_auth_enabled(None, create_token_if_missing=False)
+    GcsClient(address=address)
+
+
+def _call_with_timeout(function: Callable[[], Any], *, timeout_s: float) -> None:
+    """Call a function that no signal interrupts in a thread, and raise its error.
+
+    Raises:
+        TimeoutError: After `timeout_s`; the thread continues.
+    """
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="ask-cluster", daemon=True)
+    thread.start()
+    until = time.monotonic() + timeout_s
+    while thread.is_alive() and time.monotonic() < until:
+        thread.join(SIGNAL_PERIOD_S)
+    if thread.is_alive():
+        raise TimeoutError(f"it accepts connections, but is silent for {timeout_s:g} s")
+    if errors:
+        raise errors[0]
+
+
+def _token_hint(error: Exception) -> str:
+    """Return why the cluster refuses this process, and what the reader may do."""
+    if os.environ.get(AUTH_MODE, "").lower() != "token":
+        return f"the Ray cluster there requires a token; set {AUTH_MODE}=token, and have the token in {TOKEN_PLACES}"
+    what = "there is no token" if "no authentication token" in str(error) else "the Ray cluster there refuses the token"
+    return f"{what} in {TOKEN_PLACES}; put the one there that `ray get-auth-token` prints on the cluster's head"
+
+
+def read_auth_mode() -> None:
+    """Make Ray read its authentication mode from the environment again; it did at import."""
     import ray
 
-    try:
-        if PLAIN_ADDRESS.fullmatch(address):  # ray.init would retry for 30 s and print 20 lines
-            _check_accepts_connections(address)
-        with keep_sigterm_handler():
-            context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ConfigError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({' '.join(str(error).split())}); start "
-            "one with `ray start --head`, set RAY_AUTH_MODE=token if it requires a token, or unset RAY_ADDRESS to "
-            "start a cluster on this machine"
-        ) from error
-    logger.info(
-        "connected to the Ray cluster at %s, machines: %d",
-        context.address_info["address"],  # type: ignore[attr-defined] # Ray annotates the base class
-        sum(node["Alive"] for node in ray.nodes()),
-    )
+    with contextlib.suppress(ImportError, AttributeError):
+        ray._raylet.Config.initialize("")  # type: ignore[attr-defined] # compiled, without types
 
 
-def _cluster_started_here() -> bool:
-    """Return whether `ray start` made this machine part of a cluster that answers.
+def _cluster_started_here() -> str | None:
+    """Return the address of the cluster that `ray start` made this machine a part of, if it answers.
 
     Ray's own `auto` would also choose the private cluster of another run on this machine.
     """
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # where Ray writes it
     try:
         with open(os.path.join(folder, "ray", "ray_current_cluster"), encoding="utf-8") as f:
-            _check_accepts_connections(f.read().strip())
+            address = f.read().strip()
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError):
-        return False
-    return True
-
-
-def _check_accepts_connections(address: str) -> None:
-    """Raise OSError unless HOST:PORT accepts connections."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        return None
+    return address
 
 
 def has_cuda_device() -> bool:

@@ -21,6 +21,11 @@ def save_command(directory: str) -> None:
         json.dump({"command": [sys.executable, *sys.orig_argv[1:]], "directory": os.getcwd()}, file, indent=2)
 
 
+def has_command(directory: str) -> bool:
+    """Return whether a run has saved its command line in this directory."""
+    return os.path.isfile(os.path.join(directory, FILE))
+
+
 def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[str], str]:
     """Return the command that resumes the run in `directory`, and its working directory.
 
@@ -38,8 +43,9 @@ def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[
         command, working_directory = saved["command"], saved["directory"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{directory}: no {FILE} of a run of `python -m hybridrl.main_ppo` is there ({error}); name a run's "
-            "directory: trainer.default_local_dir, or checkpoints/PROJECT/EXPERIMENT"
+            f"{directory}: no {FILE} of a run of `python -m hybridrl.main_ppo` is there ({error}), nor the journal of "
+            "a submitted job; name a run's directory: trainer.default_local_dir, checkpoints/PROJECT/EXPERIMENT, or "
+            "the directory given to submit(journal=...)"
         ) from error
     new = ["trainer.resume_mode=auto", *changes]
     replaced = {word.partition("=")[0] for word in new} | {"trainer.resume_from_path"}

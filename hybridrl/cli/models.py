@@ -1,0 +1,163 @@
+"""`hybridrl export` and `hybridrl serve`: the policy of a checkpoint as files, or behind an endpoint."""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, settings_for_export, verify_manifest
+
+if TYPE_CHECKING:
+    from hybridrl.serving.openai.server import Endpoint
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """Add the commands to those of `hybridrl`."""
+    _add_export(commands)
+    _add_serve(commands)
+
+
+# -- export
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
+    export.add_argument("checkpoint", help="a global_step_N directory")
+    export.add_argument("directory", help="where the model goes; it appears complete or not at all")
+    _add_trust(export)
+    export.set_defaults(
+        run_command=lambda arguments: export_checkpoint(
+            arguments.checkpoint, arguments.directory, trust_remote_code=arguments.trust_remote_code
+        )
+    )
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model; read it first"
+    )
+
+
+def export_checkpoint(checkpoint: str, directory: str, *, trust_remote_code: bool = False) -> None:
+    """Write the policy of a PPO checkpoint of any world size as a Hugging Face model.
+
+    Args:
+        checkpoint: A `global_step_N` directory.
+        directory: Where the model goes.
+        trust_remote_code: Run Python code that comes with the model.
+
+    Raises:
+        CheckpointError: There is no complete PPO checkpoint.
+        ConfigError: `directory` is not new or empty, or the model brings code that is not trusted.
+    """
+    from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+    from hybridrl.single_controller.worker_group import ClassWithInitArgs
+    from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+    from hybridrl.workers.export import check_new_directory
+
+    check_new_directory(directory)
+    _check_is_ppo_checkpoint(checkpoint)
+    verify_manifest(checkpoint)
+    settings = settings_for_export(checkpoint, trust_remote_code=trust_remote_code)
+    group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, settings, "actor"), role="actor")
+    group.calls.init_model(1)
+    group.calls.load_checkpoint(os.path.join(checkpoint, "actor"))
+    group.calls.export_hf(directory)
+    sys.stdout.write(f"exported {checkpoint} to {directory}\n")
+
+
+def _check_is_ppo_checkpoint(path: str) -> None:
+    """Raise CheckpointError that names the nearest checkpoint unless `path` is one of PPO."""
+    if not os.path.isfile(os.path.join(path, MANIFEST)):
+        raise CheckpointError(f"{path} is not a checkpoint; {_nearest_checkpoint(path)}")
+    if os.path.isdir(os.path.join(path, "huggingface")):
+        raise CheckpointError(
+            f"{path} is of supervised fine-tuning, which exports with every checkpoint: use {path}/huggingface"
+        )
+    if not os.path.isdir(os.path.join(path, "actor")):
+        raise CheckpointError(f"{path} has no actor/, the policy of a PPO run; give another global_step_N")
+
+
+def _nearest_checkpoint(path: str) -> str:
+    for run in (path, os.path.dirname(os.path.abspath(path))):
+        if newest := CheckpointStore(run).latest():
+            return f"the newest in {run} is {newest}"
+    return "give the global_step_N directory of a run with trainer.save_freq above 0"
+
+
+# -- serve
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    what = "serve a model or a checkpoint's policy to OpenAI clients, until Ctrl-C"
+    serve = commands.add_parser("serve", help=what, description=what)
+    serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
+    serve.add_argument("--port", type=int, default=8000, help="0: any free port")
+    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; HYBRIDRL_API_KEY sets a key")
+    serve.add_argument("--engine", default="hf", help="hf, vllm, or a rollout of your own: package.module:Name")
+    serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
+    serve.add_argument(
+        "--max-length", type=int, help="tokens of prompt and response; default: the model's limit, at most 4096"
+    )
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _add_trust(serve)
+    serve.set_defaults(run_command=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
+    from hybridrl.trainer.data.tokenizer import load_tokenizer
+    from hybridrl.workers.rollout.base import rollout_class
+
+    if not rollout_class(arguments.engine, setting="--engine").capabilities.requests:
+        raise ConfigError(
+            f"--engine={arguments.engine}: needs the capability requests, which it does not declare; use hf"
+        )
+    if arguments.replicas < 1:
+        raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
+    trust = arguments.trust_remote_code
+    with _model_directory(arguments.model, trust_remote_code=trust) as path:
+        model = StandaloneModel(
+            path=path,
+            name=os.path.basename(os.path.normpath(arguments.model)),
+            tokenizer=load_tokenizer(path, key="model", trust_remote_code=trust),
+            trust_remote_code=trust,
+            engine=arguments.engine,
+            max_length=arguments.max_length,
+            device=arguments.device,
+        )
+        if arguments.replicas > 1:
+            start_ray()
+        replicas = one_replica(model) if arguments.replicas == 1 else replicas_on_ray(model, arguments.replicas)
+        serve_forever(
+            model,
+            replicas,
+            host=arguments.host,
+            port=arguments.port,
+            on_start=_print_address,
+        )
+
+
+def _print_address(endpoint: "Endpoint") -> None:
+    sys.stdout.write(f"serving {endpoint.served.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _model_directory(path: str, *, trust_remote_code: bool) -> Iterator[str]:
+    """Yield a model's directory; for a checkpoint, its policy as Hugging Face files while the block runs."""
+    if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
+        yield os.path.join(path, "huggingface")
+    elif os.path.isfile(os.path.join(path, MANIFEST)):
+        with tempfile.TemporaryDirectory(prefix="hybridrl-serve-") as folder:
+            export_checkpoint(path, os.path.join(folder, "policy"), trust_remote_code=trust_remote_code)
+            yield os.path.join(folder, "policy")
+    else:
+        yield path

@@ -1,0 +1,121 @@
+"""Which Ray cluster a program connects to, and what it says, soon, about one that does not answer or refuses it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from tests.support.driver.ray_head import free_port, own, ray_head
+
+SUBMIT = (
+    "from hybridrl.driver.program import run_program\n"
+    "from hybridrl.master.jobs.builder import DLJobBuilder\n"
+    "job = DLJobBuilder().device_type('CPU').role('echo').run('echo.py').build()\n"
+    "raise SystemExit(run_program(lambda: job.submit('echo')))\n"
+)
+START = (
+    "from hybridrl.driver.program import run_program, set_up_logging\n"
+    "from hybridrl.driver.ray_cluster import start_ray\n"
+    "def work():\n"
+    "    start_ray(num_nodes={num_nodes})\n"
+    "    import ray\n"
+    "    print(ray.cluster_resources())\n"
+    "set_up_logging()\n"
+    "raise SystemExit(run_program(work))\n"
+)
+TOKEN = "0123456789abcdef" * 4
+LS = "import sys; from hybridrl.cli import main; sys.exit(main(['job', 'ls']))"
+
+
+def start(code, **environment):
+    base = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=base | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+    )
+
+
+def run(code, **environment):
+    process = start(code, **environment)
+    out, err = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_ray_elsewhere(num_nodes, **environment):
+    """Call `start_ray` in a new process, which prints the cluster's resources; return the completed process."""
+    return run(START.format(num_nodes=num_nodes), **environment)
+
+
+@pytest.mark.parametrize(
+    ("code", "way_out"), [(START.format(num_nodes=1), "unset RAY_ADDRESS"), (LS, "--address"), (SUBMIT, "ray start")]
+)
+def test_an_address_where_nothing_answers_is_one_line_at_once(code, way_out, tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    (tmp_path / "echo.py").write_text("")
+    began = time.monotonic()
+    done = run(code, RAY_ADDRESS=address)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(
+        f"RAY_ADDRESS={address}: no Ray cluster answers there ([Errno 111] Connection refused"
+    )
+    assert way_out in done.stderr and time.monotonic() - began < 30  # of which the imports take the most
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_program_that_waits_for_a_silent_address_ends_by_a_signal(number):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = start(LS, RAY_ADDRESS=f"127.0.0.1:{listener.getsockname()[1]}")
+        listener.settimeout(60)
+        for _ in range(2):  # the first connection is closed at once, the second one is the client's
+            listener.accept()
+        began = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == (143 if number == signal.SIGTERM else 130) and time.monotonic() - began < 5
+    assert err.splitlines()[-1] == ("terminated" if number == signal.SIGTERM else "interrupted")
+
+
+def test_a_cluster_that_requires_a_token_says_how_to_get_in():
+    with tempfile.TemporaryDirectory() as elsewhere, ray_head(token=TOKEN) as (folder, address):
+        for code in (LS, START.format(num_nodes=1)):
+            done = run(code, **own(folder), RAY_ADDRESS=address)
+            assert done.returncode == 2 and "Traceback" not in done.stderr
+            assert f"RAY_ADDRESS={address}: the Ray cluster there requires a token; set RAY_AUTH_MODE=" in done.stderr
+        token = {"RAY_AUTH_MODE": "token"}
+        done = run(LS, **own(folder) | token, RAY_ADDRESS=address)
+        assert done.returncode == 0, done.stderr
+        done = run(LS, **own(elsewhere) | token, RAY_ADDRESS=address)
+        assert done.returncode == 2 and "there is no token in ~/.ray/auth_token" in done.stderr
+        done = run(LS, **own(folder) | token | {"RAY_AUTH_TOKEN": TOKEN[::-1]}, RAY_ADDRESS=address)
+        assert done.returncode == 2 and "refuses the token in ~/.ray/auth_token" in done.stderr
+
+
+def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_does_not():
+    with ray_head() as (folder, address):
+        for num_nodes, named in ((2, {}), (1, {"RAY_ADDRESS": address})):
+            done = start_ray_elsewhere(num_nodes, **own(folder), **named)
+            assert "'mark': 7.0" in done.stdout, done.stderr
+            assert re.fullmatch(
+                rf"connected to the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr
+            )
+        done = start_ray_elsewhere(1, **own(folder))
+    assert done.returncode == 0 and "'mark'" not in done.stdout
+
+
+def test_without_a_cluster_all_machines_of_a_job_are_this_one_with_a_warning():
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        done = start_ray_elsewhere(2, **own(folder))
+    assert done.returncode == 0 and "CPU" in done.stdout
+    assert done.stderr.startswith(
+        "no `ray start` was run here and RAY_ADDRESS names no cluster: all 2 machines of this job are this one\n"
+    )
