@@ -1,0 +1,201 @@
+"""Calls on the processes of a role that return at once: `start_call` sends one and returns its future.
+
+Any process of a job may call any role. Who is called is looked up once per role (`current_processes`) and again after a
+loss. A call whose process was lost is sent again in two cases only: the process had been replaced before the call
+began, so that nothing ran; or its endpoint is idempotent. Otherwise the future gets the loss, in the master's words.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.errors import WorkerLost
+from hybridrl.master.jobs.roster import Roster, lookup_roster, loss_account
+from hybridrl.single_controller.call_chain import CHECK_PERIOD_S, waiting_for
+from hybridrl.single_controller.invocation import Invocation
+from hybridrl.single_controller.references import OutputRefs
+from hybridrl.single_controller.worker_group import WorkerGroup
+
+# A call that loses its process every time probably ends the process itself.
+MAX_SENDS = 3
+REPLACED_POLL_S = 0.25  # a loss is known to the caller before the job supervisor starts a new process
+REPLACED_TIMEOUT_S = 60.0
+
+
+class RoleProcesses:
+    """The processes of a role at one epoch, as a worker group of this process."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.epoch, self.since, self.endpoints = roster.epoch, roster.since, roster.endpoints
+        self.group: WorkerGroup = roster.handle.to_group()
+        self.names = list(roster.handle.names)
+        # Endpoints that are functions of a module are not in the worker's class.
+        self.group.invocations = {**self.group.invocations, **roster.endpoints}
+
+
+_KNOWN: dict[str, RoleProcesses] = {}  # role -> processes that were looked up last
+_KNOWN_LOCK = threading.Lock()
+
+
+def current_processes(role: str, *, after: RoleProcesses | None = None) -> RoleProcesses:
+    """Return the processes of a role; from memory, unless they are those of `after`.
+
+    Args:
+        role: In lower case.
+        after: Processes of which one was lost. The same ones are returned if none has been replaced yet.
+    """
+    with _KNOWN_LOCK:
+        known = _KNOWN.get(role)
+    if known is not None and known is not after:
+        return known
+    roster = lookup_roster(role)
+    if known is not None and roster.epoch == known.epoch:
+        return known
+    with _KNOWN_LOCK:
+        _KNOWN[role] = RoleProcesses(roster)
+        return _KNOWN[role]
+
+
+def forget_processes() -> None:
+    """Look every role up again at its next call."""
+    with _KNOWN_LOCK:
+        _KNOWN.clear()
+
+
+@dataclass
+class RoleCall:
+    """One call on some processes of a role, until it has their outputs.
+
+    Attributes:
+        method: Name of the endpoint.
+        ranks: Whom it calls.
+        args, kwargs: By rank.
+        began: Seconds since the epoch.
+        references: Rank -> reference to its output.
+    """
+
+    role: str
+    method: str
+    processes: RoleProcesses
+    invocation: Invocation
+    ranks: Sequence[int]
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+    began: float = field(default_factory=time.time)
+    deadline: float | None = None
+    references: dict[int, Any] = field(default_factory=dict)
+    num_sends: int = 1
+
+    def send(self, ranks: Sequence[int]) -> None:
+        group = self.processes.group
+        for rank in ranks:
+            self.references[rank] = group.execute_rank_async(rank, self.method, *self.args[rank], **self.kwargs[rank])
+
+    def outputs(self) -> list[Any]:
+        """Wait for the outputs, by rank; raise the first failure."""
+        while True:
+            group = self.processes.group
+            references = OutputRefs([self.references[r] for r in self.ranks], ranks=self.ranks, fetch=group.fetch)
+            timeout_s = self.invocation.timeout_s if self.num_sends == 1 else self._seconds_left()
+            try:
+                return group.fetch(references, method=self.method, timeout_s=timeout_s)
+            except WorkerLost as lost:
+                self._send_again(lost)
+
+    def _seconds_left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def _send_again(self, lost: WorkerLost) -> None:
+        """Send the call to the processes that replaced lost ones; raise the loss if that might run it twice."""
+        if lost.role != self.role or lost.rank not in self.ranks:
+            raise lost  # of another process: the called one waited for it, or got its output as an argument
+        before = self.processes
+        try:
+            now = self._replacement(lost, before)
+        except Exception as error:  # the role did not come back, or the job has ended
+            raise loss_account(lost) from error
+        replaced = [rank for rank in self.ranks if now.names[rank] != before.names[rank]]
+        again = [r for r in replaced if self.invocation.idempotent or now.since[r] < self.began]
+        if lost.rank not in again or self.num_sends >= MAX_SENDS:
+            raise loss_account(lost)
+        self.num_sends += 1
+        self.processes = now
+        self.send(again)
+
+    def _replacement(self, lost: WorkerLost, before: RoleProcesses) -> RoleProcesses:
+        """Return the current processes; an idempotent call waits until the lost one is replaced."""
+        left, now = self._seconds_left(), before
+        until = time.monotonic() + (REPLACED_TIMEOUT_S if left is None else min(REPLACED_TIMEOUT_S, left))
+        while True:
+            now = current_processes(self.role, after=now)
+            is_replaced = now.names[lost.rank] != before.names[lost.rank]
+            if is_replaced or not self.invocation.idempotent or time.monotonic() > until:
+                return now
+            time.sleep(REPLACED_POLL_S)
+
+
+class CallFuture(Future):
+    """The future of a call. A worker that waits for it, and keeps the called process waiting, gets CallCycle."""
+
+    def __init__(self, call: RoleCall) -> None:
+        super().__init__()
+        self._call = call
+        self.set_running_or_notify_cancel()  # what is sent cannot be cancelled
+
+    def result(self, timeout: float | None = None) -> Any:
+        return super().result(self._wait(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return super().exception(self._wait(timeout))
+
+    def _wait(self, timeout: float | None) -> float | None:
+        """Wait for the end of the call as part of the call that this process executes; return the seconds left."""
+        if self.done():
+            return timeout
+        until = None if timeout is None else time.monotonic() + timeout
+        references = list(self._call.references.values())
+        with waiting_for(references, role=self._call.role, method=self._call.method) as waiting:
+            while not self.done():
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                wait([self], timeout=CHECK_PERIOD_S if left is None else min(CHECK_PERIOD_S, left))
+                if not self.done():
+                    waiting.raise_if_cycle(references)
+        return None if until is None else max(0.0, until - time.monotonic())
+
+
+def start_call(call: RoleCall, collect: Callable[[list[Any]], Any]) -> "Future[Any]":
+    """Send a call and return the future of `collect(outputs)`. A thread waits for the outputs.
+
+    The future always ends: with a value, with what a process raised, with the loss of a process, or with CallTimeout.
+    """
+    timeout_s = call.invocation.timeout_s
+    call.deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    call.send(call.ranks)
+    future = CallFuture(call)
+
+    def resolve() -> None:
+        try:
+            future.set_result(collect(call.outputs()))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=resolve, name=f"{call.role}.{call.method}", daemon=True).start()
+    return future
+
+
+def refuse_event_loop(role: str, method: str) -> None:
+    """Raise RuntimeError on a thread that runs an event loop: the loop would stand still during the call."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        f"{role}.{method}() was called on this process's event loop, which it would stop; from a coroutine write "
+        f"`future = await asyncio.to_thread(group.call, {method!r}, ...)`, then `await asyncio.wrap_future(future)`"
+    )

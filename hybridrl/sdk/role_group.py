@@ -1,0 +1,220 @@
+"""`RoleGroup`: calls on the processes of a role, from any process of a submitted job.
+
+    rollout = RoleGroup("rollout")
+    outputs = rollout.call_batch("generate", len(prompts), prompts, params)     # a FutureSequence
+    rollout.call("load_weights", version).result()                              # a list, one entry per process
+    rollout[0].call("metrics").result()                                         # one process
+
+A method is given by name, as the stub function that `rpc` was given, or as the marked method itself. Processes are
+looked up at the first call; a call waits for a role that is being started or restarted.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from inspect import iscoroutinefunction
+from typing import Any, TypeVar, cast, overload
+
+from hybridrl.errors import ConfigError
+from hybridrl.master.jobs.job_context import current_context
+from hybridrl.sdk.future_sequence import FutureSequence, balanced_sizes
+from hybridrl.sdk.role_calls import RoleCall, RoleProcesses, current_processes, refuse_event_loop, start_call
+from hybridrl.sdk.role_type import role_name
+from hybridrl.sdk.rpc_endpoints import endpoint_name, namespaced
+from hybridrl.single_controller.dispatch import Dispatch, get_dispatch_mode, sequence_mode
+from hybridrl.single_controller.invocation import Invocation, endpoints_of
+
+T = TypeVar("T")
+Method = str | Callable[..., Any]
+
+
+class RoleActor:
+    """One process of a role."""
+
+    def __init__(self, role: str, rank: int, *, timeout_s: float | None = None) -> None:
+        self.role, self.rank, self._timeout_s = role, rank, timeout_s
+
+    @property
+    def name(self) -> str:
+        """`role-rank`, as in `current_worker().actor_info.name`."""
+        return f"{self.role}-{self.rank}"
+
+    def call(self, method: Method, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Start a method; return the future of its output. Raises RuntimeError on an event loop."""
+        return self._call(endpoint_name(method), args, kwargs)
+
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], record: Invocation | None = None
+    ) -> "Future[Any]":
+        refuse_event_loop(self.role, name)
+        processes = current_processes(self.role)
+        invocation = _invocation(processes, name, self._timeout_s, record)
+        call = _prepare(self.role, name, processes, invocation, (Dispatch.ONE_TO_ALL, args, kwargs), [self.rank])
+        return start_call(call, lambda outputs: outputs[0])
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class RoleGroup(Sequence[RoleActor]):
+    """The processes of a role, by rank.
+
+    Args:
+        role: A role of the job, in any case, or a member of `RLRoleType`.
+        optional: The job may lack the role. Its group is then empty, and calls do nothing: `call` gives [],
+            `call_rank0` None, and `call_batch` None for each element.
+        timeout_s: Deadline of each call in seconds. Default: that of the endpoint (`rpc(timeout_s=...)`).
+
+    Raises:
+        ConfigError: The job has no such role, or this process belongs to no job.
+    """
+
+    def __init__(self, role: str, optional: bool = False, *, timeout_s: float | None = None) -> None:
+        self.role, self._timeout_s = role_name(role), timeout_s
+        sizes = current_context().role_sizes
+        if self.role not in sizes and not optional:
+            raise ConfigError(
+                f"RoleGroup({role!r}): the job has no such role; it has {', '.join(sizes)}. For a role that may be "
+                "absent write RoleGroup(..., optional=True)"
+            )
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(f"RoleGroup({role!r}, timeout_s={timeout_s!r}): must be more than 0 seconds")
+        self._actors = [RoleActor(self.role, rank, timeout_s=timeout_s) for rank in range(sizes.get(self.role, 0))]
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    @overload
+    def __getitem__(self, index: int) -> RoleActor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RoleActor]: ...
+    def __getitem__(self, index: int | slice) -> RoleActor | list[RoleActor]:
+        return self._actors[index]
+
+    def call(self, method: Method, *args: Any, _scatter: bool = False, **kwargs: Any) -> "Future[list[Any]]":
+        """Start a method on every process; return the future of the outputs, by rank.
+
+        Args:
+            method: A name, a stub, or a marked method.
+            _scatter: Every argument is a list with one entry per process. Otherwise every process gets all arguments.
+
+        Raises:
+            ValueError: `_scatter` with an argument of another length.
+            RuntimeError: Called on an event loop.
+        """
+        name = endpoint_name(method)
+        refuse_event_loop(self.role, name)
+        if not self._actors:
+            return _known([])
+        mode = Dispatch.ALL_TO_ALL if _scatter else Dispatch.ONE_TO_ALL
+        return start_call(self._prepare(name, mode, args, kwargs), list)
+
+    def call_rank0(self, method: Method, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Start a method on rank 0; return the future of its output."""
+        if not self._actors:
+            refuse_event_loop(self.role, endpoint_name(method))
+            return _known(None)
+        return self._actors[0].call(method, *args, **kwargs)
+
+    def call_batch(self, method: Method, size: int, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
+        """Split a batch over the processes, start the method on all of them, and return the outputs as one sequence.
+
+        Every list or tuple is cut into consecutive parts whose lengths differ by at most one. Everything else, also
+        text and tensors, goes to every process. The method returns one output for each of its inputs.
+
+        Args:
+            size: Number of elements of the batch.
+
+        Raises:
+            ValueError: A list or tuple has another length.
+            RuntimeError: Called on an event loop.
+        """
+        name = endpoint_name(method)
+        refuse_event_loop(self.role, name)
+        if size < 0:
+            raise ValueError(f"{self.role}.{name}(): size={size} must be 0 or more")
+        if not self._actors:
+            return FutureSequence.of([None] * size)
+        whole = self._prepare(name, sequence_mode(size), args, kwargs)
+        parts = [start_call(replace(whole, ranks=[rank], references={}), lambda o: o[0]) for rank in whole.ranks]
+        return FutureSequence(parts, balanced_sizes(size, len(self)))
+
+    def _prepare(self, name: str, mode: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RoleCall:
+        processes = current_processes(self.role)
+        invocation = _invocation(processes, name, self._timeout_s)
+        return _prepare(self.role, name, processes, invocation, (mode, args, kwargs), list(range(len(self))))
+
+    def __repr__(self) -> str:
+        return f"<RoleGroup {self.role}: {len(self)} processes>"
+
+
+def create_rpc_proxy(owner: RoleActor | str, namespace: str | None, cls: type[T]) -> T:
+    """Return an object whose methods call an object that another process exported with `export_rpc_instance`.
+
+    Methods of the proxy wait for their output; `async def` ones are awaited.
+
+    Args:
+        owner: The process, as `RoleGroup(role)[rank]` or by its name, `role-rank`.
+        namespace: As given to `export_rpc_instance`.
+        cls: Class of the object; its `rpc` methods become the proxy's.
+    """
+    actor = owner if isinstance(owner, RoleActor) else _actor_of(owner)
+    methods = {  # exported after the start of the process, whose threads are those of its entry
+        attribute: _proxy_method(actor, namespaced(namespace, name), replace(record, concurrency=1), attribute, cls)
+        for name, (attribute, record) in endpoints_of(cls).items()
+    }
+    if not methods:
+        raise ConfigError(f"create_rpc_proxy: {cls.__name__} has no method with @rpc()")
+    return cast(T, type(f"{cls.__name__}Proxy", (), {name: staticmethod(call) for name, call in methods.items()})())
+
+
+def _proxy_method(actor: RoleActor, name: str, record: Invocation, attribute: str, cls: type) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return actor._call(name, args, kwargs, record).result()
+
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await asyncio.wrap_future(await asyncio.to_thread(actor._call, name, args, kwargs, record))
+
+    return call_async if iscoroutinefunction(getattr(cls, attribute)) else call
+
+
+def _actor_of(name: str) -> RoleActor:
+    role, _, rank = name.rpartition("/")[2].rpartition("-")
+    if not (role and rank.isdecimal()):
+        raise ConfigError(f"create_rpc_proxy({name!r}): a process is named role-rank, such as 'rollout-0'")
+    return RoleGroup(role)[int(rank)]
+
+
+def _invocation(
+    processes: RoleProcesses, name: str, timeout_s: float | None, record: Invocation | None = None
+) -> Invocation:
+    """Return how an endpoint is called; one that was exported after the start has the defaults of `rpc`."""
+    found = record or processes.endpoints.get(name) or Invocation(Dispatch.ONE_TO_ALL)
+    return found if timeout_s is None else replace(found, timeout_s=timeout_s)
+
+
+def _prepare(
+    role: str, name: str, processes: RoleProcesses, invocation: Invocation, arguments: tuple, ranks: list[int]
+) -> RoleCall:
+    """Return a call that is not sent yet. arguments: dispatch mode, args, kwargs."""
+    mode, args, kwargs = arguments
+    group = processes.group
+    group.bind(name, invocation)  # refuses a call that the processes have no threads for
+    args, kwargs = [_as_list(value) for value in args], {key: _as_list(value) for key, value in kwargs.items()}
+    split_args, split_kwargs = get_dispatch_mode(mode).dispatch_fn(group, *args, **kwargs)
+    all_ranks = range(group.world_size)
+    own_args = [tuple(argument[rank] for argument in split_args) for rank in all_ranks]
+    own_kwargs = [{key: value[rank] for key, value in split_kwargs.items()} for rank in all_ranks]
+    return RoleCall(role, name, processes, invocation, ranks, own_args, own_kwargs)
+
+
+def _as_list(argument: Any) -> Any:
+    """Return a FutureSequence as a list, which waits for it, and anything else unchanged."""
+    return argument.wait() if isinstance(argument, FutureSequence) else argument
+
+
+def _known(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
