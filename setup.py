@@ -68,8 +68,10 @@ setup(
         "megatron": ["megatron-core>=0.16,<0.17"],
         "wandb": ["wandb>=0.20"],
         "mlflow": ["mlflow>=3"],
+        "control": ["gymnasium>=1.1,<2"],  # examples/control_task
         "dev": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
+            "gymnasium>=1.1,<2",
             *("ruff>=0.12", "import-linter>=2.3", "mypy>=1.18", "pre-commit>=4", "pytest-cov>=6"),
         ],
     },

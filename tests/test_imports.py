@@ -10,7 +10,7 @@ import pytest
 from tests.support.end_to_end.runs import settings
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "ray", "transformers", "vllm", "megatron", "datasets", "matplotlib")
+HEAVY = ("torch", "tensordict", "ray", "transformers", "vllm", "megatron", "datasets", "matplotlib")
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -25,11 +25,21 @@ def loaded_after(statement: str) -> set[str]:
         ("import hybridrl", set()),
         ("import hybridrl.framework", set()),
         ("import hybridrl.master.jobs.builder", set()),
+        ("import hybridrl.sdk", set()),
+        ("from hybridrl.sdk import RLJobBuilder, FutureSequence", set()),
+        (
+            "from hybridrl.sdk import BaseTrainer, BaseWorkload, RoleGroup, current_worker, rpc, trainer_invocation",
+            set(),
+        ),
         ("import reward_score", set()),
         ("import hybridrl.config", set()),
-        ("from hybridrl import DataProto", {"torch"}),
-        ("import hybridrl.main_ppo", {"torch"}),
-        ("import hybridrl.main_sft", {"torch"}),
+        ("import hybridrl.single_controller.processes.worker_host", set()),
+        ("from hybridrl.single_controller import Dispatch, RayWorkerGroup, Worker, register", set()),
+        ("from hybridrl import DataProto", {"torch", "tensordict"}),
+        ("import hybridrl.main_ppo", {"torch", "tensordict"}),
+        ("import hybridrl.main_sft", {"torch", "tensordict"}),
+        ("import hybridrl.main_job", set()),
+        ("import hybridrl.cli", set()),
     ],
 )
 def test_an_import_loads_only_the_heavy_packages_it_needs(statement, allowed):

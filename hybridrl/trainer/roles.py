@@ -9,6 +9,7 @@ from enum import StrEnum
 from hybridrl.errors import ConfigError
 from hybridrl.master.plan.planner import plan_job
 from hybridrl.master.plan.spec import JobSpec, PoolSpec, RoleSpec
+from hybridrl.single_controller.invocation import invocations_of
 from hybridrl.single_controller.launch import make_pools
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.single_controller.placement.resource_pool import (
@@ -17,6 +18,8 @@ from hybridrl.single_controller.placement.resource_pool import (
     ResourcePool,
     cluster_has_gpus,
 )
+
+INIT_METHOD = "init_model"  # of every worker class; loads what the role needs
 
 
 class Role(StrEnum):
@@ -40,6 +43,17 @@ class Role(StrEnum):
 def worker_role(role: Role) -> str:
     """Return the role argument of a worker class: an evaluator holds a rollout."""
     return str(Role.Rollout if role == Role.Evaluator else role)
+
+
+def check_worker_classes(role_worker_mapping: Mapping[Role, type]) -> None:
+    """Raise ConfigError for a worker class that the trainer could not prepare."""
+    for role, worker_cls in role_worker_mapping.items():
+        if INIT_METHOD not in invocations_of(worker_cls):
+            raise ConfigError(
+                f"role_worker_mapping[{str(role)!r}]: {worker_cls.__name__} registers no {INIT_METHOD}, which the "
+                f"trainer calls on every group; add @register(Dispatch.ONE_TO_ALL) def {INIT_METHOD}(self, "
+                "total_optimizer_steps)"
+            )
 
 
 class ResourcePoolManager:

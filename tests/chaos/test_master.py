@@ -53,6 +53,21 @@ def test_a_killed_master_is_restarted_while_the_job_runs(tmp_path):
     wait_until_gone(watch.run, after["pid"])
 
 
+def test_a_frozen_master_is_killed_by_the_driver_and_restarted(tmp_path):
+    with monitored_adders(tmp_path) as (watch, group):
+        pid = describe(watch)["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        frozen = time.monotonic()
+        while read_process_stat(pid).state:
+            assert time.monotonic() < frozen + 10
+            time.sleep(0.01)
+        print(f"a frozen master was killed {time.monotonic() - frozen:.1f} s after it stopped")
+        watch.report_step(1)
+        after = wait_for(watch, lambda seen: seen["pid"] != pid and seen["step"] == 1)
+        assert after["failures"] == () and group.own([1]) == [10]
+    wait_until_gone(watch.run, after["pid"])
+
+
 def test_a_worker_that_died_while_the_master_was_down_is_found_dead(tmp_path):
     with pytest.raises(RuntimeError, match="enough"), monitored_adders(tmp_path) as (watch, group):
         pid = describe(watch)["pid"]

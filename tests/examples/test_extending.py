@@ -2,14 +2,17 @@
 
 import csv
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from hybridrl import main_ppo
 from hybridrl.import_path import load_object
+from hybridrl.single_controller.worker import Worker
 from hybridrl.testing import check_rollout, check_transport
 from hybridrl.workers.rollout.base import rollout_class
-from tests.support.end_to_end.runs import train
+from tests.support.end_to_end.runs import metrics, settings, train
 
 TEXT = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = {
@@ -25,6 +28,7 @@ CLASSES = {
     "my_engine.py": "CautiousEngine",
     "my_rewards.py": "BriefAnswers",
     "my_logger.py": "CsvLogger",
+    "my_role.py": "JudgedTrainer",
 }
 MAX_LINES = 60
 SHORT = {"trainer__save_freq": -1, "trainer__val_before_train": "false", "trainer__test_freq": -1}
@@ -87,3 +91,23 @@ def test_engine_reward_manager_and_logger_take_part_in_a_run(tmp_path, path, tin
         logged = list(csv.DictReader(file))
     assert [float(row["actor/grad_norm"]) for row in logged] == [row["actor/grad_norm"] for row in rows]
     assert len(rows) == 2 and all(row["critic/score/min"] < 0.05 for row in rows)
+
+
+def test_the_role_takes_part_in_a_run(tmp_path, path, tiny_qwen2):
+    trainer = load_object(*path("my_role.py").rsplit(":", 1))
+    program = sys.modules[trainer.__module__]
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2, **SHORT), trainer_cls=trainer, workers=program.workers) == 0
+    assert all(0 <= row["judge/brevity"] < 1 for row in metrics(tmp_path / "run") if row["step"])
+
+
+def test_a_role_whose_worker_has_no_init_model_is_refused_before_a_process_starts(tmp_path, path, tiny_qwen2, capsys):
+    trainer = load_object(*path("my_role.py").rsplit(":", 1))
+    program = sys.modules[trainer.__module__]
+
+    class Unready(Worker): ...
+
+    def workers(config):
+        return main_ppo.worker_classes(config) | {program.OwnRole.Judge: Unready}
+
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2, **SHORT), workers=workers) == 2
+    assert "role_worker_mapping['judge']: Unready registers no init_model" in capsys.readouterr().err

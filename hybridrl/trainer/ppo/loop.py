@@ -30,7 +30,7 @@ from hybridrl.trainer.ppo.stages import check_roles
 from hybridrl.trainer.ppo.update_batch import num_optimizer_steps
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
 from hybridrl.trainer.recovery.step_snapshot import load_resume_state
-from hybridrl.trainer.roles import ResourcePoolManager, Role, worker_role
+from hybridrl.trainer.roles import ResourcePoolManager, Role, check_worker_classes, worker_role
 from hybridrl.trainer.run.middleware import load_middleware
 from hybridrl.trainer.run.state import Parts
 
@@ -62,6 +62,7 @@ class PPOLoop(Trainer):
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn or reward_fn
         self.generator: Generator = agent_loops or BatchedGenerator()
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
+        check_worker_classes(role_worker_mapping)
         resume_state = load_resume_state(config.trainer, context.lifecycle)
         middleware = load_middleware(config.trainer.middleware)
         check_roles(

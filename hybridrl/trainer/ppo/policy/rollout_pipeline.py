@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.config import PPOConfig
-from hybridrl.data_plane.columns import even_bounds
+from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.ppo.policy.generation import Pending, PendingResponses

@@ -1,0 +1,61 @@
+"""docs/coming_from.md: the names that it gives exist."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import hybridrl.sdk
+from hybridrl import main_ppo
+from hybridrl.algos import get_adv_estimator
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| ")]
+
+
+def named(pattern, text=TEXT):
+    return sorted(set(re.findall(pattern, text)))
+
+
+def test_every_setting_exists(capsys):
+    settings = named(
+        r"`((?:trainer|reward_model|custom_reward_function|actor_rollout_ref|critic|algorithm|data)(?:\.\w+)+)"
+    )
+    main_ppo.main(["--help"])
+    known = capsys.readouterr().out
+    assert len(settings) > 20 and [name for name in settings if f"\n  {name}=" not in known] == []
+
+
+def test_every_module_of_the_library_exists():
+    modules = named(r"`(hybridrl(?:\.\w+)+)`")
+    assert len(modules) > 5
+    for name in modules:
+        module, _, attribute = name.rpartition(".")
+        found = importlib.import_module(module)
+        assert hasattr(found, attribute) or importlib.import_module(name), name
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0].startswith("`dlrover")], ids=lambda row: row[0][:50])
+def test_the_sdk_has_dlrovers_names(row):
+    names = named(r"`(\w+)`", row[0])
+    assert names and [name for name in names if not hasattr(hybridrl.sdk, name)] == []
+
+
+def test_every_estimator_exists():
+    for name in ("gae", "reinforce_plus_plus", "rloo", "grpo"):
+        assert name in TEXT and get_adv_estimator(name).name == name
+
+
+def test_every_link_and_file_exists():
+    links = [f"docs/{link}" for link in named(r"\]\(([^)#]+)(?:#[\w-]+)?\)")]
+    files = named(r"`(examples/\w+)`")
+    assert len(links) > 5 and len(files) == 3
+    assert [name for name in (*links, *files) if not (ROOT / name).exists()] == []
+
+
+def test_every_heading_that_a_link_names_exists():
+    for file, anchor in re.findall(r"\]\(([\w.]+)#([\w-]+)\)", TEXT):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], (file, anchor)
