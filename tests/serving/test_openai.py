@@ -5,6 +5,7 @@ mistake.
 import asyncio
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -258,6 +259,13 @@ def test_a_request_waits_while_the_router_is_paused_and_continues_where_it_stopp
     ids, answers = [50, 60, 70], []
     sampling = SamplingParams(60, ignore_eos=True)
     wanted = tokens_of(rollout, ids, sampling, seed=4)[0]
+    generate = rollout.generate_tokens
+
+    def generate_slowly(*args, **kwargs):
+        time.sleep(0.05)  # otherwise a fast machine is done before the pause
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(rollout, "generate_tokens", generate_slowly)
 
     def send_request() -> None:
         extra = {"ignore_eos": True, "return_token_ids": True}

@@ -237,7 +237,7 @@ def check_spec(spec: JobSpec) -> None:
         _check_pool(spec, pool)
     for role in spec.roles:
         _check_role(spec, role)
-    if spec.trainer is None and not spec.roles:
+    if not (spec.trainer or spec.roles or spec.pools):  # verl reserves pools before it names roles
         _fail("the job has no role; describe at least one, with role('name').run('module:Class')")
     if spec.trainer is not None:
         _check_trainer(spec.trainer)
