@@ -142,7 +142,7 @@ class RoleProcesses:
         for role, group in self.groups.items():
             for rank, host in enumerate(list(group.workers)):
                 if reason := reported_reason(host._actor_id.hex()):
-                    found[role, rank] = WorkerLost(role, rank, "run", reason)
+                    found[role, rank] = WorkerLost(role, rank, self._method(role), reason)
         return found
 
     def find_dead(self, raised: Exception | None, *, except_for: Iterable[Position]) -> dict[Position, WorkerLost]:
@@ -175,10 +175,14 @@ class RoleProcesses:
         for call in done:
             role, rank = asked[call]
             try:
-                wait_all([call], [rank], role=role, method="ping", timeout_s=RESULT_TIMEOUT_S)
+                wait_all([call], [rank], role=role, method=self._method(role), timeout_s=RESULT_TIMEOUT_S)
             except WorkerLost as lost:
                 dead[role, rank] = lost
         return dead
+
+    def _method(self, role: str) -> str:
+        """Return what a lost process of a role was in, for the error."""
+        return RUN if self.recipes[role].has_run else "ping"
 
     def _ping(self, role: str, rank: int) -> Any:
         ping = self.groups[role].workers[rank].ping
