@@ -113,11 +113,15 @@ def process_of(master):
 
 
 def send(pid, message):
+    """Plant a fault in a process, and return when it waits there: a late one would meet a later call."""
     until = time.monotonic() + START_TIMEOUT_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+        outbox.bind("")  # the kernel chooses an address for the answer
+        outbox.settimeout(START_TIMEOUT_S)
         while True:
             try:
-                return outbox.sendto(message, victim.address(pid))
+                outbox.sendto(message, victim.address(pid))
+                return outbox.recv(64)
             except ConnectionRefusedError:  # a restarted process that has not loaded its model yet
                 if time.monotonic() > until:
                     raise

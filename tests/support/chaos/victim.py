@@ -38,15 +38,18 @@ def listen() -> None:
     inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     inbox.bind(address(os.getpid()))
     while True:
-        fault = json.loads(inbox.recv(65536))
-        threading.Thread(target=apply, args=(fault,), daemon=True).start()
+        content, sender = inbox.recvfrom(65536)
+        fault, started = json.loads(content), None
+        if fault["method"] and fault["kind"] in PROCESS_ENDS:
+            started = HELD[fault["method"]] = threading.Event()
+        threading.Thread(target=apply, args=(fault, started), daemon=True).start()
+        inbox.sendto(b"planted", sender)
 
 
-def apply(fault: dict) -> None:
+def apply(fault: dict, started: threading.Event | None = None) -> None:
     """Wait until the process is in the chosen call, log the fault, and apply it."""
     method, kind = fault["method"], KINDS[fault["kind"]]
-    if method and fault["kind"] in PROCESS_ENDS:
-        started = HELD[method] = threading.Event()
+    if started is not None:
         started.wait()
     sys.setswitchinterval(POLL_PERIOD_S)  # otherwise this thread would sleep until that call is over
     while method is not None and calls_in_progress() != ([method] if method else []):
