@@ -66,7 +66,7 @@ def _acquire(file: IO[str], directory: str, *, deadline: float) -> None:
                     f"{directory} is in use by a run of {who}; wait for its end or stop it, or set "
                     "trainer.experiment_name or trainer.default_local_dir to a new value"
                 ) from None
-            if not told:
+            if holder and not told:
                 logger.info(
                     "%s: waiting for the last processes of process %d, which has ended", directory, holder["pid"]
                 )

@@ -67,6 +67,18 @@ def test_a_driver_that_does_not_end_is_an_error_after_the_timeout(tmp_path):
         os.kill(driver, signal.SIGKILL)
 
 
+def test_a_holder_that_has_not_said_who_it_is_is_an_error_after_the_timeout(tmp_path):
+    holder, _ = start_holder(tmp_path)
+    (tmp_path / LOCK_FILE).write_text("")
+    try:
+        refused = pytest.raises(ConfigError, match="is in use by a run of another process")
+        with refused, lock_directory(str(tmp_path), timeout_s=0.3):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+
+
 def test_a_started_program_does_not_keep_the_lock(tmp_path):
     with lock_directory(str(tmp_path)):
         sleeper = subprocess.Popen(["sleep", "30"])
