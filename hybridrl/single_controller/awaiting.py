@@ -40,7 +40,8 @@ OBJECT_LOST_HINT = (
     "restart the run, it resumes from its newest checkpoint"
 )
 TIMEOUT_HINT = (
-    "; if it is slow and not stuck, raise trainer.call_timeout_s (or the timeout_s that the method is registered with)"
+    "; if it is slow and not stuck, raise its limit: trainer.call_timeout_s in main_ppo and main_sft, elsewhere the "
+    "timeout_s that the method is registered with"
 )
 
 
