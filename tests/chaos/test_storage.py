@@ -30,8 +30,12 @@ def use(task, trainer):
 
 def harm(step, newest):
     if HARM == "read-only":
-        if step in (2, 3):
-            subprocess.run(["mount", "-o", "remount," + ("ro" if step == 2 else "rw"), DISK], check=True)
+        # A disk with files that are open for writing cannot be remounted, so a read-only view covers it.
+        if step == 2:
+            subprocess.run(["mount", "--bind", DISK, DISK], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", DISK], check=True)
+        elif step == 3:
+            subprocess.run(["umount", DISK], check=True)
     elif step == 2:
         fill()
         if HARM == "full in the middle":  # leaves enough bytes, but too few pages: files end in partly filled ones

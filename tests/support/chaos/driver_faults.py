@@ -34,7 +34,10 @@ def with_faults(fn, trainer):
                 log_fault(
                     {"number": number, "at": time.time() + fault["after_s"], "pids": worker_pids(trainer), **fault}
                 )
-                threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
+                if fault["after_s"] == 0:  # a thread may start so late that the next stage counts its fault as planted
+                    hit(fault, trainer)
+                else:
+                    threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
         return fn(ctx)
 
     return run
