@@ -7,6 +7,7 @@ they are looked up. A registry is a dict of the entries that are loaded; it neve
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from enum import Enum
 from typing import Any, TypeVar
 
 from hybridrl.errors import ConfigError
@@ -57,7 +58,14 @@ class Registry(dict[str, Entry]):
         return enter
 
     def enter(self, name: str, entry: Entry) -> None:
-        """Put `entry` under `name`; see `register`."""
+        """Put `entry` under `name`; see `register`. The name of an Enum's member is its value.
+
+        Raises:
+            ConfigError: The name is no text, or taken.
+        """
+        name = _text(name)
+        if not isinstance(name, str):
+            raise ConfigError(f"the name {name!r} of {_origin(entry)} is a {type(name).__name__}; register it as a str")
         taken = self.get(name)
         if taken is not None and not _origins(taken) & _origins(entry):
             raise ConfigError(
@@ -75,6 +83,7 @@ class Registry(dict[str, Entry]):
         Raises:
             ConfigError: The name is unknown, or the path cannot be imported. The message lists the known names.
         """
+        name = _text(name)
         if name not in self and self._is_address(name):
             return self._load(name, setting or self.setting)
         if name not in self and name in self.builtins:
@@ -117,6 +126,11 @@ def is_import_path(name: str) -> bool:
     """Return whether `name` is written as `package.module:Name` or `path/to/file.py:Name`."""
     path, colon, attribute = name.rpartition(":")
     return bool(colon and path and attribute.isidentifier())
+
+
+def _text(name: Any) -> Any:
+    """Return the value of an Enum's member; any other name unchanged."""
+    return name.value if isinstance(name, Enum) else name
 
 
 def _origin(entry: Any) -> str:

@@ -1,5 +1,7 @@
 """Registries: names and import paths behind a setting."""
 
+from enum import Enum
+
 import pytest
 
 from hybridrl.errors import ConfigError
@@ -53,6 +55,19 @@ def test_an_import_path_that_cannot_be_imported_names_the_setting_and_the_path(s
         shapes.lookup("no_such_module:Circle", setting="actor.shape")
     with pytest.raises(ConfigError, match=r"^shape.kind=decimal:Decmal: decimal has no 'Decmal'; did you mean"):
         shapes.lookup("decimal:Decmal")
+
+
+def test_the_member_of_an_enum_is_a_name_and_a_number_is_not(shapes):
+    class Kind(Enum):
+        OVAL = "oval"
+        THIRD = 3
+
+    shapes.register(Kind.OVAL)(list)
+    assert shapes.lookup("oval") is list is shapes.lookup(Kind.OVAL)
+    with pytest.raises(ConfigError, match="the name 3 of builtins.list is a int; register it as a str"):
+        shapes.register(Kind.THIRD)(list)
+    with pytest.raises(ConfigError, match="did you mean 'oval'"):
+        shapes.lookup("ovel")
 
 
 def test_a_name_is_taken_once_but_the_same_entry_may_come_again(shapes):

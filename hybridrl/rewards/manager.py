@@ -44,7 +44,8 @@ class RewardOutput:
     """Rewards of a batch.
 
     Attributes:
-        reward_tensor: (B, R) float32, the score on the last valid response token, zero elsewhere and in invalid rows.
+        reward_tensor: (B, R) float32, the score on the last token that the policy sampled, zero elsewhere and in
+            invalid rows.
         valid: (B,) bool, False where there is no score; these rows must be masked out of the loss.
         extra: One list entry per row for every other key that the function returned; None where a row has no such key.
         metrics: Time, and ratios of failed samples.
@@ -182,7 +183,7 @@ class RewardManager:
         log_failures(scores, samples=samples, indices=data.non_tensor_batch.get("index"))
         valid_B = torch.tensor([score.valid for score in scores], dtype=torch.bool)
         values_B = torch.tensor([score.value for score in scores], dtype=torch.float32)
-        reward_tensor = at_last_token(values_B, lengths_B, width=data.batch["responses"].shape[1])
+        reward_tensor = at_last_token(values_B, reward_positions(data), width=data.batch["responses"].shape[1])
         return RewardOutput(reward_tensor, valid_B, collect_extra(scores), failure_metrics(scores))
 
     def _model_scores(self, data: DataProto) -> dict[int, SampleScore]:
@@ -322,12 +323,24 @@ def decode(tokenizer: Any, responses_BR: torch.Tensor, lengths_B: torch.Tensor) 
     return tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
 
 
-def at_last_token(values_B: torch.Tensor, lengths_B: torch.Tensor, *, width: int) -> torch.Tensor:
-    """Return (B, width) float32 with each value at its row's last valid position.
+def reward_positions(data: DataProto) -> torch.Tensor:
+    """Return the position of each row's reward in the response, (B,) int64; -1 for a row without tokens.
 
-    A row of length 0 stays zero.
+    It is the last token on `response_mask`, which the policy sampled. Estimators read no reward elsewhere, and a
+    response of an agent may end with the environment's tokens. A row without such a token, and a batch without the
+    column, have it on the last valid token.
     """
-    is_last_BR = torch.arange(width) == lengths_B.cpu().unsqueeze(-1) - 1
+    last_valid_B = response_lengths(data).cpu() - 1
+    if "response_mask" not in data.batch:
+        return last_valid_B
+    sampled_BR = data.batch["response_mask"].cpu().bool()
+    last_sampled_B = torch.where(sampled_BR, torch.arange(sampled_BR.shape[1]), -1).amax(-1)
+    return torch.where(last_sampled_B < 0, last_valid_B, last_sampled_B)
+
+
+def at_last_token(values_B: torch.Tensor, positions_B: torch.Tensor, *, width: int) -> torch.Tensor:
+    """Return (B, width) float32 with each value at its row's position; a row with position -1 stays zero."""
+    is_last_BR = torch.arange(width) == positions_B.unsqueeze(-1)
     return torch.where(is_last_BR, values_B.unsqueeze(-1), 0.0)
 
 

@@ -35,7 +35,7 @@ from hybridrl.single_controller.processes.liveness import LivenessChecker
 from hybridrl.single_controller.processes.reattach import reattach_processes
 from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses, find_host
 from hybridrl.single_controller.references import OutputRefs
-from hybridrl.single_controller.worker import Worker
+from hybridrl.single_controller.worker import RANK_VARIABLES, Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
 
 # Small values are cheaper to send with the call than to share through the object store.
@@ -73,6 +73,15 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
         return self.options | ({"resources": resources} if resources else {})
 
 
+def _check_environment(variables: Mapping[str, str]) -> None:
+    """Raise ValueError for variables that every process gets from its rank, such as WORLD_SIZE."""
+    if taken := sorted(variables.keys() & RANK_VARIABLES):
+        raise ValueError(
+            f"worker_env sets {', '.join(f'{name}={variables[name]}' for name in taken)}: each process gets "
+            f"{', '.join(taken)} from its rank in the group; leave them out of worker_env"
+        )
+
+
 class RayWorkerGroup(WorkerGroup[W]):
     """Worker processes of one role, or of several roles that share processes.
 
@@ -80,7 +89,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         name_prefix: name of the job; processes are named `{name_prefix}/{role}-{rank}`.
         share: fraction of each slot that a process takes; default `1 / max_colocate_count` of the pool.
         detached: the processes outlive this driver; needs a detached pool.
-        worker_env: environment of the processes, set before any import.
+        worker_env: environment of the processes, set before any import; without the variables of a rank.
         reattach: use the processes that a previous driver of this job started, if all still run and were marked ready
             (`mark_ready`). Otherwise start new ones; `is_new` says which.
         timeout_s: seconds for starting the processes.
@@ -105,6 +114,7 @@ class RayWorkerGroup(WorkerGroup[W]):
                 "detached=True"
             )
         self.recipes = ray_cls_with_init.recipes(role)
+        _check_environment(worker_env or {})
         options: dict[str, Any] = {
             "label": role,
             "name_prefix": name_prefix or f"job-{uuid.uuid4().hex[:6]}",

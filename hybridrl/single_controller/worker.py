@@ -38,6 +38,19 @@ class RankInfo:
         }
 
 
+RANK_VARIABLES = frozenset(RankInfo(0, 1, 0, 1, "", 0).environment())
+"""Environment variables that every worker process gets from its rank."""
+
+
+def _entry(value: Any, mesh_name: str) -> Any:
+    """Return a mapping's entry of a mesh; any other value unchanged."""
+    if not isinstance(value, Mapping):
+        return value
+    if mesh_name not in value:
+        raise KeyError(f"there is no position on mesh {mesh_name!r}, only on {sorted(value) or 'none'}")
+    return value[mesh_name]
+
+
 class Worker:
     """One member of a worker group.
 
@@ -65,12 +78,32 @@ class Worker:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Announce this worker's data-parallel rank on a mesh, and whether its output is collected."""
-        self.__dict__.setdefault("_mesh_positions", {})[mesh_name] = (dp_rank, is_collect)
+        """Announce this worker's data-parallel rank on a mesh, and whether its output is collected.
 
-    def set_dispatch_collect(self, mesh_name: str, dispatch_dp_rank: int, collect_dp_rank: bool) -> None:
-        """Announce a position on a mesh, as returned by `get_dispatch_collect` of another worker in this process."""
-        self._register_dispatch_collect_info(mesh_name, dispatch_dp_rank, collect_dp_rank)
+        Raises:
+            ValueError: The worker announced another position on this mesh. The same one may be announced again, as a
+                worker with several engines of one layout does.
+        """
+        positions = self.__dict__.setdefault("_mesh_positions", {})
+        if positions.setdefault(mesh_name, (dp_rank, is_collect)) != (dp_rank, is_collect):
+            raise ValueError(
+                f"{type(self).__name__} announced mesh {mesh_name!r} with {positions[mesh_name]} (rank, is_collect), "
+                f"and now with {(dp_rank, is_collect)}; announce each mesh once, or name the second one differently"
+            )
+
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: int | Mapping[str, int], collect_dp_rank: bool | Mapping[str, bool]
+    ) -> None:
+        """Announce a position on a mesh.
+
+        `set_dispatch_collect(mesh, **other.get_dispatch_collect())` takes over the position of another worker in this
+        process: of a mapping from meshes, the entry of `mesh_name` is taken.
+
+        Raises:
+            KeyError: A mapping has no such mesh.
+        """
+        dp_rank = _entry(dispatch_dp_rank, mesh_name)
+        self._register_dispatch_collect_info(mesh_name, dp_rank, _entry(collect_dp_rank, mesh_name))
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
         """Return {"dispatch_dp_rank": {mesh: rank}, "collect_dp_rank": {mesh: is_collect}} of all announced meshes."""

@@ -47,6 +47,12 @@ def test_an_empty_mask_gives_zeros_and_a_single_value_is_whitened_to_zero():
     assert masked_whiten(values_BT, single_BT, shift_mean=False)[0, 1] == 5
 
 
+@pytest.mark.parametrize("value", [0.1, 3.3, 33.3, 1234.6])
+def test_equal_values_are_whitened_to_exactly_zero(value):
+    mask_BT = torch.rand(64, 33) < 0.9
+    assert masked_whiten(torch.full((64, 33), value), mask_BT).abs().max() == 0
+
+
 def test_no_gradient_flows_off_the_mask():
     values_BT = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
     masked_mean(values_BT, torch.tensor([[1, 1, 0]])).backward()

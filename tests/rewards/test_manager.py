@@ -105,6 +105,21 @@ def test_a_response_of_full_width_gets_its_score_on_the_last_column(manager):
     assert output.reward_tensor.tolist() == [[0, 0, 0, 0, 0, 1]]
 
 
+def test_the_score_is_on_the_last_token_of_the_policy_where_a_response_ends_with_the_environments(manager):
+    batch = make_batch(["what what #### 5", "#### 5", "#### 5"])
+    # tokens: 5, 3, 3; the policy sampled 0, 1 and 3 of the first row, 0 of the second, and none of the third
+    batch.batch["response_mask"] = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0], [0] * 6])
+    output = manager()(batch)
+    assert [row.nonzero().flatten().tolist() for row in output.reward_tensor] == [[3], [0], [2]]
+    assert (output.reward_tensor * batch.batch["response_mask"]).sum(-1).tolist() == [1, 1, 0]
+
+
+def test_a_batch_without_response_mask_has_the_score_on_the_last_valid_token(manager):
+    batch = make_batch(["#### 5"])
+    batch.batch.pop("response_mask")
+    assert manager()(batch).reward_tensor.tolist() == [[0, 0, 1, 0, 0, 0]]
+
+
 def test_the_function_gets_source_text_truth_and_info_of_its_row(manager):
     def echo(data_source, solution_str, ground_truth, extra_info, factor):
         return {"score": factor * extra_info["row"], "seen": (data_source, solution_str, ground_truth, extra_info)}
@@ -219,6 +234,7 @@ def test_return_dict_gives_the_names_of_verl(manager, scripted):
 def test_an_empty_batch_and_a_row_without_tokens_are_scored(manager):
     batch = make_batch(["5", "5"])
     batch.batch["attention_mask"][0, PROMPT_WIDTH:] = 0
+    batch.batch["response_mask"][0] = 0
     make = manager(lambda **_: 1.0)
     assert make(batch).reward_tensor.tolist() == [[0.0] * WIDTH, [0, 1, 0, 0, 0, 0]]
     empty = make(batch[[]])

@@ -87,6 +87,25 @@ def test_an_unknown_mode_is_refused_when_the_group_is_made():
         LocalWorkerGroup(None, ClassWithInitArgs(Unknown))
 
 
+def test_a_worker_takes_over_the_mesh_position_of_another_one():
+    one, two = Worker(), Worker()
+    one._register_dispatch_collect_info("actor", 1, False)
+    two.set_dispatch_collect("actor", **one.get_dispatch_collect())
+    two.set_dispatch_collect("critic", 3, True)
+    assert two.query_mesh_place("actor") == (1, False)
+    assert two.query_mesh_place("critic") == (3, True)
+    with pytest.raises(KeyError, match="no position on mesh 'critic', only on \\['actor'\\]"):
+        Worker().set_dispatch_collect("critic", **one.get_dispatch_collect())
+
+
+def test_a_second_position_on_a_mesh_is_refused_and_the_same_one_is_not():
+    worker = Worker()
+    for _ in range(2):
+        worker._register_dispatch_collect_info("actor", 1, False)
+    with pytest.raises(ValueError, match="announced mesh 'actor' with \\(1, False\\).*and now with \\(2, False\\)"):
+        worker._register_dispatch_collect_info("actor", 2, False)
+
+
 def test_an_unknown_mesh_is_named_in_the_error(adder):
     adder.worker._register_dispatch_collect_info("train", 0, True)
     with pytest.raises(KeyError, match="announced no mesh 'mesh'; it announced \\['train'\\]"):

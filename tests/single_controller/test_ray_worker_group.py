@@ -70,6 +70,11 @@ def test_shards_are_passed_from_call_to_call_by_reference(adders):
     assert adders.add(future).batch["x"].tolist() == [200, 201, 202, 203]
 
 
+def test_variables_of_a_rank_are_refused_in_worker_env(pool):
+    with pytest.raises(ValueError, match="worker_env sets RANK=3, WORLD_SIZE=100: each process gets"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 0), worker_env={"WORLD_SIZE": "100", "RANK": "3", "A": "b"})
+
+
 def test_other_dispatch_and_execute_modes(adders):
     assert adders.own([3, 4]) == [30, 41]
     assert adders.first_only(7) == (0, 7)
@@ -120,9 +125,9 @@ def test_a_silent_worker_is_named_after_the_deadline(adders):
 
 def test_calls_have_the_timeout_of_their_group_unless_their_method_has_its_own(doomed):
     doomed.set_call_timeout(0.2)
-    with pytest.raises(CallTimeout, match=r"doze\(\) did not answer within 0.2 s; .*raise trainer.call_timeout_s"):
+    with pytest.raises(CallTimeout, match=r"doze\(\) did not answer within 0.2 s; .*its limit: trainer.call_timeout_s"):
         doomed.doze(2.0)
-    with pytest.raises(CallTimeout, match=r"add_async\(\) did not answer within 0.2 s; .*raise trainer.call_timeout_s"):
+    with pytest.raises(CallTimeout, match=r"add_async\(\) did not answer within 0.2 s; .*limit: trainer.call_timeout"):
         doomed.add_async(batch(2)).get()  # doze() still runs
     with pytest.raises(CallTimeout, match=r"sleep_on\(\) did not answer within 0.5 s"):
         doomed.sleep_on(1)

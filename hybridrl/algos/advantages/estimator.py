@@ -1,8 +1,8 @@
 """Advantage estimators: from token rewards to how much better each token was than expected.
 
-Shape letters: B rows (responses), T response tokens. `token_level_rewards_BT` float, `response_mask_BT` non-zero on
-generated tokens. Tokens off the mask are padding, or text of the environment between two turns. They are skipped
-without discount, their rewards are not read, and their advantages and returns are 0.
+Shape letters: B rows (responses), T response tokens, K rewards of one response. `token_level_rewards_BT` float,
+`response_mask_BT` non-zero on generated tokens. Tokens off the mask are padding, or text of the environment between two
+turns. They are skipped without discount, their rewards are not read, and their advantages and returns are 0.
 
 An estimator is a function with the arguments it needs, registered by `@register_adv_est`. The trainer calls the
 `AdvantageEstimator` around it, which has one signature, checks the inputs and masks rows with a failed reward. Nothing
@@ -10,19 +10,29 @@ here adds the KL penalty (see `kl.apply_kl_penalty`), and nothing has a gradient
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from hybridrl.algos.masked import row_parts
 from hybridrl.algos.shapes import check_same_shape
 from hybridrl.errors import DataError
 from hybridrl.registry import Registry
 
-AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+AdvantageFn = Callable[..., Any]
 ADVANTAGE_ESTIMATORS: Registry["AdvantageEstimator"] = Registry(
     "algorithm.adv_estimator", kind="advantage estimator", plugins="algorithm.path", import_paths=False
 )
+HINTS = {
+    "values_BT": "needs the critic's values and got none; enable the critic",
+    "group_B": "compares answers to the same prompt and needs group_B, got None",
+    "baseline_B": "needs the reward of a greedy response to each prompt (baseline_B), got None",
+    "sum_pi_squared_BT": "needs sum_pi_squared_BT; set actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+    "old_log_probs_BT": "needs old_log_probs_BT, got None",
+    "components_BK": "needs several rewards per response (components_BK), got None",
+}
 
 
 @dataclass(frozen=True)
@@ -32,12 +42,18 @@ class AdvantageEstimator:
     Attributes:
         needs_critic: The call needs values_BT.
         needs_group: The call needs group_B.
+        needs: Further arguments that the call needs, by name.
+        per_response: The function gets one score per response and returns one advantage per response.
+        masks: The function reads nothing off the mask and returns 0 there.
     """
 
     name: str
     fn: AdvantageFn
     needs_critic: bool
     needs_group: bool
+    needs: tuple[str, ...] = ()
+    per_response: bool = False
+    masks: bool = False
 
     @torch.no_grad()
     def __call__(
@@ -51,6 +67,7 @@ class AdvantageEstimator:
         gamma: float = 1.0,
         lam: float = 1.0,
         norm_by_std: bool = True,
+        **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (advantages_BT, returns_BT), both 0 off the mask.
 
@@ -59,64 +76,89 @@ class AdvantageEstimator:
             group_B: int64. Rows with the same number answer the same prompt.
             valid_B: bool. A row that is False (its reward failed) is excluded from group statistics and whitening. Its
                 advantages are 0 and its returns are its values (0 without a critic), so that it trains nothing.
+            more: Arguments of single estimators: `baseline_B`, `old_log_probs_BT`, `sum_pi_squared_BT`,
+                `is_weights_BT`, `components_BK`, `component_weights`, `lam_alpha`. None is as if it were left out.
 
         Raises:
-            DataError: Shapes differ, or values_BT or group_B is missing.
+            DataError: Shapes differ, or an argument that the estimator needs is missing.
         """
-        self._check(token_level_rewards_BT, response_mask_BT, values_BT, group_B, valid_B)
-        mask_BT = (
-            response_mask_BT if valid_B is None else response_mask_BT * valid_B[:, None].to(response_mask_BT.dtype)
-        )
-        zeros_BT, counted_BT = torch.zeros_like(token_level_rewards_BT), mask_BT.bool()
-        given = {"values_BT": values_BT, "group_B": group_B, "gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}
-        rewards_BT = torch.where(counted_BT, token_level_rewards_BT, zeros_BT)
+        columns = {"values_BT": values_BT, "group_B": group_B}
+        given = {**columns, "gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}
+        given |= {name: value for name, value in more.items() if value is not None}
+        self._check(token_level_rewards_BT, response_mask_BT, given, valid_B)
+        counted_BT = _counted(response_mask_BT, valid_B)
+        if self.per_response:
+            advantages_BT = self._per_response(token_level_rewards_BT, counted_BT, given)
+            returns_BT = advantages_BT
+        elif self.masks:
+            advantages_BT, returns_BT = self.fn(token_level_rewards_BT, counted_BT, **self._accepted(given))
+        else:
+            advantages_BT, returns_BT = self._masked(token_level_rewards_BT, counted_BT, given)
+        if values_BT is not None and valid_B is not None and not valid_B.all():
+            failed_BT = response_mask_BT.bool() & ~valid_B[:, None]
+            returns_BT = torch.where(failed_BT, values_BT.to(returns_BT.dtype), returns_BT)
+        return advantages_BT, returns_BT
+
+    def _per_response(self, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        scores_B, lengths_B = response_scores(rewards_BT, mask_BT)
+        advantages_B = self.fn(scores_B, lengths_B, **self._accepted(given))
+        return on_every_token(advantages_B.to(rewards_BT.dtype), mask_BT)
+
+    def _masked(
+        self, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, given: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rewards_BT = torch.where(mask_BT, rewards_BT, 0)
         advantages_BT, returns_BT = self.fn(rewards_BT, mask_BT, **self._accepted(given))
-        returns_BT = torch.where(counted_BT, returns_BT, zeros_BT if values_BT is None else values_BT)
-        returns_BT = torch.where(response_mask_BT.bool(), returns_BT, zeros_BT)
-        return torch.where(counted_BT, advantages_BT, zeros_BT), returns_BT
+        return torch.where(mask_BT, advantages_BT, 0), torch.where(mask_BT, returns_BT, 0)
 
     def _check(
-        self,
-        rewards_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        values_BT: torch.Tensor | None,
-        group_B: torch.Tensor | None,
-        valid_B: torch.Tensor | None,
+        self, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, given: dict[str, Any], valid_B: torch.Tensor | None
     ) -> None:
         check_same_shape(token_level_rewards=rewards_BT, response_mask=mask_BT)
-        if self.needs_critic and values_BT is None:
-            raise DataError(
-                f"advantage estimator {self.name!r} needs the critic's values and got none; enable the critic"
-            )
-        if self.needs_group and group_B is None:
-            raise DataError(
-                f"advantage estimator {self.name!r} compares answers to the same prompt and needs group_B, got None"
-            )
-        if values_BT is not None:
-            check_same_shape(token_level_rewards=rewards_BT, values=values_BT)
-        for name, column_B in (("group_B", group_B), ("valid_B", valid_B)):
-            if column_B is not None and column_B.shape != rewards_BT.shape[:1]:
-                raise DataError(
-                    f"{name} must have one number for each of {len(rewards_BT)} rows, and is {tuple(column_B.shape)}"
-                )
+        needs = ("values_BT",) * self.needs_critic + ("group_B",) * self.needs_group + self.needs
+        for name in needs:
+            if given.get(name) is None:
+                raise DataError(f"advantage estimator {self.name!r} {HINTS.get(name, f'needs {name}, got None')}")
+        for name, column in {**given, "valid_B": valid_B}.items():
+            if name.endswith("_BT") and column is not None:
+                check_same_shape(**{"token_level_rewards": rewards_BT, name.removesuffix("_BT"): column})
+            if name.endswith(("_B", "_BK")) and column is not None:
+                _check_one_per_row(name, column, num_rows=len(rewards_BT))
 
-    def _accepted(self, given: dict) -> dict:
+    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
         parameters = inspect.signature(self.fn).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 def register_adv_est(
-    name: str, *, needs_critic: bool = False, needs_group: bool = False
+    name: str,
+    *,
+    needs_critic: bool = False,
+    needs_group: bool = False,
+    needs: Sequence[str] = (),
+    per_response: bool = False,
+    masks: bool = False,
 ) -> Callable[[AdvantageFn], AdvantageFn]:
     """Register the decorated function as `algorithm.adv_estimator=name`, and return it unchanged.
 
-    It is called as fn(token_level_rewards_BT, response_mask_BT, **kwargs). The kwargs are those of values_BT, group_B,
-    gamma, lam and norm_by_std that its signature names. Rows with a failed reward have an empty mask.
+    It is called as fn(token_level_rewards_BT, response_mask_BT, **kwargs) and returns (advantages_BT, returns_BT). With
+    `per_response` it is called as fn(scores_B, lengths_B, **kwargs) and returns advantages_B: `scores_B` float64 are
+    the sums of the rewards, `lengths_B` int64 the numbers of tokens. The kwargs are those of
+    `AdvantageEstimator.__call__` that its signature names. Rows with a failed reward have an empty mask, or length 0.
+
+    Args:
+        name: A str, or a member of an Enum whose value is one.
+        needs_critic, needs_group, needs: Arguments that must be given: values_BT, group_B, and any by name.
+        per_response: See above. It costs one pass over the rewards and one over the result.
+        masks: The function reads nothing off the mask and returns 0 there, so that nothing is masked around it.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
-        ADVANTAGE_ESTIMATORS.enter(name, AdvantageEstimator(name, fn, needs_critic, needs_group))
+        estimator = AdvantageEstimator(
+            str(getattr(name, "value", name)), fn, needs_critic, needs_group, tuple(needs), per_response, masks
+        )
+        ADVANTAGE_ESTIMATORS.enter(name, estimator)
         return fn
 
     return decorate
@@ -129,3 +171,32 @@ def get_adv_estimator(name: str) -> AdvantageEstimator:
         ConfigError: The name is unknown; the message lists the known names and the nearest.
     """
     return ADVANTAGE_ESTIMATORS.lookup(name)
+
+
+def response_scores(rewards_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's sum of rewards on the mask, (B,) float64, and its number of tokens, (B,) int64.
+
+    float64: the mean of equal float32 scores is not always that score, and GRPO divides the difference by about 1e-6.
+    """
+    scores_B = torch.zeros(len(rewards_BT), dtype=torch.float64, device=rewards_BT.device)
+    lengths_B = torch.zeros(len(rewards_BT), dtype=torch.int64, device=rewards_BT.device)
+    for part in row_parts(rewards_BT):
+        scores_B[part] = torch.where(mask_BT[part], rewards_BT[part], 0).sum(1, dtype=torch.float64)
+        lengths_B[part] = torch.count_nonzero(mask_BT[part], dim=1)  # 10 times as fast as a sum of bools
+    return scores_B, lengths_B
+
+
+def on_every_token(advantages_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return each row's advantage on all of its tokens, 0 off the mask, (B, T) with the dtype of `advantages_B`."""
+    return torch.where(mask_BT, advantages_B[:, None], torch.zeros((), dtype=advantages_B.dtype))
+
+
+def _counted(mask_BT: torch.Tensor, valid_B: torch.Tensor | None) -> torch.Tensor:
+    """Return the bool mask of the tokens of rows that count."""
+    mask_BT = mask_BT.bool()
+    return mask_BT if valid_B is None or valid_B.all() else mask_BT & valid_B.bool()[:, None]
+
+
+def _check_one_per_row(name: str, column: torch.Tensor, *, num_rows: int) -> None:
+    if column.shape[:1] != (num_rows,) or (name.endswith("_B") and column.ndim != 1):
+        raise DataError(f"{name} must have one number for each of {num_rows} rows, and is {tuple(column.shape)}")
