@@ -32,11 +32,22 @@ def batch(num_rows: int = 12, num_tokens: int = 7, *, holes: bool = True) -> dic
         "mask": mask_BT.long(),
         "values": torch.randn(num_rows, num_tokens, dtype=F64),
         "group": torch.arange(num_rows) // 3 * 10 - 5,
+        "log_probs": -torch.rand(num_rows, num_tokens, dtype=F64) - 0.1,
+        "sum_pi_squared": torch.rand(num_rows, num_tokens, dtype=F64),
+        "baseline": torch.randn(num_rows, dtype=F64),
+        "components": torch.randn(num_rows, 2, dtype=F64),
     }
 
 
 def estimate(name: str, b: dict, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-    return get_adv_estimator(name)(b["rewards"], b["mask"], values_BT=b["values"], group_B=b["group"], **kwargs)
+    more = {
+        "old_log_probs_BT": b.get("log_probs"),
+        "sum_pi_squared_BT": b.get("sum_pi_squared"),
+        "baseline_B": b.get("baseline"),
+        "components_BK": b.get("components"),
+    }
+    rewards_BT = b["rewards"].abs() if name == "maxrl" else b["rewards"]
+    return get_adv_estimator(name)(rewards_BT, b["mask"], values_BT=b["values"], group_B=b["group"], **(more | kwargs))
 
 
 def on_mask(row: torch.Tensor, mask: torch.Tensor) -> list[float]:
@@ -183,7 +194,8 @@ def test_padding_does_not_change_the_result_and_gets_0(name):
     b = batch()
     pad = torch.full((12, 4), float("nan"), dtype=F64)
     wide = {**b, "mask": torch.cat([b["mask"], torch.zeros(12, 4, dtype=torch.int64)], dim=1)}
-    wide["rewards"], wide["values"] = torch.cat([b["rewards"], pad], dim=1), torch.cat([b["values"], pad], dim=1)
+    for column in ("rewards", "values", "log_probs", "sum_pi_squared"):
+        wide[column] = torch.cat([b[column], pad], dim=1)
     for narrow_BT, wide_BT in zip(estimate(name, b, gamma=0.9), estimate(name, wide, gamma=0.9), strict=True):
         torch.testing.assert_close(wide_BT[:, :7], narrow_BT)
         assert wide_BT[:, 7:].abs().max() == 0
@@ -237,9 +249,14 @@ def test_each_estimator_declares_its_inputs():
     needs = {name: (e.needs_critic, e.needs_group) for name, e in ADVANTAGE_ESTIMATORS.items()}
     assert needs == {
         "gae": (True, False),
-        **dict.fromkeys(("grpo", "grpo_vectorized", "grpo_passk", "gpg", "opo"), (False, True)),
+        "vapo": (True, False),
+        **dict.fromkeys(
+            ("grpo", "grpo_vectorized", "grpo_passk", "gpg", "opo", "maxrl", "gdpo", "raft"), (False, True)
+        ),
         **dict.fromkeys(("rloo", "rloo_vectorized"), (False, True)),
+        **dict.fromkeys(("optimal_token_baseline", "tir_optimal_token_baseline"), (False, True)),
         "reinforce_plus_plus": (False, False),
+        **dict.fromkeys(("remax", "star"), (False, False)),
         "reinforce_plus_plus_baseline": (False, True),
     }
 
@@ -247,7 +264,7 @@ def test_each_estimator_declares_its_inputs():
 def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match=r"adv_estimator='gpro' is not a known \w+ \w+; did you mean 'grpo'\? Known: gae, gpg, grpo, grpo_passk",
+        match=r"adv_estimator='gpro' is not a known \w+ \w+; did you mean 'grpo'\? Known: gae, gdpo, gpg, grpo, ",
     ):
         get_adv_estimator("gpro")
 
@@ -273,7 +290,7 @@ def test_a_users_estimator_gets_the_arguments_its_signature_names(registry_as_it
     assert get_adv_estimator("minus_value")(rewards_BT, mask_BT, values_BT=values_BT, gamma=0.5)[0].tolist() == [
         [-1, 0]
     ]
-    assert get_adv_estimator("everything")(rewards_BT, mask_BT)[0].tolist() == [[6, 0]]
+    assert get_adv_estimator("everything")(rewards_BT, mask_BT, baseline_B=torch.ones(1))[0].tolist() == [[7, 0]]
 
 
 def test_a_name_can_be_registered_again_by_the_same_function_only(registry_as_it_was):

@@ -6,20 +6,27 @@ from hybridrl.algos.advantages.estimator import (
     get_adv_estimator,
     register_adv_est,
 )
-from hybridrl.algos.advantages.groups import gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
-from hybridrl.algos.advantages.temporal import gae, reinforce_plus_plus
+from hybridrl.algos.advantages.groups import gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
+from hybridrl.algos.advantages.temporal import gae, reinforce_plus_plus, remax, vapo
+from hybridrl.algos.advantages.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageEstimator",
     "gae",
+    "gdpo",
     "get_adv_estimator",
     "gpg",
     "grpo",
     "grpo_passk",
+    "maxrl",
     "opo",
+    "optimal_token_baseline",
     "register_adv_est",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
     "rloo",
+    "tir_optimal_token_baseline",
+    "vapo",
 ]
