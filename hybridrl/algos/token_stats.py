@@ -1,4 +1,4 @@
-"""Log-probs of given tokens, and entropy, from logits.
+"""Log-probs of given tokens, entropy and sum of squared probabilities, from logits.
 
 Shape letters: N tokens (rows already flattened), V vocabulary. With a vocabulary of 150 000, float32 copies of the
 logits would be the largest tensors of a training step. Here only one chunk of tokens at a time is converted to float32,
@@ -6,7 +6,7 @@ forward and backward. Only the logits, their gradient in their own dtype, and a 
 sharded over ranks by vocabulary (tensor parallelism) are not handled here. Second derivatives are not defined.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -45,6 +45,38 @@ def log_probs_and_entropy(
         DataError: Shapes do not fit.
         ValueError: The temperature is not above 0.
     """
+    found = token_stats(logits_NV, labels_N, temperature=temperature, with_entropy=with_entropy, chunk=chunk)
+    return found.log_probs_N, found.entropy_N
+
+
+class TokenStats(NamedTuple):
+    """Numbers of each token, (N,) float32; None where they were not asked for.
+
+    Attributes:
+        log_probs_N, entropy_N: See `log_probs_and_entropy`.
+        sum_pi_squared_N: sum_v p_nv^2, without gradient: the probability that two draws are the same token.
+    """
+
+    log_probs_N: torch.Tensor
+    entropy_N: torch.Tensor | None
+    sum_pi_squared_N: torch.Tensor | None
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return what was asked for, by the names of an engine's outputs: log_probs, entropy, sum_pi_squared."""
+        found = {name.removesuffix("_N"): column for name, column in self._asdict().items()}
+        return {name: column for name, column in found.items() if column is not None}
+
+
+def token_stats(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
+    chunk: int | None = None,
+) -> TokenStats:
+    """Return the numbers of `log_probs_and_entropy`, and the sum of squared probabilities, in one pass."""
     if logits_NV.ndim != 2 or labels_N.shape != logits_NV.shape[:1]:
         raise DataError(
             f"logits must be (N, V) and labels (N,), and are {tuple(logits_NV.shape)} and {tuple(labels_N.shape)}"
@@ -52,10 +84,10 @@ def log_probs_and_entropy(
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0; use 1 for greedy decoding")
     rows = chunk or _rows_per_chunk(logits_NV)
-    return _LogProbsAndEntropy.apply(logits_NV, labels_N, temperature, with_entropy, rows)
+    return TokenStats(*_TokenStats.apply(logits_NV, labels_N, temperature, with_entropy, with_sum_pi_squared, rows))
 
 
-class _LogProbsAndEntropy(torch.autograd.Function):
+class _TokenStats(torch.autograd.Function):
     """Log-probs and entropy, forward and backward one chunk of tokens at a time.
 
     With g, h the gradients of log-prob and entropy H, and p = softmax(z):
@@ -65,11 +97,18 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float, with_entropy: bool, rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx: Any,
+        logits_NV: torch.Tensor,
+        labels_N: torch.Tensor,
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool,
+        rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         logsumexp_N = torch.empty(len(labels_N), dtype=torch.float32, device=logits_NV.device)
         log_probs_N = torch.empty_like(logsumexp_N)
         entropy_N = torch.empty_like(logsumexp_N) if with_entropy else None
+        squares_N = torch.empty_like(logsumexp_N) if with_sum_pi_squared else None
         for part in _parts(len(labels_N), rows):
             scaled_CV = _to_float32(logits_NV[part], temperature)
             logsumexp_N[part] = torch.logsumexp(scaled_CV, dim=-1)
@@ -77,14 +116,18 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             log_probs_N[part] = log_probs_CV.gather(1, labels_N[part, None]).squeeze(1)
             if entropy_N is not None:
                 entropy_N[part] = -(log_probs_CV.exp() * _finite(log_probs_CV)).sum(dim=-1)
+            if squares_N is not None:
+                squares_N[part] = log_probs_CV.mul_(2).exp_().sum(dim=-1)
+        if squares_N is not None:
+            ctx.mark_non_differentiable(squares_N)
         ctx.save_for_backward(logits_NV, labels_N, logsumexp_N, entropy_N)
         ctx.temperature, ctx.rows = temperature, rows
-        return log_probs_N, entropy_N
+        return log_probs_N, entropy_N, squares_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs_N: torch.Tensor, grad_entropy_N: torch.Tensor | None
+        ctx: Any, grad_log_probs_N: torch.Tensor, grad_entropy_N: torch.Tensor | None, _grad_squares_N: Any
     ) -> tuple[torch.Tensor | None, ...]:
         logits_NV, labels_N, logsumexp_N, entropy_N = ctx.saved_tensors
         grad_logits_NV = torch.empty_like(logits_NV)
@@ -99,7 +142,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             labels_C1 = labels_N[part, None]
             grad_CV.scatter_(1, labels_C1, grad_CV.gather(1, labels_C1) + grad_log_probs_N[part, None])
             grad_logits_NV[part] = grad_CV.div_(ctx.temperature)
-        return grad_logits_NV, None, None, None, None
+        return grad_logits_NV, None, None, None, None, None
 
 
 def _rows_per_chunk(logits_NV: torch.Tensor) -> int:

@@ -67,16 +67,19 @@ class GenerationRequest(Record):
     Attributes:
         seed: Seed of the call's random numbers, for rows without a seed in the column `seeds`.
         validate: Whether to sample with the settings of validation.
+        greedy: Whether to generate one greedy response per prompt, otherwise with the settings of training.
     """
 
     KEY = "generation_request"
 
     seed: int = 0
     validate: bool = False
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         self._check_integer("seed")
         self._check_flag("validate")
+        self._check_flag("greedy")
 
 
 @dataclass(frozen=True)

@@ -150,14 +150,15 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         """
         request = GenerationRequest.of(prompts.meta_info)
         self._require_version(weights_version)
-        return self.rollout.generate(prompts, self._sampling(validate=request.validate, seed=request.seed))
+        sampling = sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
+        return self.rollout.generate(prompts, sampling)
 
     @register(ROLLOUT_COMPUTE)
     def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
         """Return the first tokens of responses to the prompts, see `rollout/partial.py`."""
         self._require_version(weights_version)
         return partial.begin_partial(
-            self.rollout, prompts, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens)
+            self.rollout, prompts, replace(self._training_sampling(), max_new_tokens=max_new_tokens)
         )
 
     @register(ROLLOUT_COMPUTE)
@@ -167,7 +168,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         """Return the batch with more tokens for the open responses, generated with the present weights."""
         self._require_version(weights_version)
         return partial.continue_partial(
-            self.rollout, batch, replace(self._sampling(validate=False, seed=0), max_new_tokens=max_new_tokens)
+            self.rollout, batch, replace(self._training_sampling(), max_new_tokens=max_new_tokens)
         )
 
     @register(Dispatch.ALL_TO_ALL)
@@ -191,15 +192,22 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         """Raise StaleWeightsError unless the rollout holds this version. None: any that was pushed in full."""
         self.rollout.require_version(weights_version, holder=f"rollout rank {self.rank}")
 
-    def _sampling(self, *, validate: bool, seed: int) -> SamplingParams:
-        return sampling_params(self.config, validate=validate, seed=seed)
+    def _training_sampling(self) -> SamplingParams:
+        return sampling_params(self.config, validate=False, seed=0)
 
     @register(ENGINE_COMPUTE)
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Return `old_log_probs` and `entropys` (B, R) float32 under the current policy."""
+    def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False) -> DataProto:
+        """Return `old_log_probs` and `entropys` (B, R) float32 under the current policy.
+
+        Args:
+            data: Rows of sequences.
+            sum_pi_squared: Also return the column `sum_pi_squared`, sum_v pi_v^2 at each token.
+        """
+        more = ("sum_pi_squared",) if sum_pi_squared else ()
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy"))
-        return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
+            out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy", *more))
+        named = {"old_log_probs": out["log_probs"], "entropys": out["entropy"]}
+        return DataProto.from_dict(tensors=named | {name: out[name] for name in more})
 
     @register(ENGINE_COMPUTE)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

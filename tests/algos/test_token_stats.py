@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybridrl.algos.token_stats import log_probs_and_entropy
+from hybridrl.algos.token_stats import log_probs_and_entropy, token_stats
 from hybridrl.errors import DataError
 
 
@@ -87,6 +87,26 @@ def test_each_row_of_the_gradient_sums_to_zero_because_a_shift_of_logits_changes
     shifted_N, _ = log_probs_and_entropy(logits_NV.detach() + 100, torch.zeros(8, dtype=torch.int64))
     plain_N, _ = log_probs_and_entropy(logits_NV.detach(), torch.zeros(8, dtype=torch.int64))
     torch.testing.assert_close(shifted_N, plain_N, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_the_sum_of_squared_probabilities_is_that_of_the_softmax_and_changes_no_gradient(chunk):
+    logits_NV = (torch.randn(7, 50) * 3).requires_grad_()
+    labels_N = torch.randint(50, (7,))
+    more = {"temperature": 0.7, "with_entropy": True, "chunk": chunk}
+    found = token_stats(logits_NV, labels_N, with_sum_pi_squared=True, **more)
+    torch.testing.assert_close(found.sum_pi_squared_N, ((logits_NV / 0.7).softmax(-1) ** 2).sum(-1).detach())
+    assert not found.sum_pi_squared_N.requires_grad
+    [with_squares] = torch.autograd.grad((found.log_probs_N + found.entropy_N).sum(), logits_NV)
+    plain = log_probs_and_entropy(logits_NV, labels_N, **more)
+    torch.testing.assert_close(with_squares, torch.autograd.grad(sum(x.sum() for x in plain), logits_NV)[0])
+
+
+def test_the_sum_of_squares_of_equal_logits_is_one_over_the_vocabulary():
+    found = token_stats(torch.zeros(2, 4), torch.tensor([0, 1]), with_sum_pi_squared=True)
+    assert found.sum_pi_squared_N.tolist() == [0.25, 0.25]
+    certain_NV = torch.tensor([[1.0, -math.inf, -math.inf]])
+    assert token_stats(certain_NV, torch.tensor([0]), with_sum_pi_squared=True).sum_pi_squared_N.tolist() == [1.0]
 
 
 def test_only_the_logits_themselves_are_kept_for_the_backward_pass():

@@ -11,13 +11,41 @@ SHORT = {
     "trainer__test_freq": -1,
     "actor_rollout_ref__actor__ppo_epochs": 2,  # in the second one the ratio is not 1
 }
+ESTIMATORS = {"gdpo": {"algorithm__gdpo_reward_keys": "[score]"}}
 SETTINGS = {"dro": {"actor_rollout_ref__actor__policy_loss__dro_beta": 0.5}}
 
 
 @pytest.mark.parametrize("estimator", [name for name, e in ADVANTAGE_ESTIMATORS.items() if not e.needs_critic])
 def test_an_estimator_trains(tmp_path, tiny_qwen2, estimator):
-    [row] = train(tmp_path, tiny_qwen2, algorithm__adv_estimator=estimator, trainer__save_freq=-1, **SHORT)
+    more = ESTIMATORS.get(estimator, {})
+    [row] = train(tmp_path, tiny_qwen2, algorithm__adv_estimator=estimator, trainer__save_freq=-1, **SHORT, **more)
     assert 0 < row["actor/grad_norm"] < 100
+
+
+def test_vapo_trains_policy_and_critic_on_normalised_rewards(tmp_path, tiny_qwen2):
+    [row] = train(tmp_path, tiny_qwen2, algorithm__adv_estimator="vapo", algorithm__normalize_reward="true", **SHORT)
+    assert 0 < row["actor/grad_norm"] < 100 and row["critic/grad_norm"] > 0
+    assert row["reward/running_mean"] == pytest.approx(row["critic/score/mean"])
+    assert row["critic/rewards/mean"] == pytest.approx(0, abs=1e-5)
+
+
+def test_gdpo_trains_on_the_rewards_that_a_function_returns(tmp_path, tiny_qwen2):
+    reward = tmp_path / "rewards.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    digits = sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))\n"
+        "    return {'score': digits, 'short': -len(solution_str), 'digits': digits}\n"
+    )
+    more = {
+        "algorithm__adv_estimator": "gdpo",
+        "algorithm__gdpo_reward_keys": "[digits,short]",
+        "algorithm__gdpo_reward_weights": "[1.0,0.5]",
+        "custom_reward_function__path": reward,
+    }
+    [row] = train(tmp_path, tiny_qwen2, trainer__save_freq=-1, **SHORT, **more)
+    assert 0 < row["actor/grad_norm"] < 100
+    assert row["reward/digits/mean"] == pytest.approx(row["critic/score/mean"])
+    assert row["reward/short/mean"] < 0
 
 
 @pytest.mark.parametrize("loss", list(POLICY_LOSSES))

@@ -14,6 +14,7 @@ from typing import Any
 from hybridrl.config.build import raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
 from hybridrl.config.checks.engines import critic_engine_problems, engine_problems
+from hybridrl.config.checks.estimators import estimator_setting_problems, gdpo_problems, scale_problems
 from hybridrl.config.checks.rollout import (
     Problems,
     agent_problems,
@@ -338,6 +339,9 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     async_problems,
     validation_problems,
     record_problems,
+    estimator_setting_problems,
+    gdpo_problems,
+    scale_problems,
 )
 SFT_RULES: tuple[Callable[[SFTConfig], Problems], ...] = (
     data_file_problems,

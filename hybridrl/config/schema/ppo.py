@@ -34,8 +34,16 @@ class AlgorithmConfig:
     path: list[str] = setting([], "Python files or modules that register estimators and policy losses of your own.")
     gamma: float = setting(1.0, "Discount.", ge=0, le=1)
     lam: float = setting(1.0, "GAE lambda.", ge=0, le=1)
+    lam_alpha: float = setting(0.05, "Vapo's lambda of a response of l tokens is 1 - 1 / (lam_alpha l).", gt=0)
     norm_adv_by_std_in_grpo: bool = setting(
         True, "Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."
+    )
+    gdpo_reward_keys: list[str] = setting(
+        [], "Rewards that gdpo normalises one by one: keys of what the reward function returns, also score."
+    )
+    gdpo_reward_weights: list[float] = setting([], "Weight of each of gdpo_reward_keys; none means 1.")
+    normalize_reward: bool = setting(
+        False, "Normalise scores by mean and standard deviation of all scores of the run so far."
     )
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
     kl_penalty: str = setting("kl", "KL estimator of the reward.", choices=KL_KINDS)

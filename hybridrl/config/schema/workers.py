@@ -153,6 +153,10 @@ class ActorConfig:
     kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", ge=0)
     kl_loss_type: str = setting("low_var_kl", "KL estimator of the loss.", choices=KL_KINDS)
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
+    calculate_sum_pi_squared: bool | None = setting(
+        None,
+        "Compute the sum of squared probabilities with the log-probs; null means: if the advantage estimator needs it.",
+    )
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")

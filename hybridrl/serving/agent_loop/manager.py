@@ -268,7 +268,7 @@ class AgentLoopManager:
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
         request = GenerationRequest.of(prompts.meta_info)
-        return sampling_params(self.config, validate=request.validate, seed=request.seed)
+        return sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
 
     def _batch(self, prompts: DataProto, sampling: SamplingParams, *, turns: list | None = None) -> AgentBatch:
         self._num_calls += 1

@@ -4,7 +4,8 @@
 and after every stage (`run/column_check.py`). The data set's own columns (`data_source`, ...) pass through unlisted.
 
 Letters of shapes: B rows, one per prompt up to `gen` and one per response from there on; P tokens of a padded prompt;
-R tokens of a padded response; T tokens of a sequence, which is the prompt up to `gen` and P + R from there on.
+R tokens of a padded response; T tokens of a sequence, which is the prompt up to `gen` and P + R from there on; K
+rewards of a response.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ PROMPTS, RESPONSES, RESPONSE_MASK = "prompts", "responses", "response_mask"
 ROLLOUT_LOG_PROBS, NUM_TURNS = "rollout_log_probs", "num_turns"
 WEIGHTS_VERSION, TOKEN_VERSIONS = "weights_version", "token_versions"
 RM_SCORES, TOKEN_LEVEL_SCORES, REWARD_VALID = "rm_scores", "token_level_scores", "reward_valid"
+REWARD_COMPONENTS, REWARD_BASELINES, SUM_PI_SQUARED = "reward_components", "reward_baselines", "sum_pi_squared"
 OLD_LOG_PROBS, REF_LOG_PROB, ROLLOUT_IS_WEIGHTS = "old_log_probs", "ref_log_prob", "rollout_is_weights"
 VALUES, TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS = "values", "token_level_rewards", "advantages", "returns"
 
@@ -48,8 +50,13 @@ COLUMNS: Mapping[str, Column] = {
     NUM_TURNS: Column("int64", "B", ("gen", "replay"), "agent turns of the response"),
     RM_SCORES: Column("float32", "B R", ("reward", "replay"), "the reward model's score, on the last token"),
     TOKEN_LEVEL_SCORES: Column("float32", "B R", ("reward", "replay"), "rewards before any KL penalty"),
-    REWARD_VALID: Column("bool", "B", ("reward", "replay"), "whether scoring succeeded; other rows train nothing"),
+    REWARD_VALID: Column(
+        "bool", "B", ("reward", "reward_baselines", "replay"), "whether scoring succeeded; other rows train nothing"
+    ),
+    REWARD_COMPONENTS: Column("float32", "B K", ("reward", "replay"), "the rewards of `algorithm.gdpo_reward_keys`"),
+    REWARD_BASELINES: Column("float32", "B", ("reward_baselines", "replay"), "score of a greedy response (remax)"),
     OLD_LOG_PROBS: Column("float32", "B R", ("old_log_prob",), "log-probs of the policy that is about to be trained"),
+    SUM_PI_SQUARED: Column("float32", "B R", ("old_log_prob",), "sum of squared probabilities of the same policy"),
     ROLLOUT_IS_WEIGHTS: Column("float32", "B R", ("rollout_correction",), "importance weights, 0 off the mask"),
     REF_LOG_PROB: Column("float32", "B R", ("ref",), "log-probs of the reference policy"),
     VALUES: Column("float32", "B R", ("values",), "the critic's value before each token"),

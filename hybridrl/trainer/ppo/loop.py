@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from hybridrl.algos.advantages import get_adv_estimator
+from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.driver.run_context import RunContext
@@ -26,7 +27,7 @@ from hybridrl.trainer.ppo.policy.groups import make_policy
 from hybridrl.trainer.ppo.policy.rollout_pipeline import make_pipeline
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.rewards import NoRewardGuard, NoSignalWarning, RewardFn, make_kl_controller
-from hybridrl.trainer.ppo.stages import check_roles
+from hybridrl.trainer.ppo.stages import check_roles, uses_greedy_baseline
 from hybridrl.trainer.ppo.update_batch import num_optimizer_steps
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
 from hybridrl.trainer.recovery.step_snapshot import load_resume_state
@@ -91,6 +92,7 @@ class PPOLoop(Trainer):
             pad_token_id=pad_token_id(tokenizer),
         )
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
+        self.reward_moments = RewardMoments() if config.algorithm.normalize_reward else None
         self.reward_guard = NoRewardGuard()
         self.no_signal = NoSignalWarning()
         self.remote_evaluator: RemoteEvaluator | None = None
@@ -142,6 +144,7 @@ class PPOLoop(Trainer):
             "ahead": self.pipeline,
             "replay": self.replay_buffer,
             LEDGER: self.ledger,
+            **({"reward_moments": self.reward_moments} if self.reward_moments is not None else {}),
         }
 
     def trained_groups(self) -> dict[str, Any]:
@@ -210,7 +213,17 @@ class PPOLoop(Trainer):
         prompts = self._split_generation_inputs(batch)
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step)
         prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed)}
-        self.pipeline.submit(prompts, batch, step=step, epoch=epoch)
+        self.pipeline.submit(
+            prompts, batch, step=step, epoch=epoch, greedy_prompts=self._greedy_prompts(prompts, seed=seed)
+        )
+
+    def _greedy_prompts(self, prompts: DataProto, *, seed: int) -> DataProto | None:
+        """Return the generation inputs of a greedy response to each prompt; None if the estimator uses none."""
+        if not uses_greedy_baseline(self.config):
+            return None
+        greedy = prompts.select()
+        greedy.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed, greedy=True)}
+        return greedy
 
     def _split_generation_inputs(self, batch: DataProto) -> DataProto:
         """Remove the generation inputs from the batch and return them.

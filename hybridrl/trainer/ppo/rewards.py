@@ -5,7 +5,8 @@ from a reward model, a rule, or a rule that reads the model's score. Shapes: B r
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch
 
 from hybridrl.algos.advantages import AdvantageEstimator
 from hybridrl.algos.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty
+from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config.schema.ppo import AlgorithmConfig, KLCtrlConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.rewards.sample_score import as_number
 
 logger = logging.getLogger(__name__)
 KLController = FixedKLController | AdaptiveKLController
@@ -31,18 +34,30 @@ def make_kl_controller(config: KLCtrlConfig) -> KLController:
     return FixedKLController(config.kl_coef)
 
 
-def add_token_rewards(batch: DataProto, controller: KLController | None, *, kl_penalty: str) -> dict[str, float]:
+def add_token_rewards(
+    batch: DataProto, controller: KLController | None, *, kl_penalty: str, moments: RewardMoments | None = None
+) -> dict[str, float]:
     """Add `token_level_rewards` (B, T) float32: the scores, minus the KL penalty if there is a controller.
 
-    Updates the controller with the KL to the reference policy. Returns the metrics of the penalty.
+    Updates the controller with the KL to the reference policy. Returns metrics.
+
+    Args:
+        batch: Scored rows.
+        controller: Of the KL coefficient; None: no penalty.
+        kl_penalty: Kind of the KL estimate.
+        moments: Scores are normalised by them; None: not.
     """
     columns = batch.batch
+    scores_BT, metrics = columns["token_level_scores"], {}
+    if moments is not None:
+        scores_BT = moments.normalise(scores_BT, columns["response_mask"])
+        metrics = {"reward/running_mean": moments.mean, "reward/running_std": moments.std}
     if controller is None:
-        columns["token_level_rewards"] = columns["token_level_scores"]
-        return {}
+        columns["token_level_rewards"] = scores_BT
+        return metrics
     coef = controller.value
     columns["token_level_rewards"], kl = apply_kl_penalty(
-        columns["token_level_scores"],
+        scores_BT,
         columns["old_log_probs"],
         columns["ref_log_prob"],
         columns["response_mask"],
@@ -50,13 +65,14 @@ def add_token_rewards(batch: DataProto, controller: KLController | None, *, kl_p
         kind=kl_penalty,
     )
     controller.update(float(kl), len(batch))
-    return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coef}
+    return metrics | {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coef}
 
 
 def add_advantages(batch: DataProto, estimator: AdvantageEstimator, config: AlgorithmConfig) -> None:
     """Add `advantages` and `returns`, (B, T) float32. Rows of one `uid` are a group."""
     columns = batch.batch
     _, group_B = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
+    squared_BT = columns.get("sum_pi_squared", None)
     columns["advantages"], columns["returns"] = estimator(
         columns["token_level_rewards"],
         columns["response_mask"],
@@ -66,7 +82,61 @@ def add_advantages(batch: DataProto, estimator: AdvantageEstimator, config: Algo
         gamma=config.gamma,
         lam=config.lam,
         norm_by_std=config.norm_adv_by_std_in_grpo,
+        lam_alpha=config.lam_alpha,
+        baseline_B=columns.get("reward_baselines", None),
+        components_BK=columns.get("reward_components", None),
+        component_weights=tuple(config.gdpo_reward_weights) or None,
+        sum_pi_squared_BT=squared_BT,
+        old_log_probs_BT=columns["old_log_probs"] if squared_BT is not None else None,
+        is_weights_BT=columns.get("rollout_is_weights", None) if squared_BT is not None else None,
     )
+
+
+def add_reward_components(batch: DataProto, extra: Mapping[str, list], keys: Sequence[str]) -> dict[str, float]:
+    """Add `reward_components` (B, K) float32: what the reward function returned under each key.
+
+    "score" is the score itself. A row whose score is valid and that lacks a finite number under a key is marked
+    invalid, and logged. Returns the mean of each reward over valid rows.
+
+    Raises:
+        DataError: No row has a key.
+    """
+    valid_B = batch.batch["reward_valid"]
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    found: dict[str, list] = {"score": scores, **extra}
+    if missing := [key for key in keys if key not in found]:
+        raise DataError(
+            f"algorithm.gdpo_reward_keys={list(keys)}: the reward function returned no {missing[0]!r}, only "
+            f"{', '.join(found)}; let it return a dict with a number under each key, and the total under score"
+        )
+    numbers = [[as_number(value) for value in found[key]] for key in keys]
+    values_BK = torch.tensor([[math.nan if number is None else number for number in row] for row in numbers]).T
+    finite_B = values_BK.isfinite().all(1)
+    if lost := int((valid_B & ~finite_B).sum()):
+        logger.warning("%d of %d samples lack a number under %s; they are left out of the loss", lost, len(batch), keys)
+    batch.batch["reward_valid"] = valid_B = valid_B & finite_B
+    batch.batch["reward_components"] = values_BK = torch.where(valid_B[:, None], values_BK, 0.0).float().contiguous()
+    means = values_BK[valid_B].mean(0).tolist() if valid_B.any() else []
+    return {f"reward/{key}/mean": mean for key, mean in zip(keys, means, strict=False)}
+
+
+def add_reward_baselines(batch: DataProto, greedy: DataProto) -> dict[str, float]:
+    """Add `reward_baselines` (B,) float32: the score of the greedy response to each row's prompt.
+
+    Rows whose prompt has none, because scoring failed, are marked invalid. Returns metrics of the baselines.
+
+    Args:
+        batch: Rows with a `uid`.
+        greedy: One scored greedy response for each `uid`.
+    """
+    valid_G, scores_G = greedy.batch["reward_valid"], greedy.batch["token_level_scores"].sum(-1).float()
+    place = {uid: number for number, uid in enumerate(greedy.non_tensor_batch["uid"])}
+    index_B = torch.tensor([place[uid] for uid in batch.non_tensor_batch["uid"]], dtype=torch.int64)
+    batch.batch["reward_baselines"] = scores_G[index_B]
+    batch.batch["reward_valid"] = batch.batch["reward_valid"] & valid_G[index_B]
+    lost = float((~valid_G).sum())
+    means = {"reward/baseline/mean": float(scores_G[valid_G].mean())} if valid_G.any() else {}
+    return {"reward/baseline/num_failed": lost} | means
 
 
 def score_batch(

@@ -32,6 +32,23 @@ def corrects_rollout(config: PPOConfig) -> bool:
     return config.algorithm.rollout_correction.rollout_is is not None
 
 
+def uses_greedy_baseline(config: PPOConfig) -> bool:
+    """Return whether the advantage estimator needs the score of a greedy response to each prompt."""
+    return "baseline_B" in get_adv_estimator(config.algorithm.adv_estimator).needs
+
+
+def uses_components(config: PPOConfig) -> bool:
+    """Return whether the advantage estimator reads several rewards of each response."""
+    return "components_BK" in get_adv_estimator(config.algorithm.adv_estimator).needs
+
+
+def uses_sum_pi_squared(config: PPOConfig) -> bool:
+    """Return whether the actor computes sum_v pi_v^2: as set, or if unset, whether the estimator needs it."""
+    chosen = config.actor_rollout_ref.actor.calculate_sum_pi_squared
+    needs = get_adv_estimator(config.algorithm.adv_estimator).needs
+    return "sum_pi_squared_BT" in needs if chosen is None else chosen
+
+
 def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool, has_agent_loops: bool) -> None:
     """Raise ConfigError if a stage has no role or function to execute it.
 
@@ -96,6 +113,10 @@ class OptionalColumns:
         kl_loss: Read by `update_actor`.
         kl_reward: Read by `adv`.
         values: Of the critic.
+        components: Of several rewards per response.
+        baselines: Of greedy responses.
+        squares: Of the actor, written with its log-probs.
+        estimator: Read by `adv` for the estimator, besides scores and values.
         ages: Versions that decide which tokens are too old to train.
     """
 
@@ -106,6 +127,10 @@ class OptionalColumns:
     kl_loss: tuple[str, ...]
     kl_reward: tuple[str, ...]
     values: tuple[str, ...]
+    components: tuple[str, ...]
+    baselines: tuple[str, ...]
+    squares: tuple[str, ...]
+    estimator: tuple[str, ...]
     ages: tuple[str, ...]
 
 
@@ -114,15 +139,23 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
     rollout, trainer, algorithm = config.actor_rollout_ref.rollout, config.trainer, config.algorithm
     log_probs = (c.ROLLOUT_LOG_PROBS,) if rollout.calculate_log_probs else ()
     versions = (c.TOKEN_VERSIONS,) if records_token_versions(config) else ()
+    weights = (c.ROLLOUT_IS_WEIGHTS,) if corrects_rollout(config) else ()
+    components = (c.REWARD_COMPONENTS,) if uses_components(config) else ()
+    baselines = (c.REWARD_BASELINES,) if uses_greedy_baseline(config) else ()
+    squares = (c.SUM_PI_SQUARED,) if uses_sum_pi_squared(config) else ()
     drops_tokens = trainer.stale_tokens == "drop" and trainer.staleness is not None
     return OptionalColumns(
         sampled=(*log_probs, *versions, *((c.NUM_TURNS,) if rollout.mode == "async" else ())),
         log_probs=log_probs,
         model_scores=(c.RM_SCORES,) if Role.RewardModel in roles else (),
-        weights=(c.ROLLOUT_IS_WEIGHTS,) if corrects_rollout(config) else (),
+        weights=weights,
         kl_loss=(c.REF_LOG_PROB,) if config.actor_rollout_ref.actor.use_kl_loss else (),
         kl_reward=(c.OLD_LOG_PROBS, c.REF_LOG_PROB) if algorithm.use_kl_in_reward else (),
         values=(c.VALUES,) if uses_critic(config) else (),
+        components=components,
+        baselines=baselines,
+        squares=squares,
+        estimator=(*components, *baselines, *((c.OLD_LOG_PROBS, *squares, *weights) if squares else ())),
         ages=(c.WEIGHTS_VERSION, *versions) if drops_tokens else (),
     )
 

@@ -1,10 +1,12 @@
 """PPO, GRPO and relatives: the driver of one training step.
 
-    next_batch -> generate -> reward -> [replay] -> old_log_prob -> [rollout_correction] -> [ref_log_prob] -> [values]
-      prompts     responses   scores                old_log_probs    rollout_is_weights       ref_log_prob     values
+    next_batch -> generate -> reward -> [reward_baselines] -> [replay] -> old_log_prob -> [rollout_correction]
+      prompts     responses   scores     reward_baselines                 old_log_probs    rollout_is_weights
 
-    -> advantage -> [update_critic] -> update_actor -> update_weights -> validate -> log -> save_checkpoint
-       advantages, returns
+    -> [ref_log_prob] -> [values] -> advantage -> [update_critic] -> update_actor -> update_weights -> validate
+       ref_log_prob      values      advantages, returns
+
+    -> log -> save_checkpoint
 
 A step is the list `RayPPOTrainer.step`, in order; stages in brackets depend on the settings. Each stage is a method
 that adds the columns under it to `ctx.batch` (all of them: `columns.py`). To change a step, override a stage or change
@@ -20,6 +22,7 @@ and commit, which supervised fine-tuning shares, in `trainer/loop.py`.
 `main_ppo` creates the trainer. Workers run nothing of this module.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable, Collection
@@ -29,6 +32,7 @@ from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
 from hybridrl.config.engines import engine_settings
 from hybridrl.data_plane.meta_info import GenerationRequest
+from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import Stage
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.prompt_loader import ROW
@@ -48,14 +52,24 @@ from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics, rollout_mismatch_metrics, step_metrics
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
 from hybridrl.trainer.ppo.policy.rollout_pipeline import join_responses
-from hybridrl.trainer.ppo.rewards import RewardFn, add_advantages, add_token_rewards, score_batch
+from hybridrl.trainer.ppo.rewards import (
+    RewardFn,
+    add_advantages,
+    add_reward_baselines,
+    add_reward_components,
+    add_token_rewards,
+    score_batch,
+)
 from hybridrl.trainer.ppo.stages import (
     actor_input,
     corrects_rollout,
     optional_columns,
     stage_roles,
+    uses_components,
     uses_critic,
+    uses_greedy_baseline,
     uses_reference,
+    uses_sum_pi_squared,
 )
 from hybridrl.trainer.ppo.update_batch import call_balanced, select_columns, select_training_rows
 from hybridrl.trainer.ppo.validation import validate
@@ -91,8 +105,10 @@ class RayPPOTrainer(PPOLoop):
         on, has = stage_roles(roles), optional_columns(config, roles)
         replays, corrects = config.trainer.replay.groups > 0, corrects_rollout(config)
         samples = GENERATED + has.sampled
-        stored = samples + has.model_scores + SCORES
-        scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.values)
+        rewarded = has.model_scores + SCORES + has.components
+        stored = samples + rewarded + has.baselines
+        scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.values, *has.estimator)
+        old = (c.OLD_LOG_PROBS, *has.squares)
         trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages)
         to_actor, to_critic = (*trained, *actor_input(has)), (*trained, *CRITIC_INPUT)
         return [
@@ -101,10 +117,16 @@ class RayPPOTrainer(PPOLoop):
             # 2. n responses to each prompt.
             Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, pure=config.trainer.lag == 0),
             # 3. A score for each response; with a replay buffer, samples of earlier steps join.
-            Stage(cls.reward, role=on.reward_model, reads=RESPONSE, writes=has.model_scores + SCORES),
+            Stage(cls.reward, role=on.reward_model, reads=RESPONSE, writes=rewarded),
+            Stage(
+                cls.reward_baselines,
+                role=on.reward_model,
+                reads=(c.REWARD_VALID,),
+                writes=(c.REWARD_VALID, *has.baselines),
+            ).when(uses_greedy_baseline(config)),
             Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
             # 4. What policy, reference and critic make of the tokens, before the update.
-            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=(c.OLD_LOG_PROBS,)),
+            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old),
             Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=(c.ROLLOUT_IS_WEIGHTS,)).when(corrects),
             Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(uses_reference(config)),
             Stage(cls.values, role=on.critic, reads=MODEL_INPUT, writes=(c.VALUES,)).when(uses_critic(config)),
@@ -134,6 +156,9 @@ class RayPPOTrainer(PPOLoop):
         pending, responses = self.pipeline.pop()
         ctx.prompt_rows = pending.other_columns.non_tensor_batch.get(ROW, ())
         ctx.batch = join_responses(pending.other_columns, responses, n=self.config.actor_rollout_ref.rollout.n)
+        ctx.greedy = (
+            None if pending.greedy is None else join_responses(pending.other_columns, pending.greedy.get(), n=1)
+        )
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": pending.epoch}
         if self.pipeline.lag:
             ctx.metrics |= staleness_metrics(ctx.batch, version=self.global_steps - 1)
@@ -163,10 +188,23 @@ class RayPPOTrainer(PPOLoop):
     def reward(self, ctx: BatchContext) -> None:
         """Score every response with a reward model, a rule, or a rule that reads the model's score."""
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
+        if uses_components(self.config):
+            keys = self.config.algorithm.gdpo_reward_keys
+            ctx.metrics |= add_reward_components(ctx.batch, ctx.reward_extra, keys)
         self.reward_guard.check(ctx.batch.batch["reward_valid"])
         if self.config.trainer.rollout_data_dir:
             path = os.path.join(self.config.trainer.rollout_data_dir, f"{self.global_steps}.jsonl")
             write_samples(path, sample_rows(ctx.batch, self.tokenizer, step=self.global_steps, extra=ctx.reward_extra))
+
+    def reward_baselines(self, ctx: BatchContext) -> None:
+        """Score the greedy responses: the baseline of every sample of their prompts."""
+        if ctx.greedy is None:
+            raise ConfigError(
+                "the checkpoint's pending batches have no greedy responses: it was written by another "
+                "algorithm.adv_estimator; resume with that one, or start a run with remax"
+            )
+        self.score(ctx.greedy, self.reward_fn, metrics={})
+        ctx.metrics |= add_reward_baselines(ctx.batch, ctx.greedy)
 
     def score(self, batch: DataProto, reward_fn: RewardFn | None, *, metrics: dict[str, float]) -> dict[str, list]:
         """Add `token_level_scores` and `reward_valid` to the batch, see `rewards.score_batch`."""
@@ -188,7 +226,10 @@ class RayPPOTrainer(PPOLoop):
 
     def old_log_prob(self, ctx: BatchContext) -> None:
         """Compute log-probs under the policy that is about to be trained, and their difference to the rollout's."""
-        ctx.batch.union(self._call_balanced(ctx, self.policy.actor.compute_log_prob, self.policy.actor.world_size))
+        compute: Callable = self.policy.actor.compute_log_prob
+        if uses_sum_pi_squared(self.config):
+            compute = functools.partial(compute, sum_pi_squared=True)
+        ctx.batch.union(self._call_balanced(ctx, compute, self.policy.actor.world_size))
         entropys = ctx.batch.batch.pop("entropys")
         ctx.metrics["actor/entropy"] = float(masked_mean(entropys, ctx.batch.batch["response_mask"]))
         if "rollout_log_probs" in ctx.batch.batch.keys():
@@ -223,7 +264,12 @@ class RayPPOTrainer(PPOLoop):
         """Compute token rewards (with the KL penalty, if configured), advantages and returns."""
         algorithm = self.config.algorithm
         controller = self.kl_ctrl if algorithm.use_kl_in_reward else None
-        ctx.metrics |= add_token_rewards(ctx.batch, controller, kl_penalty=algorithm.kl_penalty)
+        if (moments := self.reward_moments) is not None:
+            columns, num_new = ctx.batch.batch, ctx.get("num_new", len(ctx.batch))
+            moments.update(columns["token_level_scores"].sum(-1)[:num_new][columns["reward_valid"][:num_new]])
+        ctx.metrics |= add_token_rewards(
+            ctx.batch, controller, kl_penalty=algorithm.kl_penalty, moments=self.reward_moments
+        )
         add_advantages(ctx.batch, self.estimator, algorithm)
 
     def update_critic(self, ctx: BatchContext) -> None:

@@ -85,6 +85,7 @@ class BatchContext(OnlineRLContext):
     Attributes:
         started_at: When the step began, `time.perf_counter()`.
         prompt_rows: Rows of the dataset that the step trains on.
+        greedy: Greedy responses to the step's prompts, None without them.
         reward_extra: Columns that the reward function returns beside the scores.
         num_new: Samples of this step; those after them come from the replay buffer.
         updated: Whether the policy was updated.
@@ -93,6 +94,7 @@ class BatchContext(OnlineRLContext):
     first_step: int = 0  # the run's number of this loop's first step
     started_at: float = field(init=False)
     prompt_rows: Sequence[int] | np.ndarray = field(init=False)
+    greedy: Any = field(init=False)
     reward_extra: dict[str, list] = field(init=False)
     num_new: int = field(init=False)
     updated: bool = field(init=False)

@@ -130,8 +130,9 @@ class Engine(Protocol):
         Ranks may hold different numbers of rows, also none.
 
         Args:
-            outputs: "log_probs" and "entropy" for kind causal_lm, "values" for kind value: (B,R), 0 where response_mask
-                is 0. "scores" for kind score: (B,).
+            outputs: "log_probs", "entropy" and "sum_pi_squared" for kind causal_lm, "values" for kind value: (B,R), 0
+                where response_mask is 0. "scores" for kind score: (B,). Only the optimal token baseline asks for
+                "sum_pi_squared", sum_v pi_v^2.
         """
         ...
 

@@ -10,7 +10,7 @@ from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities, Transpor
 from hybridrl.errors import ConfigError
 
 NAMES = {
-    "known_estimators": ("gae", "grpo", "rloo"),
+    "known_estimators": ("gae", "grpo", "rloo", "gdpo", "maxrl", "remax", "vapo", "optimal_token_baseline"),
     "group_estimators": ("grpo", "rloo"),
     "critic_estimators": ("gae",),
     "known_losses": ("vanilla", "gspo"),
@@ -72,7 +72,7 @@ def check(tmp_path):
         ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=grpo compares"),
         (
             "algorithm.adv_estimator=gea",
-            "algorithm.adv_estimator=gea: there is no such estimator; did you mean gae? known are gae, grpo, rloo",
+            "algorithm.adv_estimator=gea: there is no such estimator; did you mean gae? known are gae, gdpo, grpo",
         ),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gsbo", "did you mean gspo? known are gspo, vanilla"),
         (
@@ -80,6 +80,24 @@ def check(tmp_path):
             "actor_rollout_ref.actor.loss_agg_mode=token-sum: gspo always uses seq-mean-token-mean; leave it out",
         ),
         ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
+        ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[]: gdpo needs the rewards it combines"),
+        ("algorithm.gdpo_reward_keys=[a]", "gdpo_reward_keys=['a']: only algorithm.adv_estimator=gdpo reads it"),
+        (
+            "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1.0]",
+            "algorithm.gdpo_reward_weights=[1.0]: must have one weight for each of gdpo_reward_keys=['a', 'b']",
+        ),
+        (
+            "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a,a]",
+            "algorithm.gdpo_reward_keys=['a', 'a']: names a reward twice",
+        ),
+        ("algorithm.adv_estimator=maxrl algorithm.use_kl_in_reward=true", "maxrl needs rewards of 0 or more"),
+        ("algorithm.adv_estimator=remax algorithm.normalize_reward=true", "baseline of remax is not normalised"),
+        ("algorithm.adv_estimator=maxrl algorithm.normalize_reward=true", "maxrl needs the scores as they are"),
+        ("algorithm.lam_alpha=0.1", "algorithm.lam_alpha=0.1: only algorithm.adv_estimator=vapo reads it"),
+        (
+            "algorithm.adv_estimator=optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=false",
+            "calculate_sum_pi_squared=false: optimal_token_baseline needs it",
+        ),
         (
             "critic.strategy=megatron",
             "critic.strategy=megatron: must be the engine of actor_rollout_ref.actor.strategy=fsdp",

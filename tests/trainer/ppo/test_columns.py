@@ -10,7 +10,13 @@ from hybridrl.trainer.ppo.columns import COLUMNS
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 CHOICES = [
-    ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"),
+    (
+        "algorithm.adv_estimator=grpo",
+        "algorithm.adv_estimator=gae",
+        "algorithm.adv_estimator=remax",
+        "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[score]",
+        "algorithm.adv_estimator=optimal_token_baseline",
+    ),
     ("trainer.lag=0", "trainer.lag=2 trainer.partial_rollout=true"),
     ("", "trainer.replay.groups=2 trainer.staleness=4"),
     (

@@ -1,5 +1,6 @@
 """A run that gets no rewards is stopped; one bad batch does not stop it."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +10,13 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
-from hybridrl.trainer.ppo.rewards import NoRewardGuard, NoSignalWarning, score_batch
+from hybridrl.trainer.ppo.rewards import (
+    NoRewardGuard,
+    NoSignalWarning,
+    add_reward_baselines,
+    add_reward_components,
+    score_batch,
+)
 
 SOME, NONE = torch.tensor([False, True]), torch.zeros(2, dtype=torch.bool)
 
@@ -32,6 +39,38 @@ def test_without_a_reward_function_finite_reward_model_scores_are_the_rewards():
     assert score_batch(batch, None, reward_model=reward_model, model_input=("input_ids",), metrics={}) == {}
     assert batch.batch["token_level_scores"].tolist() == [[0.0, 1.5], [0.0, 0.0], [0.0, -2.0]]
     assert batch.batch["reward_valid"].tolist() == [True, False, True]
+
+
+def scored(scores, uids, *, valid=None):
+    scores_BR = torch.tensor([[0.0, score] for score in scores])
+    valid_B = torch.ones(len(scores), dtype=torch.bool) if valid is None else torch.tensor(valid)
+    return DataProto.from_dict(
+        tensors={"token_level_scores": scores_BR, "reward_valid": valid_B},
+        non_tensors={"uid": np.array(uids, dtype=object)},
+    )
+
+
+def test_the_baseline_of_a_row_is_the_score_of_the_greedy_response_to_its_prompt():
+    batch = scored([1.0, 0.0, 0.5, 2.0], ["b", "a", "b", "c"], valid=[True, True, False, True])
+    metrics = add_reward_baselines(batch, scored([0.25, 0.75, 9.0], ["a", "b", "c"], valid=[True, True, False]))
+    assert batch.batch["reward_baselines"][:3].tolist() == [0.75, 0.25, 0.75]
+    assert batch.batch["reward_valid"].tolist() == [True, True, False, False]
+    assert metrics == {"reward/baseline/mean": 0.5, "reward/baseline/num_failed": 1.0}
+
+
+def test_several_rewards_of_a_response_become_columns_and_a_row_without_one_is_invalid(caplog):
+    batch = scored([3.0, 4.0, 0.0, 6.0], list("aabb"), valid=[True, True, False, True])
+    extra = {"format": [True, 0.5, None, None], "note": ["x", "y", None, "z"]}
+    metrics = add_reward_components(batch, extra, ["format", "score"])
+    assert batch.batch["reward_components"].tolist() == [[1, 3], [0.5, 4], [0, 0], [0, 0]]
+    assert batch.batch["reward_valid"].tolist() == [True, True, False, False]
+    assert metrics == {"reward/format/mean": 0.75, "reward/score/mean": 3.5}
+    assert "1 of 4 samples lack a number under ['format', 'score']" in caplog.text
+
+
+def test_a_reward_that_the_function_never_returns_is_named():
+    with pytest.raises(DataError, match=r"gdpo_reward_keys=\['style'\]: .* returned no 'style', only score, format"):
+        add_reward_components(scored([1.0], ["a"]), {"format": [1]}, ["style"])
 
 
 def test_a_first_batch_without_any_reward_stops_the_run():

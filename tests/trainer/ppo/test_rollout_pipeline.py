@@ -43,6 +43,24 @@ def pipeline_with(*batches: int) -> RolloutPipeline:
     return pipeline
 
 
+def test_greedy_responses_are_submitted_with_their_batch_and_generated_again_with_it():
+    pipeline = RolloutPipeline(Rollout(), lag=2, chunk_tokens=[2, 2])
+    pipeline.policy.begin_partial_async = lambda prompts, max_new_tokens: pipeline.policy.generate_async(prompts)
+    prompts, greedy = (DataProto.from_dict(tensors={"input_ids": torch.tensor([[x]])}) for x in (1, 2))
+    pipeline.submit(
+        prompts, DataProto.from_dict(tensors={"o": torch.tensor([0])}), step=1, epoch=0, greedy_prompts=greedy
+    )
+    [kept] = pipeline.state_dict()
+    assert (kept.responses.get(), kept.greedy.get()) == ((0, [1]), (0, [2]))
+    pipeline.policy.version, kept.greedy.lost = 7, True
+    pipeline.regenerate_lost()
+    [again] = pipeline.state_dict()
+    assert (again.responses.get(), again.greedy.get()) == ((7, [1]), (7, [2]))
+    [sent] = pickle.loads(pickle.dumps([again]))
+    assert sent.responses is None is sent.greedy
+    assert sent.greedy_prompts.batch["input_ids"].tolist() == [[2]]
+
+
 def answers(pipeline: RolloutPipeline) -> list[tuple]:
     popped = [pipeline.pop() for _ in range(len(pipeline))]
     return [(batch.step, *responses) for batch, responses in popped]

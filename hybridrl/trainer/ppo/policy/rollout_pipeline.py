@@ -37,6 +37,7 @@ class PendingBatch:
         num_chunks: Chunks of tokens submitted so far.
         prompts: Generation inputs, None for a batch loaded from a checkpoint.
         pending_pushes: Weight pushes submitted before its chunks and not verified yet.
+        greedy_prompts, greedy: Of one more, greedy response to each prompt; None without them.
     """
 
     step: int
@@ -46,6 +47,8 @@ class PendingBatch:
     num_chunks: int = 1
     prompts: DataProto | None = None
     pending_pushes: list[Pending] = field(default_factory=list)
+    greedy_prompts: DataProto | None = None
+    greedy: PendingResponses | None = None
 
     def submitted(self) -> PendingResponses:
         """Return the future of the responses. After a restore, `regenerate_lost` sets it first."""
@@ -54,7 +57,7 @@ class PendingBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for another driver: responses being generated are lost with this one."""
-        return vars(self) | ({} if self.prompts is None else {"responses": None, "pending_pushes": []})
+        return vars(self) | ({} if self.prompts is None else {"responses": None, "greedy": None, "pending_pushes": []})
 
 
 def make_pipeline(policy: PolicyGroups, config: PPOConfig) -> "RolloutPipeline":
@@ -87,12 +90,29 @@ class RolloutPipeline:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def submit(self, prompts: DataProto, other_columns: DataProto, *, step: int, epoch: int) -> None:
-        """Start generating the responses of batch `step`."""
-        responses, pushes = self._generate_first(prompts), self._pop_pushes()
-        self._pending.append(
-            PendingBatch(step, epoch, other_columns, responses, prompts=prompts, pending_pushes=pushes)
-        )
+    def submit(
+        self,
+        prompts: DataProto,
+        other_columns: DataProto,
+        *,
+        step: int,
+        epoch: int,
+        greedy_prompts: DataProto | None = None,
+    ) -> None:
+        """Start generating the responses of batch `step`, and a greedy response to each of the greedy prompts.
+
+        Greedy responses are generated whole, with the weights of the first chunk.
+        """
+        batch = PendingBatch(step, epoch, other_columns, None, prompts=prompts, greedy_prompts=greedy_prompts)
+        self._generate_batch(batch)
+        batch.pending_pushes = self._pop_pushes()
+        self._pending.append(batch)
+
+    def _generate_batch(self, batch: PendingBatch) -> None:
+        assert batch.prompts is not None  # a batch loses its responses only if it has prompts, `__getstate__`
+        batch.responses, batch.num_chunks = self._generate_first(batch.prompts), 1
+        if batch.greedy_prompts is not None:
+            batch.greedy = self.policy.generate_async(batch.greedy_prompts)
 
     def _generate_first(self, prompts: DataProto) -> PendingResponses:
         if len(self.chunk_tokens) == 1:
@@ -153,12 +173,13 @@ class RolloutPipeline:
             try:
                 if batch.responses is not None:
                     batch.responses.get()
+                    if batch.greedy is not None:
+                        batch.greedy.get()
                     continue
             except (WorkerLost, CancelledError):  # the loss itself, or agent loops that it cancelled
                 if batch.prompts is None:
                     raise
-            assert batch.prompts is not None  # a batch loses its responses only if it has prompts, `__getstate__`
-            batch.responses, batch.num_chunks = self._generate_first(batch.prompts), 1
+            self._generate_batch(batch)
 
     # -- checkpoint
 
@@ -174,6 +195,9 @@ class RolloutPipeline:
             batch.other_columns.save_to_disk(os.path.join(directory, f"{number}.rest"))
             responses.save_to_disk(os.path.join(directory, f"{number}.responses"))
             state.append({"step": batch.step, "epoch": batch.epoch, "shares": batch.num_chunks})
+            if batch.greedy is not None:
+                batch.greedy.get().save_to_disk(os.path.join(directory, f"{number}.greedy"))
+                state[-1]["greedy"] = True
         return state
 
     def load(self, directory: str, state: list[dict[str, Any]] | None) -> None:
@@ -184,7 +208,11 @@ class RolloutPipeline:
             other_columns = DataProto.load_from_disk(os.path.join(directory, f"{number}.rest"))
             responses = DataProto.load_from_disk(os.path.join(directory, f"{number}.responses"))
             future = self._as_future(responses, num_groups=len(other_columns))
-            self._pending.append(PendingBatch(entry["step"], entry["epoch"], other_columns, future, entry["shares"]))
+            pending = PendingBatch(entry["step"], entry["epoch"], other_columns, future, entry["shares"])
+            if entry.get("greedy"):
+                greedy = DataProto.load_from_disk(os.path.join(directory, f"{number}.greedy"))
+                pending.greedy = self._as_future(greedy, num_groups=len(other_columns))
+            self._pending.append(pending)
 
     def _as_future(self, responses: DataProto, *, num_groups: int) -> DataProtoFuture:
         """Return a future as from the rollout's processes, with whole sample groups in each shard."""

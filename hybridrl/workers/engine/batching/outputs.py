@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.algos.token_stats import log_probs_and_entropy
+from hybridrl.algos.token_stats import token_stats
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.batching.layout import TokenLayout
 
-OUTPUTS = {"causal_lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
+OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",), "score": ("scores",)}
 
 
 def check_outputs(outputs: tuple[str, ...], *, kind: str) -> None:
@@ -65,12 +65,14 @@ class OutputReader:
             self._wanted_states is not None
         ):  # the hook did not run: the model does not call its output embedding as a module
             logits, self._wanted_states = logits[layout.state], None
-        log_probs, entropy = log_probs_and_entropy(
-            logits, layout.labels, temperature=self.temperature, with_entropy="entropy" in outputs
+        stats = token_stats(
+            logits,
+            layout.labels,
+            temperature=self.temperature,
+            with_entropy="entropy" in outputs,
+            with_sum_pi_squared="sum_pi_squared" in outputs,
         )
-        found = {"log_probs": log_probs}
-        if entropy is not None:
-            found["entropy"] = entropy
+        found = stats.by_name()
         return {name: _cells(found[name], layout) for name in outputs}
 
     def _values(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ from hybridrl.workers.engine.megatron.hf_weights import HFCheckpointReader, gath
 from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenSharding, local_tokens
 from hybridrl.workers.engine.megatron.network import Network
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
-from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_log_probs_and_entropy
+from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
 
 Outputs = dict[str, torch.Tensor]
 
@@ -260,14 +260,15 @@ class MegatronEngine:
         b, R = tokens.shape
         size: tuple[int, ...]
         if self.config.kind == "causal_lm":
-            log_probs, entropy = sharded_log_probs_and_entropy(
+            stats = sharded_token_stats(
                 head[0],
                 tokens.labels,
                 temperature=self.config.temperature,
                 vocab_size=self.chunks[-1].vocab,
                 group=parallel_state.get_tensor_model_parallel_group(),
+                with_sum_pi_squared="sum_pi_squared" in outputs,
             )
-            found, size, cell = {"log_probs": log_probs, "entropy": entropy}, (b, R), tokens.cell
+            found, size, cell = stats.by_name(), (b, R), tokens.cell
         elif self.config.kind == "value":
             found, size, cell = {"values": head.flatten()}, (b, R), tokens.cell
         else:

@@ -174,10 +174,11 @@ def _logical_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sampling_params(config: PPOConfig, *, validate: bool, seed: int) -> SamplingParams:
+def sampling_params(config: PPOConfig, *, validate: bool, seed: int, greedy: bool = False) -> SamplingParams:
     """Return the settings' sampling parameters for training or validation.
 
     seed: for batches whose rows have no seeds.
+    greedy: one greedy response per prompt, otherwise as in training.
     """
     rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
     common: dict[str, Any] = {
@@ -203,7 +204,8 @@ def sampling_params(config: PPOConfig, *, validate: bool, seed: int) -> Sampling
             **common,
         )
     return SamplingParams(
-        n=rollout.n,
+        n=1 if greedy else rollout.n,
+        do_sample=not greedy,
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,

@@ -1,0 +1,54 @@
+"""Statistics of tokens over a sharded vocabulary, on two real processes (gloo), equal those of whole logits."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hybridrl.algos.token_stats import token_stats
+from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
+
+VOCABULARY, TEMPERATURE = 10, 0.7  # padded to 12 columns, 6 on each process
+
+
+def inputs():
+    torch.manual_seed(0)
+    return torch.randn(5, 12) * 3, torch.tensor([0, 5, 6, 9, 3])
+
+
+def peer(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    logits_NV, labels_N = inputs()
+    shard_Nv = logits_NV[:, rank * 6 : rank * 6 + 6].clone().requires_grad_()
+    stats = sharded_token_stats(
+        shard_Nv,
+        labels_N,
+        temperature=TEMPERATURE,
+        vocab_size=VOCABULARY,
+        group=dist.group.WORLD,
+        with_sum_pi_squared=True,
+    )
+    (stats.log_probs_N + 0.3 * stats.entropy_N).sum().backward()
+    torch.save(
+        [*(x.detach() for x in stats), shard_Nv.grad, stats.sum_pi_squared_N.requires_grad], f"{folder}/{rank}.pt"
+    )
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_compute_what_one_does(tmp_path):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(peer, args=(str(tmp_path),), nprocs=2)
+    logits_NV, labels_N = inputs()
+    logits_NV = logits_NV[:, :VOCABULARY].clone().requires_grad_()
+    whole = token_stats(logits_NV, labels_N, temperature=TEMPERATURE, with_entropy=True, with_sum_pi_squared=True)
+    (whole.log_probs_N + 0.3 * whole.entropy_N).sum().backward()
+    for rank in range(2):
+        *stats, gradient_Nv, has_gradient = torch.load(tmp_path / f"{rank}.pt")
+        assert not has_gradient
+        for ours, theirs in zip(stats, whole, strict=True):
+            torch.testing.assert_close(ours, theirs.detach())
+        expected_Nv = torch.nn.functional.pad(logits_NV.grad, (0, 2))[:, rank * 6 : rank * 6 + 6]
+        torch.testing.assert_close(gradient_Nv, expected_Nv)
