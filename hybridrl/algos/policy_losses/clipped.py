@@ -68,7 +68,8 @@ def gspo(
     All tokens of a sequence have the same ratio. Under seq-mean-token-mean their gradients sum to that of s_i. That is
     the paper's objective, and why `OWN_AGG_MODES` sets this mode; other modes weigh sequences by length. Clip ranges
     are those of a whole sequence (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is unused and
-    `clipped_lower_BT` is False.
+    `clipped_lower_BT` is False. Each token's log ratio is limited to +-20 before the mean, and the mean to 10 from
+    above; verl has the second limit only, so losses differ where a token's log ratio is beyond 20.
     """
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
     log_sequence_ratio_B1 = masked_mean(log_ratio_BT, response_mask_BT, dim=1)[:, None]
