@@ -31,6 +31,7 @@ from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.trainer.ppo.distillation import check_teachers
 from hybridrl.trainer.ppo.stages import uses_critic, uses_reference
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.recovery.final_report import report_final_decision
@@ -51,12 +52,13 @@ from hybridrl.workers.rollout.base import rollout_class
 from hybridrl.workers.weight_transfer import transport_capabilities
 
 logger = logging.getLogger("hybridrl.main_ppo")  # not __name__, which is __main__ in the program
-PROGRAM = "python -m hybridrl.main_ppo"
+PROGRAM, PRESET = "python -m hybridrl.main_ppo", "ppo_trainer"
 WorkerClasses = dict[Role, type]
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
 CAPACITY_HINTS = {  # by pool: what to change if the cluster cannot hold it
     "rollout_pool": "Lower actor_rollout_ref.rollout.n_gpus_per_node or "
     "actor_rollout_ref.rollout.nnodes, or add nodes to the Ray cluster",
+    "teacher_pool": "Lower distillation.n_gpus_per_node or distillation.nnodes, or add nodes to the Ray cluster",
     "eval_pool": "Lower trainer.eval_n_gpus, or add nodes to the Ray cluster",
 }
 
@@ -67,6 +69,8 @@ def main(
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
     workers: Callable[[PPOConfig], WorkerClasses] | None = None,
     pools: Callable[[PPOConfig, WorkerClasses], ResourcePoolManager] | None = None,
+    program: str = PROGRAM,
+    preset: str = PRESET,
 ) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code.
 
@@ -75,15 +79,19 @@ def main(
         trainer_cls: Your own trainer.
         workers: Your own mapping of roles to worker classes; built in is `worker_classes`.
         pools: Your own placement of roles on pools; built in is `resource_pools`.
+        program: The program as the user typed it.
+        preset: Preset used without `--config-name`.
     """
     set_up_logging()
     with contextlib.ExitStack() as held:
-        return _run_program(argv, held, trainer_cls=trainer_cls, workers=workers, pools=pools)
+        load = functools.partial(load_config, PPOConfig, program=program, config_name=preset)
+        return _run_program(argv, held, load, trainer_cls=trainer_cls, workers=workers, pools=pools)
 
 
 def _run_program(
     argv: Sequence[str] | None,
     held: contextlib.ExitStack,
+    load: Callable[[Sequence[str]], PPOConfig | None],
     *,
     trainer_cls: type[RayPPOTrainer],
     workers: Callable[[PPOConfig], WorkerClasses] | None,
@@ -95,9 +103,7 @@ def _run_program(
     context = RunContext()
 
     def prepare() -> None:
-        config = load_config(
-            PPOConfig, sys.argv[1:] if argv is None else argv, program=PROGRAM, config_name="ppo_trainer"
-        )
+        config = load(sys.argv[1:] if argv is None else argv)
         if config is not None:
             validate_config(config)
             directory.append(held.enter_context(prepared_run_directory(config.trainer)))
@@ -174,6 +180,7 @@ def run(
     tokenizer = load_tokenizer(
         model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code
     )
+    check_teachers(config, tokenizer)
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
@@ -211,19 +218,25 @@ def run(
 
 def num_nodes(config: PPOConfig) -> int:
     """Return how many machines the job needs."""
-    return max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes)
+    teachers = config.distillation.nnodes if config.distillation.enabled else 1
+    return max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes, teachers)
 
 
 def worker_classes(config: PPOConfig) -> WorkerClasses:
-    """Return role -> worker class. Add or replace entries to use your own workers."""
+    """Return role -> worker class. Add or replace entries to use your own workers.
+
+    An actor with adapters is its own reference policy.
+    """
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
     workers: WorkerClasses = dict.fromkeys(
         (Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), ActorRolloutRefWorker
     )
     if uses_critic(config):
         workers[Role.Critic] = CriticWorker
-    if uses_reference(config):
+    if uses_reference(config) and not config.actor_rollout_ref.model.uses_lora:
         workers[Role.RefPolicy] = ActorRolloutRefWorker
+    if config.distillation.enabled:
+        workers[Role.TeacherModel] = ActorRolloutRefWorker
     if config.reward_model.enable:
         workers[Role.RewardModel] = RewardModelWorker
     if config.trainer.eval_n_gpus:
@@ -234,14 +247,17 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
 def resource_pools(config: PPOConfig, workers: WorkerClasses) -> ResourcePoolManager:
     """Return the placement of roles on pools.
 
-    One pool for all roles, except for rollout and evaluator with devices of their own.
+    One pool for all roles, except for rollout, teachers and evaluator with devices of their own.
     """
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    trainer, rollout, teachers = config.trainer, config.actor_rollout_ref.rollout, config.distillation
     spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
     mapping = dict.fromkeys(workers, "global_pool")
     if rollout.n_gpus_per_node:
         spec["rollout_pool"] = [rollout.n_gpus_per_node] * rollout.nnodes
         mapping[Role.Rollout] = "rollout_pool"
+    if teachers.enabled and teachers.n_gpus_per_node:
+        spec["teacher_pool"] = [teachers.n_gpus_per_node] * teachers.nnodes
+        mapping[Role.TeacherModel] = "teacher_pool"
     if trainer.eval_n_gpus:
         spec["eval_pool"] = [trainer.eval_n_gpus]
         mapping[Role.Evaluator] = "eval_pool"

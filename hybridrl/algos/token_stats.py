@@ -6,6 +6,7 @@ forward and backward. Only the logits, their gradient in their own dtype, and a 
 sharded over ranks by vocabulary (tensor parallelism) are not handled here. Second derivatives are not defined.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,61 @@ def token_stats(
         raise ValueError(f"temperature={temperature} must be above 0; use 1 for greedy decoding")
     rows = chunk or _rows_per_chunk(logits_NV)
     return TokenStats(*_TokenStats.apply(logits_NV, labels_N, temperature, with_entropy, with_sum_pi_squared, rows))
+
+
+TokenFn = Callable[..., torch.Tensor]
+"""fn(log_probs_CV, *columns) -> (C, ...): anything of C tokens; differentiable in log_probs_CV if it is trained on."""
+
+
+def of_log_probs(
+    logits_NV: torch.Tensor,
+    fn: TokenFn,
+    columns: Sequence[torch.Tensor] = (),
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Return fn(log_softmax(logits / temperature), *columns), (N, ...), float32, differentiable in the logits.
+
+    The log-probs exist for one chunk of tokens at a time. The backward pass computes them, and `fn`, again.
+
+    Args:
+        fn: Treats every token alone. Called with the log-probs (C, V) of a chunk and its rows of the columns.
+        columns: (N, ...), without gradient.
+        chunk: Tokens converted at a time. None chooses it by the device.
+    """
+    return _OfLogProbs.apply(logits_NV, fn, temperature, chunk or _rows_per_chunk(logits_NV), *columns)
+
+
+class _OfLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, fn: TokenFn, temperature: float, rows: int, *columns: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits_NV, *columns)
+        ctx.fn, ctx.temperature, ctx.rows = fn, temperature, rows
+        parts = _parts(len(logits_NV), rows) or [slice(0, 0)]
+        return torch.cat(
+            [
+                fn(
+                    _to_float32(logits_NV[part], temperature).log_softmax(dim=-1), *(column[part] for column in columns)
+                ).float()
+                for part in parts
+            ]
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_NV, *columns = ctx.saved_tensors
+        grad_logits_NV = torch.empty_like(logits_NV)
+        for part in _parts(len(logits_NV), ctx.rows):
+            with torch.enable_grad():
+                scaled_CV = _to_float32(logits_NV[part], ctx.temperature).requires_grad_()
+                values = ctx.fn(scaled_CV.log_softmax(dim=-1), *(column[part] for column in columns))
+            [grad_CV] = torch.autograd.grad(values, scaled_CV, gradient[part].to(values.dtype))
+            grad_logits_NV[part] = grad_CV.div_(ctx.temperature)
+        return grad_logits_NV, None, None, None, *[None] * len(columns)
 
 
 class _TokenStats(torch.autograd.Function):

@@ -6,12 +6,16 @@ The name of its role lists the parts:
 * rollout: generates with a copy of the policy's weights, pushed after every update and verified by version and
   fingerprint.
 * ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
+* teacher: computes log-probs of the teachers of a distillation (an engine without an optimizer for each).
 
 It runs in a worker process. The trainer calls it through `PolicyGroups`, the request router through `serve`. Pushes of
 weights are in `weight_push.py`.
 """
 
 from dataclasses import replace
+from typing import cast
+
+import torch
 
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.engines import ref_engine_settings
@@ -21,7 +25,8 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.workers.engine.base import Engine, MicroBatching
+from hybridrl.workers.engine.base import AdapterEngine, Engine, MicroBatching
+from hybridrl.workers.engine.hf_model import vocabulary_size
 from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import (
     engine_setup,
@@ -31,8 +36,8 @@ from hybridrl.workers.engine_worker import (
     on_device,
     required_path,
 )
-from hybridrl.workers.export import export_hf
-from hybridrl.workers.losses import actor_loss
+from hybridrl.workers.export import export_adapter, export_hf
+from hybridrl.workers.losses import actor_loss, student_terms, teacher_terms
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout import partial
@@ -43,7 +48,7 @@ from hybridrl.workers.rollout.sampling.sampler import SamplingParams, sampling_p
 from hybridrl.workers.weight_push import WeightPushMixin
 from hybridrl.workers.weight_transfer import Receivers
 
-PARTS = ("actor", "rollout", "ref")
+PARTS = ("actor", "rollout", "ref", "teacher")
 ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same prompts; the first rank returns the output
 ROLLOUT_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH)
 
@@ -82,8 +87,11 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         )
         if "actor" in self.parts:
             self._init_actor(total_optimizer_steps)
-        if "ref" in self.parts:
+        self.ref: Engine | None = None
+        if "ref" in self.parts and not ("actor" in self.parts and self.config.actor_rollout_ref.model.uses_lora):
             self._init_ref()
+        if "teacher" in self.parts:
+            self._init_teachers()
         if "rollout" in self.parts:
             self._init_rollout()
         if self.device == "cuda" and {"actor", "rollout"} <= set(self.parts):
@@ -102,6 +110,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
             total_steps=total_optimizer_steps,
             grad_clip=actor.grad_clip,
             lora=lora_of(policy),
+            token_terms=student_terms(self.config.distillation),
         )
         self.actor = self._set_up(make_engine(actor.strategy, setup))
 
@@ -110,6 +119,19 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         setup = engine_setup(self.config, kind="causal_lm", path=policy.path, settings=settings, device=self.device)
         setup = replace(setup, packed=policy.use_remove_padding)
         self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
+
+    def _init_teachers(self) -> None:
+        policy, settings = self.config.actor_rollout_ref.model, ref_engine_settings(self.config)
+        terms = teacher_terms(
+            self.config.distillation,
+            num_tokens=vocabulary_size(required_path(policy.path), trust_remote_code=policy.trust_remote_code),
+        )
+        self.teachers: dict[str, Engine] = {}
+        for key, path in self.config.distillation.teachers().items():
+            setup = engine_setup(self.config, kind="causal_lm", path=path, settings=settings, device=self.device)
+            setup = replace(setup, packed=policy.use_remove_padding, token_terms=terms)
+            self.teachers[key] = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
+        self._teacher_outputs = ("log_probs", *terms)
 
     def _init_rollout(self) -> None:
         num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -211,20 +233,44 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
 
     @register(ENGINE_COMPUTE)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Return `ref_log_prob` (B, R) float32 under the reference policy."""
-        ref = self.config.actor_rollout_ref.ref
-        micro = micro_batching(
-            ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
-        )
-        with on_device(self.ref, self.device, params=ref_engine_settings(self.config).param_offload):
-            out = self.ref.forward(data, micro, outputs=("log_probs",))
+        """Return `ref_log_prob` (B, R) float32 under the reference policy.
+
+        An actor with adapters is its own reference: the model without them.
+        """
+        if self.ref is None:
+            adapted = cast(AdapterEngine, self.actor)
+            with on_device(self.actor, self.device, params=self._offload.param_offload), adapted.adapters_off():
+                out = self.actor.forward(data, self._ref_micro(), outputs=("log_probs",))
+        else:
+            with on_device(self.ref, self.device, params=ref_engine_settings(self.config).param_offload):
+                out = self.ref.forward(data, self._ref_micro(), outputs=("log_probs",))
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+
+    @register(ENGINE_COMPUTE)
+    def compute_teacher_log_prob(self, data: DataProto, teacher: str) -> DataProto:
+        """Return `teacher_log_prob` (B, R) float32 under this teacher, and what the divergence needs of it besides.
+
+        With a topk divergence `teacher_top_ids` (B, R, K) int32 and `teacher_top_log_probs` (B, R, K + 1) float32, the
+        last one of all other tokens; over the whole vocabulary `teacher_all_log_probs` (B, R, V) float32.
+
+        Args:
+            data: Rows of this teacher.
+            teacher: Key of the teacher.
+        """
+        engine = self.teachers[teacher]
+        with on_device(engine, self.device, params=ref_engine_settings(self.config).param_offload):
+            out = engine.forward(data, self._ref_micro(), outputs=self._teacher_outputs)
+        out["teacher_log_prob"] = out.pop("log_probs")
+        if "teacher_top_ids" in out:
+            out["teacher_top_ids"] = out["teacher_top_ids"].to(torch.int32)
+        return DataProto.from_dict(tensors=out)
 
     @register(MINI_BATCH_COMPUTE)
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`.
 
-        The loss multiplies the advantages by `rollout_is_weights` if the batch has them. `mini_batch.py` describes how
+        A distillation in the loss reads what `compute_teacher_log_prob` returned. The loss multiplies the advantages by
+        `rollout_is_weights` if the batch has them. `mini_batch.py` describes how
         the rows are cut into mini-batches.
 
         Returns:
@@ -241,8 +287,12 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
                 self.actor,
                 data,
                 micro,
-                make_loss=lambda counts: actor_loss(actor, counts),
-                outputs=("log_probs", "entropy") if actor.entropy_coeff else ("log_probs",),
+                make_loss=lambda counts: actor_loss(actor, counts, self.config.distillation),
+                outputs=(
+                    "log_probs",
+                    *(("entropy",) if actor.entropy_coeff else ()),
+                    *student_terms(self.config.distillation),
+                ),
                 epochs=actor.ppo_epochs,
                 prefix="actor",
             )
@@ -273,6 +323,25 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         """Write the policy as Hugging Face safetensors with config and tokenizer, and verify names and values."""
         with on_device(self.actor, self.device, params=self._offload.param_offload):
             export_hf(self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank)
+
+    def _ref_micro(self) -> MicroBatching:
+        ref = self.config.actor_rollout_ref.ref
+        return micro_batching(
+            ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, directory: str) -> None:
+        """Write the policy's adapters in peft's format, and verify names and values."""
+        model = self.config.actor_rollout_ref.model
+        with on_device(self.actor, self.device, params=self._offload.param_offload):
+            export_adapter(
+                self.actor.weights(lora="unscaled_adapters"),
+                directory,
+                model=model,
+                lora=lora_of(model),
+                rank=self.rank,
+            )
 
     def _log_prob_micro(self) -> MicroBatching:
         rollout = self.config.actor_rollout_ref.rollout

@@ -6,17 +6,30 @@ holds for statistics: their sum over micro-batches and ranks is the value of the
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
 from hybridrl.algos.aggregate import agg_loss, loss_counts
+from hybridrl.algos.distillation import (
+    forward_kl,
+    forward_kl_topk,
+    limited,
+    reverse_kl,
+    reverse_kl_topk,
+    sampled_token_loss,
+    top_ids,
+    top_log_probs,
+)
 from hybridrl.algos.kl import kl_penalty
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, get_policy_loss
 from hybridrl.algos.value_losses import clipped_value_loss
+from hybridrl.config.schema.distillation import FULL_MODES, DistillationConfig
 from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import LossFn
+from hybridrl.workers.engine.base import LossFn, TokenTerm
 
 
 @dataclass(frozen=True)
@@ -32,8 +45,68 @@ class GlobalCounts:
         return [float(count) for count in loss_counts(response_mask_BT)]
 
 
-def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
-    """Return the policy loss: clipped surrogate, minus entropy bonus, plus KL to the reference policy if configured."""
+DIVERGENCE = "divergence"
+"""Output of the student: its divergence from the teacher, which needs the log-probs of more than the sampled token."""
+DIVERGENCES: dict[str, Callable[..., torch.Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "forward_kl_topk": forward_kl_topk,
+    "reverse_kl_topk": reverse_kl_topk,
+}
+
+
+def student_terms(config: DistillationConfig) -> dict[str, TokenTerm]:
+    """Return what the student computes besides log-probs: nothing if the sampled token suffices."""
+    loss = config.distillation_loss
+    if not config.in_loss or config.samples_only:
+        return {}
+    fn = partial(DIVERGENCES[loss.loss_mode], min_log_prob=loss.log_prob_min_clamp)
+    whole = loss.loss_mode in FULL_MODES
+    return {
+        DIVERGENCE: TokenTerm(fn, ("teacher_all_log_probs",) if whole else ("teacher_top_ids", "teacher_top_log_probs"))
+    }
+
+
+def teacher_terms(config: DistillationConfig, *, num_tokens: int) -> dict[str, TokenTerm]:
+    """Return what a teacher computes besides log-probs, by the name of the column.
+
+    Args:
+        config: Chooses the divergence.
+        num_tokens: Size of the student's output. A teacher's further outputs, which are padding, are never among the
+            top tokens.
+    """
+    if config.samples_only:
+        return {}
+    if config.distillation_loss.loss_mode in FULL_MODES:
+        return {"teacher_all_log_probs": TokenTerm(lambda log_probs_CV: log_probs_CV)}
+    k = config.distillation_loss.topk
+
+    def ids(log_probs_CV: torch.Tensor) -> torch.Tensor:
+        return top_ids(log_probs_CV[:, :num_tokens], k)
+
+    return {
+        "teacher_top_ids": TokenTerm(ids),
+        "teacher_top_log_probs": TokenTerm(lambda log_probs_CV: top_log_probs(log_probs_CV, ids(log_probs_CV))),
+    }
+
+
+def divergence_losses(config: DistillationConfig, outputs: dict[str, torch.Tensor], rows: DataProto) -> torch.Tensor:
+    """Return the divergence (b, R) of the student from the teacher as configured."""
+    loss = config.distillation_loss
+    if DIVERGENCE in outputs:
+        return limited(outputs[DIVERGENCE], loss.loss_max_clamp)
+    teacher_BT = rows.batch["teacher_log_prob"]
+    return sampled_token_loss(outputs["log_probs"], teacher_BT, kind=loss.loss_mode, max_loss=loss.loss_max_clamp)
+
+
+def actor_loss(config: ActorConfig, counts: GlobalCounts, distillation: DistillationConfig | None = None) -> LossFn:
+    """Return the loss of the policy, a sum of terms that the settings choose.
+
+    The surrogate of the policy gradient; minus an entropy bonus; plus the KL to the reference policy; plus the
+    divergence from a teacher. A student that only learns from a divergence in the loss has no surrogate.
+    """
+    teacher = distillation or DistillationConfig()
+    has_surrogate = teacher.task_rewards or teacher.in_advantages
     surrogate = get_policy_loss(config.policy_loss.loss_mode)
     names = inspect.signature(surrogate).parameters
     own_settings = {name: value for name, value in asdict(config.policy_loss).items() if name in names}
@@ -53,23 +126,26 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
                 max_len=mask_BT.size(-1),
             )
 
-        parts = surrogate(
-            outputs["log_probs"],
-            rows.batch["old_log_probs"],
-            weighted_advantages(rows),
-            mask_BT,
-            clip_low=low,
-            clip_high=high,
-            clip_c=config.clip_ratio_c,
-            **own_settings,
-        )
-        loss = pg_loss = reduce(parts.losses_BT, OWN_AGG_MODES.get(config.policy_loss.loss_mode, config.loss_agg_mode))
-        stats = {
-            "actor/pg_loss": pg_loss,
-            "actor/pg_clipfrac": reduce(parts.clipped_BT.float()),
-            "actor/pg_clipfrac_lower": reduce(parts.clipped_lower_BT.float()),
-            "actor/ppo_kl": reduce(parts.approx_kl_BT),
-        }
+        loss, stats = outputs["log_probs"].new_zeros(()), {}
+        if has_surrogate:
+            parts = surrogate(
+                outputs["log_probs"],
+                rows.batch["old_log_probs"],
+                weighted_advantages(rows),
+                mask_BT,
+                clip_low=low,
+                clip_high=high,
+                clip_c=config.clip_ratio_c,
+                **own_settings,
+            )
+            mode = OWN_AGG_MODES.get(config.policy_loss.loss_mode, config.loss_agg_mode)
+            loss = pg_loss = reduce(parts.losses_BT, mode)
+            stats = {
+                "actor/pg_loss": pg_loss,
+                "actor/pg_clipfrac": reduce(parts.clipped_BT.float()),
+                "actor/pg_clipfrac_lower": reduce(parts.clipped_lower_BT.float()),
+                "actor/ppo_kl": reduce(parts.approx_kl_BT),
+            }
         if config.entropy_coeff:
             entropy_loss = reduce(outputs["entropy"], config.loss_agg_mode)
             loss = loss - config.entropy_coeff * entropy_loss
@@ -79,6 +155,10 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts) -> LossFn:
             kl_loss = reduce(kl_BT, config.loss_agg_mode)
             loss = loss + config.kl_loss_coef * kl_loss
             stats["actor/kl_loss"] = kl_loss
+        if teacher.in_loss:
+            divergence = reduce(divergence_losses(teacher, outputs, rows), config.loss_agg_mode)
+            loss = loss + teacher.coefficient * divergence
+            stats["distillation/loss"] = divergence
         return loss, stats | {"actor/loss": loss}
 
     return loss_fn

@@ -13,6 +13,8 @@ from typing import Any
 
 from hybridrl.config.build import raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
+from hybridrl.config.checks.adapters import adapter_problems
+from hybridrl.config.checks.distillation import distillation_problems
 from hybridrl.config.checks.engines import critic_engine_problems, engine_problems
 from hybridrl.config.checks.estimators import estimator_setting_problems, gdpo_problems, scale_problems
 from hybridrl.config.checks.rollout import (
@@ -30,7 +32,7 @@ from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import ActorConfig, ModelConfig
+from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.config.unknown_keys import suggest_name
 from hybridrl.errors import ConfigError
 from hybridrl.registry import Registry
@@ -74,9 +76,8 @@ def check_config(
     problems += [*capability_problems(config, rollout), *transport_problems(config, transport), *plug_problems]
     problems += _estimator_problems(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
     problems += _policy_loss_problems(config, known=known_losses, own_agg_modes=own_agg_modes)
-    with_critic = (
-        config.algorithm.adv_estimator in critic_estimators if config.critic.enable is None else config.critic.enable
-    )
+    needs_critic = config.distillation.task_rewards and config.algorithm.adv_estimator in critic_estimators
+    with_critic = needs_critic if config.critic.enable is None else config.critic.enable
     problems += critic_engine_problems(config, used=with_critic)
     problems += token_budget_problems(config, with_critic=with_critic)
     raise_problems(problems)
@@ -107,6 +108,13 @@ def model_path_problems(config: PPOConfig) -> Problems:
         "critic.model": config.critic.model.path,
         "reward_model.model": config.reward_model.model.path,
     }
+    if config.distillation.enabled:
+        entries = {**config.distillation.teacher_models}
+        paths |= {
+            f"distillation.teacher_models.{name}": entry["model_path"]
+            for name, entry in entries.items()
+            if isinstance(entry, Mapping) and isinstance(entry.get("model_path"), str)
+        }
     yield from _path_problems(paths, needed="actor_rollout_ref.model")
 
 
@@ -120,26 +128,12 @@ def _path_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
         yield f"{needed}.path=null: no model; give a directory or a Hugging Face name"
     for key, path in paths.items():
         if path and _looks_local(path) and not Path(path).is_dir():
-            yield f"{key}.path={path}: there is no such directory{_tilde_hint(path)}"
+            name = "model_path" if key.startswith("distillation") else "path"
+            yield f"{key}.{name}={path}: there is no such directory{_tilde_hint(path)}"
 
 
 def _looks_local(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1  # hub names have at most one slash
-
-
-def adapter_problems(config: PPOConfig | SFTConfig) -> Problems:
-    """Yield LoRA settings without effect."""
-    key, model = (
-        ("actor_rollout_ref.model", config.actor_rollout_ref.model)
-        if isinstance(config, PPOConfig)
-        else ("model", config.model)
-    )
-    if model.lora_rank and not model.target_modules:
-        yield f"{key}.target_modules=[]: no layer would be trained; use all-linear, or names such as [q_proj,v_proj]"
-    for name in ("lora_alpha", "target_modules"):
-        value = getattr(model, name)
-        if not model.lora_rank and value != getattr(ModelConfig(), name):
-            yield f"{key}.{name}={value}: has no effect without {key}.lora_rank"
 
 
 def mini_batch_problems(config: PPOConfig) -> Problems:
@@ -280,6 +274,8 @@ def _estimator_problems(
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     if name not in known:
         yield f"algorithm.adv_estimator={name}: there is no such estimator; {suggest_name(name, known)}"
+    if not config.distillation.task_rewards:
+        return  # no estimator is used
     if name in group and samples == 1:
         yield (
             f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={name} compares several samples of a prompt; "
@@ -334,6 +330,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     mini_batch_problems,
     reward_problems,
     reward_limit_problems,
+    distillation_problems,
     dataset_class_problems,
     world_size_problems,
     async_problems,

@@ -18,7 +18,7 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
     longest = config.data.max_prompt_length + config.data.max_response_length
     policy, critic, reward_model = config.actor_rollout_ref, config.critic, config.reward_model
     actor, ref, generation = policy.actor, policy.ref, policy.rollout
-    with_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    with_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.distillation.enabled
     log_probs = "log_prob_max_token_len_per_gpu"
     # (key, whether the role exists, whether it cuts micro-batches by tokens, rows per micro-batch)
     roles = [

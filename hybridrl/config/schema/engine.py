@@ -18,13 +18,15 @@ class EngineSettings:
         dtype: Dtype of the computation: "auto" (bfloat16 on CUDA, float32 on the CPU), "float32" or "bfloat16".
         param_offload: Keep parameters in host memory between calls.
         optimizer_offload: Keep optimizer state in host memory between calls.
-        supports_lora: The engine trains low-rank adapters.
+        supports_lora: The engine trains low-rank adapters, and its `adapters_off()` is a context without them.
+        supports_token_terms: The engine computes outputs from the log-probs of the whole vocabulary.
     """
 
     dtype = "auto"
     param_offload = False
     optimizer_offload = False
     supports_lora = False
+    supports_token_terms = False
 
     @property
     def model_parallel_size(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from hybridrl.config.fields import section, setting
 from hybridrl.config.schema.data import DataConfig, ImportPath
+from hybridrl.config.schema.distillation import DistillationConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import KL_KINDS, ActorRolloutRefConfig, CriticConfig, RewardModelConfig
 
@@ -69,4 +70,5 @@ class PPOConfig:
     reward_model: RewardModelConfig = section(RewardModelConfig, "Reward model and reward managers.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, "Your own compute_score function.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and KL.")
+    distillation: DistillationConfig = section(DistillationConfig, "Teachers, and what is learned from them.")
     trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")

@@ -36,6 +36,14 @@ class ModelConfig:
     target_modules: list[str] = setting(
         ["all-linear"], "Last names of the linear layers that get adapters, or all-linear."
     )
+    lora_adapter_path: str | None = setting(
+        None, "Directory of an adapter in peft's format to continue from; it has its own rank, alpha and layers."
+    )
+
+    @property
+    def uses_lora(self) -> bool:
+        """Return whether adapters are trained."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ class CriticFSDPConfig(RefFSDPConfig):
 @dataclass(frozen=True)
 class FSDPConfig(CriticFSDPConfig, EngineSettings):
     supports_lora = True
+    supports_token_terms = True
     dtype: str = setting(
         "auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16")
     )

@@ -5,7 +5,7 @@ and after every stage (`run/column_check.py`). The data set's own columns (`data
 
 Letters of shapes: B rows, one per prompt up to `gen` and one per response from there on; P tokens of a padded prompt;
 R tokens of a padded response; T tokens of a sequence, which is the prompt up to `gen` and P + R from there on; K
-rewards of a response.
+rewards of a response, or tokens of a teacher; V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,8 @@ WEIGHTS_VERSION, TOKEN_VERSIONS = "weights_version", "token_versions"
 RM_SCORES, TOKEN_LEVEL_SCORES, REWARD_VALID = "rm_scores", "token_level_scores", "reward_valid"
 REWARD_COMPONENTS, REWARD_BASELINES, SUM_PI_SQUARED = "reward_components", "reward_baselines", "sum_pi_squared"
 OLD_LOG_PROBS, REF_LOG_PROB, ROLLOUT_IS_WEIGHTS = "old_log_probs", "ref_log_prob", "rollout_is_weights"
+TEACHER_LOG_PROB, TEACHER_ALL_LOG_PROBS = "teacher_log_prob", "teacher_all_log_probs"
+TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS = "teacher_top_ids", "teacher_top_log_probs"
 VALUES, TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS = "values", "token_level_rewards", "advantages", "returns"
 
 PROMPT_INPUT = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, SEEDS)
@@ -59,6 +61,10 @@ COLUMNS: Mapping[str, Column] = {
     SUM_PI_SQUARED: Column("float32", "B R", ("old_log_prob",), "sum of squared probabilities of the same policy"),
     ROLLOUT_IS_WEIGHTS: Column("float32", "B R", ("rollout_correction",), "importance weights, 0 off the mask"),
     REF_LOG_PROB: Column("float32", "B R", ("ref",), "log-probs of the reference policy"),
+    TEACHER_LOG_PROB: Column("float32", "B R", ("teacher",), "log-probs of the row's teacher"),
+    TEACHER_TOP_IDS: Column("int32", "B R K", ("teacher",), "the teacher's K likeliest tokens"),
+    TEACHER_TOP_LOG_PROBS: Column("float32", "B R K+1", ("teacher",), "their log-probs, last that of all other tokens"),
+    TEACHER_ALL_LOG_PROBS: Column("float32", "B R V", ("teacher",), "the teacher's log-probs of every token"),
     VALUES: Column("float32", "B R", ("values",), "the critic's value before each token"),
     TOKEN_LEVEL_REWARDS: Column("float32", "B R", ("adv",), "scores minus the KL penalty, if configured"),
     ADVANTAGES: Column("float32", "B R", ("adv",), "advantages, 0 off the mask"),

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.config import PPOConfig
+from hybridrl.config.schema.distillation import FULL_MODES
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.ppo import columns as c
 from hybridrl.trainer.roles import Role
 
 
 def uses_critic(config: PPOConfig) -> bool:
-    """Return whether a critic is trained: `critic.enable`, or if unset, whether the advantage estimator needs one."""
-    return (
-        get_adv_estimator(config.algorithm.adv_estimator).needs_critic
-        if config.critic.enable is None
-        else config.critic.enable
-    )
+    """Return whether a critic is trained: `critic.enable`, or if unset, whether the advantage estimator needs one.
+
+    A distillation without task rewards uses no estimator.
+    """
+    if config.critic.enable is not None:
+        return config.critic.enable
+    return config.distillation.task_rewards and get_adv_estimator(config.algorithm.adv_estimator).needs_critic
 
 
 def uses_reference(config: PPOConfig) -> bool:
@@ -66,11 +68,16 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
         )
     if uses_critic(config) and Role.Critic not in roles:
         raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")
-    if uses_reference(config) and not {Role.RefPolicy, Role.ActorRolloutRef} & set(roles):
+    has_reference = config.actor_rollout_ref.model.uses_lora or {Role.RefPolicy, Role.ActorRolloutRef} & set(roles)
+    if uses_reference(config) and not has_reference:
         raise ConfigError(
             "KL to the reference policy is on, but no role has a reference policy; map Role.RefPolicy to a worker class"
         )
-    if not has_reward and Role.RewardModel not in roles:
+    if config.distillation.enabled and Role.TeacherModel not in roles:
+        raise ConfigError(
+            "distillation.enabled=true, but no role is a teacher; map Role.TeacherModel to a worker class"
+        )
+    if config.distillation.task_rewards and not has_reward and Role.RewardModel not in roles:
         raise ConfigError("no reward is configured; pass reward_fn, or map Role.RewardModel to a worker class")
 
 
@@ -87,6 +94,7 @@ class StageRoles:
     reference: str | None
     critic: str
     reward_model: str | None
+    teacher: str
 
 
 def stage_roles(roles: Collection[Role]) -> StageRoles:
@@ -98,6 +106,7 @@ def stage_roles(roles: Collection[Role]) -> StageRoles:
         reference=Role.RefPolicy if Role.RefPolicy in roles else actor,
         critic=Role.Critic,
         reward_model=Role.RewardModel if Role.RewardModel in roles else None,
+        teacher=Role.TeacherModel,
     )
 
 
@@ -112,6 +121,9 @@ class OptionalColumns:
         weights: Of the rollout correction.
         kl_loss: Read by `update_actor`.
         kl_reward: Read by `adv`.
+        teacher: Written by `teacher`.
+        advised: Of the teacher, read by `adv`.
+        taught: Of the teacher, read by `update_actor`.
         values: Of the critic.
         components: Of several rewards per response.
         baselines: Of greedy responses.
@@ -126,6 +138,9 @@ class OptionalColumns:
     weights: tuple[str, ...]
     kl_loss: tuple[str, ...]
     kl_reward: tuple[str, ...]
+    teacher: tuple[str, ...]
+    advised: tuple[str, ...]
+    taught: tuple[str, ...]
     values: tuple[str, ...]
     components: tuple[str, ...]
     baselines: tuple[str, ...]
@@ -143,6 +158,7 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
     components = (c.REWARD_COMPONENTS,) if uses_components(config) else ()
     baselines = (c.REWARD_BASELINES,) if uses_greedy_baseline(config) else ()
     squares = (c.SUM_PI_SQUARED,) if uses_sum_pi_squared(config) else ()
+    teacher = config.distillation
     drops_tokens = trainer.stale_tokens == "drop" and trainer.staleness is not None
     return OptionalColumns(
         sampled=(*log_probs, *versions, *((c.NUM_TURNS,) if rollout.mode == "async" else ())),
@@ -151,6 +167,9 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
         weights=weights,
         kl_loss=(c.REF_LOG_PROB,) if config.actor_rollout_ref.actor.use_kl_loss else (),
         kl_reward=(c.OLD_LOG_PROBS, c.REF_LOG_PROB) if algorithm.use_kl_in_reward else (),
+        teacher=teacher_columns(config),
+        advised=(c.OLD_LOG_PROBS, c.TEACHER_LOG_PROB) if teacher.enabled else (),
+        taught=() if not teacher.in_loss else teacher_columns(config)[0 if teacher.samples_only else 1 :],
         values=(c.VALUES,) if uses_critic(config) else (),
         components=components,
         baselines=baselines,
@@ -160,9 +179,19 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
     )
 
 
+def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
+    """Return the columns that the teacher's stage writes, the sampled tokens' log-probs first."""
+    distillation = config.distillation
+    if not distillation.enabled or distillation.samples_only:
+        return (c.TEACHER_LOG_PROB,) if distillation.enabled else ()
+    if distillation.distillation_loss.loss_mode in FULL_MODES:
+        return (c.TEACHER_LOG_PROB, c.TEACHER_ALL_LOG_PROBS)
+    return (c.TEACHER_LOG_PROB, c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOG_PROBS)
+
+
 def actor_input(has: OptionalColumns) -> tuple[str, ...]:
     """Return the columns that the actor is trained on."""
-    return (*c.MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss)
+    return (*c.MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss, *has.taught)
 
 
 def rollout_lag(config: PPOConfig) -> int:

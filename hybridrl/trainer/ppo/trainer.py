@@ -3,10 +3,10 @@
     next_batch -> generate -> reward -> [reward_baselines] -> [replay] -> old_log_prob -> [rollout_correction]
       prompts     responses   scores     reward_baselines                 old_log_probs    rollout_is_weights
 
-    -> [ref_log_prob] -> [values] -> advantage -> [update_critic] -> update_actor -> update_weights -> validate
-       ref_log_prob      values      advantages, returns
+    -> [ref_log_prob] -> [teacher_log_prob] -> [values] -> advantage -> [update_critic] -> update_actor
+       ref_log_prob       teacher_log_prob      values     advantages, returns
 
-    -> log -> save_checkpoint
+    -> update_weights -> validate -> log -> save_checkpoint
 
 A step is the list `RayPPOTrainer.step`, in order; stages in brackets depend on the settings. Each stage is a method
 that adds the columns under it to `ctx.batch` (all of them: `columns.py`). To change a step, override a stage or change
@@ -47,6 +47,13 @@ from hybridrl.trainer.ppo.columns import (
     PROMPT_INPUT,
     RESPONSE,
     SCORES,
+)
+from hybridrl.trainer.ppo.distillation import (
+    add_no_advantages,
+    add_no_scores,
+    add_teacher_advantages,
+    score_by_teachers,
+    teacher_metrics,
 )
 from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics, rollout_mismatch_metrics, step_metrics
@@ -107,7 +114,7 @@ class RayPPOTrainer(PPOLoop):
         samples = GENERATED + has.sampled
         rewarded = has.model_scores + SCORES + has.components
         stored = samples + rewarded + has.baselines
-        scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.values, *has.estimator)
+        scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.advised, *has.values, *has.estimator)
         old = (c.OLD_LOG_PROBS, *has.squares)
         trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages)
         to_actor, to_critic = (*trained, *actor_input(has)), (*trained, *CRITIC_INPUT)
@@ -129,6 +136,9 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old),
             Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=(c.ROLLOUT_IS_WEIGHTS,)).when(corrects),
             Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(uses_reference(config)),
+            Stage(cls.teacher_log_prob, "teacher", on.teacher, MODEL_INPUT, has.teacher).when(
+                config.distillation.enabled
+            ),
             Stage(cls.values, role=on.critic, reads=MODEL_INPUT, writes=(c.VALUES,)).when(uses_critic(config)),
             # 5. From scores to advantages.
             Stage(cls.advantage, "adv", reads=scored, writes=ESTIMATES, pure=False),
@@ -186,7 +196,13 @@ class RayPPOTrainer(PPOLoop):
         return join_responses(batch, (generate or self.policy.generate)(prompts), n=n)
 
     def reward(self, ctx: BatchContext) -> None:
-        """Score every response with a reward model, a rule, or a rule that reads the model's score."""
+        """Score every response with a reward model, a rule, or a rule that reads the model's score.
+
+        A distillation without task rewards scores nothing.
+        """
+        if not self.config.distillation.task_rewards:
+            add_no_scores(ctx.batch)
+            return
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
         if uses_components(self.config):
             keys = self.config.algorithm.gdpo_reward_keys
@@ -243,6 +259,12 @@ class RayPPOTrainer(PPOLoop):
         """Compute log-probs under the reference policy."""
         ctx.batch.union(self._call_balanced(ctx, self.policy.ref.compute_ref_log_prob, self.policy.ref.world_size))
 
+    def teacher_log_prob(self, ctx: BatchContext) -> None:
+        """Compute log-probs under the teacher of each row, and what else of it the divergence needs."""
+        group, config = self.groups[Role.TeacherModel], self.config.distillation
+        num_ranks, balance = self._num_dp(group.world_size), self.config.trainer.balance_batch
+        ctx.batch.union(score_by_teachers(ctx.batch, group, config, num_ranks=num_ranks, balance=balance))
+
     def values(self, ctx: BatchContext) -> None:
         """Compute the critic's value before each response token."""
         critic = self.groups[Role.Critic]
@@ -261,7 +283,10 @@ class RayPPOTrainer(PPOLoop):
         return engine_settings(self.config.actor_rollout_ref.actor).data_parallel_size(num_ranks)
 
     def advantage(self, ctx: BatchContext) -> None:
-        """Compute token rewards (with the KL penalty, if configured), advantages and returns."""
+        """Compute token rewards (with the KL penalty, if configured), advantages and returns.
+
+        A distillation may add its own part to the advantages.
+        """
         algorithm = self.config.algorithm
         controller = self.kl_ctrl if algorithm.use_kl_in_reward else None
         if (moments := self.reward_moments) is not None:
@@ -270,7 +295,14 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= add_token_rewards(
             ctx.batch, controller, kl_penalty=algorithm.kl_penalty, moments=self.reward_moments
         )
-        add_advantages(ctx.batch, self.estimator, algorithm)
+        if self.config.distillation.task_rewards:
+            add_advantages(ctx.batch, self.estimator, algorithm)
+        else:
+            add_no_advantages(ctx.batch)
+        if self.config.distillation.enabled:
+            ctx.metrics |= teacher_metrics(ctx.batch)
+        if self.config.distillation.in_advantages:
+            ctx.metrics |= add_teacher_advantages(ctx.batch, self.config.distillation)
 
     def update_critic(self, ctx: BatchContext) -> None:
         """Fit the critic to the returns."""
@@ -309,7 +341,8 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= (
             step_metrics(ctx, self.config, num_gpus=self.resource_pool_manager.get_n_gpus()) | self.saver.metrics()
         )
-        self.no_signal.check(ctx.metrics, step=self.global_steps)
+        if not self.config.distillation.in_loss:
+            self.no_signal.check(ctx.metrics, step=self.global_steps)
         ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics()
         if self.step_retry.is_first_completion(self.global_steps):
             self.tracking.log(ctx.metrics, self.global_steps)

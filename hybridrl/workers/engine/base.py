@@ -7,6 +7,7 @@ Shapes: B rows of a batch on this rank, b rows of one micro-batch, R response wi
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -23,6 +24,20 @@ LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapp
 Both are on the engine's device. The scalar loss depends on `outputs` and is already divided by counts over all ranks
 and micro-batches, because engines sum gradients.
 """
+
+
+@dataclass(frozen=True)
+class TokenTerm:
+    """A further output of a causal model: what `fn` makes of its log-probs over the vocabulary, for response tokens.
+
+    Attributes:
+        fn: Called with log-probs (C, V) of C tokens and their entries of the columns; returns (C,) or (C, K). It treats
+            every token alone, and is differentiable in the log-probs if the output is trained on.
+        columns: Columns (B, R, ...) of the batch.
+    """
+
+    fn: Callable[..., torch.Tensor]
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +57,8 @@ class EngineSetup:
         seed: Seed of new adapters and of a value head that the checkpoint lacks. A score head must be in the
             checkpoint.
         lora: Train low-rank adapters and freeze the model's own parameters. None trains all parameters.
+        token_terms: Further outputs by name, besides log-probs and entropy. Only engines whose settings declare
+            `supports_token_terms` compute them.
     """
 
     kind: str
@@ -58,6 +75,7 @@ class EngineSetup:
     grad_clip: float = 1.0
     seed: int = 0
     lora: LoRA | None = None
+    token_terms: Mapping[str, TokenTerm] = field(default_factory=dict)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -100,6 +118,14 @@ class StateTensors(NamedTuple):
     optimizers: list[torch.optim.Optimizer]
 
 
+class AdapterEngine(Protocol):
+    """What an engine whose settings declare `supports_lora` can do besides."""
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes without its adapters."""
+        ...
+
+
 class Engine(Protocol):
     """One model on all ranks of the process group.
 
@@ -131,8 +157,8 @@ class Engine(Protocol):
 
         Args:
             outputs: "log_probs", "entropy" and "sum_pi_squared" for kind causal_lm, "values" for kind value: (B,R), 0
-                where response_mask is 0. "scores" for kind score: (B,). Only the optimal token baseline asks for
-                "sum_pi_squared", sum_v pi_v^2.
+                where response_mask is 0. "scores" for kind score: (B,). Names of the setup's `token_terms`: (B,R) or
+                (B,R,K). Only the optimal token baseline asks for "sum_pi_squared", sum_v pi_v^2.
         """
         ...
 
@@ -167,7 +193,7 @@ class Engine(Protocol):
 
         Args:
             lora: How adapters are exported: "merged" into the weights, "base_and_adapters" (adapters first, then the
-                base weights), or "adapters" alone. See `lora.py` for their names.
+                base weights), "adapters" alone, or "unscaled_adapters". See `lora.py` for their names.
         """
         ...
 

@@ -9,23 +9,42 @@ because the model's own forward still runs, including soft caps and scales on th
 Shapes: b rows of a micro-batch, R response width, N response tokens, H hidden size, V vocabulary.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from hybridrl.algos.token_stats import token_stats
+from hybridrl.algos.token_stats import of_log_probs, token_stats
 from hybridrl.errors import ConfigError
+from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import TokenTerm
 from hybridrl.workers.engine.batching.layout import TokenLayout
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",), "score": ("scores",)}
 
 
-def check_outputs(outputs: tuple[str, ...], *, kind: str) -> None:
-    """Raise ValueError for an output that a model of this kind does not have."""
-    unknown = [name for name in outputs if name not in OUTPUTS[kind]]
-    if unknown or not outputs:
-        raise ValueError(f"outputs={outputs!r}: a model of kind {kind!r} computes {', '.join(OUTPUTS[kind])}")
+def check_outputs(outputs: tuple[str, ...], *, kind: str, terms: Collection[str] = ()) -> None:
+    """Raise ValueError for an output that a model of this kind, with these terms, does not have."""
+    known = (*OUTPUTS[kind], *terms)
+    if not outputs or not {*outputs} <= {*known}:
+        raise ValueError(f"outputs={outputs!r}: a model of kind {kind!r} computes {', '.join(known)}")
+
+
+Columns = Mapping[str, torch.Tensor]
+
+
+def token_columns(batch: DataProto, rows: list[int], layout: TokenLayout, terms: Mapping[str, TokenTerm]) -> Columns:
+    """Return the entries (N, ...) of the columns that terms read, on the layout's device.
+
+    A placeholder, which has no rows, gets zeros.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name in {name: None for term in terms.values() for name in term.columns}:
+        column = batch.batch[name]
+        cells = column[rows].flatten(0, 1)[layout.cell.cpu()] if rows else column.new_zeros(1, *column.shape[2:])
+        found[name] = cells.to(layout.input_ids.device)
+    return found
 
 
 class OutputReader:
@@ -35,10 +54,20 @@ class OutputReader:
 
     Args:
         pass_spans: The model's attention is `packed_attention`, which needs a layout's spans.
+        terms: Further outputs of a causal model.
     """
 
-    def __init__(self, model: nn.Module, *, kind: str, temperature: float, pass_spans: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kind: str,
+        temperature: float,
+        pass_spans: bool = False,
+        terms: Mapping[str, TokenTerm] | None = None,
+    ):
         self.model, self.temperature, self.pass_spans = model, temperature, pass_spans
+        self.terms = terms or {}
         self._read = {"causal_lm": self._log_probs, "value": self._values, "score": self._scores}[kind]
         self._wanted_states: torch.Tensor | None = None  # states for the head; the hook consumes them
         self._head_output: torch.Tensor | None = None
@@ -47,18 +76,23 @@ class OutputReader:
         if kind == "score":
             _score_head(model).register_forward_hook(self._store_head_output)
 
-    def __call__(self, layout: TokenLayout, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, layout: TokenLayout, *, outputs: tuple[str, ...], columns: Columns | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return the named outputs of one micro-batch, float32 on the model's device.
 
-        Shape (b,R), 0 off the response; "scores" (b,).
+        Shape (b,R), 0 off the response; "scores" (b,); terms (b,R) or (b,R,K).
+
+        Args:
+            columns: What terms read, see `token_columns`.
         """
-        return self._read(layout, outputs)
+        return self._read(layout, outputs, columns or {})
 
     def _run(self, layout: TokenLayout) -> torch.Tensor:
         more = {"spans": layout.spans} if self.pass_spans else {}
         return self.model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **more).logits
 
-    def _log_probs(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def _log_probs(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:
         self._wanted_states = layout.state
         logits = self._run(layout).flatten(0, -2)
         if (
@@ -73,12 +107,17 @@ class OutputReader:
             with_sum_pi_squared="sum_pi_squared" in outputs,
         )
         found = stats.by_name()
+        for name in self.terms.keys() & {*outputs}:
+            term = self.terms[name]
+            found[name] = of_log_probs(
+                logits, term.fn, [columns[column] for column in term.columns], temperature=self.temperature
+            )
         return {name: _cells(found[name], layout) for name in outputs}
 
-    def _values(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def _values(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:
         return {"values": _cells(self._run(layout).flatten()[layout.state], layout)}
 
-    def _scores(self, layout: TokenLayout, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def _scores(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:
         # transformers finds a row's last token by comparing ids with the pad token. That is wrong where the pad token
         # is also a real one (often EOS). So store the head's output at every token and read it where a row ends.
         self._run(layout)
@@ -97,9 +136,11 @@ class OutputReader:
 
 
 def _cells(values_N: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    """Scatter values of response tokens to their cells: (N,) -> (b,R) float32, 0 elsewhere."""
+    """Scatter values of response tokens to their cells: (N, ...) -> (b, R, ...) float32, 0 elsewhere."""
     b, R = layout.shape
-    return values_N.new_zeros(b * R, dtype=torch.float32).index_copy(0, layout.cell, values_N.float()).view(b, R)
+    rest = values_N.shape[1:]
+    cells = values_N.new_zeros(b * R, *rest, dtype=torch.float32)
+    return cells.index_copy(0, layout.cell, values_N.float()).view(b, R, *rest)
 
 
 def _output_embedding(model: Any) -> nn.Module:

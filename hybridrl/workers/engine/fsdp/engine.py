@@ -8,6 +8,7 @@ process group of its own.
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.layout import TokenLayout, make_layout, placeholder_grid
 from hybridrl.workers.engine.batching.micro_batches import split_micro_batches
-from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs
+from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs, token_columns
 from hybridrl.workers.engine.batching.packed_attention import use_packed_sdpa
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.fsdp.checkpoint import load_state, save_state
@@ -37,8 +38,9 @@ from hybridrl.workers.engine.hf_model import (
     recompute_activations,
     scalar_heads,
 )
-from hybridrl.workers.engine.lora import WEIGHTS, add_adapters
+from hybridrl.workers.engine.lora import WEIGHTS, adapters_off, add_adapters
 from hybridrl.workers.engine.lr_schedule import learning_rate
+from hybridrl.workers.engine.peft_format import read_adapter
 
 
 class FSDPEngine:
@@ -67,34 +69,51 @@ class FSDPEngine:
             kind=config.kind,
             temperature=config.temperature,
             pass_spans=config.packed and use_packed_sdpa(self.model),
+            terms=config.token_terms,
         )
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
         self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        check_outputs(outputs, kind=self.config.kind)
+        check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
         self._load_to_device(params=True)
         found: list[dict[str, torch.Tensor]] = []
         order: list[int] = []
+        width = () if self.config.kind == "score" else (batch.batch["response_mask"].size(1),)
+        empty: dict[str, tuple[int, ...]] = dict.fromkeys(outputs, (0, *width))
         with torch.no_grad():
             for rows, layout in self._micro_batch_layouts(batch, micro):
-                results = self._reader(layout, outputs=outputs)
+                results = self._read(batch, rows, layout, outputs)
                 if rows:
-                    found.append(results)
+                    # What terms return may be as wide as the vocabulary.
+                    found.append(
+                        {name: r.cpu() if name in self.config.token_terms else r for name, r in results.items()}
+                    )
                     order += rows
+                else:
+                    empty = {name: (0, *width, *result.shape[2:]) for name, result in results.items()}
         self._reshard()
-        empty = (0,) if self.config.kind == "score" else (0, batch.batch["response_mask"].size(1))
-        return {name: _in_row_order([results[name] for results in found], order, empty_shape=empty) for name in outputs}
+        return {
+            name: _in_row_order([results[name] for results in found], order, empty_shape=empty[name])
+            for name in outputs
+        }
+
+    def _read(
+        self, batch: DataProto, rows: list[int], layout: TokenLayout, outputs: tuple[str, ...]
+    ) -> dict[str, torch.Tensor]:
+        """Return the outputs of some rows of the batch; without rows, those of the layout's placeholder."""
+        terms = {name: term for name, term in self.config.token_terms.items() if name in outputs}
+        return self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout, terms))
 
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
     ) -> list[dict[str, float]]:
         assert self._optimizer is not None, "an engine without an optimizer does not train"
-        check_outputs(outputs, kind=self.config.kind)
+        check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
         self._load_to_device(params=True)
         stats: list[dict[str, torch.Tensor | float]] = []
         for rows, layout in self._micro_batch_layouts(batch, micro):
-            results = self._reader(layout, outputs=outputs)
+            results = self._read(batch, rows, layout, outputs)
             if rows:
                 loss, values = loss_fn(results, batch.select_idxs(rows).to(self._device))
                 stats.append(
@@ -109,6 +128,10 @@ class FSDPEngine:
         self._reshard()
         # Read numbers only here: reading between micro-batches would synchronise with the GPU each time.
         return [{name: float(value) for name, value in values.items()} for values in stats]
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes without its adapters."""
+        return adapters_off(self.model)
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         optim = self.config.optim
@@ -222,7 +245,8 @@ def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:
 
 def _adapted(model: nn.Module, config: EngineSetup) -> nn.Module:
     if config.lora is not None:
-        add_adapters(model, config.lora, seed=config.seed)
+        saved = None if config.lora.path is None else read_adapter(config.lora.path)
+        add_adapters(model, config.lora, seed=config.seed, saved=saved)
     return model
 
 

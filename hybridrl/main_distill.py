@@ -1,0 +1,28 @@
+"""`python -m hybridrl.main_distill key=value ...`: on-policy distillation of a teacher into the policy.
+
+`main_ppo` with the preset `distill_trainer`: no rewards and no critic, and a teacher is required:
+`distillation.teacher_models.teacher_model.model_path`. Runs in the driver.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from hybridrl import main_ppo
+
+PROGRAM, PRESET = "python -m hybridrl.main_distill", "distill_trainer"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments (the command line's by default) and return its exit code."""
+    return main_ppo.main(argv, program=PROGRAM, preset=PRESET)
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())
