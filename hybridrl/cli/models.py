@@ -29,10 +29,14 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
     export.add_argument("checkpoint", help="a global_step_N directory")
     export.add_argument("directory", help="where the model goes; it appears complete or not at all")
+    export.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, in peft's format")
     _add_trust(export)
     export.set_defaults(
         run_command=lambda arguments: export_checkpoint(
-            arguments.checkpoint, arguments.directory, trust_remote_code=arguments.trust_remote_code
+            arguments.checkpoint,
+            arguments.directory,
+            adapter=arguments.adapter,
+            trust_remote_code=arguments.trust_remote_code,
         )
     )
 
@@ -43,12 +47,15 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     )
 
 
-def export_checkpoint(checkpoint: str, directory: str, *, trust_remote_code: bool = False) -> None:
+def export_checkpoint(
+    checkpoint: str, directory: str, *, adapter: bool = False, trust_remote_code: bool = False
+) -> None:
     """Write the policy of a PPO checkpoint of any world size as a Hugging Face model.
 
     Args:
         checkpoint: A `global_step_N` directory.
         directory: Where the model goes.
+        adapter: Write its LoRA adapters alone, in peft's format.
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
@@ -67,7 +74,7 @@ def export_checkpoint(checkpoint: str, directory: str, *, trust_remote_code: boo
     group = LocalWorkerGroup(None, ClassWithInitArgs(ActorRolloutRefWorker, settings, "actor"), role="actor")
     group.calls.init_model(1)
     group.calls.load_checkpoint(os.path.join(checkpoint, "actor"))
-    group.calls.export_hf(directory)
+    (group.calls.export_adapter if adapter else group.calls.export_hf)(directory)
     sys.stdout.write(f"exported {checkpoint} to {directory}\n")
 
 

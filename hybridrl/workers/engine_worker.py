@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 
+from hybridrl.config.checks.adapters import read_saved_adapter
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
@@ -52,7 +53,14 @@ def required_path(path: str | None) -> str:
 
 
 def lora_of(model: ModelConfig) -> LoRA | None:
-    """Return the LoRA settings of a model, None without LoRA."""
+    """Return the LoRA settings of a model, those of a saved adapter if it continues from one. None without LoRA.
+
+    Raises:
+        ConfigError: The saved adapter cannot be read.
+    """
+    if model.lora_adapter_path is not None:
+        saved = read_saved_adapter(model.lora_adapter_path)
+        return LoRA(saved.rank, saved.alpha, path=model.lora_adapter_path)
     return LoRA(model.lora_rank, model.lora_alpha, tuple(model.target_modules)) if model.lora_rank else None
 
 

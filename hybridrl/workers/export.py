@@ -3,17 +3,20 @@
 Workers and `hybridrl.cli` call it. It writes no optimizer state.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.workers.engine.hf_model import overridden_config
+from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
 
 def export_hf(
@@ -37,18 +40,52 @@ def export_hf(
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
     if rank != 0:
         return
-    check_new_directory(directory)
-    os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
-    temporary = tempfile.mkdtemp(
-        prefix=f"{os.path.basename(directory)}.partial-", dir=os.path.dirname(os.path.abspath(directory))
-    )
-    try:
+    with _new_directory(directory) as temporary:
         _write(tensors, temporary, model=model)
         _verify(tensors, temporary)
+
+
+@contextlib.contextmanager
+def _new_directory(directory: str) -> Iterator[str]:
+    """Yield a temporary directory that becomes `directory` if the block succeeds."""
+    check_new_directory(directory)
+    parent = os.path.dirname(os.path.abspath(directory))
+    os.makedirs(parent, exist_ok=True)
+    temporary = tempfile.mkdtemp(prefix=f"{os.path.basename(directory)}.partial-", dir=parent)
+    try:
+        yield temporary
         os.chmod(temporary, 0o755)
         os.rename(temporary, directory)  # replaces an empty directory, and nothing else
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def export_adapter(
+    weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, model: ModelConfig, lora: LoRA | None, rank: int = 0
+) -> None:
+    """Write adapters in peft's format into `directory`, without the model that they change.
+
+    Collective in `weights`, verified and renamed as in `export_hf`.
+
+    Args:
+        weights: `{layer}.lora_A` and `{layer}.lora_B`, without scale.
+        directory: New or empty directory.
+        model: Settings of the model.
+        lora: Rank and alpha. None: the model has no adapters.
+        rank: Rank of this process.
+
+    Raises:
+        CheckpointError: The files differ from the weights.
+        ConfigError: There are no adapters, or `directory` is not new or empty.
+    """
+    if lora is None:
+        raise ConfigError("the policy was trained without adapters (model.lora_rank=0); export the whole model instead")
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
+    if rank != 0:
+        return
+    with _new_directory(directory) as temporary:
+        write_adapter(tensors, temporary, lora=lora, base=model.path or "")
+        _verify({peft_name(name): tensor for name, tensor in tensors.items()}, temporary)
 
 
 def check_new_directory(directory: str) -> None:

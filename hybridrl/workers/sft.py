@@ -6,7 +6,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import EngineSetup, MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, lora_of, make_engine, micro_batching, on_device, required_path
-from hybridrl.workers.export import export_hf
+from hybridrl.workers.export import export_adapter, export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process, sum_over_ranks
@@ -90,6 +90,13 @@ class SFTWorker(EngineWorker):
         """Write the model as Hugging Face safetensors with config and tokenizer, and verify names and values."""
         with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
             export_hf(self.model.weights(), directory, model=self.config.model, rank=self.rank)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, directory: str) -> None:
+        """Write the model's adapters in peft's format, and verify names and values."""
+        with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
+            weights, lora = self.model.weights(lora="unscaled_adapters"), lora_of(self.config.model)
+            export_adapter(weights, directory, model=self.config.model, lora=lora, rank=self.rank)
 
     def _micro(self) -> MicroBatching:
         data = self.config.data

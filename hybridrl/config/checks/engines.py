@@ -51,10 +51,12 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
     policy, size = config.actor_rollout_ref, config.trainer.nnodes * config.trainer.n_gpus_per_node
     chosen = f"actor_rollout_ref.actor.strategy={policy.actor.strategy}"
     own = {field.name for field in fields(settings)}
-    if policy.model.lora_rank and not settings.supports_lora:
+    if policy.model.uses_lora and not settings.supports_lora:
+        adapter = policy.model.lora_adapter_path
+        what = f"lora_rank={policy.model.lora_rank}" if adapter is None else f"lora_adapter_path={adapter}"
         yield (
-            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank}: {chosen} does not train adapters, they need "
-            "actor_rollout_ref.actor.strategy=fsdp; use that, or actor_rollout_ref.model.lora_rank=0"
+            f"actor_rollout_ref.model.{what}: {chosen} does not train adapters, they need "
+            "actor_rollout_ref.actor.strategy=fsdp; use that, or leave it out"
         )
     if policy.actor.strategy not in SECTIONS and size % settings.model_parallel_size:
         yield (

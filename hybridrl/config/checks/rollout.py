@@ -186,7 +186,7 @@ def weight_sync_problems(config: PPOConfig) -> Problems:
             f"{key}.transport=in_process: the rollout has processes of its own "
             "(actor_rollout_ref.rollout.n_gpus_per_node); use auto"
         )
-    if chosen.lora == "adapter" and not config.actor_rollout_ref.model.lora_rank:
+    if chosen.lora == "adapter" and not config.actor_rollout_ref.model.uses_lora:
         yield f"{key}.lora=adapter: there are no adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
 
 

@@ -100,7 +100,7 @@ def min_checkpoint_bytes(model: ModelConfig) -> int:
     The bound is `ADAM_COPIES` times the files; once the files with LoRA, where the optimizer covers only the adapters.
     """
     files = glob.glob(os.path.join(glob.escape(model.path or ""), "*.safetensors"))
-    return sum(map(os.path.getsize, files)) * (1 if model.lora_rank else ADAM_COPIES)
+    return sum(map(os.path.getsize, files)) * (1 if model.uses_lora else ADAM_COPIES)
 
 
 def _readable(num_bytes: int) -> str:

@@ -26,6 +26,7 @@ from hybridrl.trainer.sft.dataset import SFTDataset
 
 ROLE = "sft"
 EXPORT = "huggingface"
+ADAPTER = "lora_adapter"  # beside it, with LoRA: the adapters alone, in the format of peft
 MODEL_INPUT = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
 
@@ -141,4 +142,6 @@ class SFTTrainer(Trainer):
         """Write the engine and an export; return role -> optimizer steps in the weights, one per rank."""
         num_updates = super().save_engines(directory)
         self.groups[ROLE].export_hf(os.path.join(directory, EXPORT))
+        if self.config.model.uses_lora:
+            self.groups[ROLE].export_adapter(os.path.join(directory, ADAPTER))
         return num_updates

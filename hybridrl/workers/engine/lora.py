@@ -6,8 +6,9 @@ frozen base once (`base_weights`) and then only `adapter_weights`, a few percent
 to a model family or to FSDP.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,13 @@ class LoRA:
         rank: Rank r of the trained change.
         alpha: The change is scaled by alpha / r.
         target_modules: Last name components of the adapted layers, or "all-linear".
+        path: Directory of a saved adapter to start from, which has its own layers. None: new adapters.
     """
 
     rank: int
     alpha: float
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    path: str | None = None
 
 
 class LoRALinear(nn.Linear):
@@ -45,22 +48,45 @@ class LoRALinear(nn.Linear):
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
+    enabled = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.enabled:
+            return super().forward(input)
         return super().forward(input) + self.scale * F.linear(F.linear(input, self.lora_A), self.lora_B)
 
 
-def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the base weights alone during a block."""
+    layers = _adapted(model).values()
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
+
+
+def add_adapters(model: nn.Module, lora: LoRA, *, seed: int, saved: Mapping[str, torch.Tensor] | None = None) -> None:
     """Freeze the model and add adapters to the chosen linear layers, in place.
 
     The model's outputs do not change, because B starts at 0. A is drawn from `seed` as nn.Linear draws its weight,
     without using the global generators. On the meta device A is not drawn.
 
+    Args:
+        model: The model.
+        lora: Rank, scale and layers.
+        seed: Seed of A.
+        saved: A and B of a saved adapter by the names of `adapter_weights`, without scale. Its layers are adapted, and
+            the outputs are those of the saved adapter.
+
     Raises:
-        ConfigError: The model has no such target.
+        ConfigError: The model has no such target, or the saved adapter does not fit the model.
     """
     layers = _layers(model)
-    chosen = _chosen(layers, lora.target_modules)
+    chosen = _chosen(layers, lora.target_modules) if saved is None else _saved_layers(layers, saved, lora)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name in chosen:
@@ -73,6 +99,9 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
         layer.scale = lora.alpha / lora.rank
         if not layer.weight.is_meta:
             nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5), generator=generator)
+            if saved is not None:
+                layer.lora_A.data.copy_(saved[f"{name}.lora_A"])
+                layer.lora_B.data.copy_(saved[f"{name}.lora_B"])
 
 
 def merged_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,13 +131,25 @@ def adapter_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, t
         yield f"{name}.lora_B", gather(layer.lora_B.detach()) * layer.scale
 
 
+def unscaled_adapter_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield {layer}.lora_A and {layer}.lora_B as they are trained, so that W + scale B A is the new weight."""
+    for name, layer in _adapted(model).items():
+        yield f"{name}.lora_A", gather(layer.lora_A.detach())
+        yield f"{name}.lora_B", gather(layer.lora_B.detach())
+
+
 def base_and_adapter_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the adapters first, then all base weights."""
     yield from adapter_weights(model, gather)
     yield from base_weights(model, gather)
 
 
-WEIGHTS = {"merged": merged_weights, "base_and_adapters": base_and_adapter_weights, "adapters": adapter_weights}
+WEIGHTS = {
+    "merged": merged_weights,
+    "base_and_adapters": base_and_adapter_weights,
+    "adapters": adapter_weights,
+    "unscaled_adapters": unscaled_adapter_weights,
+}
 
 
 def _adapted(model: nn.Module) -> dict[str, LoRALinear]:
@@ -122,6 +163,25 @@ def _layers(model: nn.Module) -> dict[str, nn.Linear]:
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
+
+
+def _saved_layers(layers: dict[str, nn.Linear], saved: Mapping[str, torch.Tensor], lora: LoRA) -> list[str]:
+    """Return the layers of a saved adapter, in the model's order."""
+    names = {name.rpartition(".")[0] for name in saved}
+    for name in sorted(names):
+        layer, A, B = layers.get(name), saved[f"{name}.lora_A"], saved[f"{name}.lora_B"]
+        if layer is None:
+            raise ConfigError(
+                f"model.lora_adapter_path={lora.path}: adapts {name}, which is no linear layer of this model; is it "
+                "the adapter of another model?"
+            )
+        expected = (lora.rank, layer.in_features), (layer.out_features, lora.rank)
+        if (tuple(A.shape), tuple(B.shape)) != expected:
+            raise ConfigError(
+                f"model.lora_adapter_path={lora.path}: A and B of {name} are {tuple(A.shape)} and {tuple(B.shape)}, "
+                f"expected {expected[0]} and {expected[1]}; is it the adapter of another model?"
+            )
+    return [name for name in layers if name in names]
 
 
 def _chosen(layers: dict[str, nn.Linear], targets: Sequence[str]) -> list[str]:

@@ -53,7 +53,7 @@ class PolicyGroups:
         self.hybrid: Any = next((groups[role] for role in HYBRID if role in groups), None)
         self.actor: Any = self.hybrid or groups.get(Role.Actor)
         self.rollout: Any = self.hybrid or groups.get(Role.Rollout)
-        self.ref: Any = groups.get(Role.RefPolicy) or groups.get(Role.ActorRolloutRef)
+        self.ref: Any = groups.get(Role.RefPolicy) or self.actor  # an actor with adapters is its own reference
         self.sleep = sleep
         self.generator: Generator = generator or BatchedGenerator()
         self._asleep = False
