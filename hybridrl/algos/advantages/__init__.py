@@ -7,6 +7,7 @@ from hybridrl.algos.advantages.estimator import (
     register_adv_est,
 )
 from hybridrl.algos.advantages.groups import gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
+from hybridrl.algos.advantages.rejection import raft, star
 from hybridrl.algos.advantages.temporal import gae, reinforce_plus_plus, remax, vapo
 from hybridrl.algos.advantages.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 
@@ -22,11 +23,13 @@ __all__ = [
     "maxrl",
     "opo",
     "optimal_token_baseline",
+    "raft",
     "register_adv_est",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "star",
     "tir_optimal_token_baseline",
     "vapo",
 ]
