@@ -4,6 +4,10 @@ import pytest
 from safetensors.torch import load_file
 
 from hybridrl import main_ppo, main_sft
+from hybridrl.cli import export_checkpoint
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.config.checks.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hybridrl.trainer.roles import Role
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 pytestmark = pytest.mark.timeout(300)
@@ -108,3 +112,47 @@ def test_invalid_lora_settings_are_refused(tmp_path, tiny_qwen2, capsys, words, 
 def test_supervised_fine_tuning_refuses_lora_settings_without_effect(tmp_path, tiny_qwen2, capsys):
     assert main_sft.main([f"model.path={tiny_qwen2}", "model.lora_alpha=3"]) == 2
     assert "model.lora_alpha=3.0: has no effect without model.lora_rank" in capsys.readouterr().err
+
+
+def test_an_exported_adapter_is_continued_from_and_the_actor_without_it_is_the_reference(tmp_path, tiny_qwen2):
+    kl = LORA | {"actor_rollout_ref__actor__use_kl_loss": True, "trainer__val_before_train": False}
+    rows = train(tmp_path / "run", tiny_qwen2, trainer__total_training_steps=2, **kl)
+    step = tmp_path / "run/run/global_step_2"
+    export_checkpoint(str(step), str(tmp_path / "adapter"), adapter=True)
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    # The first step begins at the reference, and moves away from it.
+    assert rows[0]["actor/kl_loss"] < rows[1]["actor/kl_loss"] < 1
+
+    saved = {"actor_rollout_ref__model__lora_adapter_path": tmp_path / "adapter"}
+    more = kl | saved | {"trainer__total_training_steps": 1, "actor_rollout_ref__actor__optim__lr": 1e-12}
+    del more["actor_rollout_ref__model__lora_rank"], more["actor_rollout_ref__model__lora_alpha"]
+    [row] = train(tmp_path / "more", tiny_qwen2, **more)
+    assert row["actor/kl_loss"] > rows[0]["actor/kl_loss"]  # the reference is the model without the adapter
+    found = weights(tmp_path / "more/run/global_step_1", tmp_path / "found")
+    assert largest_difference(found, weights(step, tmp_path / "expected")) < 1e-6
+
+
+def test_with_adapters_there_is_no_second_copy_of_the_weights():
+    words = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=4"]
+    for count, expected in ((1, True), (2, False)):
+        config = load_config(PPOConfig, words[:count], program="p", config_name="ppo_trainer")
+        assert (Role.RefPolicy in main_ppo.worker_classes(config)) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "adapter_config.json of a LoRA adapter cannot be read"),
+        (["r"], "lora_rank=3: the adapter in"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_cannot_be_continued_from_is_refused_before_anything_starts(
+    tmp_path, tiny_qwen2, capsys, words, message
+):
+    if words:
+        (tmp_path / ADAPTER_CONFIG).write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+        (tmp_path / ADAPTER_WEIGHTS).touch()
+    changes = {"actor_rollout_ref__model__lora_adapter_path": tmp_path, "actor_rollout_ref__model__lora_rank": 3}
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2, **changes)) == 2
+    assert message in capsys.readouterr().err

@@ -24,6 +24,11 @@ CHOICES = [
         "algorithm.use_kl_in_reward=true reward_model.enable=true actor_rollout_ref.rollout.calculate_log_probs=true "
         "algorithm.rollout_correction.rollout_is=token",
     ),
+    ("", "distillation.enabled=true"),
+]
+IN_LOSS = "distillation.enabled=true distillation.distillation_loss.use_policy_gradient=false"
+DISTRIBUTIONS = [
+    f"{IN_LOSS} distillation.distillation_loss.loss_mode={mode}" for mode in ("forward_kl_topk", "reverse_kl")
 ]
 
 
@@ -34,7 +39,7 @@ def stages_of(*words: str):
     return [stage.spec for stage in RayPPOTrainer.step(config, worker_classes(config)) if stage.enabled]
 
 
-@pytest.mark.parametrize("words", list(itertools.product(*CHOICES)))
+@pytest.mark.parametrize("words", [*itertools.product(*CHOICES), *((words,) for words in DISTRIBUTIONS)])
 def test_stages_write_what_the_table_says_and_read_what_an_earlier_stage_wrote(words):
     written: set[str] = set()
     for spec in stages_of(*words):
@@ -45,7 +50,11 @@ def test_stages_write_what_the_table_says_and_read_what_an_earlier_stage_wrote(w
 
 def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
     writers: dict[str, set[str]] = {}
-    for words in [*itertools.product(*CHOICES), ("actor_rollout_ref.rollout.mode=async",)]:
+    for words in [
+        *itertools.product(*CHOICES),
+        ("actor_rollout_ref.rollout.mode=async",),
+        *((words,) for words in DISTRIBUTIONS),
+    ]:
         for spec in stages_of(*words):
             for name in spec.writes:
                 writers.setdefault(name, set()).add(spec.name)
@@ -59,5 +68,5 @@ def test_settings_add_and_remove_stages():
     outputs = ["update_weights", "testing", "log", "save_checkpoint"]
     assert names == ["next_batch", "gen", "reward", "old_log_prob", "adv", "update_actor", *outputs]
     more = [spec.name for spec in stages_of(*(choice[1] for choice in CHOICES))]
-    models = ["old_log_prob", "rollout_correction", "ref", "values", "adv", "update_critic", "update_actor"]
+    models = ["old_log_prob", "rollout_correction", "ref", "teacher", "values", "adv", "update_critic", "update_actor"]
     assert more == ["next_batch", "gen", "reward", "replay", *models, *outputs]
