@@ -41,9 +41,9 @@ def test_help_for_a_word_shows_only_keys_with_it(capsys):
 
 
 def test_every_preset_has_a_title_and_belongs_to_one_program():
-    ppo, sft = preset_titles("ppo_trainer"), preset_titles("sft_trainer")
-    assert {*ppo, *sft} == {path.stem for path in PRESETS.glob("*.yaml")} and not ppo.keys() & sft.keys()
-    for program, titles in (("main_ppo: ", ppo), ("main_sft: ", sft)):
+    ppo, sft, distill = (preset_titles(f"{program}_trainer") for program in ("ppo", "sft", "distill"))
+    assert sorted([*ppo, *sft, *distill]) == sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    for program, titles in (("main_ppo: ", ppo), ("main_sft: ", sft), ("main_distill: ", distill)):
         assert all(title.startswith(program) and title.endswith(".") for title in titles.values())
 
 
