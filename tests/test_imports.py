@@ -38,6 +38,7 @@ def loaded_after(statement: str) -> set[str]:
         ("from hybridrl import DataProto", {"torch", "tensordict"}),
         ("import hybridrl.main_ppo", {"torch", "tensordict"}),
         ("import hybridrl.main_sft", {"torch", "tensordict"}),
+        ("import hybridrl.main_distill", {"torch", "tensordict"}),
         ("import hybridrl.main_job", set()),
         ("import hybridrl.cli", set()),
     ],
