@@ -14,7 +14,13 @@ from hybridrl.algos.kl import AdaptiveKLController, FixedKLController, apply_kl_
 from hybridrl.algos.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hybridrl.algos.partition import balanced_partition, micro_batches
 from hybridrl.algos.policy_losses import POLICY_LOSSES, PolicyLoss, get_policy_loss, register_policy_loss
-from hybridrl.algos.rollout_correction import correction_stats, log_ratio, rollout_is_weights
+from hybridrl.algos.rollout_correction import (
+    Rejection,
+    log_ratio,
+    mismatch_stats,
+    rejection_mask,
+    rollout_is_weights,
+)
 from hybridrl.algos.token_stats import log_probs_and_entropy
 from hybridrl.algos.value_losses import clipped_value_loss, explained_variance
 
@@ -25,11 +31,11 @@ __all__ = [
     "AdvantageEstimator",
     "FixedKLController",
     "PolicyLoss",
+    "Rejection",
     "agg_loss",
     "apply_kl_penalty",
     "balanced_partition",
     "clipped_value_loss",
-    "correction_stats",
     "explained_variance",
     "get_adv_estimator",
     "get_policy_loss",
@@ -42,7 +48,9 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "micro_batches",
+    "mismatch_stats",
     "register_adv_est",
     "register_policy_loss",
+    "rejection_mask",
     "rollout_is_weights",
 ]

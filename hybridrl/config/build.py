@@ -18,12 +18,13 @@ from hybridrl.errors import ConfigError
 
 Schema = TypeVar("Schema")
 BOUND_CHECKS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
-TYPE_WORDS = {
+TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     dict: "a mapping, such as {name:value}",
+    float | str: "a number or text",
 }
 
 
@@ -152,6 +153,8 @@ def _scalar(value: Any, kind: type) -> Any:
     A bool is never a number. A number becomes another type only without loss.
     """
     is_bool, is_int = isinstance(value, bool), isinstance(value, int) and not isinstance(value, bool)
+    if kind == float | str:
+        kind = str if isinstance(value, str) else float
     if kind is dict and isinstance(value, Mapping):
         return dict(value)
     if is_int and kind in (float, str):

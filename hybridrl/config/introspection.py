@@ -4,10 +4,11 @@ The dataclasses in `schema/` define the settings. Checks, the reference and save
 It does not depend on Hydra or on particular keys.
 """
 
+import functools
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -35,10 +36,10 @@ class SettingSpec:
 
     @property
     def type_name(self) -> str:
-        """The type in words: `int`, `list[str]`, `float or null`."""
+        """The type in words: `int`, `list[str]`, `float or null`, `float or str or null`."""
         name = "mapping" if self.type is dict else getattr(self.type, "__name__", str(self.type))
         if get_origin(self.type):
-            name = str(self.type)
+            name = str(self.type).replace(" | ", " or ")
         return f"{name} or null" if self.optional else name
 
     @property
@@ -66,13 +67,13 @@ class SettingSection:
     keys: tuple[SettingSpec, ...]
 
 
-@cache
+@functools.cache
 def sections(schema: type) -> tuple[SettingSection, ...]:
     """Return the sections of `schema`, outermost first, in their order of definition."""
     return tuple(_iter_sections(schema, name="", help_text=""))
 
 
-@cache
+@functools.cache
 def keys(schema: type) -> dict[str, SettingSpec]:
     """Return every setting of `schema` by its dotted name."""
     return {key.name: key for section in sections(schema) for key in section.keys}
@@ -137,11 +138,10 @@ def _key(field: Field, hint: Any, *, prefix: str) -> SettingSpec:
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:
-    """Return (True, X) for `X | None`, and (False, X) for any other type X."""
-    if not isinstance(hint, UnionType):
+    """Return (True, X) for `X | None`, and (False, X) for any other type X. X may be `float | str`."""
+    if not isinstance(hint, UnionType) or NoneType not in get_args(hint):
         return False, hint
-    (kind,) = (arg for arg in get_args(hint) if arg is not NoneType)
-    return True, kind
+    return True, functools.reduce(operator.or_, (arg for arg in get_args(hint) if arg is not NoneType))
 
 
 def dotted(prefix: str, name: str) -> str:

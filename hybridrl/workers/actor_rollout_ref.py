@@ -21,6 +21,7 @@ from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.engines import ref_engine_settings
 from hybridrl.config.plugins import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
@@ -270,13 +271,15 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`.
 
         A distillation in the loss reads what `compute_teacher_log_prob` returned. The loss multiplies the advantages by
-        `rollout_is_weights` if the batch has them. `mini_batch.py` describes how
+        `rollout_is_weights` if the batch has them. In bypass mode `old_log_probs` are the rollout's, and the loss
+        weighs and rejects tokens itself. `mini_batch.py` describes how
         the rows are cut into mini-batches.
 
         Returns:
             A batch without rows. `meta_info["metrics"]` has one value per optimizer step, equal on every rank.
         """
         actor = self.config.actor_rollout_ref.actor
+        correction = correction_plan(self.config.algorithm.rollout_correction)
         micro = micro_batching(
             actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
         )
@@ -287,7 +290,9 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
                 self.actor,
                 data,
                 micro,
-                make_loss=lambda counts: actor_loss(actor, counts, self.config.distillation),
+                make_loss=lambda counts: actor_loss(
+                    actor, counts, correction=correction, distillation=self.config.distillation
+                ),
                 outputs=(
                     "log_probs",
                     *(("entropy",) if actor.entropy_coeff else ()),

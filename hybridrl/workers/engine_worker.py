@@ -19,9 +19,11 @@ from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MicroBatching
 from hybridrl.workers.engine.collective_errors import raise_on_all_ranks
 from hybridrl.workers.engine.lora import LoRA
-from hybridrl.workers.losses import GlobalCounts
+from hybridrl.workers.losses import REJECTED, GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
 from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
+
+MIN_TOKENS = 0.5  # of a mini-batch that is trained; the share of rejected tokens is a float32
 
 
 def make_engine(strategy: str, setup: EngineSetup) -> Engine:
@@ -116,7 +118,8 @@ class EngineWorker(Worker):
         """Take one optimizer step per mini-batch and epoch.
 
         All ranks skip a step if the loss on any rank, or the gradient, is not finite. `{prefix}/skipped` is 1 then, and
-        `{prefix}/nonfinite_loss` is 1 if it was the loss. `{prefix}/num_updates` counts the steps of the whole run that
+        `{prefix}/nonfinite_loss` is 1 if it was the loss. A mini-batch without a token to train on takes no step
+        either, and `{prefix}/empty` is 1. `{prefix}/num_updates` counts the steps of the whole run that
         were not skipped.
 
         Returns:
@@ -131,8 +134,13 @@ class EngineWorker(Worker):
                 loss_stats.append(
                     _summed(engine.forward_backward(mini_batch, micro, make_loss(count), outputs=outputs))
                 )
-                [num_nonfinite] = sum_over_ranks([float(has_nonfinite_loss(loss_stats[-1]))], device=self.device)
-                stats = engine.optimizer_step(skip=num_nonfinite > 0)
+                own = [float(has_nonfinite_loss(loss_stats[-1])), loss_stats[-1].get(REJECTED, 0.0)]
+                num_nonfinite, rejected = sum_over_ranks(own, device=self.device)
+                is_empty = count.num_tokens * (1 - rejected) < MIN_TOKENS
+                stats = engine.optimizer_step(skip=num_nonfinite > 0 or is_empty)
+                if is_empty:  # not a fault: `trainer.nonfinite` judges skipped steps
+                    stats |= {"skipped": 0.0}
+                stats["empty"] = float(is_empty)
                 stats |= {"nonfinite_loss": float(num_nonfinite > 0), "num_updates": float(engine.num_updates)}
                 step_stats.append({f"{prefix}/{name}": value for name, value in stats.items()})
         totals = sum_dicts_over_ranks(loss_stats)
@@ -143,7 +151,7 @@ class EngineWorker(Worker):
     def _global_counts(self, mini_batches: list[DataProto], *, counted: bool) -> list[GlobalCounts]:
         """Return the counts of each mini-batch. `counted`: False on ranks whose rows another rank counts."""
         local = [n * counted for rows in mini_batches for n in GlobalCounts.local(rows.batch["response_mask"])]
-        total = [max(1.0, n) for n in sum_over_ranks(local, device=self.device)]
+        total = sum_over_ranks(local, device=self.device)
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
     def _save(self, engine: Engine, directory: str, offload: EngineSettings) -> int:

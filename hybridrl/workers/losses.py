@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,11 +26,18 @@ from hybridrl.algos.distillation import (
 )
 from hybridrl.algos.kl import kl_penalty
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, get_policy_loss
+from hybridrl.algos.rollout_correction import Rejection
 from hybridrl.algos.value_losses import clipped_value_loss
 from hybridrl.config.schema.distillation import FULL_MODES, DistillationConfig
+from hybridrl.config.schema.rollout_correction import CorrectionPlan
 from hybridrl.config.schema.workers import ActorConfig
+from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import LossFn, TokenTerm
+
+NUM_LOSS_TENSORS = 4  # of every policy loss: log-probs, old ones, advantages, mask
+REJECTED = "rollout_corr/rollout_rs_masked_fraction"
+"""Statistic of a loss that rejects tokens itself: their share of the mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +107,33 @@ def divergence_losses(config: DistillationConfig, outputs: dict[str, torch.Tenso
     return sampled_token_loss(outputs["log_probs"], teacher_BT, kind=loss.loss_mode, max_loss=loss.loss_max_clamp)
 
 
-def actor_loss(config: ActorConfig, counts: GlobalCounts, distillation: DistillationConfig | None = None) -> LossFn:
+Reduce = Callable[..., torch.Tensor]
+"""reduce(values_BT, mode="token-mean") -> the mini-batch's share of a micro-batch, a scalar."""
+Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def actor_loss(
+    config: ActorConfig,
+    counts: GlobalCounts,
+    *,
+    correction: CorrectionPlan | None = None,
+    distillation: DistillationConfig | None = None,
+) -> LossFn:
     """Return the loss of the policy, a sum of terms that the settings choose.
 
     The surrogate of the policy gradient; minus an entropy bonus; plus the KL to the reference policy; plus the
     divergence from a teacher. A student that only learns from a divergence in the loss has no surrogate.
+
+    Args:
+        config: Settings of the actor.
+        counts: Sizes of the mini-batch.
+        correction: The rollout correction. In bypass mode its loss replaces `policy_loss.loss_mode`.
+        distillation: Settings of a teacher.
     """
     teacher = distillation or DistillationConfig()
-    has_surrogate = teacher.task_rewards or teacher.in_advantages
-    surrogate = get_policy_loss(config.policy_loss.loss_mode)
-    names = inspect.signature(surrogate).parameters
-    own_settings = {name: value for name, value in asdict(config.policy_loss).items() if name in names}
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    surrogate = surrogate_terms(config, correction) if teacher.task_rewards or teacher.in_advantages else None
 
-    def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> Terms:
         mask_BT = rows.batch["response_mask"].float()
 
         def reduce(values_BT: torch.Tensor, mode: str = "token-mean") -> torch.Tensor:
@@ -126,26 +146,10 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts, distillation: Distilla
                 max_len=mask_BT.size(-1),
             )
 
-        loss, stats = outputs["log_probs"].new_zeros(()), {}
-        if has_surrogate:
-            parts = surrogate(
-                outputs["log_probs"],
-                rows.batch["old_log_probs"],
-                weighted_advantages(rows),
-                mask_BT,
-                clip_low=low,
-                clip_high=high,
-                clip_c=config.clip_ratio_c,
-                **own_settings,
-            )
-            mode = OWN_AGG_MODES.get(config.policy_loss.loss_mode, config.loss_agg_mode)
-            loss = pg_loss = reduce(parts.losses_BT, mode)
-            stats = {
-                "actor/pg_loss": pg_loss,
-                "actor/pg_clipfrac": reduce(parts.clipped_BT.float()),
-                "actor/pg_clipfrac_lower": reduce(parts.clipped_lower_BT.float()),
-                "actor/ppo_kl": reduce(parts.approx_kl_BT),
-            }
+        loss: torch.Tensor = outputs["log_probs"].new_zeros(())
+        stats: dict[str, torch.Tensor] = {}
+        if surrogate:
+            loss, stats = surrogate(outputs, rows, reduce)
         if config.entropy_coeff:
             entropy_loss = reduce(outputs["entropy"], config.loss_agg_mode)
             loss = loss - config.entropy_coeff * entropy_loss
@@ -162,6 +166,65 @@ def actor_loss(config: ActorConfig, counts: GlobalCounts, distillation: Distilla
         return loss, stats | {"actor/loss": loss}
 
     return loss_fn
+
+
+def surrogate_terms(
+    config: ActorConfig, correction: CorrectionPlan | None
+) -> Callable[[dict[str, torch.Tensor], DataProto, Reduce], Terms]:
+    """Return the surrogate of the policy gradient with its statistics, see `actor_loss`."""
+    bypass = correction if correction is not None and correction.bypass_mode else None
+    mode = "bypass_mode" if bypass else config.policy_loss.loss_mode
+    surrogate = get_policy_loss(mode)
+    names = list(inspect.signature(surrogate).parameters)
+    settings = asdict(config.policy_loss) | (_bypass_settings(bypass) if bypass else {})
+    own_settings = {name: value for name, value in settings.items() if name in names}
+    own_columns = [name for name in names[NUM_LOSS_TENSORS:] if name.endswith("_BT")]
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+
+    def terms(outputs: dict[str, torch.Tensor], rows: DataProto, reduce: Reduce) -> Terms:
+        parts = surrogate(
+            outputs["log_probs"],
+            rows.batch["old_log_probs"],
+            weighted_advantages(rows),
+            rows.batch["response_mask"].float(),
+            clip_low=low,
+            clip_high=high,
+            clip_c=config.clip_ratio_c,
+            **own_settings,
+            **{name: _column(rows, name, mode) for name in own_columns},
+        )
+        loss = reduce(parts.losses_BT, OWN_AGG_MODES.get(mode, config.loss_agg_mode))
+        stats = {
+            "actor/pg_loss": loss,
+            "actor/pg_clipfrac": reduce(parts.clipped_BT.float()),
+            "actor/pg_clipfrac_lower": reduce(parts.clipped_lower_BT.float()),
+            "actor/ppo_kl": reduce(parts.approx_kl_BT),
+        }
+        if bypass and bypass.rejections and parts.rejected_BT is not None:
+            stats[REJECTED] = reduce(parts.rejected_BT.float())
+        return loss, stats
+
+    return terms
+
+
+def _bypass_settings(plan: CorrectionPlan) -> dict[str, Any]:
+    """Return the arguments that `bypass_mode` gets from the rollout correction."""
+    return {
+        "loss_type": plan.loss_type,
+        "rollout_is": plan.rollout_is,
+        "is_threshold": plan.is_threshold,
+        "is_lower": plan.is_lower,
+        "rejections": [Rejection(*bounds) for bounds in plan.rejections],
+    }
+
+
+def _column(rows: DataProto, parameter: str, mode: str) -> torch.Tensor:
+    """Return the column that a loss takes as `parameter`, which is its name and `_BT`."""
+    name = parameter.removesuffix("_BT")
+    if name not in rows.batch.keys():
+        raise DataError(f"policy loss {mode} reads the column {name!r}, which the batch lacks; the trainer must add it")
+    return rows.batch[name]
 
 
 def weighted_advantages(rows: DataProto) -> torch.Tensor:

@@ -12,7 +12,19 @@ SHORT = {
     "actor_rollout_ref__actor__ppo_epochs": 2,  # in the second one the ratio is not 1
 }
 ESTIMATORS = {"gdpo": {"algorithm__gdpo_reward_keys": "[score]"}}
-SETTINGS = {"dro": {"actor_rollout_ref__actor__policy_loss__dro_beta": 0.5}}
+LOSS = "actor_rollout_ref__actor__policy_loss__"
+SETTINGS = {
+    "dro": {f"{LOSS}dro_beta": 0.5},
+    "bypass_mode": {
+        "algorithm__rollout_correction__bypass_mode": True,
+        "algorithm__rollout_correction__loss_type": "reinforce",
+        "algorithm__rollout_correction__rollout_is": "sequence",
+        "algorithm__rollout_correction__rollout_rs": "[seq_max_k3,token_k1]",
+        "algorithm__rollout_correction__rollout_rs_threshold": "[1e-4,1.02]",  # rejects some tokens in the second epoch
+    },
+    "clip_cov": {f"{LOSS}clip_cov_ratio": 0.2, f"{LOSS}clip_cov_lb": 0, f"{LOSS}clip_cov_ub": 100},
+    "kl_cov": {f"{LOSS}kl_cov_ratio": 0.2, f"{LOSS}ppo_kl_coef": 1},
+}
 
 
 @pytest.mark.parametrize("estimator", [name for name, e in ADVANTAGE_ESTIMATORS.items() if not e.needs_critic])
@@ -44,15 +56,15 @@ def test_gdpo_trains_on_the_rewards_that_a_function_returns(tmp_path, tiny_qwen2
     }
     [row] = train(tmp_path, tiny_qwen2, trainer__save_freq=-1, **SHORT, **more)
     assert 0 < row["actor/grad_norm"] < 100
-    assert row["reward/digits/mean"] == pytest.approx(row["critic/score/mean"])
-    assert row["reward/short/mean"] < 0
+    assert row["reward_extra/digits/mean"] == pytest.approx(row["critic/score/mean"])
+    assert row["reward_extra/short/mean"] < 0
 
 
 @pytest.mark.parametrize("loss", list(POLICY_LOSSES))
 def test_a_policy_loss_trains_and_micro_batches_do_not_change_the_update(tmp_path, tiny_qwen2, loss):
     found = []
     for rows in (2, 6):
-        changes = SHORT | SETTINGS.get(loss, {}) | {"actor_rollout_ref__actor__policy_loss__loss_mode": loss}
+        changes = SHORT | SETTINGS.get(loss, {}) | {f"{LOSS}loss_mode": loss}
         changes["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = rows
         [row] = train(tmp_path / str(rows), tiny_qwen2, **changes)
         assert 0 < row["actor/grad_norm"] < 100

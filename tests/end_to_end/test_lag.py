@@ -98,10 +98,11 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
     changes = STEPS | {"algorithm__rollout_correction__rollout_is": "token"}
     level = train(tmp_path / "0", tiny_qwen2, **changes)
     assert all(
-        abs(row["rollout_corr/is_mean"] - 1) < 1e-4 and row["rollout_corr/is_eff_sample_size"] > 0.9999 for row in level
+        abs(row["rollout_corr/rollout_is_mean"] - 1) < 1e-4 and row["rollout_corr/rollout_is_eff_sample_size"] > 0.9999
+        for row in level
     )
     behind = train(tmp_path / "2", tiny_qwen2, trainer__lag=2, **changes)
-    assert behind[-1]["rollout_corr/is_max"] > 1.001
+    assert behind[-1]["rollout_corr/rollout_is_raw_max"] > 1.001
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Policy losses: from log-probs and advantages to one loss per token."""
 
 # Imported so that their losses enter the registry.
-from hybridrl.algos.policy_losses import smooth, weighted  # noqa: F401
+from hybridrl.algos.policy_losses import bypass, covariance, smooth, weighted  # noqa: F401
 from hybridrl.algos.policy_losses.clipped import geo_mean, gspo, vanilla
 from hybridrl.algos.policy_losses.registry import (
     OWN_AGG_MODES,

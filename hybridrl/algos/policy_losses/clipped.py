@@ -40,9 +40,7 @@ def vanilla(
     if clip_c <= 1:
         raise ConfigError(f"actor_rollout_ref.actor.clip_ratio_c={clip_c} must be above 1")
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
-    losses_BT, clipped_BT = _clipped_surrogate(
-        log_ratio_BT.exp(), advantages_BT, clip_low=clip_low, clip_high=clip_high
-    )
+    losses_BT, clipped_BT = clipped_surrogate(log_ratio_BT.exp(), advantages_BT, clip_low=clip_low, clip_high=clip_high)
     bound_BT = -advantages_BT * clip_c
     clipped_lower_BT = (advantages_BT < 0) & (losses_BT > bound_BT)
     losses_BT = torch.where(clipped_lower_BT, bound_BT, losses_BT)
@@ -62,20 +60,21 @@ def gspo(
 ) -> PolicyLoss:
     """Group sequence policy optimisation in its token form, arXiv:2507.18071 equations 7 and 14.
 
-        s_i = exp(mean_t (logp_t - old_t))        s_it = sg[s_i] exp(logp_t - sg[logp_t])        sg: no gradient
+        l_t = logp_t - old_t, limited to +-20        s_i = exp(min(mean_t l_t, 10))
+        s_it = sg[s_i] exp(logp_t - sg[logp_t])                                                  sg: no gradient
         L = max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))
 
     All tokens of a sequence have the same ratio. Under seq-mean-token-mean their gradients sum to that of s_i. That is
-    the paper's objective, and why `OWN_AGG_MODES` sets this mode; other modes weigh sequences by length. Clip ranges
-    are those of a whole sequence (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is unused and
-    `clipped_lower_BT` is False. Each token's log ratio is limited to +-20 before the mean, and the mean to 10 from
-    above; verl has the second limit only, so losses differ where a token's log ratio is beyond 20.
+    the paper's objective, and why `OWN_AGG_MODES` sets this mode; other modes weigh sequences by length. Both limits
+    stop the gradient where they hold; verl limits the mean only, so losses differ where a token's log ratio is beyond
+    20. Clip ranges are those of a whole sequence (the paper's are 3e-4 and 4e-4). There is no dual clip: `clip_c` is
+    unused and `clipped_lower_BT` is False.
     """
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
     log_sequence_ratio_B1 = masked_mean(log_ratio_BT, response_mask_BT, dim=1)[:, None]
     log_sequence_ratio_BT = log_sequence_ratio_B1.detach() + log_ratio_BT - log_ratio_BT.detach()
     ratio_BT = log_sequence_ratio_BT.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
-    losses_BT, clipped_BT = _clipped_surrogate(ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
+    losses_BT, clipped_BT = clipped_surrogate(ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
     return on_mask(losses_BT, clipped_BT, torch.zeros_like(clipped_BT), log_ratio_BT, response_mask_BT)
 
 
@@ -109,7 +108,7 @@ def geo_mean(
     return on_mask(losses_BT, clipped_BT, torch.zeros_like(clipped_BT), log_ratio_BT, response_mask_BT)
 
 
-def _clipped_surrogate(
+def clipped_surrogate(
     ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and where the second is larger."""

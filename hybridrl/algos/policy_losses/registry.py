@@ -25,12 +25,15 @@ class PolicyLoss(NamedTuple):
         clipped_BT: The clip range determined the loss, so the token has no gradient.
         clipped_lower_BT: The dual-clip bound determined it.
         approx_kl_BT: old log-prob - log-prob, the k1 estimate of KL(old || new).
+        rejected_BT: The loss itself rejected the token, which has no gradient and stays in the normaliser. None:
+            nothing is rejected.
     """
 
     losses_BT: torch.Tensor
     clipped_BT: torch.Tensor
     clipped_lower_BT: torch.Tensor
     approx_kl_BT: torch.Tensor
+    rejected_BT: torch.Tensor | None = None
 
 
 PolicyLossFn = Callable[..., PolicyLoss]
@@ -45,7 +48,8 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Register the decorated function as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
 
     It is called as fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c),
-    with those further settings of `actor.policy_loss` that its signature names.
+    with those further settings of `actor.policy_loss` that its signature names. A further parameter `x_BT` gets the
+    column `x` of the batch, which the trainer must add.
     Every worker runs the files in `algorithm.path`, which may register losses.
     """
     return POLICY_LOSSES.register(name)
@@ -86,4 +90,5 @@ def on_mask(
     """Return the result of a loss from its parts (B, T), with 0 and False off the mask."""
     mask_BT = mask_BT.bool()
     losses_BT = torch.where(mask_BT, losses_BT, torch.zeros_like(losses_BT))
-    return PolicyLoss(losses_BT, clipped_BT & mask_BT, clipped_lower_BT & mask_BT, -log_ratio_BT.detach())
+    nowhere_BT = torch.zeros_like(mask_BT)
+    return PolicyLoss(losses_BT, clipped_BT & mask_BT, clipped_lower_BT & mask_BT, -log_ratio_BT.detach(), nowhere_BT)

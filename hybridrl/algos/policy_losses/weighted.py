@@ -34,7 +34,7 @@ def gpg(
     """
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
     nowhere_BT = torch.zeros_like(log_ratio_BT, dtype=torch.bool)
-    return _weighted(
+    return weighted_log_probs(
         torch.ones_like(log_ratio_BT), nowhere_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT
     )
 
@@ -59,7 +59,9 @@ def cispo(
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
     ratio_BT = log_ratio_BT.detach().exp()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    return _weighted(weight_BT, weight_BT != ratio_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT)
+    return weighted_log_probs(
+        weight_BT, weight_BT != ratio_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT
+    )
 
 
 @register_policy_loss("topr")
@@ -86,7 +88,7 @@ def topr(
     negative_BT = advantages_BT < 0
     weight_BT = torch.where(negative_BT, tapered_BT, torch.ones_like(tapered_BT))
     limited_BT = negative_BT & (sequence_B1 > 0)
-    return _weighted(weight_BT, limited_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT)
+    return weighted_log_probs(weight_BT, limited_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT)
 
 
 @register_policy_loss("dppo_tv")
@@ -157,10 +159,10 @@ def _inside_region(
 ) -> PolicyLoss:
     ratio_BT = log_ratio_BT.detach().exp().clamp(max=MAX_DPPO_RATIO)
     weight_BT = torch.where(left_BT, torch.zeros_like(ratio_BT), ratio_BT)
-    return _weighted(weight_BT, left_BT, log_probs_BT, advantages_BT, log_ratio_BT, mask_BT)
+    return weighted_log_probs(weight_BT, left_BT, log_probs_BT, advantages_BT, log_ratio_BT, mask_BT)
 
 
-def _weighted(
+def weighted_log_probs(
     weight_BT: torch.Tensor,
     limited_BT: torch.Tensor,
     log_probs_BT: torch.Tensor,

@@ -233,8 +233,3 @@ def async_problems(config: PPOConfig) -> Problems:
             f"trainer.staleness={bound} trainer.stale_tokens=drop: responses are trainer.lag={trainer.lag} versions "
             "old, so all of them would be dropped; use trainer.stale_tokens=wait, or trainer.partial_rollout=true"
         )
-    if config.algorithm.rollout_correction.rollout_is and not rollout.calculate_log_probs:
-        yield (
-            f"algorithm.rollout_correction.rollout_is={config.algorithm.rollout_correction.rollout_is}: needs the "
-            "rollout's log-probs; set actor_rollout_ref.rollout.calculate_log_probs=true"
-        )

@@ -26,6 +26,7 @@ from hybridrl.config.checks.rollout import (
     transport_problems,
     weight_sync_problems,
 )
+from hybridrl.config.checks.rollout_correction import rollout_correction_problems
 from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
 from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
 from hybridrl.config.reward_limits import RewardLimits
@@ -294,6 +295,12 @@ def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_
         yield f"actor_rollout_ref.actor.loss_agg_mode={mode}: {name} always uses {own_agg_modes[name]}; leave it out"
     if name == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
         yield "actor_rollout_ref.actor.policy_loss.loss_mode=dro: needs policy_loss.dro_beta, the weight of its penalty"
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if name == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield (
+            f"actor_rollout_ref.actor.policy_loss.clip_cov_lb={loss.clip_cov_lb:g}: no covariance is above it and "
+            f"below policy_loss.clip_cov_ub={loss.clip_cov_ub:g}; lower it"
+        )
     if name not in known:
         yield (
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {suggest_name(name, known)}"
@@ -334,6 +341,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     dataset_class_problems,
     world_size_problems,
     async_problems,
+    rollout_correction_problems,
     validation_problems,
     record_problems,
     estimator_setting_problems,

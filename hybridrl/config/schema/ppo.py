@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hybridrl.config.fields import section, setting
 from hybridrl.config.schema.data import DataConfig, ImportPath
 from hybridrl.config.schema.distillation import DistillationConfig
+from hybridrl.config.schema.rollout_correction import RolloutCorrectionConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import KL_KINDS, ActorRolloutRefConfig, CriticConfig, RewardModelConfig
 
@@ -17,16 +18,6 @@ class KLCtrlConfig:
     kl_coef: float = setting(0.001, "KL coefficient at the start.", ge=0)
     horizon: float = setting(10000, "Samples over which the adaptive controller reacts.", gt=0)
     target_kl: float = setting(0.1, "Target KL per sequence of the adaptive controller.", gt=0)
-
-
-@dataclass(frozen=True)
-class RolloutCorrectionConfig:
-    rollout_is: str | None = setting(
-        None,
-        "Importance weights of the loss: trainer's over rollout's probability, per token or sequence; null means none.",
-        choices=("token", "sequence"),
-    )
-    rollout_is_threshold: float = setting(2.0, "Largest weight.", gt=0)
 
 
 @dataclass(frozen=True)

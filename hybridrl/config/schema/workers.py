@@ -136,6 +136,11 @@ class PolicyLossConfig:
     tau_pos: float = setting(1.0, "Temperature of sapo's gate where the advantage is positive.", gt=0)
     tau_neg: float = setting(1.05, "Temperature of sapo's gate where the advantage is negative.", gt=0)
     dro_beta: float | None = setting(None, "Weight of dro's quadratic penalty, which dro requires.", gt=0)
+    clip_cov_ratio: float = setting(0.0002, "Share of a step's tokens that clip_cov leaves out.", gt=0, le=1)
+    clip_cov_lb: float = setting(1.0, "clip_cov chooses among tokens with a covariance above this.", ge=0)
+    clip_cov_ub: float = setting(5.0, "clip_cov chooses among tokens with a covariance below this.", gt=0)
+    kl_cov_ratio: float = setting(0.0002, "Share of a step's tokens that kl_cov penalises.", gt=0, le=1)
+    ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", ge=0)
 
 
 @dataclass(frozen=True)

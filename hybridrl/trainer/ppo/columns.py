@@ -19,7 +19,8 @@ ROLLOUT_LOG_PROBS, NUM_TURNS = "rollout_log_probs", "num_turns"
 WEIGHTS_VERSION, TOKEN_VERSIONS = "weights_version", "token_versions"
 RM_SCORES, TOKEN_LEVEL_SCORES, REWARD_VALID = "rm_scores", "token_level_scores", "reward_valid"
 REWARD_COMPONENTS, REWARD_BASELINES, SUM_PI_SQUARED = "reward_components", "reward_baselines", "sum_pi_squared"
-OLD_LOG_PROBS, REF_LOG_PROB, ROLLOUT_IS_WEIGHTS = "old_log_probs", "ref_log_prob", "rollout_is_weights"
+OLD_LOG_PROBS, REF_LOG_PROB = "old_log_probs", "ref_log_prob"
+ROLLOUT_IS_WEIGHTS, ROLLOUT_RS_MASK = "rollout_is_weights", "rollout_rs_mask"
 TEACHER_LOG_PROB, TEACHER_ALL_LOG_PROBS = "teacher_log_prob", "teacher_all_log_probs"
 TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS = "teacher_top_ids", "teacher_top_log_probs"
 VALUES, TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS = "values", "token_level_rewards", "advantages", "returns"
@@ -57,9 +58,12 @@ COLUMNS: Mapping[str, Column] = {
     ),
     REWARD_COMPONENTS: Column("float32", "B K", ("reward", "replay"), "the rewards of `algorithm.gdpo_reward_keys`"),
     REWARD_BASELINES: Column("float32", "B", ("reward_baselines", "replay"), "score of a greedy response (remax)"),
-    OLD_LOG_PROBS: Column("float32", "B R", ("old_log_prob",), "log-probs of the policy that is about to be trained"),
+    OLD_LOG_PROBS: Column(
+        "float32", "B R", ("old_log_prob", "reuse_log_probs"), "log-probs of the policy to be trained"
+    ),
     SUM_PI_SQUARED: Column("float32", "B R", ("old_log_prob",), "sum of squared probabilities of the same policy"),
     ROLLOUT_IS_WEIGHTS: Column("float32", "B R", ("rollout_correction",), "importance weights, 0 off the mask"),
+    ROLLOUT_RS_MASK: Column("int64", "B R", ("rollout_correction",), "1 on tokens that rejection leaves in the loss"),
     REF_LOG_PROB: Column("float32", "B R", ("ref",), "log-probs of the reference policy"),
     TEACHER_LOG_PROB: Column("float32", "B R", ("teacher",), "log-probs of the row's teacher"),
     TEACHER_TOP_IDS: Column("int32", "B R K", ("teacher",), "the teacher's K likeliest tokens"),

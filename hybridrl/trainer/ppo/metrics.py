@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.algos.rollout_correction import correction_stats, log_ratio
+from hybridrl.algos.rollout_correction import mismatch_stats
 from hybridrl.algos.value_losses import explained_variance
 from hybridrl.config import PPOConfig
 from hybridrl.errors import DataError
@@ -80,13 +80,15 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     """Return differences between the trainer's and the rollout's probabilities of the response tokens.
 
     The batch has `rollout_log_probs`, `old_log_probs` and `response_mask`. The correlation is nan when either side is
-    constant. `rollout_corr/kl` and `k3_kl` estimate KL(rollout | trainer); `eff_sample_size` is the
-    effective sample size under untruncated importance weights, as a share of the tokens: 1 where both agree.
+    constant. `rollout_corr/*` is what `mismatch_stats` returns: divergences, perplexities, and the effective
+    sample size under untruncated importance weights, as a share of the tokens: 1 where both agree.
     """
-    mask = batch.batch["response_mask"].bool()
-    rollout, actor = batch.batch["rollout_log_probs"][mask].double(), batch.batch["old_log_probs"][mask].double()
+    columns = batch.batch
+    mask = columns["response_mask"].bool()
+    rollout, actor = columns["rollout_log_probs"][mask].double(), columns["old_log_probs"][mask].double()
     differences = (rollout.exp() - actor.exp()).abs()
     both = torch.stack([rollout.exp(), actor.exp()])
+    divergence = mismatch_stats(columns["old_log_probs"], columns["rollout_log_probs"], mask)
     return {
         "training/rollout_probs_diff_max": _or_nan(differences, torch.Tensor.max),
         "training/rollout_probs_diff_mean": _or_nan(differences, torch.Tensor.mean),
@@ -94,19 +96,7 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
         "training/rollout_actor_probs_pearson_corr": torch.corrcoef(both)[0, 1].item() if mask.sum() > 1 else math.nan,
         "training/rollout_log_probs_diff_max": _or_nan((rollout - actor).abs(), torch.Tensor.max),
         "training/rollout_log_probs_diff_mean": _or_nan((rollout - actor).abs(), torch.Tensor.mean),
-        **_divergence(actor, rollout),
-    }
-
-
-def _divergence(actor: torch.Tensor, rollout: torch.Tensor) -> Metrics:
-    """Return divergence metrics of two policies from log-probs (N,) float64 of the same tokens."""
-    if not len(actor):
-        return {f"rollout_corr/{name}": math.nan for name in ("kl", "k3_kl", "eff_sample_size")}
-    everywhere = torch.ones_like(actor)
-    ratio = log_ratio(actor, rollout, everywhere)
-    stats = correction_stats(ratio.exp(), ratio, everywhere)
-    return {f"rollout_corr/{name}": stats[name] for name in ("kl", "k3_kl")} | {
-        "rollout_corr/eff_sample_size": stats["is_eff_sample_size"]
+        **{f"rollout_corr/{name}": value for name, value in divergence.items()},
     }
 
 

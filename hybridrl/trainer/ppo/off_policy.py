@@ -6,8 +6,16 @@ the version of the policy that is about to be trained minus the version that gen
 
 import torch
 
-from hybridrl.algos.rollout_correction import correction_stats, log_ratio, rollout_is_weights
-from hybridrl.config.schema.ppo import RolloutCorrectionConfig
+from hybridrl.algos.rollout_correction import (
+    Rejection,
+    importance_ratios,
+    normalize_weights,
+    rejection_mask,
+    rejection_stats,
+    rollout_is_weights,
+    weight_stats,
+)
+from hybridrl.config.schema.rollout_correction import CorrectionPlan
 from hybridrl.protocol import DataProto
 
 
@@ -37,14 +45,36 @@ def fresh_mask(batch: DataProto, *, version: int, staleness: int) -> torch.Tenso
     return torch.where(token_ages(batch, version=version) <= staleness, mask, torch.zeros_like(mask))
 
 
-def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Add `rollout_is_weights` (S, R) float32 to the batch, in place; return `rollout_corr/...` metrics."""
-    assert config.rollout_is is not None  # `corrects_rollout`: the step has no such stage otherwise
+def apply_rollout_correction(batch: DataProto, plan: CorrectionPlan) -> dict[str, float]:
+    """Add the columns of the rollout correction to the batch, in place; return `rollout_corr/...` metrics.
+
+    `rollout_is_weights` (S, R) float32 with weights, and `rollout_rs_mask` (S, R) int64 with rejections: 1 on the
+    tokens of `response_mask` that are kept. `response_mask` itself stays. Both are computed from all tokens of
+    the mask, and statistics are those before `batch_normalize`.
+    """
     columns = batch.batch
-    old, rollout, mask = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
-    weights = rollout_is_weights(old, rollout, mask, level=config.rollout_is, threshold=config.rollout_is_threshold)
-    columns["rollout_is_weights"] = weights
-    return {
-        f"rollout_corr/{name}": value
-        for name, value in correction_stats(weights, log_ratio(old, rollout, mask), mask).items()
-    }
+    samples = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+    stats: dict[str, float] = {}
+    if plan.rollout_is is not None:
+        columns["rollout_is_weights"], stats = _weights(samples, plan)
+    if plan.rejections:
+        rejections = [Rejection(*bounds) for bounds in plan.rejections]
+        kept = rejection_mask(*samples, rejections)
+        columns["rollout_rs_mask"] = kept.to(columns["response_mask"].dtype)
+        stats |= rejection_stats(*samples, rejections)
+    return {f"rollout_corr/{name}": value for name, value in stats.items()}
+
+
+Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _weights(samples: Samples, plan: CorrectionPlan) -> tuple[torch.Tensor, dict[str, float]]:
+    assert plan.rollout_is is not None
+    mask, level, high, low = samples[2], plan.rollout_is, plan.is_threshold, plan.is_lower
+    weights = rollout_is_weights(*samples, level=level, threshold=high, lower=low)
+    ratios = importance_ratios(*samples, level=level)
+    stats = weight_stats(weights, ratios, mask, level=level, threshold=high, lower=low)
+    if plan.batch_normalize:
+        weights, mean = normalize_weights(weights, mask, level=level)
+        stats["rollout_is_batch_norm_factor"] = float(mean)
+    return weights, stats

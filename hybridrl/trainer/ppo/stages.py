@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.distillation import FULL_MODES
+from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.ppo import columns as c
 from hybridrl.trainer.roles import Role
@@ -29,9 +30,15 @@ def uses_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-def corrects_rollout(config: PPOConfig) -> bool:
-    """Return whether samples get importance weights of the trainer's policy over the rollout's."""
-    return config.algorithm.rollout_correction.rollout_is is not None
+def correction_columns(config: PPOConfig) -> tuple[str, ...]:
+    """Return what the rollout correction adds to the batch: weights, a mask, both or nothing."""
+    plan = correction_plan(config.algorithm.rollout_correction)
+    return (*((c.ROLLOUT_IS_WEIGHTS,) if plan.weighs else ()), *((c.ROLLOUT_RS_MASK,) if plan.rejects else ()))
+
+
+def bypasses_old_log_prob(config: PPOConfig) -> bool:
+    """Return whether the rollout's log-probs stand for those of the policy before the update."""
+    return correction_plan(config.algorithm.rollout_correction).bypass_mode
 
 
 def uses_greedy_baseline(config: PPOConfig) -> bool:
@@ -65,6 +72,11 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
         raise ConfigError(
             f"actor_rollout_ref.rollout.mode={mode}: agent_loops={'given' if has_agent_loops else 'None'}; pass "
             "agent_loops=AgentLoopManager(...) with mode=async, and only then"
+        )
+    if uses_sum_pi_squared(config) and bypasses_old_log_prob(config):
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator} reads sum_pi_squared, which the actor computes with its log-probs, and "
+            "algorithm.rollout_correction.bypass_mode leaves that pass out; set bypass_mode=false or take another estimator"
         )
     if uses_critic(config) and Role.Critic not in roles:
         raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")
@@ -118,7 +130,7 @@ class OptionalColumns:
         sampled: Written by `gen` in addition to `GENERATED`.
         log_probs: Of the rollout.
         model_scores: Of a reward model.
-        weights: Of the rollout correction.
+        correction: Weights and mask of the rollout correction.
         kl_loss: Read by `update_actor`.
         kl_reward: Read by `adv`.
         teacher: Written by `teacher`.
@@ -135,7 +147,7 @@ class OptionalColumns:
     sampled: tuple[str, ...]
     log_probs: tuple[str, ...]
     model_scores: tuple[str, ...]
-    weights: tuple[str, ...]
+    correction: tuple[str, ...]
     kl_loss: tuple[str, ...]
     kl_reward: tuple[str, ...]
     teacher: tuple[str, ...]
@@ -154,7 +166,8 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
     rollout, trainer, algorithm = config.actor_rollout_ref.rollout, config.trainer, config.algorithm
     log_probs = (c.ROLLOUT_LOG_PROBS,) if rollout.calculate_log_probs else ()
     versions = (c.TOKEN_VERSIONS,) if records_token_versions(config) else ()
-    weights = (c.ROLLOUT_IS_WEIGHTS,) if corrects_rollout(config) else ()
+    correction = correction_columns(config)
+    weights = tuple(name for name in correction if name == c.ROLLOUT_IS_WEIGHTS)
     components = (c.REWARD_COMPONENTS,) if uses_components(config) else ()
     baselines = (c.REWARD_BASELINES,) if uses_greedy_baseline(config) else ()
     squares = (c.SUM_PI_SQUARED,) if uses_sum_pi_squared(config) else ()
@@ -164,7 +177,7 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
         sampled=(*log_probs, *versions, *((c.NUM_TURNS,) if rollout.mode == "async" else ())),
         log_probs=log_probs,
         model_scores=(c.RM_SCORES,) if Role.RewardModel in roles else (),
-        weights=weights,
+        correction=correction,
         kl_loss=(c.REF_LOG_PROB,) if config.actor_rollout_ref.actor.use_kl_loss else (),
         kl_reward=(c.OLD_LOG_PROBS, c.REF_LOG_PROB) if algorithm.use_kl_in_reward else (),
         teacher=teacher_columns(config),
@@ -191,7 +204,7 @@ def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
 
 def actor_input(has: OptionalColumns) -> tuple[str, ...]:
     """Return the columns that the actor is trained on."""
-    return (*c.MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.weights, *has.kl_loss, *has.taught)
+    return (*c.MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.correction, *has.kl_loss, *has.taught)
 
 
 def rollout_lag(config: PPOConfig) -> int:

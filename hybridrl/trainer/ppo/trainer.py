@@ -31,6 +31,7 @@ from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
 from hybridrl.config.engines import engine_settings
+from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import Stage
@@ -69,7 +70,8 @@ from hybridrl.trainer.ppo.rewards import (
 )
 from hybridrl.trainer.ppo.stages import (
     actor_input,
-    corrects_rollout,
+    bypasses_old_log_prob,
+    correction_columns,
     optional_columns,
     stage_roles,
     uses_components,
@@ -78,7 +80,13 @@ from hybridrl.trainer.ppo.stages import (
     uses_reference,
     uses_sum_pi_squared,
 )
-from hybridrl.trainer.ppo.update_batch import call_balanced, select_columns, select_training_rows
+from hybridrl.trainer.ppo.update_batch import (
+    add_covariance_selection,
+    call_balanced,
+    has_tokens,
+    select_columns,
+    select_training_rows,
+)
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.middleware import BatchContext
@@ -110,7 +118,8 @@ class RayPPOTrainer(PPOLoop):
     def step(cls, config: PPOConfig, roles: Collection[Role]) -> list[Stage]:
         """Return the stages of a step in order. `Stage.when` says which settings leave one out."""
         on, has = stage_roles(roles), optional_columns(config, roles)
-        replays, corrects = config.trainer.replay.groups > 0, corrects_rollout(config)
+        replays, corrected = config.trainer.replay.groups > 0, correction_columns(config)
+        bypasses = bypasses_old_log_prob(config)
         samples = GENERATED + has.sampled
         rewarded = has.model_scores + SCORES + has.components
         stored = samples + rewarded + has.baselines
@@ -133,8 +142,9 @@ class RayPPOTrainer(PPOLoop):
             ).when(uses_greedy_baseline(config)),
             Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
             # 4. What policy, reference and critic make of the tokens, before the update.
-            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old),
-            Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=(c.ROLLOUT_IS_WEIGHTS,)).when(corrects),
+            Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
+            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old).when(not bypasses),
+            Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=corrected).when(corrected),
             Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(uses_reference(config)),
             Stage(cls.teacher_log_prob, "teacher", on.teacher, MODEL_INPUT, has.teacher).when(
                 config.distillation.enabled
@@ -251,9 +261,13 @@ class RayPPOTrainer(PPOLoop):
         if "rollout_log_probs" in ctx.batch.batch.keys():
             ctx.metrics |= rollout_mismatch_metrics(ctx.batch)
 
+    def reuse_log_probs(self, ctx: BatchContext) -> None:
+        """Take the rollout's log-probs for those of the policy before the update (`bypass_mode`)."""
+        ctx.batch.batch["old_log_probs"] = ctx.batch.batch["rollout_log_probs"].clone()
+
     def rollout_correction(self, ctx: BatchContext) -> None:
-        """Add importance weights for tokens sampled by older weights or by another engine."""
-        ctx.metrics |= apply_rollout_correction(ctx.batch, self.config.algorithm.rollout_correction)
+        """Weigh or reject tokens sampled by older weights or by another engine."""
+        ctx.metrics |= apply_rollout_correction(ctx.batch, correction_plan(self.config.algorithm.rollout_correction))
 
     def ref_log_prob(self, ctx: BatchContext) -> None:
         """Compute log-probs under the reference policy."""
@@ -315,7 +329,9 @@ class RayPPOTrainer(PPOLoop):
         """Update the policy, after the critic's warm-up steps."""
         columns = actor_input(optional_columns(self.config, self.roles))
         data = select_training_rows(ctx.batch, columns, self.config, role=Role.Actor, step=self.global_steps)
-        ctx.updated = self.global_steps > self.config.trainer.critic_warmup and len(data) > 0
+        add_covariance_selection(data, self.config, step=self.global_steps)
+        trains = has_tokens(data, step=self.global_steps)
+        ctx.updated = self.global_steps > self.config.trainer.critic_warmup and trains
         if ctx.updated:
             updated = self.policy.actor.update_actor(data)
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="actor", prefix="actor")

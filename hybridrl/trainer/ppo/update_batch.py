@@ -3,18 +3,23 @@
 Pure functions, called by the trainer in the driver. `workers/mini_batch.py` cuts the selected rows into mini-batches.
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from hybridrl.algos.partition import balanced_partition
+from hybridrl.algos.policy_losses.covariance import select_at_random, select_by_rank, token_keys
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
+from hybridrl.trainer.ppo.columns import ROLLOUT_RS_MASK
 from hybridrl.trainer.ppo.off_policy import fresh_mask
 from hybridrl.trainer.roles import Role
+
+logger = logging.getLogger(__name__)
 
 
 def num_optimizer_steps(config: PPOConfig, batch_sizes: Sequence[int], *, role: str) -> int:
@@ -42,12 +47,16 @@ def select_training_rows(
 ) -> DataProto:
     """Return these columns of the rows with a valid reward, ready for an update.
 
-    The `UpdatePlan` in `meta_info` says how `workers/mini_batch.py` cuts the rows. With `trainer.stale_tokens=drop`,
-    tokens older than `trainer.staleness` in this step are masked.
+    The `UpdatePlan` in `meta_info` says how `workers/mini_batch.py` cuts the rows. Their `response_mask` is without the
+    tokens that the rollout correction rejects (if `rollout_rs_mask` is among the columns), and with
+    `trainer.stale_tokens=drop` without tokens older than `trainer.staleness` in this step. Rows whose mask is empty
+    stay. The loss, its divisors and all its terms see this mask.
     """
     data, trainer = select_columns(batch, columns), config.trainer
     if trainer.stale_tokens == "drop" and trainer.staleness is not None:
         data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
+    if ROLLOUT_RS_MASK in columns:
+        data.batch["response_mask"] = data.batch["response_mask"] * data.batch.pop(ROLLOUT_RS_MASK)
     data = data.select_idxs(batch.batch["reward_valid"])
     shuffle = config.actor_rollout_ref.actor.shuffle
     plan = UpdatePlan(
@@ -57,6 +66,42 @@ def select_training_rows(
     )
     data.meta_info = {UpdatePlan.KEY: plan}
     return data
+
+
+def has_tokens(data: DataProto, *, step: int) -> bool:
+    """Return whether any token is left to train on, and log a warning if there are rows, and none is."""
+    left = bool(data.batch["response_mask"].any()) if len(data) else False
+    if len(data) and not left:
+        logger.warning(
+            "step %d: rollout correction or staleness left no token of %d responses; the policy is not updated. Raise "
+            "the thresholds, or lower trainer.lag",
+            *(step, len(data)),
+        )
+    return left
+
+
+def add_covariance_selection(data: DataProto, config: PPOConfig, *, step: int) -> None:
+    """Add `cov_selected` (rows, R) bool for the losses `clip_cov` and `kl_cov`, in place; nothing for other losses.
+
+    The selection is that of the whole update, before it is cut into mini-batches.
+    """
+    settings = config.actor_rollout_ref.actor.policy_loss
+    if settings.loss_mode not in ("clip_cov", "kl_cov") or not len(data):
+        return
+    columns = data.batch
+    samples = columns["old_log_probs"], columns["advantages"], columns["response_mask"]
+    if settings.loss_mode == "kl_cov":
+        columns["cov_selected"] = select_by_rank(*samples, ratio=settings.kl_cov_ratio)
+        return
+    keys = token_keys(
+        columns["input_ids"],
+        columns["attention_mask"],
+        num_columns=columns["response_mask"].shape[1],
+        seed=call_seed(seed=config.trainer.seed, purpose=Purpose.SHUFFLE, step=step),
+    )
+    columns["cov_selected"] = select_at_random(
+        *samples, ratio=settings.clip_cov_ratio, low=settings.clip_cov_lb, high=settings.clip_cov_ub, keys_BT=keys
+    )
 
 
 def select_columns(batch: DataProto, names: Collection[str]) -> DataProto:

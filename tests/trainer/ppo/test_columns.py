@@ -22,7 +22,7 @@ CHOICES = [
     (
         "",
         "algorithm.use_kl_in_reward=true reward_model.enable=true actor_rollout_ref.rollout.calculate_log_probs=true "
-        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.preset=decoupled_geo_rs_token_tis",
     ),
     ("", "distillation.enabled=true"),
 ]
@@ -30,6 +30,7 @@ IN_LOSS = "distillation.enabled=true distillation.distillation_loss.use_policy_g
 DISTRIBUTIONS = [
     f"{IN_LOSS} distillation.distillation_loss.loss_mode={mode}" for mode in ("forward_kl_topk", "reverse_kl")
 ]
+CORRECTION = "algorithm.rollout_correction"
 
 
 def stages_of(*words: str):
@@ -54,6 +55,7 @@ def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
         *itertools.product(*CHOICES),
         ("actor_rollout_ref.rollout.mode=async",),
         *((words,) for words in DISTRIBUTIONS),
+        (f"{CORRECTION}.bypass_mode=true",),
     ]:
         for spec in stages_of(*words):
             for name in spec.writes:
@@ -70,3 +72,8 @@ def test_settings_add_and_remove_stages():
     more = [spec.name for spec in stages_of(*(choice[1] for choice in CHOICES))]
     models = ["old_log_prob", "rollout_correction", "ref", "teacher", "values", "adv", "update_critic", "update_actor"]
     assert more == ["next_batch", "gen", "reward", "replay", *models, *outputs]
+
+
+def test_bypass_mode_has_no_forward_pass_for_the_old_log_probs():
+    names = [spec.name for spec in stages_of(f"{CORRECTION}.preset=bypass_pg_geo_rs_token_tis")]
+    assert "reuse_log_probs" in names and not {"old_log_prob", "rollout_correction"} & {*names}

@@ -142,7 +142,7 @@ def test_rollout_mismatch_counts_response_tokens_only():
 
 def test_rollout_mismatch_of_nothing_is_nan():
     metrics = _mismatch([[0.5]], [[0.5]], [[0]])
-    assert len(metrics) == 9 and all(math.isnan(value) for value in metrics.values())
+    assert len(metrics) == 20 and all(math.isnan(value) for value in metrics.values())
 
 
 # -- time
