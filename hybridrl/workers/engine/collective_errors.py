@@ -61,8 +61,8 @@ def log_skipped_updates(num_updates: int, norm: float) -> None:
         norm: Gradient norm that was found.
     """
     logger.warning(
-        "Skipped the optimizer step after update %d: the loss or the gradient is not finite (norm %s). "
-        "Parameters are unchanged.",
+        "Skipped the optimizer step after update %d: the loss or the gradient is not finite (norm %s), or no token is "
+        "left to train on. Parameters are unchanged.",
         num_updates,
         norm,
     )
