@@ -1,9 +1,13 @@
 """Losses of an optimizer step, with numbers worked out by hand."""
 
+import math
+
 import pytest
 import torch
 
+from hybridrl.config.schema.rollout_correction import RolloutCorrectionConfig, correction_plan
 from hybridrl.config.schema.workers import ActorConfig, PolicyLossConfig
+from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.losses import GlobalCounts, actor_loss
 
@@ -38,3 +42,27 @@ def test_importance_weights_multiply_the_advantages():
     loss, _ = loss_fn({"log_probs": log_probs_BT}, DataProto.from_dict(tensors=columns))
     loss.backward()
     assert log_probs_BT.grad.tolist() == [[-0.5, 4.0, 0.0]]
+
+
+def test_the_loss_of_bypass_mode_rejects_tokens_and_keeps_them_in_the_divisor():
+    # ratios 1 and 2 to the rollout; 2 is rejected: d loss / d log_prob is -advantage / 2 tokens where kept
+    log_probs_BT = torch.tensor([[0.0, math.log(2.0)]], requires_grad=True)
+    columns = {"response_mask": torch.ones(1, 2), "old_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1, 2)}
+    settings = {"bypass_mode": True, "rollout_rs": ["token_k1"], "rollout_rs_threshold": [1.5]}
+    correction = correction_plan(RolloutCorrectionConfig(**settings))
+    loss_fn = actor_loss(ActorConfig(), GlobalCounts(num_tokens=2.0, num_seqs=1.0), correction=correction)
+    loss, stats = loss_fn({"log_probs": log_probs_BT}, DataProto.from_dict(tensors=columns))
+    loss.backward()
+    assert log_probs_BT.grad.tolist() == [[-0.5, 0.0]]
+    assert stats["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+
+
+def test_a_loss_gets_the_columns_that_its_parameters_name_and_says_which_it_lacks():
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov"))
+    loss_fn = actor_loss(config, GlobalCounts(num_tokens=2.0, num_seqs=1.0))
+    columns = {"response_mask": torch.ones(1, 2), "old_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1, 2)}
+    outputs = {"log_probs": torch.zeros(1, 2)}
+    with pytest.raises(DataError, match="policy loss clip_cov reads the column 'cov_selected', which the batch lacks"):
+        loss_fn(outputs, DataProto.from_dict(tensors=columns))
+    chosen = columns | {"cov_selected": torch.tensor([[True, False]])}
+    assert loss_fn(outputs, DataProto.from_dict(tensors=chosen))[0] == -0.5

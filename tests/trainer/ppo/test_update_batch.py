@@ -1,0 +1,79 @@
+"""What the update gets: rows, the mask that is left of them, and the tokens that clip_cov and kl_cov act on."""
+
+import logging
+
+import pytest
+import torch
+
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.update_batch import add_covariance_selection, has_tokens, select_training_rows
+from hybridrl.trainer.roles import Role
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+def config_of(*words: str) -> PPOConfig:
+    return load_config(PPOConfig, list(words), program="p", config_name="ppo_trainer")
+
+
+def batch_of(rows: int = 12, prompt: int = 4, length: int = 6) -> DataProto:
+    torch.manual_seed(0)
+    lengths = torch.arange(rows) % length + 1
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    tensors = {
+        "input_ids": torch.randint(1, 90, (rows, prompt + length)),
+        "attention_mask": torch.cat([torch.ones(rows, prompt, dtype=torch.long), mask], dim=1),
+        "response_mask": mask,
+        "old_log_probs": -torch.rand(rows, length) * 5,
+        "advantages": torch.randn(rows, length) * 3,
+        "rollout_rs_mask": mask * (torch.arange(rows) % 2)[:, None],
+        "reward_valid": torch.ones(rows, dtype=torch.bool),
+    }
+    return DataProto.from_dict(tensors=tensors)
+
+
+def test_rejected_tokens_leave_the_mask_of_the_update_and_not_that_of_the_batch():
+    batch = batch_of()
+    before, columns = batch.batch["response_mask"].clone(), ["response_mask", "rollout_rs_mask"]
+    data = select_training_rows(batch, columns, config_of(), role=Role.Actor, step=1)
+    assert torch.equal(data.batch["response_mask"], batch.batch["rollout_rs_mask"])
+    assert "rollout_rs_mask" not in data.batch.keys() and len(data) == len(batch)
+    assert torch.equal(batch.batch["response_mask"], before)
+    whole = select_training_rows(batch, ["response_mask"], config_of(), role=Role.Critic, step=1)
+    assert torch.equal(whole.batch["response_mask"], before)
+
+
+def test_an_update_without_a_token_is_reported(caplog):
+    batch = batch_of()
+    assert has_tokens(batch, step=3) and not caplog.text
+    batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
+    with caplog.at_level(logging.WARNING):
+        assert not has_tokens(batch, step=3)
+    assert "step 3: rollout correction or staleness left no token of 12 responses" in caplog.text
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_the_selection_belongs_to_the_tokens_whatever_the_order_of_rows(loss):
+    settings = [
+        f"{LOSS}.loss_mode={loss}",
+        f"{LOSS}.{loss}_ratio=0.2",
+        f"{LOSS}.clip_cov_lb=0.1",
+        f"{LOSS}.clip_cov_ub=9",
+    ]
+    config, batch, order = config_of(*settings), batch_of(), torch.randperm(12)
+    other = DataProto.from_dict(tensors={name: column[order] for name, column in batch.batch.items()})
+    for data in (batch, other):
+        add_covariance_selection(data, config, step=5)
+    selected = batch.batch["cov_selected"]
+    assert 0 < selected.sum() <= 0.2 * batch.batch["response_mask"].sum()
+    assert torch.equal(other.batch["cov_selected"], selected[order])
+    again = batch_of()
+    add_covariance_selection(again, config, step=6)
+    assert torch.equal(again.batch["cov_selected"], selected) == (loss == "kl_cov")
+
+
+def test_other_losses_get_no_selection():
+    batch = batch_of()
+    add_covariance_selection(batch, config_of(), step=1)
+    assert "cov_selected" not in batch.batch.keys()
