@@ -95,6 +95,15 @@ def resume_stages(pending: Pending) -> Pending:
     return pending
 
 
+def run_once(fns: Iterable[StageFn], ctx: Any) -> None:
+    """Run whole stages in order outside a task: all first halves, then the second ones in reverse order."""
+    with close_on_error([]) as pending:
+        for fn in fns:
+            suspended = start_stage(fn, ctx)
+            pending += [] if suspended is None else [suspended]
+        resume_stages(pending)
+
+
 def composed_spec(kind: str, fns: Iterable[StageFn]) -> StageSpec:
     """Return the spec of several stages that are used as one."""
     return StageSpec(f"{kind}<{','.join(spec_of(fn).name for fn in fns)}>")

@@ -280,7 +280,7 @@ class Trainer:
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
         """Commit a checkpoint every `trainer.save_freq` steps, after the last one, and before an exit by SIGTERM."""
         epoch, rows = ctx.metrics.get("training/epoch"), ctx.get("prompt_rows", ())
-        self.ledger.end_step(self.global_steps, epoch=epoch, prompts=rows)
+        self.ledger.end_step(self.global_steps, epoch=epoch, prompts=rows, outcomes=ctx.get("group_outcomes"))
         terminating = self.context.termination.received
         due = terminating or self.commit_is_due()
         self.step_retry.take_snapshot(force=due)

@@ -27,6 +27,7 @@ from hybridrl.config.checks.rollout import (
     weight_sync_problems,
 )
 from hybridrl.config.checks.rollout_correction import rollout_correction_problems
+from hybridrl.config.checks.sampling import sampling_problems
 from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
 from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
 from hybridrl.config.reward_limits import RewardLimits
@@ -181,11 +182,15 @@ def reward_problems(config: PPOConfig) -> Problems:
 
 
 def dataset_class_problems(config: PPOConfig) -> Problems:
-    """Yield a dataset class with a path and no name, or a name and no path."""
+    """Yield a class of dataset or sampler with a path and no name, or a name and no path."""
     custom = config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         absent = "path" if custom.path is None else "name"
         yield f"data.custom_cls.{absent}=null: a dataset class needs both data.custom_cls.path and data.custom_cls.name"
+    sampler = config.data.sampler
+    if (sampler.class_path is None) != (sampler.class_name is None):
+        absent = "class_path" if sampler.class_path is None else "class_name"
+        yield f"data.sampler.{absent}=null: a sampler needs both data.sampler.class_path and data.sampler.class_name"
 
 
 def world_size_problems(config: PPOConfig | SFTConfig) -> Problems:
@@ -335,6 +340,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     agent_problems,
     weight_sync_problems,
     mini_batch_problems,
+    sampling_problems,
     reward_problems,
     reward_limit_problems,
     distillation_problems,

@@ -12,6 +12,14 @@ class ImportPath:
 
 
 @dataclass(frozen=True)
+class SamplerConfig:
+    class_path: str | None = setting(
+        None, "Python file or module of a sampler class; null means data.shuffle decides the order."
+    )
+    class_name: str | None = setting(None, "Its name in that file; called with data_source and data_config.")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     train_files: list[str] = setting([], "Parquet files of training prompts (one path or a list).")
     val_files: list[str] = setting([], "Parquet files of validation prompts (one path or a list).")
@@ -20,7 +28,13 @@ class DataConfig:
         "images", "Column with images; a dataset that has one is refused, because this release reads text only."
     )
     train_batch_size: int = setting(1024, "Prompts of one step.", ge=1)
+    gen_batch_size: int | None = setting(
+        None,
+        "Prompts of one generation batch with algorithm.filter_groups; null means data.train_batch_size.",
+        ge=1,
+    )
     val_batch_size: int | None = setting(None, "Prompts of one validation call; null means all.", ge=1)
+    train_max_samples: int = setting(-1, "Use only the first rows for training; -1 means all.", ge=-1)
     val_max_samples: int = setting(-1, "Use only the first rows for validation; -1 means all.", ge=-1)
     max_prompt_length: int = setting(512, "Longest prompt in tokens.", gt=0)
     max_response_length: int = setting(512, "Longest response in tokens.", gt=0)
@@ -29,4 +43,5 @@ class DataConfig:
     shuffle: bool = setting(True, "Shuffle the prompts, in a new order each epoch.")
     seed: int = setting(1, "Seed of the order of prompts.", ge=0)
     apply_chat_template_kwargs: dict = setting({}, "Keyword arguments for the tokenizer's chat template.", free=True)
+    sampler: SamplerConfig = section(SamplerConfig, "The order of prompts, such as a curriculum by difficulty.")
     custom_cls: ImportPath = section(ImportPath, "A dataset class in place of RLHFDataset.")

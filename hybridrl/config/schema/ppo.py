@@ -21,6 +21,21 @@ class KLCtrlConfig:
 
 
 @dataclass(frozen=True)
+class FilterGroupsConfig:
+    enable: bool = setting(
+        False, "Drop groups whose samples all have the same reward, and generate more until the batch is full."
+    )
+    metric: str | None = setting(
+        None,
+        "What the samples of a group are compared by; acc as the reward function returns it, null means seq_reward.",
+        choices=("seq_reward", "seq_final_reward", "score", "acc"),
+    )
+    max_num_gen_batches: int = setting(
+        0, "Generation batches of one step; a step that needs more ends the run. 0 means no limit.", ge=0
+    )
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = setting("gae", "Advantage estimator by its registered name.")
     path: list[str] = setting([], "Python files or modules that register estimators and policy losses of your own.")
@@ -42,6 +57,9 @@ class AlgorithmConfig:
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of the KL in the reward.")
     rollout_correction: RolloutCorrectionConfig = section(
         RolloutCorrectionConfig, "Correction for samples from other weights or another engine."
+    )
+    filter_groups: FilterGroupsConfig = section(
+        FilterGroupsConfig, "Dynamic sampling: train on groups with different rewards only (DAPO)."
     )
 
 

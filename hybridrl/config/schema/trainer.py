@@ -119,5 +119,7 @@ class TrainerConfig:
     trace: bool = setting(
         False, "Record start and end of every stage, worker call and wait; `hybridrl trace` makes a timeline of them."
     )
-    rollout_data_dir: str | None = setting(None, "Write every step's rollouts there as JSONL.")
+    rollout_data_dir: str | None = setting(
+        None, "Write every step's rollouts there as JSONL, also those that algorithm.filter_groups drops."
+    )
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")

@@ -11,6 +11,8 @@ step:
 
     begin    the step that the process resumes after; updates of earlier lines of later steps are not in the weights
     prompts  rows of the training data that the step trained on
+    drawn    with `algorithm.filter_groups`: epoch -> what became of a prompt -> rows. A prompt is trained, filtered,
+             surplus (dropped), or kept for the next step, whose line has it again
     stages   how often each stage that is not pure ran
     updates  optimizer steps in the weights, as the workers count them
 
@@ -31,11 +33,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.errors import CheckpointError
 from hybridrl.framework.stage import StageFn, spec_of
+from hybridrl.trainer.checkpoint.ledger_audit import Outcomes, audit
 
 FILE = "ledger.jsonl"
 LEDGER = "ledger"  # in a checkpoint's trainer.json
@@ -138,8 +140,17 @@ class StepLedger:
         """Return the largest number of runs, in this step, of a stage that may run only once."""
         return {"ledger/runs_per_stage": float(max(self._stage_runs.values(), default=0))}
 
-    def end_step(self, step: int, *, epoch: float | None, prompts: Iterable[int]) -> None:
-        """Record a step that is complete except for its checkpoint; `epoch` is None if unknown."""
+    def end_step(
+        self, step: int, *, epoch: float | None, prompts: Iterable[int], outcomes: Outcomes | None = None
+    ) -> None:
+        """Record a step that is complete except for its checkpoint.
+
+        Args:
+            step: The step.
+            epoch: Epoch of its prompts, None if unknown.
+            prompts: Rows that it trained on.
+            outcomes: What became of every prompt, if the step has drawn more than it trained on.
+        """
         with self._count_lock:
             runs, self._stage_runs = dict(self._stage_runs), collections.Counter()
         if self._start_entry is not None:
@@ -147,7 +158,8 @@ class StepLedger:
             self._start_entry = None
         self.step = step
         entry = {"step": step, "epoch": None if epoch is None else int(epoch), "prompts": [int(row) for row in prompts]}
-        self._append(entry | {"stages": runs, "updates": dict(self.updates)})
+        drawn = {} if outcomes is None else {"drawn": outcomes}
+        self._append(entry | drawn | {"stages": runs, "updates": dict(self.updates)})
 
     def commit(self, num_updates: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         """Return the ledger's part of a checkpoint of the last step.
@@ -286,86 +298,6 @@ def _cut_partial_line(path: str, *, expected: tuple[int, str] | None) -> str:
                 "ledger of another run; move it away, or set trainer.default_local_dir to a new value"
             )
     return entries[-1][CHECKSUM]
-
-
-@dataclass
-class LedgerAudit:
-    """What a ledger adds up to.
-
-    Attributes:
-        steps: Step -> entry, for the steps that are in the weights.
-        num_repeated: Steps that ran again after a process ended or rewound.
-        first: Steps up to this one are in another run's ledger.
-        rows: Rows of the training data.
-    """
-
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    num_repeated: int = 0
-    first: int = 0
-    rows: int = 0
-
-    def problems(self) -> list[str]:
-        """Return one sentence per step, stage or prompt that was not applied exactly once."""
-        found = [
-            f"step {step} is missing"
-            for step in range(self.first + 1, max(self.steps, default=self.first))
-            if step not in self.steps
-        ]
-        found += [
-            f"step {step}: {stage} ran {times} times"
-            for step, entry in self.steps.items()
-            for stage, times in entry["stages"].items()
-            if times != 1
-        ]
-        used = self.prompts()
-        for epoch, rows in used.items():
-            twice = sorted(row for row, times in collections.Counter(rows).items() if times > 1)
-            found += (
-                [f"epoch {epoch}: prompts {twice[:5]} were used more than once ({len(twice)} in all)"] if twice else []
-            )
-        for epoch in sorted(used)[:-1] if not self.first else ():
-            missing = sorted({*range(self.rows)} - {*used[epoch]})
-            found += [f"epoch {epoch}: prompts {missing[:5]} were not used ({len(missing)} in all)"] if missing else []
-        return found
-
-    def prompts(self) -> dict[int, list[int]]:
-        """Return epoch -> rows that were trained on."""
-        found: dict[int, list[int]] = {}
-        for entry in self.steps.values():
-            if entry["epoch"] is not None:
-                found.setdefault(entry["epoch"], []).extend(entry["prompts"])
-        return found
-
-    def __str__(self) -> str:
-        runs = [times for entry in self.steps.values() for times in entry["stages"].values()]
-        mean = sum(runs) / max(1, len(runs))
-        updates = self.steps[max(self.steps)]["updates"] if self.steps else {}
-        lines = [
-            f"steps in the weights: {len(self.steps)}, run again after a process ended or rewound: {self.num_repeated}",
-            f"runs of a stage per step: {mean:g} (of those that may run only once)",
-            "optimizer steps in the weights: "
-            f"{', '.join(f'{role} {number}' for role, number in updates.items()) or 'none'}",
-            f"prompts per epoch, of {self.rows}: "
-            f"{', '.join(str(len(rows)) for rows in self.prompts().values()) or 'none'}",
-        ]
-        return "\n".join([*lines, *(self.problems() or ["every stage and every prompt exactly once"])])
-
-
-def audit(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
-    """Return the audit of a ledger's entries."""
-    result = LedgerAudit()
-    for entry in entries:
-        if "begin" in entry:
-            undone = [step for step in result.steps if step > entry["begin"]]
-            result.num_repeated += len(undone)
-            for step in undone:
-                del result.steps[step]
-            result.rows = entry["rows"]
-            if not result.steps:
-                result.first = entry["begin"]
-        else:
-            result.steps[entry["step"]] = dict(entry)
-    return result
 
 
 def main(argv: Sequence[str]) -> int:

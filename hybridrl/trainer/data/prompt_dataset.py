@@ -191,6 +191,29 @@ def load_dataset(config: DataConfig, files: list[str] | str, tokenizer: Any, *, 
     return cls(files, tokenizer, config, max_samples=max_samples)
 
 
+def load_sampler(config: DataConfig, dataset: Any) -> Any:
+    """Return the sampler in `data.sampler`, or None if there is none.
+
+    Raises:
+        ConfigError: The class cannot be found, or is no sampler of a position that can be saved.
+    """
+    path, name = config.sampler.class_path, config.sampler.class_name
+    if path is None and name is None:
+        return None
+    if path is None or name is None:
+        raise ConfigError(
+            f"data.sampler.class_path={path} and data.sampler.class_name={name} go together; set both or none"
+        )
+    cls = load_object(path, name)
+    required = ("__iter__", "state_dict", "load_state_dict")
+    if absent := [method for method in required if not hasattr(cls, method)]:
+        raise ConfigError(
+            f"data.sampler: {name} in {path} has no {', '.join(absent)}; a sampler needs {', '.join(required)}, so "
+            "that a resumed run continues with the same prompts"
+        )
+    return cls(data_source=dataset, data_config=config)
+
+
 def load_prompt_data(
     data: DataConfig, tokenizer: Any, train: Any, val: Any, collate: Callable, sampler: Any
 ) -> tuple[PromptLoader, Any]:
@@ -200,10 +223,14 @@ def load_prompt_data(
         train, val, sampler: None takes what the settings name.
         collate: Rows to a `DataProto`.
     """
-    train = load_dataset(data, data.train_files, tokenizer) if train is None else train
+    train = (
+        load_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples) if train is None else train
+    )
     if val is None and data.val_files:
         val = load_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
+    sampler = load_sampler(data, train) if sampler is None else sampler
+    size = data.gen_batch_size or data.train_batch_size
     loader = PromptLoader(
-        train, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed, collate=collate, sampler=sampler
+        train, batch_size=size, shuffle=data.shuffle, seed=data.seed, collate=collate, sampler=sampler
     )
     return loader, val

@@ -1,7 +1,7 @@
 """The order of a run's prompts, and the position of a resumed run.
 
-`PromptLoader` iterates a dataset batch by batch and epoch by epoch. `StepPrompts` draws the prompts of each training
-step and gives each an id that its samples share and a seed of its own. Used by the trainers and by validation, in the
+`PromptLoader` iterates a dataset batch by batch and epoch by epoch. `StepPrompts` draws the prompts of each generation
+batch and gives each an id that its samples share and a seed of its own. Used by the trainers and by validation, in the
 driver.
 """
 
@@ -86,6 +86,11 @@ class PromptLoader:
             {} if sampler is not None else {"seed": seed, "shuffle": shuffle}
         )
         self._sampler: Any = EpochSampler(len(dataset), shuffle=shuffle, seed=seed) if sampler is None else sampler
+
+    def update_sampler(self, batch: DataProto) -> None:
+        """Show a scored generation batch to a sampler that has `update`; other samplers ignore results."""
+        if hasattr(self._sampler, "update"):
+            self._sampler.update(batch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -198,30 +203,23 @@ ROW = "dataset_row"  # column: a prompt's row in the training data
 
 
 class StepPrompts:
-    """Draws one batch per step up to `total_steps`, in order.
+    """Draws the generation batches of a run, in order: one per step, or more with `algorithm.filter_groups`.
 
     Attributes:
-        num_drawn: The last step whose prompts were drawn.
+        num_drawn: Number of the last batch that was drawn, counted from 1.
     """
 
-    def __init__(self, loader: PromptLoader, *, seed: int, total_steps: int):
-        self.loader, self.seed, self.total_steps, self.num_drawn = loader, seed, total_steps, 0
+    def __init__(self, loader: PromptLoader, *, seed: int):
+        self.loader, self.seed, self.num_drawn = loader, seed, 0
 
-    def next_batch(self, *, until: int) -> DataProto | None:
-        """Return the prompts of the next step, or None.
-
-        None beyond step `until` and at the end of the run.
-
-        `meta_info` has `step` and `epoch`.
-        """
-        step, epoch = self.num_drawn + 1, self.loader.epoch
-        if step > min(until, self.total_steps):
-            return None
+    def next_batch(self) -> DataProto:
+        """Return the prompts of the next batch; `meta_info` has its `number` and `epoch`."""
+        number, epoch = self.num_drawn + 1, self.loader.epoch
         batch = self.loader.next_batch()
-        batch.meta_info = {"step": step, "epoch": epoch}
-        assign_uids_and_seeds(batch, seed=self.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step)
+        batch.meta_info = {"number": number, "epoch": epoch}
+        assign_uids_and_seeds(batch, seed=self.seed, purpose=Purpose.TRAIN_ROLLOUT, step=number)
         batch.non_tensor_batch[ROW] = np.array(self.loader.rows, dtype=object)
-        self.num_drawn = step
+        self.num_drawn = number
         return batch
 
     def state_dict(self) -> dict[str, int]:

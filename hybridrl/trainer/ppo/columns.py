@@ -37,27 +37,32 @@ ESTIMATES = (TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS)
 CRITIC_INPUT = (*MODEL_INPUT, VALUES, RETURNS)
 """What the critic is trained on; for the actor see `stages.actor_input`."""
 
+SAMPLING, SCORING = (("gen", "filter_groups", "replay"), ("reward", "filter_groups", "replay"))
+"""Stages that write samples, and scores; the last two of them replace and add rows."""
+
 COLUMNS: Mapping[str, Column] = {
-    INPUT_IDS: Column("int64", "B T", ("next_batch", "gen", "replay"), "tokens, prompts padded on the left"),
-    ATTENTION_MASK: Column("int64", "B T", ("next_batch", "gen", "replay"), "1 on tokens, 0 on padding"),
-    POSITION_IDS: Column("int64", "B T", ("next_batch", "gen", "replay"), "position from the first real token on"),
+    INPUT_IDS: Column("int64", "B T", ("next_batch", *SAMPLING), "tokens, prompts padded on the left"),
+    ATTENTION_MASK: Column("int64", "B T", ("next_batch", *SAMPLING), "1 on tokens, 0 on padding"),
+    POSITION_IDS: Column("int64", "B T", ("next_batch", *SAMPLING), "position from the first real token on"),
     SEEDS: Column("int64", "B", ("next_batch",), "seed of a prompt's responses; `gen` consumes it"),
     UID: Column("object", "B", ("next_batch",), "id that the samples of one prompt share"),
     DATASET_ROW: Column("object", "B", ("next_batch",), "row of the prompt in the training data"),
-    PROMPTS: Column("int64", "B P", ("gen", "replay"), "tokens of the prompt, padded on the left"),
-    RESPONSES: Column("int64", "B R", ("gen", "replay"), "tokens of the response, padded on the right"),
-    RESPONSE_MASK: Column("int64", "B R", ("gen", "replay"), "1 on tokens that the policy sampled"),
-    ROLLOUT_LOG_PROBS: Column("float32", "B R", ("gen", "replay"), "log-probs at which the rollout sampled"),
-    WEIGHTS_VERSION: Column("int64", "B", ("gen", "replay"), "version of the weights that sampled the first token"),
-    TOKEN_VERSIONS: Column("int64", "B R", ("gen", "replay"), "version of the weights of each token, -1 for none"),
-    NUM_TURNS: Column("int64", "B", ("gen", "replay"), "agent turns of the response"),
-    RM_SCORES: Column("float32", "B R", ("reward", "replay"), "the reward model's score, on the last token"),
-    TOKEN_LEVEL_SCORES: Column("float32", "B R", ("reward", "replay"), "rewards before any KL penalty"),
+    PROMPTS: Column("int64", "B P", SAMPLING, "tokens of the prompt, padded on the left"),
+    RESPONSES: Column("int64", "B R", SAMPLING, "tokens of the response, padded on the right"),
+    RESPONSE_MASK: Column("int64", "B R", SAMPLING, "1 on tokens that the policy sampled"),
+    ROLLOUT_LOG_PROBS: Column("float32", "B R", SAMPLING, "log-probs at which the rollout sampled"),
+    WEIGHTS_VERSION: Column("int64", "B", SAMPLING, "version of the weights that sampled the first token"),
+    TOKEN_VERSIONS: Column("int64", "B R", SAMPLING, "version of the weights of each token, -1 for none"),
+    NUM_TURNS: Column("int64", "B", SAMPLING, "agent turns of the response"),
+    RM_SCORES: Column("float32", "B R", SCORING, "the reward model's score, on the last token"),
+    TOKEN_LEVEL_SCORES: Column("float32", "B R", SCORING, "rewards before any KL penalty"),
     REWARD_VALID: Column(
-        "bool", "B", ("reward", "reward_baselines", "replay"), "whether scoring succeeded; other rows train nothing"
+        "bool", "B", (*SCORING, "reward_baselines"), "whether scoring succeeded; other rows train nothing"
     ),
-    REWARD_COMPONENTS: Column("float32", "B K", ("reward", "replay"), "the rewards of `algorithm.gdpo_reward_keys`"),
-    REWARD_BASELINES: Column("float32", "B", ("reward_baselines", "replay"), "score of a greedy response (remax)"),
+    REWARD_COMPONENTS: Column("float32", "B K", SCORING, "the rewards of `algorithm.gdpo_reward_keys`"),
+    REWARD_BASELINES: Column(
+        "float32", "B", ("reward_baselines", "filter_groups", "replay"), "score of a greedy response (remax)"
+    ),
     OLD_LOG_PROBS: Column(
         "float32", "B R", ("old_log_prob", "reuse_log_probs"), "log-probs of the policy to be trained"
     ),

@@ -27,7 +27,8 @@ from hybridrl.trainer.ppo.policy.groups import make_policy
 from hybridrl.trainer.ppo.policy.rollout_pipeline import make_pipeline
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.rewards import NoRewardGuard, NoSignalWarning, RewardFn, make_kl_controller
-from hybridrl.trainer.ppo.stages import check_roles, uses_greedy_baseline
+from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter
+from hybridrl.trainer.ppo.stages import check_roles, filters_groups, uses_greedy_baseline
 from hybridrl.trainer.ppo.update_batch import num_optimizer_steps
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
 from hybridrl.trainer.recovery.step_snapshot import load_resume_state
@@ -84,11 +85,18 @@ class PPOLoop(Trainer):
             context=context,
         )
         self.middleware = middleware
-        self.prompts = StepPrompts(train_loader, seed=config.trainer.seed, total_steps=self.total_training_steps)
+        self.prompts = StepPrompts(train_loader, seed=config.trainer.seed)
         self.replay_buffer = ReplayBuffer(
             config.trainer.replay,
             n=config.actor_rollout_ref.rollout.n,
             staleness=config.trainer.staleness or 0,
+            pad_token_id=pad_token_id(tokenizer),
+        )
+        self.group_filter = GroupFilter(
+            config.algorithm.filter_groups,
+            n=config.actor_rollout_ref.rollout.n,
+            batch_size=config.data.train_batch_size,
+            max_age=config.trainer.lag if config.trainer.staleness is None else config.trainer.staleness,
             pad_token_id=pad_token_id(tokenizer),
         )
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
@@ -118,9 +126,15 @@ class PPOLoop(Trainer):
 
     def init_role(self, role: str) -> None:
         """Load this role's model into its newly started processes."""
-        sizes = self.train_loader.batch_sizes(self.total_training_steps)
+        sizes = self._batch_sizes()
         self.groups[role].init_model(num_optimizer_steps(self.config, sizes, role=role))
         self.groups[role].mark_ready()
+
+    def _batch_sizes(self) -> list[int]:
+        """Return the number of prompts that each step trains on."""
+        if filters_groups(self.config):
+            return [self.config.data.train_batch_size] * self.total_training_steps
+        return self.train_loader.batch_sizes(self.total_training_steps)
 
     def shutdown(self) -> None:
         """Stop the worker processes and release their devices. Safe to call twice."""
@@ -142,6 +156,7 @@ class PPOLoop(Trainer):
             "prompts": self.prompts,
             "kl_ctrl": self.kl_ctrl,
             "ahead": self.pipeline,
+            "surplus": self.group_filter,
             "replay": self.replay_buffer,
             LEDGER: self.ledger,
             **({"reward_moments": self.reward_moments} if self.reward_moments is not None else {}),
@@ -180,7 +195,7 @@ class PPOLoop(Trainer):
             self.tracking.log(validate(self, step=self.global_steps), self.global_steps)
         if trainer.val_only:
             return
-        while (batch := self.prompts.next_batch(until=self.global_steps + self.pipeline.lag)) is not None:
+        while (batch := self.draw_prompts(self.num_ahead)) is not None:
             self._submit(batch)
         super().run_remaining_steps()
 
@@ -208,13 +223,22 @@ class PPOLoop(Trainer):
 
     # ---- prompts
 
+    @property
+    def num_ahead(self) -> int:
+        """Generation batches that are pending for later steps: the lag, and fewer near the end of the run."""
+        return min(self.pipeline.lag, self.total_training_steps - self.global_steps)
+
+    def draw_prompts(self, max_pending: int) -> DataProto | None:
+        """Return the prompts of the next generation batch, or None if `max_pending` batches are pending already."""
+        return self.prompts.next_batch() if len(self.pipeline) < max_pending else None
+
     def _submit(self, batch: DataProto) -> None:
-        step, epoch = batch.meta_info.pop("step"), batch.meta_info.pop("epoch")
+        number, epoch = batch.meta_info.pop("number"), batch.meta_info.pop("epoch")
         prompts = self._split_generation_inputs(batch)
-        seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=step)
+        seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=number)
         prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed)}
         self.pipeline.submit(
-            prompts, batch, step=step, epoch=epoch, greedy_prompts=self._greedy_prompts(prompts, seed=seed)
+            prompts, batch, number=number, epoch=epoch, greedy_prompts=self._greedy_prompts(prompts, seed=seed)
         )
 
     def _greedy_prompts(self, prompts: DataProto, *, seed: int) -> DataProto | None:

@@ -95,8 +95,7 @@ class ReplayBuffer:
 
     def concat_padded(self, batches: Sequence[DataProto]) -> DataProto:
         """Return the rows of all batches, with prompts padded on the left to one width."""
-        width = max(batch.batch["prompts"].shape[1] for batch in batches)
-        return DataProto.concat([_pad_to(batch, width, self.pad_token_id) for batch in batches])
+        return concat_padded(batches, pad_token_id=self.pad_token_id)
 
     # -- snapshot
 
@@ -127,6 +126,12 @@ class ReplayBuffer:
         for i, entry in enumerate(entries):
             own = torch.arange(i * self.n, (i + 1) * self.n)
             self._groups.append(SampleGroup(rows.select_idxs(own), entry["version"], entry["uses"]))
+
+
+def concat_padded(batches: Sequence[DataProto], *, pad_token_id: int) -> DataProto:
+    """Return the rows of all batches, with prompts padded on the left to one width."""
+    width = max(batch.batch["prompts"].shape[1] for batch in batches)
+    return DataProto.concat([_pad_to(batch, width, pad_token_id) for batch in batches])
 
 
 def _pad_to(batch: DataProto, width: int, pad_token_id: int) -> DataProto:

@@ -58,6 +58,11 @@ def uses_sum_pi_squared(config: PPOConfig) -> bool:
     return "sum_pi_squared_BT" in needs if chosen is None else chosen
 
 
+def filters_groups(config: PPOConfig) -> bool:
+    """Return whether groups with equal rewards are dropped, and more are generated in their place."""
+    return config.algorithm.filter_groups.enable
+
+
 def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool, has_agent_loops: bool) -> None:
     """Raise ConfigError if a stage has no role or function to execute it.
 
@@ -75,8 +80,9 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
         )
     if uses_sum_pi_squared(config) and bypasses_old_log_prob(config):
         raise ConfigError(
-            f"algorithm.adv_estimator={estimator} reads sum_pi_squared, which the actor computes with its log-probs, and "
-            "algorithm.rollout_correction.bypass_mode leaves that pass out; set bypass_mode=false or take another estimator"
+            f"algorithm.adv_estimator={estimator} reads sum_pi_squared, which the actor computes with its log-probs, "
+            "and algorithm.rollout_correction.bypass_mode leaves that pass out; set bypass_mode=false, or take another "
+            "estimator"
         )
     if uses_critic(config) and Role.Critic not in roles:
         raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")

@@ -1,12 +1,12 @@
 """PPO, GRPO and relatives: the driver of one training step.
 
-    next_batch -> generate -> reward -> [reward_baselines] -> [replay] -> old_log_prob -> [rollout_correction]
-      prompts     responses   scores     reward_baselines                 old_log_probs    rollout_is_weights
+    next_batch -> generate -> reward -> [reward_baselines] -> [update_sampler] -> [filter_groups] -> [replay]
+      prompts     responses   scores     reward_baselines
 
-    -> [ref_log_prob] -> [teacher_log_prob] -> [values] -> advantage -> [update_critic] -> update_actor
-       ref_log_prob       teacher_log_prob      values     advantages, returns
+    -> old_log_prob -> [rollout_correction] -> [ref_log_prob] -> [teacher_log_prob] -> [values] -> advantage
+       old_log_probs    rollout_is_weights      ref_log_prob      teacher_log_prob      values     advantages, returns
 
-    -> update_weights -> validate -> log -> save_checkpoint
+    -> [update_critic] -> update_actor -> update_weights -> validate -> log -> save_checkpoint
 
 A step is the list `RayPPOTrainer.step`, in order; stages in brackets depend on the settings. Each stage is a method
 that adds the columns under it to `ctx.batch` (all of them: `columns.py`). To change a step, override a stage or change
@@ -27,6 +27,8 @@ import os
 import time
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
@@ -34,7 +36,8 @@ from hybridrl.config.engines import engine_settings
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
-from hybridrl.framework.stage import Stage
+from hybridrl.framework.stage import Stage, spec_of
+from hybridrl.framework.stage_halves import run_once
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.data.seeds import Purpose, call_seed
@@ -68,10 +71,12 @@ from hybridrl.trainer.ppo.rewards import (
     add_token_rewards,
     score_batch,
 )
+from hybridrl.trainer.ppo.sampling.group_metrics import group_metrics
 from hybridrl.trainer.ppo.stages import (
     actor_input,
     bypasses_old_log_prob,
     correction_columns,
+    filters_groups,
     optional_columns,
     stage_roles,
     uses_components,
@@ -89,6 +94,7 @@ from hybridrl.trainer.ppo.update_batch import (
 )
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
+from hybridrl.trainer.run.metrics import mean_over_batches
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.samples import sample_rows, write_samples
 
@@ -118,8 +124,8 @@ class RayPPOTrainer(PPOLoop):
     def step(cls, config: PPOConfig, roles: Collection[Role]) -> list[Stage]:
         """Return the stages of a step in order. `Stage.when` says which settings leave one out."""
         on, has = stage_roles(roles), optional_columns(config, roles)
-        replays, corrected = config.trainer.replay.groups > 0, correction_columns(config)
-        bypasses = bypasses_old_log_prob(config)
+        filters, replays = filters_groups(config), config.trainer.replay.groups > 0
+        corrected, bypasses = correction_columns(config), bypasses_old_log_prob(config)
         samples = GENERATED + has.sampled
         rewarded = has.model_scores + SCORES + has.components
         stored = samples + rewarded + has.baselines
@@ -132,7 +138,7 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),
             # 2. n responses to each prompt.
             Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, pure=config.trainer.lag == 0),
-            # 3. A score for each response; with a replay buffer, samples of earlier steps join.
+            # 3. A score for each response. Groups of equal scores are replaced, samples of earlier steps may join.
             Stage(cls.reward, role=on.reward_model, reads=RESPONSE, writes=rewarded),
             Stage(
                 cls.reward_baselines,
@@ -140,6 +146,8 @@ class RayPPOTrainer(PPOLoop):
                 reads=(c.REWARD_VALID,),
                 writes=(c.REWARD_VALID, *has.baselines),
             ).when(uses_greedy_baseline(config)),
+            Stage(cls.update_sampler, reads=SCORES, pure=False).when(config.data.sampler.class_path),
+            Stage(cls.filter_groups, role=on.rollout, reads=stored, writes=stored, pure=False).when(filters),
             Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
             # 4. What policy, reference and critic make of the tokens, before the update.
             Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
@@ -166,7 +174,7 @@ class RayPPOTrainer(PPOLoop):
         """Load the prompts of the step that is `trainer.lag` ahead. None near the end of the run."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
-        ctx.batch = self.prompts.next_batch(until=self.global_steps + self.pipeline.lag)
+        ctx.batch = self.draw_prompts(self.num_ahead + 1)
 
     def generate(self, ctx: BatchContext) -> None:
         """Generate `rollout.n` responses per prompt, in adjacent rows. With a lag, those of prompts loaded earlier."""
@@ -180,15 +188,18 @@ class RayPPOTrainer(PPOLoop):
             None if pending.greedy is None else join_responses(pending.other_columns, pending.greedy.get(), n=1)
         )
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": pending.epoch}
-        if self.pipeline.lag:
-            ctx.metrics |= staleness_metrics(ctx.batch, version=self.global_steps - 1)
         ctx.metrics |= self.generator.metrics
         self.policy.sleep_rollout()
+        ctx.metrics |= self._sample_metrics(ctx.batch)
+
+    def _sample_metrics(self, batch: DataProto) -> dict[str, float]:
+        """Return ages and lengths of the samples that the step trains on."""
+        metrics = staleness_metrics(batch, version=self.global_steps - 1) if self.group_filter.max_age else {}
         if self.config.trainer.balance_batch:
-            lengths = ctx.batch.batch["attention_mask"].sum(-1).tolist()
-            ctx.metrics |= global_seqlen_metrics(
-                lengths, balanced_partition(lengths, self._num_dp(self.policy.actor.world_size))
-            )
+            lengths = batch.batch["attention_mask"].sum(-1).tolist()
+            parts = balanced_partition(lengths, self._num_dp(self.policy.actor.world_size))
+            metrics |= global_seqlen_metrics(lengths, parts)
+        return metrics
 
     def generate_responses(
         self, batch: DataProto, *, n: int, seed: int, generate: Callable[[DataProto], DataProto] | None = None
@@ -217,9 +228,11 @@ class RayPPOTrainer(PPOLoop):
         if uses_components(self.config):
             keys = self.config.algorithm.gdpo_reward_keys
             ctx.metrics |= add_reward_components(ctx.batch, ctx.reward_extra, keys)
+        ctx.metrics |= group_metrics(ctx.batch, ctx.reward_extra, n=self.config.actor_rollout_ref.rollout.n)
         self.reward_guard.check(ctx.batch.batch["reward_valid"])
         if self.config.trainer.rollout_data_dir:
-            path = os.path.join(self.config.trainer.rollout_data_dir, f"{self.global_steps}.jsonl")
+            part = f".{ctx.gen_batch}" if "gen_batch" in ctx else ""
+            path = os.path.join(self.config.trainer.rollout_data_dir, f"{self.global_steps}{part}.jsonl")
             write_samples(path, sample_rows(ctx.batch, self.tokenizer, step=self.global_steps, extra=ctx.reward_extra))
 
     def reward_baselines(self, ctx: BatchContext) -> None:
@@ -241,6 +254,35 @@ class RayPPOTrainer(PPOLoop):
             model_input=MODEL_INPUT,
             metrics=metrics,
         )
+
+    def update_sampler(self, ctx: BatchContext) -> None:
+        """Show the results of all generated samples to the sampler, for the order of later prompts."""
+        results = ctx.batch.select()
+        results.non_tensor_batch = results.non_tensor_batch | {
+            name: np.fromiter(column, dtype=object, count=len(column)) for name, column in ctx.reward_extra.items()
+        }
+        self.train_loader.update_sampler(results)
+
+    def filter_groups(self, ctx: BatchContext) -> None:
+        """Drop groups of equal rewards; draw, generate and score more prompts until the batch is full."""
+        groups = self.group_filter.begin(version=self.global_steps - 1)
+        sampled = [ctx]
+        while not groups.add(sampled[-1].batch, sampled[-1].reward_extra, epoch=_epoch(sampled[-1])):
+            sampled.append(self._sample_again(ctx, gen_batch=len(sampled) + 1))
+        ctx.batch, ctx.reward_extra, ctx.group_outcomes = groups.take(), {}, groups.outcomes
+        ctx.prompt_rows = ctx.batch.non_tensor_batch[ROW][:: self.config.actor_rollout_ref.rollout.n]
+        ctx.metrics |= mean_over_batches([part.metrics for part in sampled]) | groups.metrics()
+        ctx.metrics |= self._sample_metrics(ctx.batch) | {"training/epoch": _epoch(sampled[-1])}
+
+    def _sample_again(self, ctx: BatchContext, *, gen_batch: int) -> BatchContext:
+        """Run the stages between `next_batch` and `filter_groups` for another generation batch; return its context."""
+        more = ctx.fork()
+        more.gen_batch = gen_batch
+        more.batch, more.metrics = self.draw_prompts(self.num_ahead + 1), {}
+        stages = self.stages()
+        names = [spec_of(fn).name for fn in stages]
+        run_once(stages[names.index("next_batch") + 1 : names.index("filter_groups")], more)
+        return more
 
     def replay(self, ctx: BatchContext) -> None:
         """Append sample groups of earlier steps to the batch, and store its own groups for later steps."""
@@ -362,3 +404,7 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics()
         if self.step_retry.is_first_completion(self.global_steps):
             self.tracking.log(ctx.metrics, self.global_steps)
+
+
+def _epoch(ctx: BatchContext) -> int:
+    return int(ctx.metrics["training/epoch"])

@@ -1,4 +1,4 @@
-"""Reduce the metrics of an update to one value each, for every trainer."""
+"""Reduce the metrics of an update, or of several batches, to one value each, for every trainer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,3 +16,9 @@ def mean_metrics(updates: Mapping[str, Sequence]) -> dict[str, float]:
         name: float(values[-1] if name.endswith(("/lr", "/num_updates")) else values.mean())
         for name, values in columns.items()
     }
+
+
+def mean_over_batches(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the batches that have it."""
+    names = dict.fromkeys(name for metrics in batches for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in batches if name in metrics])) for name in names}

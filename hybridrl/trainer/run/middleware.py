@@ -20,6 +20,7 @@ from hybridrl.framework.context import apply_changes
 from hybridrl.framework.stage import with_spec
 from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
+from hybridrl.trainer.checkpoint.ledger_audit import Outcomes
 
 Middleware = Callable[[Task, Any], None]
 
@@ -86,7 +87,9 @@ class BatchContext(OnlineRLContext):
         started_at: When the step began, `time.perf_counter()`.
         prompt_rows: Rows of the dataset that the step trains on.
         greedy: Greedy responses to the step's prompts, None without them.
-        reward_extra: Columns that the reward function returns beside the scores.
+        gen_batch: Number of the generation batch within its step, counted from 1; set for all but the first.
+        reward_extra: Columns that the reward function returns beside the scores. Empty after `filter_groups`.
+        group_outcomes: With `filter_groups`: epoch -> what became of a prompt -> its rows of the dataset.
         num_new: Samples of this step; those after them come from the replay buffer.
         updated: Whether the policy was updated.
     """
@@ -95,7 +98,9 @@ class BatchContext(OnlineRLContext):
     started_at: float = field(init=False)
     prompt_rows: Sequence[int] | np.ndarray = field(init=False)
     greedy: Any = field(init=False)
+    gen_batch: int = field(init=False)
     reward_extra: dict[str, list] = field(init=False)
+    group_outcomes: Outcomes = field(init=False)
     num_new: int = field(init=False)
     updated: bool = field(init=False)
 

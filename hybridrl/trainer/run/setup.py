@@ -104,6 +104,8 @@ def warn_about_disabled_outputs(config: PPOConfig | SFTConfig) -> None:
 def warn_about_small_batches(config: PPOConfig | SFTConfig, *, num_rows: int) -> None:
     """Warn if batches will be smaller than configured; `num_rows` is of the training data."""
     batch, size = config.data.train_batch_size, min(config.data.train_batch_size, num_rows)
+    if isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable:
+        size = batch  # a step generates until it is full
     if size < batch:
         logger.warning(
             "data.train_batch_size=%d: the training data has %d rows, so every step has only those", batch, num_rows

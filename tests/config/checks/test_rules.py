@@ -98,6 +98,27 @@ def check(tmp_path):
             "algorithm.adv_estimator=optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=false",
             "calculate_sum_pi_squared=false: optimal_token_baseline needs it",
         ),
+        ("data.sampler.class_path=mine.py", "data.sampler.class_name=null: a sampler needs both"),
+        (
+            "algorithm.filter_groups.enable=true",
+            "actor_rollout_ref.rollout.n=1: algorithm.filter_groups.enable=true compares several samples",
+        ),
+        (
+            "data.gen_batch_size=64",
+            "data.gen_batch_size=64: has no effect without algorithm.filter_groups.enable=true; leave it out",
+        ),
+        (
+            "algorithm.filter_groups.enable=true actor_rollout_ref.rollout.n=4 data.train_batch_size=8 "
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8 data.gen_batch_size=3 "
+            "algorithm.filter_groups.max_num_gen_batches=2",
+            "max_num_gen_batches=2: so many generation batches of 3 prompts (data.gen_batch_size) never fill "
+            "data.train_batch_size=8; set 3 or more, or 0 for no limit",
+        ),
+        (
+            "algorithm.filter_groups.enable=true actor_rollout_ref.rollout.n=4 algorithm.use_kl_in_reward=true "
+            "algorithm.filter_groups.metric=seq_final_reward",
+            "metric=seq_final_reward: groups are filtered before log-probs are computed",
+        ),
         (
             "critic.strategy=megatron",
             "critic.strategy=megatron: must be the engine of actor_rollout_ref.actor.strategy=fsdp",

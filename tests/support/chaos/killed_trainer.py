@@ -1,6 +1,7 @@
-"""`main_ppo` that kills itself with SIGKILL: KILL_STEP and KILL_BEFORE name a step and a stage, or `commit`.
+"""`main_ppo` that kills itself with SIGKILL: KILL_STEP and KILL_BEFORE name a step and a stage, `commit` or `refill`.
 
-`commit` is the middle of writing a checkpoint: the engines' files exist, the driver's do not.
+`commit` is the middle of writing a checkpoint: the engines' files exist, the driver's do not. `refill` is the middle of
+dynamic sampling: the second generation batch of the step is generated, and not scored.
 """
 
 import os
@@ -21,7 +22,7 @@ def die() -> None:
 class KilledTrainer(RayPPOTrainer):
     def stages(self):
         stages = super().stages()
-        if STAGE not in ("", "commit"):
+        if STAGE not in ("", "commit", "refill"):
             names = [spec_of(s).name for s in stages]
             stages.insert(names.index(STAGE), stage("kill")(self.kill))
         return stages
@@ -30,6 +31,11 @@ class KilledTrainer(RayPPOTrainer):
         # `next_batch` counts the step up.
         if self.global_steps + (STAGE == "next_batch") == STEP:
             die()
+
+    def reward(self, ctx):
+        if STAGE == "refill" and self.global_steps == STEP and "gen_batch" in ctx:
+            die()
+        super().reward(ctx)
 
     def trained_groups(self):
         groups = super().trained_groups()

@@ -31,7 +31,7 @@ class Run:
     """The driver's side of a run: draws prompts `lag` batches early, trains in order, records in a ledger."""
 
     def __init__(self, folder: str, *, rows: int, size: int, lag: int, steps: int):
-        self.lag = lag
+        self.lag, self.steps = lag, steps
         self.loader = PromptLoader(
             NumberedPrompts(rows),
             batch_size=size,
@@ -39,7 +39,7 @@ class Run:
             seed=3,
             collate=lambda items: collate_fn(items, pad_token_id=0),
         )
-        self.prompts = StepPrompts(self.loader, seed=3, total_steps=steps)
+        self.prompts = StepPrompts(self.loader, seed=3)
         self.ledger, self.pending, self.step = StepLedger(folder, rows=rows), deque[DataProto](), 0
 
     def resume(self, commit: dict | None) -> None:
@@ -53,8 +53,8 @@ class Run:
         self.fill(self.step + self.lag)
 
     def fill(self, until: int) -> None:
-        while (batch := self.prompts.next_batch(until=until)) is not None:
-            self.pending.append(batch)
+        while self.prompts.num_drawn < min(until, self.steps):
+            self.pending.append(self.prompts.next_batch())
 
     def train(self) -> None:
         self.step += 1

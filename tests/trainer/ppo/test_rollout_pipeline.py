@@ -39,7 +39,7 @@ def pipeline_with(*batches: int) -> RolloutPipeline:
     pipeline = RolloutPipeline(Rollout(), lag=2, chunk_tokens=[4])
     for step in batches:
         prompts = DataProto.from_dict(tensors={"input_ids": torch.tensor([[step]])})
-        pipeline.submit(prompts, DataProto.from_dict(tensors={"other": torch.tensor([step])}), step=step, epoch=0)
+        pipeline.submit(prompts, DataProto.from_dict(tensors={"other": torch.tensor([step])}), number=step, epoch=0)
     return pipeline
 
 
@@ -48,7 +48,7 @@ def test_greedy_responses_are_submitted_with_their_batch_and_generated_again_wit
     pipeline.policy.begin_partial_async = lambda prompts, max_new_tokens: pipeline.policy.generate_async(prompts)
     prompts, greedy = (DataProto.from_dict(tensors={"input_ids": torch.tensor([[x]])}) for x in (1, 2))
     pipeline.submit(
-        prompts, DataProto.from_dict(tensors={"o": torch.tensor([0])}), step=1, epoch=0, greedy_prompts=greedy
+        prompts, DataProto.from_dict(tensors={"o": torch.tensor([0])}), number=1, epoch=0, greedy_prompts=greedy
     )
     [kept] = pipeline.state_dict()
     assert (kept.responses.get(), kept.greedy.get()) == ((0, [1]), (0, [2]))
@@ -63,7 +63,7 @@ def test_greedy_responses_are_submitted_with_their_batch_and_generated_again_wit
 
 def answers(pipeline: RolloutPipeline) -> list[tuple]:
     popped = [pipeline.pop() for _ in range(len(pipeline))]
-    return [(batch.step, *responses) for batch, responses in popped]
+    return [(batch.number, *responses) for batch, responses in popped]
 
 
 def test_only_lost_responses_are_generated_again_with_the_present_weights():

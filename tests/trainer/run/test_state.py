@@ -28,7 +28,7 @@ class Run:
         self.loader = PromptLoader(
             NumberedPrompts(), batch_size=2, shuffle=True, seed=1, collate=lambda rows: collate_fn(rows, pad_token_id=0)
         )
-        self.prompts = StepPrompts(self.loader, seed=1, total_steps=20)
+        self.prompts = StepPrompts(self.loader, seed=1)
         self.kl_ctrl = AdaptiveKLController(0.1, target_kl=1.0, horizon=10)
         self.replay = ReplayBuffer(ReplayConfig(groups=1), n=1, staleness=9, pad_token_id=0)
         self.ledger = StepLedger(str(folder), rows=7)
@@ -45,7 +45,7 @@ class Run:
         }
 
     def step(self) -> tuple:
-        batch = self.prompts.next_batch(until=99)
+        batch = self.prompts.next_batch()
         self.kl_ctrl.update(3.0, 2)
         rows = batch.select()
         ids = rows.batch["input_ids"]

@@ -1,0 +1,110 @@
+"""What a step ledger adds up to: every step and every prompt exactly once, or one sentence for each that is not.
+
+Pure functions on the entries that `step_ledger.read_ledger` returns. Called by the command of `step_ledger.py` and by
+tests.
+"""
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+TRAINED, KEPT = "trained", "kept"  # outcomes of a prompt; a later step's line has a kept one again
+Outcomes = Mapping[str, Mapping[str, Sequence[int]]]  # epoch -> what became of a prompt -> rows
+
+
+@dataclass
+class LedgerAudit:
+    """What a ledger adds up to.
+
+    Attributes:
+        steps: Step -> entry, for the steps that are in the weights.
+        num_repeated: Steps that ran again after a process ended or rewound.
+        first: Steps up to this one are in another run's ledger.
+        rows: Rows of the training data.
+    """
+
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    num_repeated: int = 0
+    first: int = 0
+    rows: int = 0
+
+    def problems(self) -> list[str]:
+        """Return one sentence per step, stage or prompt that was not applied exactly once."""
+        found = [
+            f"step {step} is missing"
+            for step in range(self.first + 1, max(self.steps, default=self.first))
+            if step not in self.steps
+        ]
+        found += [
+            f"step {step}: {stage} ran {times} times"
+            for step, entry in self.steps.items()
+            for stage, times in entry["stages"].items()
+            if times != 1
+        ]
+        used = self.prompts()
+        for epoch, rows in used.items():
+            twice = sorted(row for row, times in collections.Counter(rows).items() if times > 1)
+            found += (
+                [f"epoch {epoch}: prompts {twice[:5]} were used more than once ({len(twice)} in all)"] if twice else []
+            )
+        for epoch in sorted(used)[:-1] if not self.first else ():
+            missing = sorted({*range(self.rows)} - {*used[epoch]})
+            found += [f"epoch {epoch}: prompts {missing[:5]} were not used ({len(missing)} in all)"] if missing else []
+        return found
+
+    def prompts(self) -> dict[int, list[int]]:
+        """Return epoch -> rows that were used: trained on, or with `drawn` left out of training."""
+        found: dict[int, list[int]] = {}
+        newest = max(self.steps, default=0)
+        for step, entry in self.steps.items():
+            for epoch, outcomes in _drawn(entry).items():
+                for outcome, rows in outcomes.items():
+                    found.setdefault(int(epoch), []).extend(rows if outcome != KEPT or step == newest else ())
+        return found
+
+    def num_left_out(self) -> dict[str, int]:
+        """Return outcome -> number of prompts that no step trained on, by their outcome."""
+        outcomes = [outcome for entry in self.steps.values() for outcome in _drawn(entry).values()]
+        names = dict.fromkeys(name for outcome in outcomes for name in outcome if name not in (TRAINED, KEPT))
+        return {name: sum(len(outcome.get(name, ())) for outcome in outcomes) for name in names}
+
+    def __str__(self) -> str:
+        runs = [times for entry in self.steps.values() for times in entry["stages"].values()]
+        mean = sum(runs) / max(1, len(runs))
+        updates = self.steps[max(self.steps)]["updates"] if self.steps else {}
+        lines = [
+            f"steps in the weights: {len(self.steps)}, run again after a process ended or rewound: {self.num_repeated}",
+            f"runs of a stage per step: {mean:g} (of those that may run only once)",
+            "optimizer steps in the weights: "
+            f"{', '.join(f'{role} {number}' for role, number in updates.items()) or 'none'}",
+            f"prompts per epoch, of {self.rows}: "
+            f"{', '.join(str(len(rows)) for rows in self.prompts().values()) or 'none'}",
+        ]
+        if left_out := self.num_left_out():
+            lines.append(f"prompts not trained on: {', '.join(f'{name} {count}' for name, count in left_out.items())}")
+        return "\n".join([*lines, *(self.problems() or ["every stage and every prompt exactly once"])])
+
+
+def _drawn(entry: Mapping[str, Any]) -> Outcomes:
+    """Return epoch -> outcome -> rows of a step's entry."""
+    if "drawn" in entry:
+        return entry["drawn"]
+    return {} if entry["epoch"] is None else {entry["epoch"]: {TRAINED: entry["prompts"]}}
+
+
+def audit(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
+    """Return the audit of a ledger's entries."""
+    result = LedgerAudit()
+    for entry in entries:
+        if "begin" in entry:
+            undone = [step for step in result.steps if step > entry["begin"]]
+            result.num_repeated += len(undone)
+            for step in undone:
+                del result.steps[step]
+            result.rows = entry["rows"]
+            if not result.steps:
+                result.first = entry["begin"]
+        else:
+            result.steps[entry["step"]] = dict(entry)
+    return result
