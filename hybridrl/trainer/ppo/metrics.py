@@ -232,7 +232,7 @@ def _column_metrics(
         if answers is not None and num_samples > 1:
             of_prompt |= _vote_metrics(values, [answers[row] for row in rows], num_samples, seed)
         if is_binary:
-            sizes = [k for k in _sample_sizes(num_samples) if k <= len(rows)]
+            sizes = [k for k in sample_sizes(num_samples) if k <= len(rows)]
             of_prompt |= {f"pass@{k}": pass_at_k(len(rows), int(values.sum()), k) for k in sizes}
         for metric, value in of_prompt.items():
             collected[metric].append(value)
@@ -243,7 +243,7 @@ def _spread_metrics(values: np.ndarray, num_samples: int) -> Metrics:
     metrics = {f"mean@{num_samples}": float(values.mean())}
     if num_samples > 1:
         metrics[f"std@{num_samples}"] = float(values.std())
-    for k in _sample_sizes(num_samples):
+    for k in sample_sizes(num_samples):
         best, best_std = expected_best(values, k)
         worst, worst_std = expected_best(-values, k)
         metrics |= {
@@ -257,12 +257,12 @@ def _spread_metrics(values: np.ndarray, num_samples: int) -> Metrics:
 
 def _vote_metrics(values: np.ndarray, votes: Sequence, num_samples: int, seed: int) -> Metrics:
     metrics: Metrics = {}
-    for k in _sample_sizes(num_samples):
+    for k in sample_sizes(num_samples):
         metrics[f"maj@{k}/mean"], metrics[f"maj@{k}/std"] = majority_vote(values, votes, k, seed=seed)
     return metrics
 
 
-def _sample_sizes(num_samples: int) -> list[int]:
+def sample_sizes(num_samples: int) -> list[int]:
     """Return 2, 4, 8, ... below `num_samples`, then `num_samples`. Empty for a single sample."""
     if num_samples == 1:
         return []
