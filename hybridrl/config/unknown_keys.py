@@ -104,7 +104,6 @@ UNSUPPORTED = {
     "data.return_raw_chat": "the chat always travels with the batch",
     "data.return_raw_input_ids": "the raw prompt ids always travel with the batch",
     "data.reward_fn_key": "the column is data_source",
-    "data.sampler": "prompts are shuffled, or come in order with data.shuffle=false",
     "data.validation_shuffle": "validation runs in the order of the file",
     "global_profiler": _PROFILER,
     "ray_init": "start Ray yourself and set RAY_ADDRESS; the run then connects to it",
