@@ -22,6 +22,7 @@ def micro_batches(
     max_rows: int | None = None,
     max_tokens: int | None = None,
     packed: bool = False,
+    units: Sequence[int] | torch.Tensor | None = None,
 ) -> list[list[int]]:
     """Return groups of row indices; the first group has the longest rows.
 
@@ -35,23 +36,46 @@ def micro_batches(
     Args:
         max_rows: Largest number of rows of a group. None is no limit.
         max_tokens: Largest cost of a group. None is no limit; without any limit there is one group.
+        units: Number of the unit of each row. Rows of one unit, such as the two answers of a pair, stay together.
 
     Raises:
-        DataError: A single row is longer than `max_tokens`.
+        DataError: A single unit costs more than `max_tokens`, or has more rows than `max_rows`.
         ValueError: A limit is below 1.
     """
     for name, limit in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise ValueError(f"{name}={limit} must be at least 1")
     lengths = _plain(lengths)
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    if order and max_tokens is not None and lengths[order[0]] > max_tokens:
+    members = _members(lengths, range(len(lengths)) if units is None else _plain(units))
+    rows, tokens = max_rows or len(lengths), math.inf if max_tokens is None else max_tokens
+    for unit in members:
+        _check_fits(unit, lengths, rows, tokens, packed=packed)
+    return _first_fit(members, lengths, rows, tokens) if packed else _padded_runs(members, lengths, rows, tokens)
+
+
+def _members(lengths: list[int], units: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each unit, longest row first; the unit with the longest row first."""
+    if len(units) != len(lengths):
+        raise ValueError(f"units has {len(units)} entries for {len(lengths)} rows")
+    members: dict[int, list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        members.setdefault(units[row], []).append(row)
+    return list(members.values())
+
+
+def _check_fits(unit: list[int], lengths: list[int], max_rows: int, max_tokens: float, *, packed: bool) -> None:
+    cost = sum(lengths[row] for row in unit) if packed else len(unit) * lengths[unit[0]]
+    if cost > max_tokens:
+        what = f"row {unit[0]} has" if len(unit) == 1 else f"rows {unit}, which stay together, have"
         raise DataError(
-            f"row {order[0]} has {lengths[order[0]]} tokens, but a micro-batch may have at most {max_tokens}: "
+            f"{what} {cost} tokens, but a micro-batch may have at most {max_tokens}: "
             "raise the token budget (..max_token_len_per_gpu) or lower the prompt and response length limits"
         )
-    rows, tokens = max_rows or len(order), math.inf if max_tokens is None else max_tokens
-    return _first_fit(order, lengths, rows, tokens) if packed else _padded_runs(order, lengths, rows, tokens)
+    if len(unit) > max_rows:
+        raise DataError(
+            f"rows {unit} stay together, but a micro-batch may have at most {max_rows} rows: raise "
+            "..micro_batch_size_per_gpu"
+        )
 
 
 def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
@@ -93,29 +117,31 @@ def _plain(numbers: Numbers) -> list:
     )
 
 
-def _padded_runs(order: Iterable[int], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
-    """Split rows sorted by decreasing length into groups; all rows are padded to a group's first row."""
+def _padded_runs(units: Iterable[list[int]], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
+    """Split units sorted by decreasing length into groups; all rows are padded to a group's first row."""
     groups: list[list[int]] = []
-    for row in order:
-        if groups and len(groups[-1]) < max_rows and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
-            groups[-1].append(row)
+    for unit in units:
+        size = len(groups[-1]) + len(unit) if groups else 0
+        if groups and size <= max_rows and size * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].extend(unit)
         else:
-            groups.append([row])
+            groups.append(list(unit))
     return groups
 
 
-def _first_fit(order: Iterable[int], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
-    """Put each row, by decreasing length, into the first group that can hold it."""
+def _first_fit(units: Iterable[list[int]], lengths: list[int], max_rows: int, max_tokens: float) -> list[list[int]]:
+    """Put each unit, by decreasing length, into the first group that can hold it."""
     groups: list[list[int]] = []
     remaining: list[float] = []
-    for row in order:
-        fits = (g for g, free in enumerate(remaining) if lengths[row] <= free and len(groups[g]) < max_rows)
+    for unit in units:
+        cost = sum(lengths[row] for row in unit)
+        fits = (g for g, free in enumerate(remaining) if cost <= free and len(groups[g]) + len(unit) <= max_rows)
         group = next(fits, len(groups))
         if group == len(groups):
             groups.append([])
             remaining.append(max_tokens)
-        groups[group].append(row)
-        remaining[group] -= lengths[row]
+        groups[group].extend(unit)
+        remaining[group] -= cost
     return groups
 
 

@@ -1,6 +1,7 @@
 """Dispatch mode of updates: cut a batch into mini-batches first, and into data-parallel ranks second.
 
-So every rank takes part in every optimizer step, and a step has the same rows whatever the number of ranks. The driver
+So every rank takes part in every optimizer step, and a step has the same rows whatever the number of ranks. The rows
+of one pair (column `pair`) stay on one rank. The driver
 dispatches. The worker separates its rows again with `split_mini_batches`. The `UpdatePlan` in the batch's `meta_info`
 says how. Without one, the whole batch is one optimizer step.
 """
@@ -18,6 +19,7 @@ from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import make_nd_compute_dataproto_dispatch_fn
+from hybridrl.workers.engine.batching.micro_batches import PAIR
 
 COLUMN = "mini_batch"
 
@@ -33,12 +35,13 @@ def dispatch_mini_batches(mesh: str, group, data: DataProto, **kwargs) -> tuple[
     order = _row_order(len(data), plan.shuffle_seed)
     size = plan.mini_batch_size or max(1, len(data))
     lengths = data.batch["attention_mask"].sum(-1).numpy()
+    pairs = data.batch[PAIR].numpy() if PAIR in data.batch.keys() else np.arange(len(data))
     rows: list[list[int]] = [[] for _ in range(num_parts)]
     step_of_row = np.zeros(len(data), dtype=np.int64)
     for step, start in enumerate(range(0, len(data), size)):
         mini = order[start : start + size]
         step_of_row[mini] = step
-        for rank, part in enumerate(_split(lengths[mini], num_parts, balance=plan.balance)):
+        for rank, part in enumerate(_split(lengths[mini], pairs[mini], num_parts, balance=plan.balance)):
             rows[rank].extend(mini[part].tolist())
     shards = [data.select_idxs(np.array(r, dtype=np.int64)) for r in rows]
     for shard, own_rows in zip(shards, rows, strict=True):
@@ -54,10 +57,16 @@ def _row_order(num_rows: int, seed: int | None) -> np.ndarray:
     return np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)
 
 
-def _split(lengths: np.ndarray, num_parts: int, *, balance: bool) -> list[np.ndarray]:
+def _split(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: bool) -> list[np.ndarray]:
+    """Return the rows of each part, ascending. Rows of one pair are in one part."""
+    _, first_row, number = np.unique(pairs, return_index=True, return_inverse=True)
+    unit_of_row = np.argsort(np.argsort(first_row))[number]  # pairs are numbered in the order of their first rows
+    weights = np.bincount(unit_of_row, weights=lengths)
     if balance and num_parts > 1:
-        return [np.array(part, dtype=np.int64) for part in balanced_partition(lengths.tolist(), num_parts)]
-    return np.array_split(np.arange(len(lengths)), num_parts)
+        parts = balanced_partition(weights.tolist(), num_parts)
+    else:
+        parts = [part.tolist() for part in np.array_split(np.arange(len(weights)), num_parts)]
+    return [np.flatnonzero(np.isin(unit_of_row, part)) for part in parts]
 
 
 ENGINE_MESH = "engine"

@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.config.checks.rollout import Problems
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.config.schema.sft import SFTConfig
+from hybridrl.config.schema.sft import SupervisedConfig
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import ConfigError
 
@@ -89,7 +89,7 @@ def saved_adapter_config(*, rank: int, alpha: float, target_modules: list[str], 
     }
 
 
-def adapter_problems(config: PPOConfig | SFTConfig) -> Problems:
+def adapter_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield LoRA settings without effect, and adapters that cannot be read."""
     key, model = (
         ("actor_rollout_ref.model", config.actor_rollout_ref.model)

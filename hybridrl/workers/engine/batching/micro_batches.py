@@ -12,6 +12,9 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, token_grid
 
+PAIR = "pair"
+"""Column (B,) int64: rows with the same number are one comparison and stay in one micro-batch and on one rank."""
+
 
 def split_micro_batches(
     batch: DataProto, micro: MicroBatching, *, packed: bool, device: torch.device
@@ -31,7 +34,11 @@ def split_micro_batches(
     try:
         grid = token_grid(batch)
         groups = micro_batches(
-            grid.lengths.clamp(min=1), max_rows=micro.max_rows, max_tokens=micro.max_tokens, packed=packed
+            grid.lengths.clamp(min=1),
+            max_rows=micro.max_rows,
+            max_tokens=micro.max_tokens,
+            packed=packed,
+            units=batch.batch.get(PAIR, None),
         )
     except DataError as error:
         problem = error
