@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.config.schema.sft import SFTConfig
+from hybridrl.config.schema.sft import SupervisedConfig
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 
@@ -20,7 +20,7 @@ def load_plugins(config: Any) -> None:
     Raises:
         ConfigError: A path does not exist or cannot be imported; the message names its key.
     """
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         _load(config.model.external_lib, key="model.external_lib")
     if not isinstance(config, PPOConfig):
         return

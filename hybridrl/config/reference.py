@@ -8,6 +8,7 @@ from textwrap import indent
 
 from hybridrl.config.introspection import SettingSection, SettingSpec, sections
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.preference import DPOConfig, RMConfig
 from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.errors import ConfigError
 
@@ -98,4 +99,9 @@ def _chapter(name: str, schema: type) -> Iterator[str]:
         yield ""
 
 
-PROGRAMS = {"hybridrl.main_ppo": PPOConfig, "hybridrl.main_sft": SFTConfig}
+PROGRAMS = {
+    "hybridrl.main_ppo": PPOConfig,
+    "hybridrl.main_sft": SFTConfig,
+    "hybridrl.main_dpo": DPOConfig,
+    "hybridrl.main_rm": RMConfig,
+}

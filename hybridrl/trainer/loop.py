@@ -1,11 +1,11 @@
-"""`Trainer`: what PPO and supervised fine-tuning share, from the start of the workers to the last commit.
+"""`Trainer`: what all trainers share, from the start of the workers to the last commit.
 
     init_workers   reserve devices, start processes, load models
     fit            resume -> roll back after a NonFiniteError -> retry after a lost worker -> run stages -> commit
     shutdown       end the processes
 
-`RayPPOTrainer` and `SFTTrainer` say what a step is (`step`), how a role starts (`init_role`), and what belongs to
-snapshot and checkpoint besides the weights (`parts`). Runs in the driver; knows no algorithm.
+`RayPPOTrainer` and the subclasses of `SupervisedTrainer` say what a step is (`step`), how a role starts (`init_role`),
+and what belongs to snapshot and checkpoint besides the weights (`parts`). Runs in the driver; knows no algorithm.
 """
 
 import functools
@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hybridrl.config import PPOConfig, SFTConfig, to_yaml
+from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.driver.run_context import RunContext
 from hybridrl.framework import OnlineRLContext
@@ -82,7 +82,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: PPOConfig | SFTConfig,
+        config: PPOConfig | SupervisedConfig,
         tokenizer: Any,
         *,
         resource_pool_manager: ResourcePoolManager,

@@ -14,13 +14,18 @@ import torch
 
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.workers.engine.hf_model import overridden_config
+from hybridrl.workers.engine.hf_model import make_scoring, overridden_config
 from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
 
 def export_hf(
-    weights: Iterable[tuple[str, torch.Tensor]], directory: str, *, model: ModelConfig, rank: int = 0
+    weights: Iterable[tuple[str, torch.Tensor]],
+    directory: str,
+    *,
+    model: ModelConfig,
+    rank: int = 0,
+    kind: str = "causal_lm",
 ) -> None:
     """Write the weights, the config with its overrides, and the tokenizer of `model` into `directory`.
 
@@ -32,6 +37,7 @@ def export_hf(
         directory: New or empty directory.
         model: Settings of the model.
         rank: Rank of this process.
+        kind: What the model computes; "score" makes it a sequence classifier with one label.
 
     Raises:
         CheckpointError: The files differ from the weights.
@@ -41,7 +47,7 @@ def export_hf(
     if rank != 0:
         return
     with _new_directory(directory) as temporary:
-        _write(tensors, temporary, model=model)
+        _write(tensors, temporary, model=model, kind=kind)
         _verify(tensors, temporary)
 
 
@@ -94,14 +100,17 @@ def check_new_directory(directory: str) -> None:
         raise ConfigError(f"{directory} exists and is not an empty directory; export to a new one")
 
 
-def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig) -> None:
+def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig, kind: str) -> None:
     from transformers import AutoTokenizer
 
     assert model.path is not None, "the weights to export were loaded from this path"
     config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
     config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if kind == "score":
+        make_scoring(config, pad_token_id=tokenizer.pad_token_id)
     config.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     generation = os.path.join(model.path, "generation_config.json")
     if os.path.exists(generation):
         shutil.copy(generation, directory)

@@ -1,36 +1,53 @@
-"""`SFTWorker`: one process of supervised fine-tuning, on the same engine as PPO's actor. `SFTTrainer` calls it."""
+"""Workers that train one model on the batches of the driver, on the same engine as PPO's actor.
+
+`SupervisedWorker` is what supervised fine-tuning, preference learning and reward models share; `SFTWorker` is the
+first of them. Their trainers call them.
+"""
+
+from collections.abc import Callable
 
 from hybridrl.config.plugins import load_plugins
-from hybridrl.config.schema.sft import SFTConfig
+from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine.base import EngineSetup, MicroBatching
+from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching
 from hybridrl.workers.engine_worker import EngineWorker, lora_of, make_engine, micro_batching, on_device, required_path
 from hybridrl.workers.export import export_adapter, export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
-from hybridrl.workers.process_setup import init_worker_process, sum_over_ranks
+from hybridrl.workers.process_setup import init_worker_process, sum_dicts_over_ranks, sum_over_ranks
 
 
-class SFTWorker(EngineWorker):
+class SupervisedWorker(EngineWorker):
     """One process of the trained model.
 
     Args:
         config: Settings of the whole job.
         role: Name of the role.
+
+    Attributes:
+        kind: What the model computes, see `EngineSetup`.
+        sequences_per_row: Sequences of one row of the data, which stay in one micro-batch.
     """
 
-    def __init__(self, config: SFTConfig, role: str = "sft"):
+    kind = "causal_lm"
+    sequences_per_row = 1
+
+    def __init__(self, config: SupervisedConfig, role: str):
         self.config, self.role = config, role
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
+        load_plugins(self.config)
+        trainer = self.config.trainer
+        self.device = init_worker_process(device=trainer.device, num_threads=trainer.num_threads)
+        self.model = self._set_up(make_engine("fsdp", self._engine_setup(total_optimizer_steps)))
+
+    def _engine_setup(self, total_optimizer_steps: int) -> EngineSetup:
         config = self.config
-        load_plugins(config)
-        self.device = init_worker_process(device=config.trainer.device, num_threads=config.trainer.num_threads)
-        setup = EngineSetup(
-            kind="causal_lm",
+        return EngineSetup(
+            kind=self.kind,
             path=required_path(config.model.path),
             trust_remote_code=config.model.trust_remote_code,
             override_config=dict(config.model.override_config),
@@ -44,26 +61,28 @@ class SFTWorker(EngineWorker):
             seed=config.trainer.seed,
             lora=lora_of(config.model),
         )
-        self.model = self._set_up(make_engine("fsdp", setup))
 
-    @register(MINI_BATCH_COMPUTE)
-    def update(self, data: DataProto) -> DataProto:
-        """Take one optimizer step on a batch of conversations. Metrics as in `ActorRolloutRefWorker.update_actor`."""
+    def _train(
+        self, data: DataProto, make_loss: Callable[[GlobalCounts], LossFn], *, outputs: tuple[str, ...]
+    ) -> DataProto:
+        """Take one optimizer step. Metrics as in `ActorRolloutRefWorker.update_actor`."""
         offload = self.config.fsdp_config
         with on_device(self.model, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
             metrics = self._update(
-                self.model, data, self._micro(), make_loss=sft_loss, outputs=("log_probs",), epochs=1, prefix="train"
+                self.model, data, self._micro(), make_loss=make_loss, outputs=outputs, epochs=1, prefix="train"
             )
         return DataProto(meta_info={"metrics": metrics})
 
-    @register(Dispatch.DP_COMPUTE_METRIC)
-    def compute_loss(self, data: DataProto) -> tuple[float, float]:
-        """Return (sum of negative log-likelihoods, number of tokens) over all ranks, the same on every rank."""
+    def _evaluate(
+        self, data: DataProto, make_loss: Callable[[GlobalCounts], LossFn], *, outputs: tuple[str, ...]
+    ) -> DataProto:
+        """Return the loss of a batch and its statistics over all ranks, without training."""
+        [counts] = self._global_counts([data], counted=self.model.mesh_position.is_output_rank)
         with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
-            log_probs = self.model.forward(data, self._micro(), outputs=("log_probs",))["log_probs"]
-        num_tokens, _ = GlobalCounts.local(data.batch["response_mask"])
-        total, count = sum_over_ranks([-float(log_probs.double().sum()), num_tokens], device=self.device)
-        return total, count
+            found = self.model.forward(data, self._micro(), outputs=outputs)
+        _, stats = make_loss(counts)(found, data)
+        [metrics] = sum_dicts_over_ranks([{name: float(value) for name, value in stats.items()}])
+        return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:
@@ -89,7 +108,7 @@ class SFTWorker(EngineWorker):
     def export_hf(self, directory: str) -> None:
         """Write the model as Hugging Face safetensors with config and tokenizer, and verify names and values."""
         with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
-            export_hf(self.model.weights(), directory, model=self.config.model, rank=self.rank)
+            export_hf(self.model.weights(), directory, model=self.config.model, rank=self.rank, kind=self.kind)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_adapter(self, directory: str) -> None:
@@ -100,4 +119,31 @@ class SFTWorker(EngineWorker):
 
     def _micro(self) -> MicroBatching:
         data = self.config.data
-        return micro_batching(data.use_dynamic_bsz, data.max_token_len_per_gpu, data.micro_batch_size_per_gpu)
+        max_rows = data.micro_batch_size_per_gpu and data.micro_batch_size_per_gpu * self.sequences_per_row
+        return micro_batching(data.use_dynamic_bsz, data.max_token_len_per_gpu, max_rows)
+
+
+class SFTWorker(SupervisedWorker):
+    """One process of supervised fine-tuning.
+
+    Args:
+        config: Settings of the whole job.
+        role: Name of the role.
+    """
+
+    def __init__(self, config: SFTConfig, role: str = "sft"):
+        super().__init__(config, role)
+
+    @register(MINI_BATCH_COMPUTE)
+    def update(self, data: DataProto) -> DataProto:
+        """Take one optimizer step on a batch of conversations. Metrics as in `ActorRolloutRefWorker.update_actor`."""
+        return self._train(data, sft_loss, outputs=("log_probs",))
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def compute_loss(self, data: DataProto) -> tuple[float, float]:
+        """Return (sum of negative log-likelihoods, number of tokens) over all ranks, the same on every rank."""
+        with on_device(self.model, self.device, params=self.config.fsdp_config.param_offload):
+            log_probs = self.model.forward(data, self._micro(), outputs=("log_probs",))["log_probs"]
+        num_tokens, _ = GlobalCounts.local(data.batch["response_mask"])
+        total, count = sum_over_ranks([-float(log_probs.double().sum()), num_tokens], device=self.device)
+        return total, count

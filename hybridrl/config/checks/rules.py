@@ -1,6 +1,6 @@
 """Rules over several settings, or over settings and this machine.
 
-Each rule is a generator of error messages, which name key, value and fix. PPO_RULES and SFT_RULES list them. The
+Each rule is a generator of error messages, which name key, value and fix. PPO_RULES and SUPERVISED_RULES list them. The
 programs call `check_config` and `check_sft_config` in the driver. Names of registered plugins are arguments, because
 this package does not import them.
 """
@@ -32,7 +32,7 @@ from hybridrl.config.checks.token_budgets import sft_token_budget_problems, toke
 from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.config.schema.sft import SFTConfig
+from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.config.unknown_keys import suggest_name
@@ -87,10 +87,10 @@ def check_config(
 
 def check_sft_config(config: SFTConfig) -> None:
     """Raise one ConfigError with all contradictions in `config`; return if there are none."""
-    raise_problems([message for rule in SFT_RULES for message in rule(config)])
+    raise_problems([message for rule in SUPERVISED_RULES for message in rule(config)])
 
 
-def data_file_problems(config: PPOConfig | SFTConfig) -> Problems:
+def data_file_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield missing training files, and local files that do not exist."""
     if not config.data.train_files:
         yield "data.train_files=[]: no training data; give Parquet files (data_preprocess/ creates them)"
@@ -120,7 +120,7 @@ def model_path_problems(config: PPOConfig) -> Problems:
     yield from _path_problems(paths, needed="actor_rollout_ref.model")
 
 
-def sft_model_path_problems(config: SFTConfig) -> Problems:
+def trained_model_path_problems(config: SupervisedConfig) -> Problems:
     """Yield a missing model, or a path that looks local and does not exist."""
     yield from _path_problems({"model": config.model.path}, needed="model")
 
@@ -193,7 +193,7 @@ def dataset_class_problems(config: PPOConfig) -> Problems:
         yield f"data.sampler.{absent}=null: a sampler needs both data.sampler.class_path and data.sampler.class_name"
 
 
-def world_size_problems(config: PPOConfig | SFTConfig) -> Problems:
+def world_size_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield more than one process with trainer.backend=local."""
     trainer = config.trainer
     size = trainer.nnodes * trainer.n_gpus_per_node
@@ -208,7 +208,7 @@ def world_size_problems(config: PPOConfig | SFTConfig) -> Problems:
         yield "trainer.colocate=device: trainer.backend=local has one process only; use trainer.backend=ray"
 
 
-def validation_problems(config: PPOConfig | SFTConfig) -> Problems:
+def validation_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield validation settings without validation data."""
     trainer = config.trainer
     if config.data.val_files:
@@ -222,7 +222,7 @@ def validation_problems(config: PPOConfig | SFTConfig) -> Problems:
         )
 
 
-def record_problems(config: PPOConfig | SFTConfig) -> Problems:
+def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield contradictions of frequencies, resume path and loggers."""
     trainer: TrainerConfig = config.trainer
     for key in ("test_freq", "save_freq"):
@@ -254,8 +254,8 @@ def _run_name_problems(trainer: TrainerConfig) -> Problems:
             yield f"trainer.{key}={name}: leaves checkpoints/; for another directory set trainer.default_local_dir"
 
 
-def ppo_only_problems(config: SFTConfig) -> Problems:
-    """Yield driver settings that have no effect in supervised fine-tuning."""
+def ppo_only_problems(config: SupervisedConfig) -> Problems:
+    """Yield driver settings that have an effect in main_ppo only."""
     defaults = TrainerConfig()
     names = ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate")
     for key in (
@@ -271,7 +271,7 @@ def ppo_only_problems(config: SFTConfig) -> Problems:
     ):
         value = getattr(config.trainer, key)
         if value != getattr(defaults, key):
-            yield f"trainer.{key}={value}: has no effect in supervised fine-tuning; leave it out"
+            yield f"trainer.{key}={value}: has an effect in main_ppo only; leave it out"
 
 
 def _estimator_problems(
@@ -354,9 +354,9 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     gdpo_problems,
     scale_problems,
 )
-SFT_RULES: tuple[Callable[[SFTConfig], Problems], ...] = (
+SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Problems], ...] = (
     data_file_problems,
-    sft_model_path_problems,
+    trained_model_path_problems,
     adapter_problems,
     sft_token_budget_problems,
     world_size_problems,

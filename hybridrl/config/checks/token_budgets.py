@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.config.schema.sft import SFTConfig
+from hybridrl.config.schema.sft import SupervisedConfig
 
 Problems = Iterator[str]
 
@@ -57,14 +57,13 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
             )
 
 
-def sft_token_budget_problems(config: SFTConfig) -> Problems:
-    """Yield a token budget below the longest conversation."""
+def sft_token_budget_problems(config: SupervisedConfig) -> Problems:
+    """Yield a token budget below the longest sequence."""
     budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
     by_tokens = config.data.use_dynamic_bsz or config.data.micro_batch_size_per_gpu is None
     if by_tokens and budget < longest:
         yield (
-            f"data.max_token_len_per_gpu={budget}: one conversation may have data.max_length = {longest} "
-            "tokens; raise it"
+            f"data.max_token_len_per_gpu={budget}: one sequence may have data.max_length = {longest} tokens; raise it"
         )
 
 

@@ -1,4 +1,4 @@
-"""The schema of `python -m hybridrl.main_sft`."""
+"""The schema of `python -m hybridrl.main_sft`, and what programs that train one model on fixed data share."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,38 @@ from hybridrl.config.schema.workers import DYNAMIC, MICRO, FSDPConfig, ModelConf
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
-    train_files: list[str] = setting([], "Parquet files of training conversations (one path or a list).")
-    val_files: list[str] = setting([], "Parquet files of validation conversations (one path or a list).")
-    messages_key: str = setting("messages", "Column with the conversation: a list of {role, content}.")
-    train_batch_size: int = setting(256, "Conversations of one optimizer step.", ge=1)
+class SupervisedDataConfig:
+    train_files: list[str] = setting([], "Parquet files of training rows (one path or a list).")
+    val_files: list[str] = setting([], "Parquet files of validation rows (one path or a list).")
+    train_batch_size: int = setting(256, "Rows of the data in one optimizer step.", ge=1)
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(True, DYNAMIC)
     max_token_len_per_gpu: int = setting(16384, "Token budget of one micro-batch per process, a hard cap.", gt=0)
-    max_length: int = setting(1024, "Longest conversation in tokens.", gt=0)
-    truncation: str = setting("error", "What to do with a longer one.", choices=("error", "left", "right", "filter"))
-    shuffle: bool = setting(True, "Shuffle the conversations, in a new order each epoch.")
+    max_length: int = setting(1024, "Longest sequence in tokens, prompt and response together.", gt=0)
+    shuffle: bool = setting(True, "Shuffle the rows, in a new order each epoch.")
     seed: int = setting(1, "Seed of the order.", ge=0)
 
 
 @dataclass(frozen=True)
-class SFTConfig:
-    data: SFTDataConfig = section(SFTDataConfig, "Conversations.")
+class SFTDataConfig(SupervisedDataConfig):
+    messages_key: str = setting("messages", "Column with the conversation: a list of {role, content}.")
+    truncation: str = setting(
+        "error", "What to do with a longer conversation.", choices=("error", "left", "right", "filter")
+    )
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """What main_sft, main_dpo and main_rm have in common: one trained model, and rows that are there from the start."""
+
+    data: SupervisedDataConfig = section(SupervisedDataConfig, "Rows.")
     model: ModelConfig = section(ModelConfig, "The model.")
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
     trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")
+
+
+@dataclass(frozen=True)
+class SFTConfig(SupervisedConfig):
+    data: SFTDataConfig = section(SFTDataConfig, "Conversations.")

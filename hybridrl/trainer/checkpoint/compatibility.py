@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hybridrl.config import PPOConfig, SFTConfig, to_yaml
+from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.introspection import value_text
 from hybridrl.errors import CheckpointError
 from hybridrl.trainer.checkpoint.store import CONFIG, read_trainer_state
@@ -26,11 +26,11 @@ MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 RESUME_SETTINGS = {"trainer.resume_mode", "trainer.resume_from_path"}  # a resumed run has to change them
 
 
-def run_fingerprint(config: PPOConfig | SFTConfig) -> dict[str, str]:
+def run_fingerprint(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
     """Return setting key -> fingerprint, for the training data and for the model."""
     key, model = (
         ("model", config.model)
-        if isinstance(config, SFTConfig)
+        if isinstance(config, SupervisedConfig)
         else ("actor_rollout_ref.model", config.actor_rollout_ref.model)
     )
     return {
@@ -64,7 +64,7 @@ def _content(file: str) -> bytes:
     return digest.digest()
 
 
-def check_compatible(path: str, config: PPOConfig | SFTConfig) -> None:
+def check_compatible(path: str, config: PPOConfig | SupervisedConfig) -> None:
     """Check that a run with these settings may resume from the checkpoint at `path`; log changed settings.
 
     Raises:
@@ -90,7 +90,7 @@ def read_complete_state(path: str) -> dict[str, Any]:
     return {"prompts": {"num_drawn": num_drawn}} | state
 
 
-def changed_settings(path: str, config: PPOConfig | SFTConfig) -> list[str]:
+def changed_settings(path: str, config: PPOConfig | SupervisedConfig) -> list[str]:
     """Return "key old -> new" for every setting that differs from the checkpoint at `path`."""
     with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
         old = _flat(yaml.safe_load(f))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridrl import master
-from hybridrl.config import SFTConfig
+from hybridrl.config import SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import WorkerLost
 from hybridrl.framework import Task, spec_of
@@ -60,7 +60,7 @@ def journal_root(settings: TrainerConfig) -> str:
 
 def _recovery_options(trainer: Any) -> dict[str, Any]:
     """Return arguments for `MasterClient`: who restarts what this job loses."""
-    if isinstance(trainer.config, SFTConfig):
+    if isinstance(trainer.config, SupervisedConfig):
         return {"restarts_workers": False}
     rollout = trainer.config.actor_rollout_ref.rollout
     replaceable = rollout.mode == "async" and rollout.n_gpus_per_node and rollout.tensor_model_parallel_size == 1

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
-from hybridrl.config import PPOConfig, SFTConfig, to_dict
+from hybridrl.config import PPOConfig, SupervisedConfig, to_dict
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ConfigError
@@ -88,7 +88,7 @@ def newest_checkpoint_of_run(config: TrainerConfig) -> str | None:
     return CheckpointStore(run_directory(config)).latest() if of_this_run else None
 
 
-def warn_about_disabled_outputs(config: PPOConfig | SFTConfig) -> None:
+def warn_about_disabled_outputs(config: PPOConfig | SupervisedConfig) -> None:
     """Warn at the start about outputs that the settings disable."""
     trainer = config.trainer
     if trainer.save_freq < 0 and not trainer.val_only:
@@ -101,7 +101,7 @@ def warn_about_disabled_outputs(config: PPOConfig | SFTConfig) -> None:
         )
 
 
-def warn_about_small_batches(config: PPOConfig | SFTConfig, *, num_rows: int) -> None:
+def warn_about_small_batches(config: PPOConfig | SupervisedConfig, *, num_rows: int) -> None:
     """Warn if batches will be smaller than configured; `num_rows` is of the training data."""
     batch, size = config.data.train_batch_size, min(config.data.train_batch_size, num_rows)
     if isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable:
@@ -116,7 +116,7 @@ def warn_about_small_batches(config: PPOConfig | SFTConfig, *, num_rows: int) ->
         logger.warning("%s=%d: the last optimizer step of every batch has only %d prompts", key, mini, size % mini)
 
 
-def open_tracking(config: PPOConfig | SFTConfig, *, start_step: int, total_steps: int) -> Tracking:
+def open_tracking(config: PPOConfig | SupervisedConfig, *, start_step: int, total_steps: int) -> Tracking:
     """Return the run's loggers, which continue after `start_step`."""
     trainer = config.trainer
     return Tracking(

@@ -1,7 +1,7 @@
 """Dataset for supervised fine-tuning: tokenized conversations with a loss mask over the assistant's tokens.
 
 `SFTTrainer` uses it in the driver. The mask comes from the chat template's generation markers, or from templating the
-conversation turn by turn. Shapes: B rows, L tokens of the batch's longest conversation, R = L - 1.
+conversation turn by turn.
 """
 
 import logging
@@ -17,6 +17,7 @@ from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render, truncate
 from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.sequences import collate_sequences, end_of_turn
 
 logger = logging.getLogger(__name__)
 Locate = Callable[[int], str]  # position of a conversation -> its file and row, for errors
@@ -64,9 +65,9 @@ class SFTDataset:
         return {"input_ids": self._cut(self._tokens[row]), "loss_mask": self._cut(self._masks[row])}
 
     def collate(self, rows: list[dict]) -> DataProto:
-        """Return `collate_sft` of the rows, padded with the tokenizer's padding or end-of-sequence token."""
+        """Return `collate_sequences` of the rows, padded with the tokenizer's padding or end-of-sequence token."""
         pad = self.tokenizer.pad_token_id
-        return collate_sft(rows, self.tokenizer.eos_token_id if pad is None else pad)
+        return collate_sequences(rows, self.tokenizer.eos_token_id if pad is None else pad)
 
     def _cut(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(truncate(values, self.config.max_length, self.config.truncation).astype(np.int64))
@@ -161,37 +162,3 @@ def mask_by_turns(
         end = end_of_turn(tokens, len(head), tokenizer.eos_token_id)
         masks[i][len(head) : end] = [1] * (end - len(head))
     return whole, masks
-
-
-def end_of_turn(tokens: list[int], start: int, eos: int | None) -> int:
-    """Return the end of the assistant's tokens.
-
-    It is after the last end-of-sequence token, or the end of all tokens.
-
-    Tokens after an end-of-sequence token are the template's.
-    """
-    return max((t + 1 for t in range(start, len(tokens)) if tokens[t] == eos), default=len(tokens))
-
-
-def collate_sft(rows: list[dict], pad_token_id: int) -> DataProto:
-    """Return a batch in the format of training engines.
-
-    `input_ids`, `attention_mask`, `position_ids` are (B, L) int64, padded on the right. `responses` (B, R) int64 are
-    the tokens after the first. `response_mask` (B, R) int64 is 1 on the assistant's.
-    """
-    input_ids = pad_right([row["input_ids"] for row in rows], pad_token_id)
-    attention_mask = pad_right([torch.ones_like(row["input_ids"]) for row in rows], 0)
-    loss_mask = pad_right([row["loss_mask"] for row in rows], 0)
-    tensors = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-        "responses": input_ids[:, 1:].clone(),
-        "response_mask": loss_mask[:, 1:].clone(),
-    }
-    return DataProto.from_dict(tensors)
-
-
-def pad_right(rows: list[torch.Tensor], value: int) -> torch.Tensor:
-    """Return rows as one tensor, padded with `value` to the longest."""
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

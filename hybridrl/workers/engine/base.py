@@ -54,8 +54,8 @@ class EngineSetup:
         temperature: Log-probs and entropy are those of softmax(logits / temperature).
         optim: None makes a forward-only engine (reference policy, reward model).
         total_steps: Optimizer steps of the whole run, for learning-rate schedules.
-        seed: Seed of new adapters and of a value head that the checkpoint lacks. A score head must be in the
-            checkpoint.
+        seed: Seed of new adapters, and of a head for values or scores that the checkpoint lacks. A score head must be
+            in the checkpoint unless it is trained.
         lora: Train low-rank adapters and freeze the model's own parameters. None trains all parameters.
         token_terms: Further outputs by name, besides log-probs and entropy. Only engines whose settings declare
             `supports_token_terms` compute them.

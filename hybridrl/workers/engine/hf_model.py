@@ -67,6 +67,20 @@ def hf_config(config: EngineSetup) -> Any:
     return found
 
 
+def make_scoring(found: Any, *, pad_token_id: int | None) -> None:
+    """Make a `PretrainedConfig` that of a sequence classifier with one label, in place, for an export.
+
+    transformers finds a row's last token by the padding token and refuses a batch without one.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    found.num_labels = 1
+    classifier: Any = AutoModelForSequenceClassification._model_mapping[type(found)]
+    found.architectures = [classifier.__name__]
+    if found.get_text_config().pad_token_id is None:
+        found.get_text_config().pad_token_id = pad_token_id
+
+
 def _attention(config: EngineSetup) -> str | None:
     """Choose flash attention where it can run.
 
@@ -94,7 +108,7 @@ def _override(target: Any, overrides: dict, *, key: str) -> None:
 def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Module:
     """Return the whole model on the CPU, in eval mode and hence without dropout.
 
-    A value head that the checkpoint lacks is drawn from `config.seed`.
+    A value head that the checkpoint lacks is drawn from `config.seed`, and a score head if it is to be trained.
 
     Raises:
         CheckpointError: The checkpoint lacks anything else. Scores of an untrained head would be noise.
@@ -105,12 +119,15 @@ def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Mod
             config.path, config=found, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
         )
     missing = sorted(report["missing_keys"])
-    needed = [name for name in missing if config.kind != "value" or name.startswith(f"{model.base_model_prefix}.")]
+    may_be_new = config.kind == "value" or (config.kind == "score" and config.optim is not None)
+    needed = [name for name in missing if not may_be_new or name.startswith(f"{model.base_model_prefix}.")]
     if needed:
         what = f"{config.path} lacks {len(needed)} weights of {type(model).__name__}: {', '.join(needed[:5])}"
         raise CheckpointError(what + (NO_SCORE_HEAD if config.kind == "score" else ""))
     if missing:
-        logger.info("%s has no value head: created %s with seed %d.", config.path, ", ".join(missing), config.seed)
+        logger.info(
+            "%s has no %s head: created %s with seed %d.", config.path, config.kind, ", ".join(missing), config.seed
+        )
     return _with_float32_heads(model, config).eval()
 
 

@@ -11,7 +11,8 @@ import pytest
 from hybridrl.config.schema.sft import SFTDataConfig
 from hybridrl.errors import DataError
 from hybridrl.trainer.data.prompt_loader import PromptLoader
-from hybridrl.trainer.sft.dataset import SFTDataset, collate_sft
+from hybridrl.trainer.data.sequences import collate_sequences
+from hybridrl.trainer.sft.dataset import SFTDataset
 from tests.support.trainer.letter_tokenizer import MARKED, PLAIN, ids, letter_tokenizer
 
 CONFIG = SFTDataConfig(max_length=64)
@@ -145,7 +146,7 @@ def test_keys_that_only_other_messages_have_do_not_reach_the_template(tmp_path):
 
 def test_a_batch_is_padded_on_the_right_and_predicts_the_tokens_after_the_first(tmp_path):
     dataset = SFTDataset(write(tmp_path / "a.parquet", talk("a", "b"), talk("a", "bcd")), letter_tokenizer(), CONFIG)
-    batch = collate_sft([dataset[0], dataset[1]], pad_token_id=0).batch
+    batch = collate_sequences([dataset[0], dataset[1]], pad_token_id=0).batch
     assert batch["input_ids"].tolist() == [ids("<ua> <ab> __"), ids("<ua> <abcd> ")]
     assert batch["attention_mask"].tolist() == [[1] * 10 + [0] * 2, [1] * 12]
     assert batch["position_ids"].tolist() == [[*range(10), 9, 9], list(range(12))]

@@ -1,0 +1,36 @@
+"""`python -m hybridrl.main_rm key=value ...`: a reward model from pairs of responses.
+
+Says which settings, trainer and workers; `trainer/supervised/program.py` runs them. Runs in the driver.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from hybridrl.config import RMConfig, check_rm_config
+from hybridrl.trainer.preference.trainer import RMTrainer
+from hybridrl.trainer.supervised.program import run_supervised
+from hybridrl.workers.preference.reward import RewardTrainingWorker
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments (the command line's by default) and return its exit code."""
+    return run_supervised(
+        RMConfig,
+        argv,
+        program="python -m hybridrl.main_rm",
+        preset="rm_trainer",
+        check=check_rm_config,
+        trainer_cls=RMTrainer,
+        worker_cls=RewardTrainingWorker,
+    )
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())

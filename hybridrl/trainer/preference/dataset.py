@@ -1,0 +1,261 @@
+"""Datasets of preferences: pairs of responses, or single responses with a label, tokenized when they are made.
+
+`DPOTrainer` and `RMTrainer` use them in the driver. A prompt is text or a list of messages. A response is text, the
+assistant's messages, or the whole conversation. With a chat template, text is one message of the user or the assistant.
+Without one, prompt and response are tokenized as they are, and the end-of-sequence token is added to the response.
+
+Shapes: N rows of the data in a batch, B sequences, L tokens of the longest, R = L - 1.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.config.schema.preference import DPODataConfig, PairDataConfig
+from hybridrl.errors import DataError
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render
+from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.prompt_dataset import as_messages
+from hybridrl.trainer.data.sequences import collate_sequences, end_of_turn
+
+logger = logging.getLogger(__name__)
+Tokens = tuple[np.ndarray, np.ndarray]  # prompt and response, each (length,) int32
+Locate = Callable[[int], str]  # position in a list of rows -> file and row, for errors
+
+
+class PreferenceDataset:
+    """Rows with a prompt and one or more responses to it.
+
+    Args:
+        data_files: Parquet files; one path or a list.
+        tokenizer: A Hugging Face tokenizer.
+        config: Settings `data`: columns, length limit, what to do with longer rows.
+
+    Raises:
+        DataError: A file or column is missing, a row cannot be used, a sequence is longer than `data.max_length` with
+            `data.truncation=error`, or no row is left.
+    """
+
+    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: PairDataConfig):
+        self.tokenizer, self.config = tokenizer, config
+        self._rows = ParquetRows(data_files)
+        for key in self.column_settings():
+            if getattr(config, key) is not None:
+                self._rows.require(getattr(config, key), f"data.{key}")
+        self._check()
+        self._responses = [self._tokenize(key) for key in self.response_settings()]
+        self._selected_rows = self._select_rows()
+
+    def response_settings(self) -> tuple[str, ...]:
+        """Return the settings that name columns with responses."""
+        raise NotImplementedError
+
+    def column_settings(self) -> tuple[str, ...]:
+        """Return all settings that name columns."""
+        return ("prompt_key", *self.response_settings())
+
+    def _check(self) -> None:
+        """Raise DataError for rows that cannot be used, before any is tokenized."""
+
+    def __len__(self) -> int:
+        return len(self._selected_rows)
+
+    def __getitem__(self, position: int) -> dict:
+        """Return `sequences`: for each response a dict as `collate_sequences` takes it."""
+        row = self._selected_rows[position]
+        return {"sequences": [_sequence(*tokens[row]) for tokens in self._responses]}
+
+    def collate(self, rows: list[dict]) -> DataProto:
+        """Return `collate_sequences` of all sequences, row by row."""
+        pad = self.tokenizer.pad_token_id
+        sequences = [sequence for row in rows for sequence in row["sequences"]]
+        return collate_sequences(sequences, self.tokenizer.eos_token_id if pad is None else pad)
+
+    def column(self, key: str) -> Iterator[tuple[int, Any]]:
+        """Yield (row, value) of the column that the setting `key` names."""
+        for start, values in self._rows.values(getattr(self.config, key), batch=TOKENIZE_ROWS, limit=len(self._rows)):
+            yield from enumerate(values, start)
+
+    def error(self, row: int, problem: str) -> DataError:
+        """Return an error with file and row."""
+        return DataError(f"{self._rows.location(row)}: {problem}")
+
+    def _tokenize(self, key: str) -> list[Tokens]:
+        prompts = self._rows.values(self.config.prompt_key, batch=TOKENIZE_ROWS, limit=len(self._rows))
+        responses = self._rows.values(getattr(self.config, key), batch=TOKENIZE_ROWS, limit=len(self._rows))
+        found: list[Tokens] = []
+        for (start, some_prompts), (_, some_responses) in zip(prompts, responses, strict=True):
+            locate = lambda i, start=start: self._rows.location(start + i)  # noqa: E731
+            found += tokenize_responses(self.tokenizer, some_prompts, some_responses, locate)
+        return found
+
+    def _select_rows(self) -> list[int]:
+        limit, total = self.config.max_length, len(self._rows)
+        lengths = [max(sum(map(len, tokens[row])) for tokens in self._responses) for row in range(total)]
+        too_long = [row for row in range(total) if lengths[row] > limit]
+        if too_long and self.config.truncation == "error":
+            raise self.error(
+                too_long[0],
+                f"a prompt with its response of {lengths[too_long[0]]} tokens is longer than data.max_length={limit} "
+                f"({len(too_long)} of {total} rows are, the longest has {max(lengths)}); raise data.max_length, or "
+                "leave such rows out with data.truncation=filter",
+            )
+        if too_long:
+            logger.info("left out %d of %d rows, which are longer than data.max_length=%d", len(too_long), total, limit)
+        selected = [row for row in range(total) if lengths[row] <= limit]
+        if not selected:
+            hint = f"raise data.max_length={limit}" if total else "give files with rows"
+            raise DataError(f"no rows are left of {total} in {', '.join(self._rows.files)}; {hint}")
+        return selected
+
+
+class PairDataset(PreferenceDataset):
+    """Pairs of a preferred and a rejected response, optionally with a margin. Arguments as for `PreferenceDataset`."""
+
+    def response_settings(self) -> tuple[str, ...]:
+        return ("chosen_key", "rejected_key")
+
+    def column_settings(self) -> tuple[str, ...]:
+        """Return all settings that name columns, with the margin's if there is one."""
+        return (*super().column_settings(), *(["margin_key"] if self._margin_key else []))
+
+    @property
+    def _margin_key(self) -> str | None:
+        return getattr(self.config, "margin_key", None)
+
+    def _check(self) -> None:
+        pairs = zip(self.column("chosen_key"), self.column("rejected_key"), strict=True)
+        equal = [row for (row, chosen), (_, rejected) in pairs if chosen == rejected]
+        if equal:
+            raise self.error(
+                equal[0],
+                f"columns {self.config.chosen_key!r} and {self.config.rejected_key!r} are equal ({len(equal)} of "
+                f"{len(self._rows)} rows are), which is no preference; remove these rows",
+            )
+        self._margins = (
+            [self._margin(row, value) for row, value in self.column("margin_key")] if self._margin_key else []
+        )
+
+    def _margin(self, row: int, value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.error(row, f"{self._margin_key}={value!r} is not a margin; give a finite number")
+        return float(value)
+
+    def __getitem__(self, position: int) -> dict:
+        """Return the two sequences, chosen first, and `margin` if the data have one."""
+        margin = {"margin": self._margins[self._selected_rows[position]]} if self._margin_key else {}
+        return super().__getitem__(position) | margin
+
+    def collate(self, rows: list[dict]) -> DataProto:
+        """Return a batch (B = 2N): the columns of `collate_sequences`, `pair`, `preferred` and, if given, `margin`.
+
+        `pair` (B,) int64 is the number of a pair in the batch. `preferred` (B,) int64 is 1 for the chosen response.
+        """
+        batch = super().collate(rows)
+        batch.batch["pair"] = torch.arange(len(rows)).repeat_interleave(2)
+        batch.batch["preferred"] = torch.tensor([1, 0]).repeat(len(rows))
+        if self._margin_key:
+            batch.batch["margin"] = torch.tensor([row["margin"] for row in rows]).repeat_interleave(2)
+        return batch
+
+
+class LabelDataset(PreferenceDataset):
+    """Single responses with a label, desirable or not. Arguments as for `PreferenceDataset`."""
+
+    config: DPODataConfig
+
+    def response_settings(self) -> tuple[str, ...]:
+        return ("completion_key",)
+
+    def column_settings(self) -> tuple[str, ...]:
+        """Return all settings that name columns. The label is the first, because files of pairs lack it."""
+        return ("label_key", *super().column_settings())
+
+    def _check(self) -> None:
+        self._labels = [self._label(row, value) for row, value in self.column("label_key")]
+        if len(set(self._labels)) == 1:
+            logger.warning(
+                "all %d rows have the same value in %s: the loss cannot tell desirable from undesirable responses",
+                len(self._labels),
+                self.config.label_key,
+            )
+
+    def _label(self, row: int, value: Any) -> int:
+        if value not in (0, 1):  # True and False are
+            raise self.error(row, f"{self.config.label_key}={value!r} is not a label; give true or false, or 1 or 0")
+        return int(value)
+
+    def __getitem__(self, position: int) -> dict:
+        """Return the sequence, and `label`: 1 if it is desirable, else 0."""
+        return super().__getitem__(position) | {"label": self._labels[self._selected_rows[position]]}
+
+    def collate(self, rows: list[dict]) -> DataProto:
+        """Return a batch (B = N): the columns of `collate_sequences`, and the labels as `preferred` (B,) int64."""
+        batch = super().collate(rows)
+        batch.batch["preferred"] = torch.tensor([row["label"] for row in rows])
+        return batch
+
+
+def tokenize_responses(tokenizer: Any, prompts: list, responses: list, locate: Locate) -> list[Tokens]:
+    """Return the tokens of every prompt, and of its response with the end-of-turn or end-of-sequence token.
+
+    Raises:
+        DataError: A row has no prompt or no response, or the tokens of a prompt are not a prefix of the
+            conversation's.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if not has_template and all(isinstance(text, str) for text in [*prompts, *responses]):
+        pairs = _tokenize_text(tokenizer, prompts, responses)
+    else:
+        pairs = _tokenize_messages(tokenizer, prompts, responses, locate)
+    for i, (prompt, response) in enumerate(pairs):
+        if not prompt or not response:
+            raise DataError(f"{locate(i)}: {'a response' if prompt else 'a prompt'} has no tokens; remove the row")
+    return [(np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)) for prompt, response in pairs]
+
+
+def _tokenize_text(tokenizer: Any, prompts: list[str], responses: list[str]) -> list[tuple[list[int], list[int]]]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    before = tokenizer(prompts)["input_ids"]
+    after = tokenizer(responses, add_special_tokens=False)["input_ids"]
+    return [(prompt, response + end) for prompt, response in zip(before, after, strict=True)]
+
+
+def _tokenize_messages(
+    tokenizer: Any, prompts: list, responses: list, locate: Locate
+) -> list[tuple[list[int], list[int]]]:
+    openings = [as_messages(prompt, locate(i)) for i, prompt in enumerate(prompts)]
+    whole = [_conversation(opening, responses[i], locate(i)) for i, opening in enumerate(openings)]
+    before = render(tokenizer, openings, locate, add_generation_prompt=True)["input_ids"]
+    found = []
+    for i, (head, tokens) in enumerate(zip(before, render(tokenizer, whole, locate)["input_ids"], strict=True)):
+        if tokens[: len(head)] != head:
+            raise DataError(
+                f"{locate(i)}: the tokens of the prompt are not a prefix of the whole conversation's, so the response "
+                "cannot be found; the chat template rewrites earlier turns, or the tokenizer merges across turns"
+            )
+        found.append((head, tokens[len(head) : end_of_turn(tokens, len(head), tokenizer.eos_token_id)]))
+    return found
+
+
+def _conversation(opening: list[dict], response: Any, location: str) -> list[dict]:
+    """Return the messages of prompt and response; a response may repeat the prompt, or be text."""
+    if isinstance(response, str):
+        return [*opening, {"role": "assistant", "content": response}]
+    messages = check_messages(response, location)
+    whole = messages if messages[: len(opening)] == opening else [*opening, *messages]
+    if len(whole) == len(opening) or whole[-1]["role"] != "assistant":
+        raise DataError(f"{location}: a response must end with a message of the assistant")
+    return whole
+
+
+def _sequence(prompt: np.ndarray, response: np.ndarray) -> dict:
+    """Return `input_ids` and `loss_mask`, both (length,) int64; the mask is 1 on the response."""
+    mask = np.concatenate([np.zeros(len(prompt), dtype=np.int64), np.ones(len(response), dtype=np.int64)])
+    ids = np.concatenate([prompt, response]).astype(np.int64)
+    return {"input_ids": torch.from_numpy(ids), "loss_mask": torch.from_numpy(mask)}
