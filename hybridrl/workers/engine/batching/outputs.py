@@ -120,10 +120,12 @@ class OutputReader:
     def _scores(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:
         # transformers finds a row's last token by comparing ids with the pad token. That is wrong where the pad token
         # is also a real one (often EOS). So store the head's output at every token and read it where a row ends.
-        self._run(layout)
+        pooled = self._run(layout)
         per_token, self._head_output = self._head_output, None
         assert per_token is not None, "the hook of the head ran in the forward pass"
-        return {"scores": per_token.flatten()[layout.last].float()}
+        scores = per_token.flatten()[layout.last].float()
+        # FSDP gathers the root's parameters for the backward pass when a gradient reaches the root's own output.
+        return {"scores": scores + 0.0 * pooled.sum() if pooled.requires_grad else scores}
 
     def _select_states(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         if self._wanted_states is None:
