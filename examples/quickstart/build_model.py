@@ -5,7 +5,7 @@
 reads `sft_train.parquet` (from `data_preprocess.arithmetic`) and writes a directory that `AutoTokenizer` and
 `AutoModelForCausalLM` load: about 500 tokens, 0.38 million parameters. The model is untrained; `hybridrl.main_sft`
 teaches it the format of an answer. `--heads 4` makes it wider (0.56 million parameters): two tensor-parallel processes
-can share it, two heads each.
+can share it, two heads each. `--vocabulary 2048` makes a larger tokenizer, for other text than the arithmetic.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def read_texts(path: Path) -> Iterator[str]:
             yield f"{message['role']}\n{message['content']}"
 
 
-def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterator[str], *, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer (any text can be encoded) in which every digit is its own token.
 
     Separate digits let the model see a number's places; merged ones would be as many unrelated symbols.
@@ -58,7 +58,7 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
         rules.decoder,
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[PAD, TURN_START, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -97,9 +97,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, heads: int = HE
     return Qwen2ForCausalLM(config)
 
 
-def build(data: Path, out: Path, *, seed: int, heads: int = HEADS) -> int:
+def build(data: Path, out: Path, *, seed: int, heads: int = HEADS, vocabulary: int = VOCABULARY) -> int:
     """Write tokenizer and model to `out` and return the number of parameters."""
-    tokenizer = train_tokenizer(read_texts(data / "sft_train.parquet"))
+    tokenizer = train_tokenizer(read_texts(data / "sft_train.parquet"), vocabulary=vocabulary)
     model = make_model(tokenizer, seed=seed, heads=heads)
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)
@@ -114,6 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--heads", type=int, default=HEADS, help=f"attention heads of {HEAD_SIZE} each (default: {HEADS})"
     )
+    parser.add_argument(
+        "--vocabulary", type=int, default=VOCABULARY, help=f"tokens of the tokenizer (default: {VOCABULARY})"
+    )
     args = parser.parse_args(argv)
     source = args.data / "sft_train.parquet"
     if not source.is_file():
@@ -122,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    count = build(args.data, args.out, seed=args.seed, heads=args.heads)
+    count = build(args.data, args.out, seed=args.seed, heads=args.heads, vocabulary=args.vocabulary)
     print(f"{args.out}: a Qwen2 with {count / 1e6:.2f} million random parameters and its tokenizer")
     return 0
 

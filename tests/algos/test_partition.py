@@ -60,6 +60,27 @@ def test_groups_worked_out_by_hand():
     assert micro_batches([5, 5, 5], max_rows=2) == [[0, 1], [2]]
 
 
+def test_units_stay_together_worked_out_by_hand():
+    lengths, units = [3, 10, 4, 9, 1, 2], [0, 0, 1, 1, 2, 2]
+    # units by their longest row: {1, 0}, {3, 2}, {5, 4}. Padded, 24 tokens: 2 x 10; 2 x 9 (4 x 9 is too much); 2 x 2
+    assert micro_batches(lengths, max_tokens=24, units=units) == [[1, 0], [3, 2], [5, 4]]
+    assert micro_batches(lengths, max_tokens=40, units=units) == [[1, 0, 3, 2], [5, 4]]
+    # packed, 16 tokens: 10 + 3 + 2 + 1; 9 + 4
+    assert micro_batches(lengths, max_tokens=16, packed=True, units=units) == [[1, 0, 5, 4], [3, 2]]
+    assert micro_batches(lengths, max_rows=3, units=torch.tensor(units)) == [[1, 0], [3, 2], [5, 4]]
+    assert micro_batches(lengths, max_tokens=20, units=range(6)) == micro_batches(lengths, max_tokens=20)
+
+
+def test_a_unit_over_a_limit_is_refused():
+    with pytest.raises(DataError, match=r"rows \[1, 0\], which stay together, have 20 tokens, but .* at most 19"):
+        micro_batches([3, 10], max_tokens=19, units=[0, 0])
+    assert micro_batches([3, 10], max_tokens=13, packed=True, units=[0, 0]) == [[1, 0]]
+    with pytest.raises(DataError, match=r"rows \[1, 0\] stay together, but .* at most 1 rows"):
+        micro_batches([3, 10], max_rows=1, units=[0, 0])
+    with pytest.raises(ValueError, match="units has 1 entries for 2 rows"):
+        micro_batches([3, 10], units=[0])
+
+
 def test_lengths_may_be_a_tensor_or_numpy_numbers():
     assert micro_batches(torch.tensor([3, 10, 4]), max_tokens=12) == micro_batches(
         list(np.array([3, 10, 4])), max_tokens=12

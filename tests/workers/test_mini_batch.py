@@ -1,5 +1,6 @@
 """The dispatch of updates cuts by the plan in `meta_info`, and workers refuse half a cut."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
-from hybridrl.workers.mini_batch import COLUMN, ENGINE_MESH, MINI_BATCH_COMPUTE, split_mini_batches
+from hybridrl.workers.mini_batch import COLUMN, ENGINE_MESH, MINI_BATCH_COMPUTE, _split, split_mini_batches
 
 
 class Cutter(Worker):
@@ -44,6 +45,17 @@ def test_rows_are_cut_by_the_plan_or_by_plain_keys(cutter):
         result = cutter.cut(five_rows(**meta_info))
         assert result.meta_info["metrics"]["rows"] == [[4, 0], [1, 2], [3]]
         assert result.meta_info["plan"] == UpdatePlan(2, shuffle_seed=1, num_mini_batches=3)
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_rows_of_one_pair_go_to_one_rank(balance):
+    lengths, pairs = np.array([9, 1, 1, 1, 8, 1, 2, 2]), np.array([7, 2, 7, 2, 5, 5, 4, 4])
+    parts = _split(lengths, pairs, 2, balance=balance)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(8))
+    # tokens of the pairs: 7 has 10, 2 has 2, 5 has 9, 4 has 4. Balanced 12 and 13, the heavier part first; in order
+    # the same, because pairs are numbered by their first rows
+    in_order = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [part.tolist() for part in parts] == (in_order[::-1] if balance else in_order)
 
 
 def test_without_a_plan_all_rows_are_one_optimizer_step(cutter):

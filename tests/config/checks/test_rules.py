@@ -5,7 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.config import PPOConfig, SFTConfig, check_config, check_sft_config, load_config
+from hybridrl.algos.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
+from hybridrl.config import (
+    DPOConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    check_config,
+    check_dpo_config,
+    check_rm_config,
+    check_sft_config,
+    load_config,
+)
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities, TransportCapabilities
 from hybridrl.errors import ConfigError
 
@@ -341,10 +352,10 @@ def test_a_preset_runs_once_it_has_data_and_a_model(check, preset):
         ("data.train_files=[]", "no training data"),
         (
             "data.max_length=2000 data.max_token_len_per_gpu=1999",
-            "one conversation may have data.max_length = 2000 tokens",
+            "one sequence may have data.max_length = 2000 tokens",
         ),
-        ("trainer.critic_warmup=3", "has no effect in supervised fine-tuning"),
-        ("trainer.val_only=true data.val_files=${data.train_files}", "has no effect in supervised fine-tuning"),
+        ("trainer.critic_warmup=3", "has an effect in main_ppo only"),
+        ("trainer.val_only=true data.val_files=${data.train_files}", "has an effect in main_ppo only"),
         ("trainer.test_freq=2", "set data.val_files"),
         ("trainer.backend=local trainer.n_gpus_per_node=2", "use trainer.backend=ray"),
         ("", ""),
@@ -414,3 +425,49 @@ def test_a_megatron_layout_fits_the_local_model(check, tmp_path, layout, of_mode
     assert "megatron" not in check(f"actor_rollout_ref.model.path={tmp_path}", *fitting.split())
     overridden = "actor_rollout_ref.model.override_config={num_attention_heads:3}"
     assert "num_attention_heads=3" in check(f"actor_rollout_ref.model.path={tmp_path}", *fitting.split(), overridden)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("", ""),
+        ("model.path=null", "model.path=null: no model"),
+        ("loss.loss_type=dop", "loss.loss_type=dop: there is no such loss; did you mean dpo?"),
+        ("loss.loss_type=ipo loss.label_smoothing=0.1", "loss.label_smoothing=0.1: has no effect with"),
+        ("loss.simpo_gamma=1", "loss.simpo_gamma=1.0: has no effect with loss.loss_type=dpo, only with simpo"),
+        ("loss.loss_type=orpo ref.fsdp_config.param_offload=true", "loss.loss_type=orpo has no reference policy"),
+        ("loss.loss_type=kto data.train_batch_size=1", "set 2 or more"),
+        ("data.max_length=600 data.max_token_len_per_gpu=1199", "2 * data.max_length = 1200 tokens; raise it"),
+        ("data.max_length=600 data.max_token_len_per_gpu=599", "one sequence may have data.max_length = 600 tokens"),
+        ("data.max_length=600 data.max_token_len_per_gpu=600 loss.loss_type=kto", ""),
+        ("trainer.lag=1", "has an effect in main_ppo only"),
+    ],
+)
+def test_preference_learning_has_rules_of_its_own(tmp_path, words, expected):
+    (tmp_path / "train.parquet").touch()
+    base = [f"data.train_files={tmp_path}/train.parquet", "model.path=some/model"]
+    config = load_config(DPOConfig, [*base, *words.split()], program="p", config_name="dpo_trainer")
+    if not expected:
+        assert check_dpo_config(config, losses=PREFERENCE_LOSSES) is None
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_dpo_config(config, losses=PREFERENCE_LOSSES)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_loss_that_reads_unknown_settings_is_refused(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    words = [f"data.train_files={tmp_path}/train.parquet", "model.path=some/model", "loss.loss_type=own"]
+    own = {"own": PreferenceLoss(lambda chosen_N, rejected_N, *, beta, temper: chosen_N)}
+    with pytest.raises(ConfigError, match=r"loss.loss_type=own: reads temper, which are no settings of section loss"):
+        check_dpo_config(load_config(DPOConfig, words, program="p", config_name="dpo_trainer"), losses=own)
+
+
+def test_a_reward_model_has_no_adapters(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    words = [f"data.train_files={tmp_path}/train.parquet", "model.path=some/model"]
+    config = load_config(RMConfig, words, program="p", config_name="rm_trainer")
+    assert check_rm_config(config) is None
+    config = load_config(RMConfig, [*words, "model.lora_rank=4"], program="p", config_name="rm_trainer")
+    with pytest.raises(ConfigError, match="model.lora_rank=4: main_rm trains a new score head"):
+        check_rm_config(config)
