@@ -2,7 +2,10 @@ __version__: str
 
 from .algos.advantages import register_adv_est as register_adv_est
 from .algos.policy_losses import register_policy_loss as register_policy_loss
+from .algos.preference_losses import register_preference_loss as register_preference_loss
+from .config import DPOConfig as DPOConfig
 from .config import PPOConfig as PPOConfig
+from .config import RMConfig as RMConfig
 from .config import SFTConfig as SFTConfig
 from .config import load_config as load_config
 from .data_plane.batch import DataProto as DataProto
@@ -27,6 +30,8 @@ from .single_controller.ray_worker_group import (
 )
 from .single_controller.worker import Worker as Worker
 from .trainer.ppo.trainer import RayPPOTrainer as RayPPOTrainer
+from .trainer.preference.trainer import DPOTrainer as DPOTrainer
+from .trainer.preference.trainer import RMTrainer as RMTrainer
 from .trainer.roles import ResourcePoolManager as ResourcePoolManager
 from .trainer.roles import Role as Role
 from .trainer.sft.trainer import SFTTrainer as SFTTrainer

@@ -39,6 +39,8 @@ def loaded_after(statement: str) -> set[str]:
         ("import hybridrl.main_ppo", {"torch", "tensordict"}),
         ("import hybridrl.main_sft", {"torch", "tensordict"}),
         ("import hybridrl.main_distill", {"torch", "tensordict"}),
+        ("import hybridrl.main_dpo", {"torch", "tensordict"}),
+        ("import hybridrl.main_rm", {"torch", "tensordict"}),
         ("import hybridrl.main_job", set()),
         ("import hybridrl.cli", set()),
     ],

@@ -1,8 +1,8 @@
 """Load a config from a command line: presets, overrides, `--help` and `--cfg job`.
 
-The programs `main_ppo` and `main_sft` and the `hybridrl` command call `load_config`. It reads the flags and the
-overrides, lets Hydra compose the YAML, and fills the schema. Hydra composes; the schema decides what is valid. Hydra is
-imported inside functions, so that worker processes, which need only the schema, do not load it.
+The programs `main_ppo`, `main_sft`, `main_dpo` and `main_rm` and the `hybridrl` command call `load_config`. It reads
+the flags and the overrides, lets Hydra compose the YAML, and fills the schema. Hydra composes; the schema decides what
+is valid. Hydra is imported inside functions, so that worker processes, which need only the schema, do not load it.
 """
 
 import argparse

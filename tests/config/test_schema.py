@@ -1,4 +1,4 @@
-"""The schema of both programs: size, defaults, and conversion to and from dictionaries."""
+"""The schemas of all programs: size, defaults, and conversion to and from dictionaries."""
 
 import dataclasses
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.config import PPOConfig, SFTConfig, from_dict, load_config, to_dict, to_yaml
+from hybridrl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, from_dict, load_config, to_dict, to_yaml
 from hybridrl.config.introspection import keys, sections
 from hybridrl.config.unknown_keys import RENAMED, UNSUPPORTED
 
-SCHEMAS = [PPOConfig, SFTConfig]
+SCHEMAS = [PPOConfig, SFTConfig, DPOConfig, RMConfig]
 MAX_KEYS = 243  # 200, dynamic sampling, distillation, settings of single losses, free sections of other engines
 # The keys that most of verl's launch scripts set, with their values.
 FREQUENT = (Path(__file__).parent / "frequent_overrides.txt").read_text().split()
