@@ -41,10 +41,11 @@ def test_help_for_a_word_shows_only_keys_with_it(capsys):
 
 
 def test_every_preset_has_a_title_and_belongs_to_one_program():
-    ppo, sft, distill = (preset_titles(f"{program}_trainer") for program in ("ppo", "sft", "distill"))
-    assert sorted([*ppo, *sft, *distill]) == sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    for program, titles in (("main_ppo: ", ppo), ("main_sft: ", sft), ("main_distill: ", distill)):
-        assert all(title.startswith(program) and title.endswith(".") for title in titles.values())
+    titles = {program: preset_titles(f"{program}_trainer") for program in ("ppo", "sft", "dpo", "rm", "distill")}
+    names = [name for of_one in titles.values() for name in of_one]
+    assert sorted(names) == sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    for program, of_one in titles.items():
+        assert all(title.startswith(f"main_{program}: ") and title.endswith(".") for title in of_one.values())
 
 
 def test_docs_config_md_is_what_the_command_prints():
