@@ -46,7 +46,7 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
         lifecycle: Of this driver. With a supervisor, a local cluster is its, and outlives this driver.
 
     Raises:
-        ConfigError: Ray is not installed, or the cluster does not answer.
+        ConfigError: Ray is not installed, the cluster does not answer, or a job of several machines has none.
     """
     if find_spec("ray") is None:
         raise ConfigError(
@@ -67,10 +67,10 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
         machines = sum(node["Alive"] for node in ray.nodes())
         logger.info("connected to the Ray cluster at %s, machines: %d", connected, machines)
         return
-    if num_nodes > 1:
-        logger.warning(
-            "no `ray start` was run here and RAY_ADDRESS names no cluster: all %d machines of this job are this one",
-            num_nodes,
+    if num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"trainer.nnodes (or rollout.nnodes)={num_nodes}: there is no cluster of several machines; run `ray start` "
+            "on each machine, or set RAY_ADDRESS=HOST:PORT of a cluster; RAY_ADDRESS=local takes this machine for all"
         )
     logger.info("starting Ray on this machine")
     with keep_sigterm_handler():  # Ray's own would end the process at once
@@ -78,6 +78,8 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
             _connect_own(lifecycle)
         else:
             start_local_cluster()
+    own = ray.get_runtime_context().gcs_address
+    logger.info("Ray runs at %s: hybridrl job ls --address %s", own, own)
 
 
 def existing_cluster(*, num_nodes: int = 1) -> str | None:
@@ -180,6 +182,35 @@ def find_cluster() -> str:
     raise ConnectionError("no cluster runs on this machine")
 
 
+def check_only_cluster() -> None:
+    """Raise ConfigError if several Ray clusters run on this machine, so that none of them is meant for certain."""
+    found = clusters_here()
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} Ray clusters run on this machine: {', '.join(found)}; give --address HOST:PORT of the one "
+            "that is meant (every run prints its own), or set RAY_ADDRESS"
+        )
+
+
+def clusters_here() -> list[str]:
+    """Return the addresses, HOST:PORT, of the Ray clusters that this machine belongs to and that answer."""
+    from ray._private.services import find_gcs_addresses
+
+    started = _cluster_started_here()
+    by_port = {address.rpartition(":")[2]: address for address in find_gcs_addresses() if _accepts(address)}
+    return sorted((by_port | ({started.rpartition(":")[2]: started} if started else {})).values())
+
+
+def _accepts(address: str) -> bool:
+    """Return whether something accepts connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _check_answers(address: str, *, is_own: bool) -> None:
     """Raise an error unless a cluster at `address` answers and accepts this process's token.
 
@@ -258,11 +289,9 @@ def _cluster_started_here() -> str | None:
     try:
         with open(os.path.join(folder, "ray", "ray_current_cluster"), encoding="utf-8") as f:
             address = f.read().strip()
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError):
         return None
-    return address
+    return address if _accepts(address) else None
 
 
 def has_cuda_device() -> bool:

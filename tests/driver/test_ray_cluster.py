@@ -112,10 +112,30 @@ def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_jo
     assert done.returncode == 0 and "'mark'" not in done.stdout
 
 
-def test_without_a_cluster_all_machines_of_a_job_are_this_one_with_a_warning():
+def test_a_job_of_several_machines_without_a_cluster_is_refused_unless_it_says_local():
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
         done = start_ray_elsewhere(2, **own(folder))
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+        assert "nnodes)=2: there is no cluster of several machines; run `ray start` on each" in done.stderr
+        done = start_ray_elsewhere(2, **own(folder), RAY_ADDRESS="local")
     assert done.returncode == 0 and "CPU" in done.stdout
-    assert done.stderr.startswith(
-        "no `ray start` was run here and RAY_ADDRESS names no cluster: all 2 machines of this job are this one\n"
-    )
+
+
+def test_with_two_clusters_on_the_machine_no_command_picks_one_and_both_are_named():
+    with ray_head() as (folder, address), ray_head() as (_, other):
+        for code in (LS, LS.replace("'ls'", "'status', 'job-1'"), LS.replace("'ls'", "'stop', 'job-1'")):
+            done = run(code, **own(folder))
+            assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+            assert "Ray clusters run on this machine: " in done.stderr and "--address HOST:PORT" in done.stderr
+            for port in (address.rpartition(":")[2], other.rpartition(":")[2]):
+                assert re.search(rf"[0-9.]+:{port}[,;]", done.stderr)
+        done = run(LS.replace("'ls'", f"'ls', '--address', '{other}'"), **own(folder))
+    printed = rf"no job runs on the Ray cluster at [0-9.]+:{other.rpartition(':')[2]}\n"
+    assert done.returncode == 0 and re.fullmatch(printed, done.stdout), done.stderr
+
+
+def test_a_run_prints_the_address_of_the_cluster_that_it_starts():
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        done = start_ray_elsewhere(1, **own(folder))
+    address = re.search(r"Ray runs at ([0-9.]+:\d+): hybridrl job ls --address \1\n", done.stderr)
+    assert done.returncode == 0 and address, done.stderr

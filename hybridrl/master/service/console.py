@@ -34,6 +34,8 @@ def connect(address: str | None) -> str:
     if ray.is_initialized():
         return _cluster()
     set_here = os.environ.get("RAY_ADDRESS")
+    if not address and not set_here:
+        ray_cluster.check_only_cluster()
     return ray_cluster.connect(
         address or set_here or AUTO,
         setting="RAY_ADDRESS" if set_here and not address else "--address",

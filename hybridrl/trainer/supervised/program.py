@@ -24,6 +24,7 @@ from hybridrl.trainer.run.setup import (
     warn_about_disabled_outputs,
 )
 from hybridrl.trainer.supervised.trainer import SupervisedTrainer
+from hybridrl.workers.engine.model_files import check_model
 
 logger = logging.getLogger("hybridrl.main")
 WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
@@ -79,7 +80,9 @@ def _train(
 ) -> None:
     """Train as configured, then write the report."""
     assert config.model.path is not None  # the check of the settings demands it
-    tokenizer = load_tokenizer(config.model.path, key="model.path", trust_remote_code=config.model.trust_remote_code)
+    model = config.model
+    tokenizer = load_tokenizer(config.model.path, key="model.path", trust_remote_code=model.trust_remote_code)
+    check_model(config.model.path, key="model.path", tokenizer=tokenizer, trust_remote_code=model.trust_remote_code)
     if config.trainer.backend == "ray":
         start_ray(num_nodes=config.trainer.nnodes, lifecycle=context.lifecycle)
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[config.trainer.device]
