@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
@@ -47,6 +48,7 @@ from hybridrl.trainer.run.setup import (
 )
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.engine.model_files import check_model
 from hybridrl.workers.reward_model import RewardModelWorker
 from hybridrl.workers.rollout.base import rollout_class
 from hybridrl.workers.weight_transfer import transport_capabilities
@@ -180,6 +182,7 @@ def run(
     tokenizer = load_tokenizer(
         model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code
     )
+    check_models(config, tokenizer)
     check_teachers(config, tokenizer)
     reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
     val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
@@ -214,6 +217,22 @@ def run(
     sys.stdout.write(
         report_run(run_directory(config.trainer), checkpoint=newest_checkpoint_of_run(config.trainer), written=written)
     )
+
+
+def check_models(config: PPOConfig, tokenizer: Any) -> None:
+    """Raise ConfigError for a model whose files are damaged or whose vocabulary is smaller than the tokenizer's."""
+    actor = config.actor_rollout_ref.model
+    others = {"critic.model": config.critic.model.path if uses_critic(config) else None}
+    others["reward_model.model"] = config.reward_model.model.path if config.reward_model.enable else None
+    for name, path in {"actor_rollout_ref.model": actor.path, **others}.items():
+        if path is not None:
+            check_model(
+                path,
+                key=f"{name}.path",
+                tokenizer=tokenizer,
+                trust_remote_code=actor.trust_remote_code,
+                override_config=actor.override_config if path == actor.path else None,
+            )
 
 
 def num_nodes(config: PPOConfig) -> int:

@@ -119,6 +119,7 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
     from hybridrl.trainer.data.tokenizer import load_tokenizer
+    from hybridrl.workers.engine.model_files import check_model
     from hybridrl.workers.rollout.base import rollout_class
 
     if not rollout_class(arguments.engine, setting="--engine").capabilities.requests:
@@ -131,6 +132,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
     trust = arguments.trust_remote_code
     with _model_directory(arguments.model, trust_remote_code=trust) as path:
+        check_model(path, key="model")
         model = StandaloneModel(
             path=path,
             name=os.path.basename(os.path.normpath(arguments.model)),

@@ -34,6 +34,11 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
             f"{key}={path}: no tokenizer can be loaded from it ({reason}); give a directory with model and "
             "tokenizer, as save_pretrained writes them, or a name of the Hugging Face hub"
         ) from error
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers made one without files
+        raise ConfigError(
+            f"{key}={path}: its tokenizer has no vocabulary; a file such as tokenizer.json is missing there. Save the "
+            "tokenizer into the same directory (tokenizer.save_pretrained)"
+        )
     tokenizer.padding_side = "left"
     return tokenizer
 

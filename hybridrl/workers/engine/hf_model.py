@@ -6,7 +6,7 @@ Both engines call it in worker processes. Sharding is in `fsdp/` and `megatron/`
 import contextlib
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -111,13 +111,20 @@ def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Mod
     A value head that the checkpoint lacks is drawn from `config.seed`, and a score head if it is to be trained.
 
     Raises:
-        CheckpointError: The checkpoint lacks anything else. Scores of an untrained head would be noise.
+        CheckpointError: The checkpoint lacks anything else, or has it in another shape. Scores of an untrained head
+            would be noise.
     """
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(config.seed)
         model, report = _auto_class(config).from_pretrained(
-            config.path, config=found, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
+            config.path,
+            config=found,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # transformers' own error does not say which; `_check_shapes` does
         )
+    _check_shapes(report["mismatched_keys"], config.path)
     missing = sorted(report["missing_keys"])
     may_be_new = config.kind == "value" or (config.kind == "score" and config.optim is not None)
     needed = [name for name in missing if not may_be_new or name.startswith(f"{model.base_model_prefix}.")]
@@ -129,6 +136,18 @@ def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Mod
             "%s has no %s head: created %s with seed %d.", config.path, config.kind, ", ".join(missing), config.seed
         )
     return _with_float32_heads(model, config).eval()
+
+
+def _check_shapes(mismatched: Collection[tuple[str, Any, Any]], path: str) -> None:
+    """Raise CheckpointError if tensors of the files have other shapes than config.json says."""
+    if not mismatched:
+        return
+    name, stored, expected = sorted(mismatched, key=lambda entry: entry[0])[0]
+    others = f" (and {len(mismatched) - 1} others)" if len(mismatched) > 1 else ""
+    raise CheckpointError(
+        f"{path}: {name} is {tuple(stored)} in the files, but config.json makes it {tuple(expected)}{others}; use the "
+        "config.json that was saved with these weights, and check model.override_config"
+    )
 
 
 @contextlib.contextmanager
