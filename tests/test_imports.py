@@ -1,6 +1,7 @@
 """Imports are cheap and layered: heavy packages are loaded only where they are needed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,13 @@ def test_a_run_in_one_process_needs_neither_ray_nor_the_master(tmp_path, tiny_qw
     )
     words = settings(tmp_path, tiny_qwen2, trainer__total_training_steps=1)
     subprocess.run([sys.executable, "-c", code, *words], timeout=100, check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", ["hybridrl.main_ppo", "hybridrl.single_controller.processes.worker_host, torch"])
+@pytest.mark.parametrize(("chosen", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_idle_threads_of_torch_sleep_unless_the_user_says_otherwise(module, chosen, policy):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "TRUE"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
+    command = [sys.executable, "-c", f"import {module}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True, cwd=ROOT)
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr  # libgomp prints what it has read when torch loads it
