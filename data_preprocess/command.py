@@ -94,7 +94,7 @@ def write_parquet(rows: list[dict], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        pq.write_table(pa.Table.from_pylist(rows), temporary)
+        pq.write_table(pa.Table.from_pylist(rows), temporary, write_page_checksum=True)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.rename(path)

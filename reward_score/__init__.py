@@ -11,7 +11,15 @@ from typing import Any
 
 from reward_score import gsm8k, math, math_dapo
 
-__all__ = ["DATA_SOURCES", "default_compute_score", "gsm8k", "math", "math_dapo"]
+__all__ = [
+    "DATA_SOURCES",
+    "default_compute_score",
+    "has_score_function",
+    "unknown_source_text",
+    "gsm8k",
+    "math",
+    "math_dapo",
+]
 
 DATA_SOURCES: dict[str, Callable[..., float | dict[str, Any]]] = {
     "openai/gsm8k": gsm8k.compute_score,
@@ -42,10 +50,20 @@ def default_compute_score(
     Raises:
         NotImplementedError: The data source is not in the table.
     """
-    score = math_dapo.compute_score if data_source.startswith("aime") else DATA_SOURCES.get(data_source)
-    if score is None:
-        raise NotImplementedError(
-            f"no reward function for data_source={data_source!r}; there are {', '.join(DATA_SOURCES)} and aime*. "
-            "Set your own with custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score"
-        )
+    if not has_score_function(data_source):
+        raise NotImplementedError(unknown_source_text(data_source))
+    score = math_dapo.compute_score if data_source.startswith("aime") else DATA_SOURCES[data_source]
     return score(solution_str, ground_truth, **kwargs)
+
+
+def has_score_function(data_source: str) -> bool:
+    """Return whether `default_compute_score` can score this data source."""
+    return data_source.startswith("aime") or data_source in DATA_SOURCES
+
+
+def unknown_source_text(data_source: str) -> str:
+    """Return the error text for a data source without a score function."""
+    return (
+        f"no reward function for data_source={data_source!r}; there are {', '.join(DATA_SOURCES)} and aime*. "
+        "Set your own with custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score"
+    )

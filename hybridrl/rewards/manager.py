@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+import reward_score
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.workers import OverlongBufferConfig
 from hybridrl.data_plane.batch import DataProto
@@ -145,6 +146,12 @@ class RewardManager:
     def check_function(self) -> LoadFailure | None:
         """Return why no score process can load the reward function, or None."""
         return self.processes.check()
+
+    def check_source(self, data_source: str) -> str | None:
+        """Return why no row of this data source can be scored, or None: a custom function decides for itself."""
+        if not self._built_in or reward_score.has_score_function(data_source):
+            return None
+        return reward_score.unknown_source_text(data_source)
 
     def close(self) -> None:
         """Stop the score processes; the next call starts new ones."""

@@ -36,7 +36,7 @@ from hybridrl.trainer.checkpoint.store import (
     find_resume_checkpoint,
     write_run_state,
 )
-from hybridrl.trainer.data.prompt_loader import PromptLoader
+from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
 from hybridrl.trainer.recovery.nonfinite import NonFiniteGuard, train_with_rollbacks
 from hybridrl.trainer.recovery.step_retry import StepRetry
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
@@ -87,7 +87,7 @@ class Trainer:
         *,
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type = RayWorkerGroup,
-        train_loader: PromptLoader,
+        train_loader: PromptLoader | NoPrompts,
         resume_state: ResumeState,
         model: ModelConfig,
         context: RunContext | None = None,

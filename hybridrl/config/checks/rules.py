@@ -92,7 +92,7 @@ def check_sft_config(config: SFTConfig) -> None:
 
 def data_file_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield missing training files, and local files that do not exist."""
-    if not config.data.train_files:
+    if not config.data.train_files and not config.trainer.val_only:
         yield "data.train_files=[]: no training data; give Parquet files (data_preprocess/ creates them)"
     for key in ("train_files", "val_files"):
         yield from (

@@ -23,6 +23,7 @@ MAX_FULL_HASH_BYTES = 64 * 1024**2  # up to this size, the whole file is hashed
 # Of a larger file, samples at even distances: hashing a whole model would cost minutes at every start.
 NUM_SAMPLES, SAMPLE_BYTES = 16, 1024**2
 MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
+SHAPE_SETTINGS = {"lora_rank", "target_modules"}  # a checkpoint fits no other value
 RESUME_SETTINGS = {"trainer.resume_mode", "trainer.resume_from_path"}  # a resumed run has to change them
 
 
@@ -33,10 +34,10 @@ def run_fingerprint(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
         if isinstance(config, SupervisedConfig)
         else ("actor_rollout_ref.model", config.actor_rollout_ref.model)
     )
-    return {
-        "data.train_files": hash_files(config.data.train_files),
-        f"{key}.path": hash_files([model.path] if model.path else []),
-    }
+    found = {f"{key}.path": hash_files([model.path] if model.path else [])}
+    if config.data.train_files:  # a run that only validates may have none
+        found["data.train_files"] = hash_files(config.data.train_files)
+    return found
 
 
 def hash_files(paths: Sequence[str]) -> str:
@@ -68,8 +69,8 @@ def check_compatible(path: str, config: PPOConfig | SupervisedConfig) -> None:
     """Check that a run with these settings may resume from the checkpoint at `path`; log changed settings.
 
     Raises:
-        CheckpointError: The data differ (the saved position would mean nothing), or the model does (it could not be
-            loaded).
+        CheckpointError: The data differ (the saved position would mean nothing), or the model or its adapters do (they
+            could not be loaded).
     """
     saved = read_trainer_state(path).get(FINGERPRINT_KEY, {})
     for key, value in run_fingerprint(config).items():
@@ -79,6 +80,12 @@ def check_compatible(path: str, config: PPOConfig | SupervisedConfig) -> None:
                 "change trainer.experiment_name or trainer.default_local_dir"
             )
     changed = changed_settings(path, config)
+    shapes = [text for text in changed if text.partition(" ")[0].rpartition(".")[2] in SHAPE_SETTINGS]
+    if shapes:
+        raise CheckpointError(
+            f"{path} was made with other adapters: {', '.join(shapes)}. Its weights have other shapes; set the old "
+            "values, or start a new run from `hybridrl export`: change trainer.experiment_name"
+        )
     if changed:
         logger.info("settings that differ from the checkpoint: %s", ", ".join(changed))
 

@@ -7,10 +7,12 @@ Used by the datasets of PPO and SFT, in the driver.
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybridrl.errors import DataError
@@ -20,7 +22,7 @@ class ParquetRows:
     """The rows of `files` in order. Files are memory-mapped and may differ in columns and types.
 
     Raises:
-        DataError: No file was given, or one is missing or not parquet.
+        DataError: No file was given, or one is missing, not parquet, damaged, or has two columns of one name.
     """
 
     def __init__(self, files: list[str] | str):
@@ -47,6 +49,31 @@ class ParquetRows:
         for file, table in zip(self.files, self._tables, strict=True):
             if column not in table.column_names:
                 raise DataError(f"{file} has no column {column!r} ({key}); it has {', '.join(table.column_names)}")
+
+    def require_mappings(self, column: str) -> None:
+        """Raise DataError if a file has `column` with something else than mappings with fixed keys."""
+        self._require_type(column, pa.types.is_struct, "a mapping in every row, such as {'ground_truth': '4'}")
+
+    def require_texts(self, column: str) -> None:
+        """Raise DataError if a file has `column` with something else than texts."""
+        self._require_type(column, _is_text, "a text in every row")
+
+    def _require_type(self, column: str, accepts: Callable[[pa.DataType], bool], wanted: str) -> None:
+        for file, table in zip(self.files, self._tables, strict=True):
+            if column in table.column_names:
+                kind = table.schema.field(column).type
+                if not (accepts(kind) or pa.types.is_null(kind)):
+                    raise DataError(f"{file}: column {column!r} must have {wanted}; it is of type {kind}")
+
+    def first_rows(self, column: str) -> dict[Any, int]:
+        """Return value -> first row, for every distinct value of `column`; nulls are left out."""
+        first: dict[Any, int] = {}
+        for start, table in zip([0, *self._ends], self._tables, strict=False):
+            if column in table.column_names:
+                for value in table[column].unique().drop_null().to_pylist():
+                    if value not in first:
+                        first[value] = start + pc.index(table[column], value).as_py()
+        return first
 
     def first_filled(self, column: str) -> int | None:
         """Return the first row with a value in `column`, None if there is none.
@@ -88,6 +115,11 @@ def _slices(column: pa.ChunkedArray, size: int) -> Iterator[tuple[int, list]]:
         yield offset, column.slice(offset, size).to_pylist()
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
 def _read(file: str) -> pa.Table:
     path = Path(file).expanduser()
     if not path.is_file():
@@ -95,6 +127,14 @@ def _read(file: str) -> pa.Table:
             f"no file {file}; make one with python -m data_preprocess.gsm8k or another module of data_preprocess"
         )
     try:
-        return pq.read_table(path, memory_map=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} is not a parquet file that can be read: {error}") from error
+        names = pq.read_schema(path).names
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        table = None if repeated else pq.read_table(path, memory_map=True, page_checksum_verification=True)
+        if table is not None:
+            table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{file} is not a parquet file that can be read, or is damaged: {reason:.300}") from error
+    if table is None:
+        raise DataError(f"{file} has several columns named {repeated[0]!r}; rename or drop all but one")
+    return table

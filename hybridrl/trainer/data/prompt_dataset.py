@@ -20,7 +20,7 @@ from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render, truncate
 from hybridrl.trainer.data.parquet import ParquetRows
-from hybridrl.trainer.data.prompt_loader import EpochSampler, PromptLoader
+from hybridrl.trainer.data.prompt_loader import EpochSampler, NoPrompts, PromptLoader
 
 __all__ = ["EpochSampler", "PromptLoader", "RLHFDataset", "collate_fn", "load_dataset"]
 
@@ -39,14 +39,18 @@ class RLHFDataset:
         max_samples: Use only the first rows; -1 means all.
 
     Raises:
-        DataError: A file or column is missing, a row is not a prompt, a row has images, no prompt is left, or a prompt
-            is too long and `data.truncation=error`.
+        DataError: A file or column is missing or has the wrong type, a row is not a prompt, a row has images, no prompt
+            is left, or a prompt is too long and `data.truncation=error`.
     """
 
     def __init__(self, data_files: list[str] | str, tokenizer: Any, config: DataConfig, *, max_samples: int = -1):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
         self._rows.require(config.prompt_key, "data.prompt_key")
+        for column in ("reward_model", "extra_info"):
+            self._rows.require_mappings(column)
+        for column in ("data_source", "ability"):
+            self._rows.require_texts(column)
         self._reject_images()
         num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._tokens = self._tokenize(num_rows)
@@ -76,6 +80,10 @@ class RLHFDataset:
             "uid": str(row),
             **({"agent_name": columns["agent_name"]} if "agent_name" in columns else {}),
         }
+
+    def data_sources(self) -> dict[str, str]:
+        """Return data source -> file and row of its first prompt, for errors."""
+        return {source: self._rows.location(row) for source, row in self._rows.first_rows("data_source").items()}
 
     def _reject_images(self) -> None:
         row = self._rows.first_filled(self.config.image_key)
@@ -216,18 +224,21 @@ def load_sampler(config: DataConfig, dataset: Any) -> Any:
 
 def load_prompt_data(
     data: DataConfig, tokenizer: Any, train: Any, val: Any, collate: Callable, sampler: Any
-) -> tuple[PromptLoader, Any]:
+) -> tuple[PromptLoader | NoPrompts, Any]:
     """Return the loader of training prompts, and the validation set or None.
+
+    Without training files, as trainer.val_only allows, nothing can be drawn from the loader.
 
     Args:
         train, val, sampler: None takes what the settings name.
         collate: Rows to a `DataProto`.
     """
-    train = (
-        load_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples) if train is None else train
-    )
+    if train is None and data.train_files:
+        train = load_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
     if val is None and data.val_files:
         val = load_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
+    if train is None:
+        return NoPrompts(), val
     sampler = load_sampler(data, train) if sampler is None else sampler
     size = data.gen_batch_size or data.train_batch_size
     loader = PromptLoader(

@@ -199,6 +199,37 @@ class PromptLoader:
         self.epoch, self._rows_taken, self._iterator = self.epoch + 1, 0, None
 
 
+class NoPrompts:
+    """The loader of a run that only validates and names no training files.
+
+    It keeps the position of the checkpoint that is validated.
+    """
+
+    def __init__(self) -> None:
+        self.dataset: tuple[dict, ...] = ()
+        self.rows: list[int] = []
+        self.epoch = 0
+        self.steps_per_epoch = 1
+        self._position: dict = {}
+
+    def batch_sizes(self, num_batches: int) -> list[int]:
+        """Return the number of rows of each of a run's first batches: one, because a schedule needs a step."""
+        return [1] * num_batches
+
+    def next_batch(self) -> DataProto:
+        """Raise DataError: there are no prompts."""
+        raise DataError("data.train_files=[]: there is nothing to train on")
+
+    def update_sampler(self, results: DataProto) -> None:
+        """Do nothing: there is no sampler."""
+
+    def state_dict(self) -> dict:
+        return dict(self._position)
+
+    def load_state_dict(self, state: dict) -> None:
+        self._position = dict(state)
+
+
 ROW = "dataset_row"  # column: a prompt's row in the training data
 
 
@@ -209,7 +240,7 @@ class StepPrompts:
         num_drawn: Number of the last batch that was drawn, counted from 1.
     """
 
-    def __init__(self, loader: PromptLoader, *, seed: int):
+    def __init__(self, loader: PromptLoader | NoPrompts, *, seed: int):
         self.loader, self.seed, self.num_drawn = loader, seed, 0
 
     def next_batch(self) -> DataProto:

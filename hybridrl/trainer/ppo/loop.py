@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from hybridrl.algos.advantages import get_adv_estimator
+from hybridrl.algos.partition import balanced_partition
 from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config import PPOConfig
+from hybridrl.config.engines import engine_settings
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.overlap import DeviceSlots
@@ -21,19 +23,27 @@ from hybridrl.trainer.data.prompt_loader import StepPrompts
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.ppo.columns import COLUMNS, PROMPT_INPUT
+from hybridrl.trainer.ppo.columns import COLUMNS, MODEL_INPUT, PROMPT_INPUT
+from hybridrl.trainer.ppo.metrics import global_seqlen_metrics
+from hybridrl.trainer.ppo.off_policy import staleness_metrics
 from hybridrl.trainer.ppo.policy.generation import BatchedGenerator, Generator
 from hybridrl.trainer.ppo.policy.groups import make_policy
 from hybridrl.trainer.ppo.policy.rollout_pipeline import make_pipeline
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
-from hybridrl.trainer.ppo.rewards import NoRewardGuard, NoSignalWarning, RewardFn, make_kl_controller
+from hybridrl.trainer.ppo.rewards import (
+    NoRewardGuard,
+    NoSignalWarning,
+    RewardFn,
+    check_data_sources,
+    make_kl_controller,
+)
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter
 from hybridrl.trainer.ppo.stages import check_roles, filters_groups, uses_greedy_baseline
-from hybridrl.trainer.ppo.update_batch import num_optimizer_steps
+from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
 from hybridrl.trainer.recovery.step_snapshot import load_resume_state
 from hybridrl.trainer.roles import ResourcePoolManager, Role, check_worker_classes, worker_role
-from hybridrl.trainer.run.middleware import load_middleware
+from hybridrl.trainer.run.middleware import BatchContext, load_middleware
 from hybridrl.trainer.run.state import Parts
 
 
@@ -74,6 +84,9 @@ class PPOLoop(Trainer):
         train_loader, self.val_dataset = load_prompt_data(
             config.data, tokenizer, train_dataset, val_dataset, self.collate, train_sampler
         )
+        if Role.RewardModel not in role_worker_mapping:
+            check_data_sources(train_loader.dataset, self.reward_fn)
+            check_data_sources(self.val_dataset, self.val_reward_fn)
         super().__init__(
             config,
             tokenizer,
@@ -258,3 +271,26 @@ class PPOLoop(Trainer):
         if self.generator.reads_other_columns:
             prompts.non_tensor_batch = dict(batch.non_tensor_batch)
         return prompts
+
+    # ---- samples
+
+    def _sample_metrics(self, batch: DataProto) -> dict[str, float]:
+        """Return ages and lengths of the samples that the step trains on."""
+        metrics = staleness_metrics(batch, version=self.global_steps - 1) if self.group_filter.max_age else {}
+        if self.config.trainer.balance_batch:
+            lengths = batch.batch["attention_mask"].sum(-1).tolist()
+            parts = balanced_partition(lengths, self._num_dp(self.policy.actor.world_size))
+            metrics |= global_seqlen_metrics(lengths, parts)
+        return metrics
+
+    def _call_balanced(self, ctx: BatchContext, method: Callable, num_ranks: int) -> DataProto:
+        return call_balanced(
+            method,
+            select_columns(ctx.batch, MODEL_INPUT),
+            num_ranks=self._num_dp(num_ranks),
+            balance=self.config.trainer.balance_batch,
+        )
+
+    def _num_dp(self, num_ranks: int) -> int:
+        """Return the data-parallel size of the engines of this many processes."""
+        return engine_settings(self.config.actor_rollout_ref.actor).data_parallel_size(num_ranks)

@@ -92,11 +92,11 @@ def add_advantages(batch: DataProto, estimator: AdvantageEstimator, config: Algo
     )
 
 
-def add_reward_components(batch: DataProto, extra: Mapping[str, list], keys: Sequence[str]) -> dict[str, float]:
+def add_reward_components(batch: DataProto, extra: Mapping[str, list], keys: Sequence[str]) -> None:
     """Add `reward_components` (B, K) float32: what the reward function returned under each key.
 
     "score" is the score itself. A row whose score is valid and that lacks a finite number under a key is marked
-    invalid, and logged. Returns the mean of each reward over valid rows.
+    invalid, and logged.
 
     Raises:
         DataError: No row has a key.
@@ -115,9 +115,7 @@ def add_reward_components(batch: DataProto, extra: Mapping[str, list], keys: Seq
     if lost := int((valid_B & ~finite_B).sum()):
         logger.warning("%d of %d samples lack a number under %s; they are left out of the loss", lost, len(batch), keys)
     batch.batch["reward_valid"] = valid_B = valid_B & finite_B
-    batch.batch["reward_components"] = values_BK = torch.where(valid_B[:, None], values_BK, 0.0).float().contiguous()
-    means = values_BK[valid_B].mean(0).tolist() if valid_B.any() else []
-    return {f"reward/{key}/mean": mean for key, mean in zip(keys, means, strict=False)}
+    batch.batch["reward_components"] = torch.where(valid_B[:, None], values_BK, 0.0).float().contiguous()
 
 
 def add_reward_baselines(batch: DataProto, greedy: DataProto) -> dict[str, float]:
@@ -173,6 +171,23 @@ def score_batch(
     batch.batch["token_level_scores"], batch.batch["reward_valid"] = out.reward_tensor, out.valid
     metrics.update(out.metrics)
     return out.extra
+
+
+def check_data_sources(dataset: Any, reward_fn: RewardFn | None) -> None:
+    """Refuse data that the reward function cannot score, before a model is loaded.
+
+    Datasets without `data_sources` and reward functions without `check_source` are not checked.
+
+    Raises:
+        DataError: Names the first row of a data source without a score function.
+    """
+    check = getattr(reward_fn, "check_source", None)
+    sources = getattr(dataset, "data_sources", None)
+    if check is None or sources is None:
+        return
+    for source, location in sources().items():
+        if (problem := check(source)) is not None:
+            raise DataError(f"{location}: {problem}")
 
 
 class NoRewardGuard:

@@ -102,7 +102,9 @@ def warn_about_disabled_outputs(config: PPOConfig | SupervisedConfig) -> None:
 
 
 def warn_about_small_batches(config: PPOConfig | SupervisedConfig, *, num_rows: int) -> None:
-    """Warn if batches will be smaller than configured; `num_rows` is of the training data."""
+    """Warn if batches will be smaller than configured; `num_rows` is of the training data, 0 without any."""
+    if not num_rows:
+        return
     batch, size = config.data.train_batch_size, min(config.data.train_batch_size, num_rows)
     if isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable:
         size = batch  # a step generates until it is full

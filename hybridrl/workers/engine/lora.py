@@ -83,10 +83,17 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int, saved: Mapping[str,
             the outputs are those of the saved adapter.
 
     Raises:
-        ConfigError: The model has no such target, or the saved adapter does not fit the model.
+        ConfigError: The model has no such target, the rank is higher than that of any of its layers, or the saved
+            adapter does not fit the model.
     """
     layers = _layers(model)
     chosen = _chosen(layers, lora.target_modules) if saved is None else _saved_layers(layers, saved, lora)
+    largest = max(min(layers[name].in_features, layers[name].out_features) for name in chosen)
+    if lora.rank > largest:
+        raise ConfigError(
+            f"model.lora_rank={lora.rank}: no adapted layer has a rank above {largest}, so a higher one only costs "
+            f"memory; set {largest} or less, or lora_rank=0 to train all weights"
+        )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name in chosen:

@@ -6,6 +6,7 @@ import torch
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.rewards import RewardManager
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
@@ -15,6 +16,7 @@ from hybridrl.trainer.ppo.rewards import (
     NoSignalWarning,
     add_reward_baselines,
     add_reward_components,
+    check_data_sources,
     score_batch,
 )
 
@@ -61,10 +63,9 @@ def test_the_baseline_of_a_row_is_the_score_of_the_greedy_response_to_its_prompt
 def test_several_rewards_of_a_response_become_columns_and_a_row_without_one_is_invalid(caplog):
     batch = scored([3.0, 4.0, 0.0, 6.0], list("aabb"), valid=[True, True, False, True])
     extra = {"format": [True, 0.5, None, None], "note": ["x", "y", None, "z"]}
-    metrics = add_reward_components(batch, extra, ["format", "score"])
+    add_reward_components(batch, extra, ["format", "score"])
     assert batch.batch["reward_components"].tolist() == [[1, 3], [0.5, 4], [0, 0], [0, 0]]
     assert batch.batch["reward_valid"].tolist() == [True, True, False, False]
-    assert metrics == {"reward/format/mean": 0.75, "reward/score/mean": 3.5}
     assert "1 of 4 samples lack a number under ['format', 'score']" in caplog.text
 
 
@@ -110,3 +111,15 @@ def test_a_step_without_any_rewarded_sample_is_not_taken_for_equal_rewards(caplo
     for number in range(9):
         warning.check(step(advantage=float("nan")), step=number)
     assert not caplog.messages
+
+
+def test_a_data_source_that_the_built_in_function_cannot_score_is_refused_with_its_row():
+    class Data:
+        def data_sources(self):
+            return {"openai/gsm8k": "a.parquet row 0", "nobody/knows": "a.parquet row 7"}
+
+    built_in, own = RewardManager(None), RewardManager(None, compute_score=lambda **_: 1.0)
+    with pytest.raises(DataError, match=r"^a.parquet row 7: no reward function for data_source='nobody/knows'; there "):
+        check_data_sources(Data(), built_in)
+    check_data_sources(Data(), own)
+    check_data_sources([{"data_source": "nobody/knows"}], built_in)  # a dataset of the user's: not asked

@@ -51,12 +51,19 @@ def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optim
         with without_code(directory):
             dcp.load(state | {"random": random}, checkpoint_id=directory)
     except (dcp.api.CheckpointException, RuntimeError, OSError) as error:
-        raise CheckpointError(f"{directory} cannot be read into this model: {error}") from error
+        raise CheckpointError(f"{directory} cannot be read into this model: {_reasons(error)}") from error
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     _set_random_state(random)
     return int(state["step"])
+
+
+def _reasons(error: BaseException) -> str:
+    """Return what went wrong; of DCP's error the causes of the ranks, without their tracebacks."""
+    failures = getattr(error, "failures", None)
+    causes = [cause for cause, _ in failures.values()] if failures else [error]
+    return "; ".join(dict.fromkeys(" ".join(str(cause).split()) or type(cause).__name__ for cause in causes))
 
 
 def _metadata(directory: str) -> Metadata:

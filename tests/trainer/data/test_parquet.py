@@ -1,0 +1,101 @@
+"""Parquet files: a damaged or unsuitable one is one error that names the file, whatever is wrong with it."""
+
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridrl.config.schema.data import DataConfig
+from hybridrl.errors import DataError
+from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.prompt_dataset import RLHFDataset
+from tests.support.trainer.letter_tokenizer import letter_tokenizer
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"word {i}"}],
+        "data_source": "letters",
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"index": i},
+    }
+    for i in range(40)
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data.parquet", write_page_checksum=True)
+    return tmp_path / "data.parquet"
+
+
+def rewrite(file, change):
+    pq.write_table(change(pq.read_table(file)), file)
+
+
+def refusal(file) -> str:
+    with pytest.raises(DataError) as refused:
+        RLHFDataset(str(file), letter_tokenizer(), DataConfig(max_prompt_length=50))
+    text = str(refused.value)
+    assert text.startswith(str(file)) and "\n" not in text
+    return text
+
+
+@pytest.mark.timeout(120)
+def test_every_damage_is_one_error_with_the_files_name(file):
+    whole, random_bytes, found = file.read_bytes(), random.Random(0), 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(random_bytes.choice([1, 1, 8, 64])):
+            damaged[random_bytes.randrange(len(damaged))] ^= 1 << random_bytes.randrange(8)
+        file.write_bytes(damaged[: random_bytes.choice([len(damaged)] * 4 + [random_bytes.randrange(len(damaged))])])
+        try:
+            read = ParquetRows(str(file))
+            assert len([read[i] for i in range(len(read))]) == len(read)  # the footer has no checksum
+        except DataError as error:
+            found += 1
+            assert str(file) in str(error) and "\n" not in str(error)
+    assert found > 60
+
+
+def test_a_flipped_byte_in_a_page_is_noticed(file):
+    pq.write_table(pa.Table.from_pylist(ROWS), file, write_page_checksum=True, compression="none", use_dictionary=False)
+    whole = file.read_bytes()
+    at = whole.index(b"word 17")
+    file.write_bytes(whole[:at] + b"W" + whole[at + 1 :])
+    assert "damaged" in refusal(file)
+
+
+def test_two_columns_of_one_name_are_named(file):
+    rewrite(file, lambda table: table.append_column("prompt", table["prompt"]))
+    assert refusal(file) == f"{file} has several columns named 'prompt'; rename or drop all but one"
+
+
+def test_text_that_is_not_utf8_is_refused_before_training(file):
+    def change(table):
+        raw = pa.array([b"\xff\xfe"] * table.num_rows, type=pa.binary())
+        column = pa.Array.from_buffers(pa.string(), table.num_rows, raw.buffers())
+        return table.set_column(table.column_names.index("data_source"), "data_source", column)
+
+    rewrite(file, change)
+    assert "Invalid UTF8" in refusal(file)
+
+
+@pytest.mark.parametrize("column", ["reward_model", "extra_info"])
+def test_a_text_where_a_mapping_belongs_is_named_with_its_type(file, column):
+    rewrite(file, lambda t: t.set_column(t.column_names.index(column), column, pa.array(["4"] * t.num_rows)))
+    assert f"column '{column}' must have a mapping in every row" in (text := refusal(file)) and "type string" in text
+
+
+def test_a_data_source_that_is_no_text_is_named_with_its_type(file):
+    rewrite(file, lambda t: t.set_column(t.column_names.index("data_source"), "data_source", pa.array([1] * 40)))
+    assert "column 'data_source' must have a text in every row; it is of type int64" in refusal(file)
+
+
+def test_data_sources_have_the_file_and_row_of_their_first_prompt(tmp_path):
+    files = [str(tmp_path / name) for name in ("a.parquet", "b.parquet")]
+    for path, sources in zip(files, (["x", None, "y"], ["y", "z"]), strict=True):
+        rows = [{"prompt": "a", "data_source": source} for source in sources]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    dataset = RLHFDataset(files, letter_tokenizer(), DataConfig(max_prompt_length=50))
+    assert dataset.data_sources() == {"x": f"{files[0]} row 0", "y": f"{files[0]} row 2", "z": f"{files[1]} row 1"}
