@@ -116,6 +116,10 @@ class ScoreProcess:
             self.lost, self._violation = True, str(error)
         return answers
 
+    def call_seconds(self, now: float) -> float:
+        """Return how long its running call has taken at `now` (monotonic seconds)."""
+        return now - self._call_started
+
     def failed(self, now: float) -> bool:
         """Return whether it is lost, or its running call was overdue at `now` (monotonic seconds)."""
         return self.lost or now >= self.deadline

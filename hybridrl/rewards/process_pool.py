@@ -8,6 +8,7 @@ Used by `manager`, in the driver process. Not here: which calls are made and wha
 child's side (`process_main`).
 """
 
+import logging
 import os
 import pickle
 import selectors
@@ -21,6 +22,9 @@ from typing import Any
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.rewards.process import CallResult, LoadFailure, ScoreProcess
+
+logger = logging.getLogger(__name__)
+REPORT_AFTER_S = 20.0  # two default time limits: a batch that is only slow is done by then
 
 
 class ScoreProcessPool:
@@ -52,14 +56,16 @@ class ScoreProcessPool:
         """Start the processes and wait until one has loaded the function; return why none can, or None."""
         with self._lock:
             self._start_missing()
+            job = ScoreJob([])
             while self._processes and not any(process.loaded for process in self._processes):
-                failure = self._poll(ScoreJob([]))
+                failure = self._poll(job)
             return None if self._processes else failure
 
     def map(self, calls: Sequence[Mapping[str, Any]]) -> list[CallResult]:
         """Return the result of the function for each set of keyword arguments, in order.
 
-        Waits for the slowest call. If every call times out, that is len(calls) * timeout_s / num_processes seconds.
+        Waits for the slowest call. If every call times out, that is len(calls) * timeout_s / num_processes seconds. A
+        wait of `REPORT_AFTER_S` is logged with the calls that run, and again after pauses that double.
         """
         job = ScoreJob(calls)
         with self._lock:
@@ -106,7 +112,9 @@ class ScoreProcessPool:
             Why a process could not load the function, or None.
         """
         now = time.monotonic()  # before reading: a result that this process has not read yet is in time
-        wait_s = min(process.deadline for process in self._processes) - now
+        if now >= job.next_report:
+            job.report(self._processes, now=now)
+        wait_s = min(job.next_report, *(process.deadline for process in self._processes)) - now
         lost = any(process.lost for process in self._processes)
         for key, _ in self._selector.select(0 if lost else max(wait_s, 0)):
             process = key.data
@@ -137,9 +145,13 @@ class ScoreJob:
     """The calls of one batch.
 
     `waiting` has the numbers of calls that are not sent yet. `results` has each call's result by its number.
+    `next_report` is when the log says what the batch waits for (monotonic seconds).
     """
 
     def __init__(self, calls: Sequence[Mapping[str, Any]]):
+        self.started = time.monotonic()
+        self.next_report = self.started + REPORT_AFTER_S
+        self._names = [_call_name(number, call) for number, call in enumerate(calls)]
         self.results: dict[int, CallResult] = {}
         self.calls: list[bytes] = [b""] * len(calls)
         self.waiting: deque[int] = deque()
@@ -169,10 +181,38 @@ class ScoreJob:
         self.waiting.extendleft(reversed(numbers))
         numbers.clear()
 
+    def report(self, processes: Sequence[ScoreProcess], *, now: float) -> None:
+        """Log what the batch waits for, and double the pause before the next report. now: monotonic seconds."""
+        running = [
+            f"{self._names[process.pending[0]]} for {process.call_seconds(now):.0f} s"
+            for process in processes
+            if process.loaded and process.pending
+        ]
+        loading = f"{sum(not process.loaded for process in processes)} of {len(processes)} processes load it"
+        timeouts = sum(result.failure == "timeout" for result in self.results.values())
+        logger.warning(
+            "the reward function has taken %.0f s: %d of %d samples are done%s; %s",
+            now - self.started,
+            len(self.results),
+            len(self.calls),
+            f", {timeouts} of them stopped at reward_model.timeout_s" if timeouts else "",
+            f"running: {', '.join(running)}" if running else loading,
+        )
+        self.next_report = now + (now - self.started)
+
     def fail_waiting(self, reason: str) -> None:
         """Record every call that is not sent as failed."""
         while self.waiting:
             self.set_result(self.waiting.popleft(), CallResult(failure="error", reason=reason))
+
+
+def _call_name(number: int, call: Mapping[str, Any]) -> str:
+    """Return how the log names a call: its row in the batch, its data source, and its index in the data."""
+    info = call.get("extra_info")
+    index = info.get("index") if isinstance(info, Mapping) else None
+    known = {"data_source": call.get("data_source"), "index": index}
+    named = ", ".join(f"{name}={value!r:.60}" for name, value in known.items() if value is not None)
+    return f"sample {number}" + (f" ({named})" if named else "")
 
 
 def unpickle_pool(function: FunctionAddress, settings: dict[str, Any]) -> ScoreProcessPool:

@@ -100,6 +100,19 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     }
 
 
+def reward_extra_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
+    """Return `reward_extra/{name}/mean` of the numbers that a reward function returned beside its score.
+
+    The mean is over the rows that have the value. Columns with anything else than numbers are left out.
+    """
+    metrics: Metrics = {}
+    for name, column in extra.items():
+        rows = [[row] for row in range(len(column))]
+        if _is_numeric(column, rows):
+            metrics[f"reward_extra/{name}/mean"] = float(np.mean([float(v) for v in column if _has_value(v)]))
+    return metrics
+
+
 # -- time
 
 

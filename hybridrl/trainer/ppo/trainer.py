@@ -30,9 +30,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from hybridrl.algos.masked import masked_mean
-from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
-from hybridrl.config.engines import engine_settings
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
@@ -60,7 +58,11 @@ from hybridrl.trainer.ppo.distillation import (
     teacher_metrics,
 )
 from hybridrl.trainer.ppo.loop import PPOLoop
-from hybridrl.trainer.ppo.metrics import global_seqlen_metrics, rollout_mismatch_metrics, step_metrics
+from hybridrl.trainer.ppo.metrics import (
+    reward_extra_metrics,
+    rollout_mismatch_metrics,
+    step_metrics,
+)
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
 from hybridrl.trainer.ppo.policy.rollout_pipeline import join_responses
 from hybridrl.trainer.ppo.rewards import (
@@ -87,9 +89,7 @@ from hybridrl.trainer.ppo.stages import (
 )
 from hybridrl.trainer.ppo.update_batch import (
     add_covariance_selection,
-    call_balanced,
     has_tokens,
-    select_columns,
     select_training_rows,
 )
 from hybridrl.trainer.ppo.validation import validate
@@ -192,15 +192,6 @@ class RayPPOTrainer(PPOLoop):
         self.policy.sleep_rollout()
         ctx.metrics |= self._sample_metrics(ctx.batch)
 
-    def _sample_metrics(self, batch: DataProto) -> dict[str, float]:
-        """Return ages and lengths of the samples that the step trains on."""
-        metrics = staleness_metrics(batch, version=self.global_steps - 1) if self.group_filter.max_age else {}
-        if self.config.trainer.balance_batch:
-            lengths = batch.batch["attention_mask"].sum(-1).tolist()
-            parts = balanced_partition(lengths, self._num_dp(self.policy.actor.world_size))
-            metrics |= global_seqlen_metrics(lengths, parts)
-        return metrics
-
     def generate_responses(
         self, batch: DataProto, *, n: int, seed: int, generate: Callable[[DataProto], DataProto] | None = None
     ) -> DataProto:
@@ -225,9 +216,9 @@ class RayPPOTrainer(PPOLoop):
             add_no_scores(ctx.batch)
             return
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
+        ctx.metrics |= reward_extra_metrics(ctx.reward_extra)
         if uses_components(self.config):
-            keys = self.config.algorithm.gdpo_reward_keys
-            ctx.metrics |= add_reward_components(ctx.batch, ctx.reward_extra, keys)
+            add_reward_components(ctx.batch, ctx.reward_extra, self.config.algorithm.gdpo_reward_keys)
         ctx.metrics |= group_metrics(ctx.batch, ctx.reward_extra, n=self.config.actor_rollout_ref.rollout.n)
         self.reward_guard.check(ctx.batch.batch["reward_valid"])
         if self.config.trainer.rollout_data_dir:
@@ -325,18 +316,6 @@ class RayPPOTrainer(PPOLoop):
         """Compute the critic's value before each response token."""
         critic = self.groups[Role.Critic]
         ctx.batch.union(self._call_balanced(ctx, critic.compute_values, critic.world_size))
-
-    def _call_balanced(self, ctx: BatchContext, method: Callable, num_ranks: int) -> DataProto:
-        return call_balanced(
-            method,
-            select_columns(ctx.batch, MODEL_INPUT),
-            num_ranks=self._num_dp(num_ranks),
-            balance=self.config.trainer.balance_batch,
-        )
-
-    def _num_dp(self, num_ranks: int) -> int:
-        """Return the data-parallel size of the engines of this many processes."""
-        return engine_settings(self.config.actor_rollout_ref.actor).data_parallel_size(num_ranks)
 
     def advantage(self, ctx: BatchContext) -> None:
         """Compute token rewards (with the KL penalty, if configured), advantages and returns.

@@ -18,6 +18,7 @@ from hybridrl.trainer.ppo.metrics import (
     global_seqlen_metrics,
     majority_vote,
     pass_at_k,
+    reward_extra_metrics,
     rollout_mismatch_metrics,
     validation_metrics,
 )
@@ -276,3 +277,17 @@ def test_columns_that_do_not_fit_are_refused():
         validation_metrics(["s", "s"], ["a", "b"], {"reward": [1, 2], "acc": [1]})
     with pytest.raises(DataError, match="'reward'; columns are acc"):
         validation_metrics(["s"], ["a"], {"acc": [1]})
+
+
+def test_numbers_beside_the_score_are_averaged_over_the_rows_that_have_them():
+    extra = {
+        "acc": [1, 0, None, 1],
+        "bonus": [0.5, 1.5, 1.0, 3.0],
+        "text": ["a", "b", "c", "d"],
+        "mixed": [1, "a", 2, 3],
+    }
+    assert reward_extra_metrics(extra) == {
+        "reward_extra/acc/mean": pytest.approx(2 / 3),
+        "reward_extra/bonus/mean": 1.5,
+    }
+    assert reward_extra_metrics({"none": [None, None]}) == {}
