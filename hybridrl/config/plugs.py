@@ -36,7 +36,7 @@ TRACKERS: Registry[Any] = Registry(
     builtins={
         "console": "hybridrl.trainer.run.tracking:ConsoleTracker",
         "jsonl": "hybridrl.trainer.run.tracking:JsonlTracker",
-        "tensorboard": "hybridrl.trainer.run.tracking:TensorBoardTracker",
+        "tensorboard": "hybridrl.trainer.run.tensorboard:TensorBoardTracker",
         "wandb": "hybridrl.trainer.run.tracking:WandbTracker",
         "mlflow": "hybridrl.trainer.run.tracking:MlflowTracker",
     },

@@ -153,7 +153,11 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def validation_lines(metrics: Mapping[str, float], step: int, *, total_steps: int | None = None) -> list[str]:
-    """Return one line per validated data source with its core metrics, and one for a validation loss."""
+    """Return one line per validated data source with its core metrics, and one for a validation loss.
+
+    An evaluator validates while training goes on: its line names the step whose weights it has used.
+    """
+    step = int(metrics.get("val/version", step))
     parts: dict[str, list[str]] = {}
     for name, value in metrics.items():
         if name.startswith("val-core/"):

@@ -27,7 +27,6 @@ from hybridrl.trainer.run.console import ConsoleProgress
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIRECTORY = "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,25 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write what is buffered and release resources. Called once, also after an error of the run."""
+
+
+class PatientFile:
+    """A file to append to. What a full disk does not take is kept, and written by a later `write`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open until `close`
+        self._unwritten = b""
+
+    def write(self, data: bytes) -> None:
+        """Write what was left before and `data`. Raises OSError if some of it is left."""
+        self._unwritten += data
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def close(self) -> None:
+        """Write what is left if possible; `write` has raised the error before."""
+        with contextlib.closing(self._file), contextlib.suppress(OSError):
+            self.write(b"")
 
 
 class Tracking:
@@ -148,42 +166,14 @@ class JsonlTracker:
         if run.start_step == 0 and path.exists() and path.stat().st_size:
             logger.warning("%s of an earlier run without a checkpoint is replaced", path)
         _keep_steps(path, last=run.start_step if run.start_step > 0 else -1)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open until `close`
-        self._unwritten = b""
+        self._file = PatientFile(path)
 
     def log(self, metrics: Metrics, step: int) -> None:
         line = json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n"
-        self._unwritten += line.encode()
-        self._flush()
-
-    def _flush(self) -> None:
-        """Write what is left, also after a write that took only a part of it."""
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        self._file.write(line.encode())
 
     def close(self) -> None:
-        with contextlib.closing(self._file), contextlib.suppress(OSError):  # `log` has raised it before
-            self._flush()
-
-
-class TensorBoardTracker:
-    """Event files under `tensorboard/`."""
-
-    def __init__(self, run: RunInfo) -> None:
-        tensorboard = import_module("torch.utils.tensorboard")
-        first = run.start_step + 1 if run.start_step else 0  # hides what dead processes logged from this step on
-        self._writer = tensorboard.SummaryWriter(str(run.directory / TENSORBOARD_DIRECTORY), purge_step=first)
-        self._writer.add_text(
-            "config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```", run.start_step
-        )
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandbTracker:

@@ -134,3 +134,8 @@ def test_on_a_terminal_a_bar_is_below_the_lines_and_is_removed_at_the_end():
     text = os.read(leader, 4096).decode()  # all of it: less than a terminal's buffer
     assert "step 2/4  reward 0.512" in text
     assert "50%|" in text and "| step 2/4, reward 0.512  len 14.2  1234 tok/s" in text
+
+
+def test_a_validation_by_the_evaluator_is_labelled_with_the_step_whose_weights_it_used():
+    metrics = {"val-core/letters/reward/mean@1": 0.5, "val/version": 4.0}
+    assert validation_lines(metrics, 6, total_steps=6) == ["step 4/6  validation  letters  reward mean@1 0.500"]

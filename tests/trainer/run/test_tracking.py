@@ -205,3 +205,33 @@ def test_mlflow_writes_a_local_store_and_resumes_in_its_run(tmp_path, monkeypatc
     assert (
         run.data.params["trainer.seed"] == "1" and run.info.status == "FINISHED" and run.info.run_name == "experiment"
     )
+
+
+def test_tensorboard_loses_nothing_to_a_full_disk_and_prints_no_traceback(tmp_path, full_disk, caplog, capfd):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with _open(tmp_path, ["tensorboard"]) as tracking:
+        tracking.log({"x": 1.0}, 1)
+        with full_disk():
+            tracking.log({"x": 2.0}, 2)
+            tracking.log({"x": 3.0}, 3)
+        tracking.log({"x": 4.0}, 4)
+    with full_disk(), _open(tmp_path, ["tensorboard"], start_step=4) as tracking:
+        tracking.log({"x": 5.0}, 5)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert [message.partition(":")[0] for message in caplog.messages if "training continues" in message] == [
+        "step 2",
+        "step 5",
+    ]
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_tensorboard_shows_the_settings_as_a_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _open(tmp_path, ["tensorboard"]).close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [event] = events.Tensors("config/text_summary")
+    assert json.loads(event.tensor_proto.string_val[0].decode().strip("`").removeprefix("json")) == CONFIG
+    assert events.SummaryMetadata("config/text_summary").plugin_data.plugin_name == "text"
