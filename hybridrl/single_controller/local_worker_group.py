@@ -14,7 +14,8 @@ from hybridrl.single_controller.monitoring.tracing import call_span
 from hybridrl.single_controller.placement.resource_pool import ResourcePool
 from hybridrl.single_controller.references import OutputRefs, materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup, free_port
+from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
+from hybridrl.system.rendezvous import reserve_address
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
@@ -71,7 +72,6 @@ class LocalWorkerGroup(WorkerGroup[W]):
 def _set_single_rank() -> None:
     """Set rank 0 of 1 in the environment, unless a launcher or another local group set a rank."""
     if "RANK" not in os.environ:
-        rank_info = RankInfo(
-            rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=free_port()
-        )
+        host, port = reserve_address("127.0.0.1")
+        rank_info = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr=host, master_port=port)
         os.environ.update(rank_info.environment())

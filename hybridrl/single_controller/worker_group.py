@@ -9,7 +9,6 @@ Subclasses provide the workers: `RayWorkerGroup` in processes, `LocalWorkerGroup
 """
 
 import functools
-import socket
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -222,11 +221,3 @@ class WorkerGroup(ABC, Generic[W]):
     @abstractmethod
     def shutdown(self) -> None:
         """End the group's workers, also in the middle of a call."""
-
-
-def free_port() -> int:
-    """Return a TCP port that was free at the time of the call."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port: int = s.getsockname()[1]
-        return port

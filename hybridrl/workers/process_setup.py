@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.rendezvous import take_listener
 
 # Last resort for a collective whose peer was lost. The driver detects a lost peer much earlier.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -49,11 +50,22 @@ def join_process_group(device: str, *, single_process: bool = False) -> None:
     """Join the process group of the environment, or one of its own. A world of one needs no network."""
     rank, world_size = (0, 1) if single_process else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    store = dist.HashStore() if world_size == 1 else None
-    init_method = "env://" if store is None else None
-    dist.init_process_group(
-        backend, init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
-    )
+    store = dist.HashStore() if world_size == 1 else _join_store(rank, world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+
+
+def _join_store(rank: int, world_size: int) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT; rank 0 listens there, and only there.
+
+    torch's own rendezvous (env://) listens at every address of the machine.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = take_listener(port) if rank == 0 else None
+    if listener is None:
+        return dist.TCPStore(host, port, world_size, rank == 0, COLLECTIVE_TIMEOUT)
+    store = dist.TCPStore(host, port, world_size, True, COLLECTIVE_TIMEOUT, master_listen_fd=listener.fileno())
+    listener.detach()  # the store closes it
+    return store
 
 
 def sum_over_ranks(values: list[float], *, device: str) -> list[float]:

@@ -28,8 +28,9 @@ from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIAB
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
 from hybridrl.single_controller.references import materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
-from hybridrl.single_controller.worker_group import free_port
+from hybridrl.system.rendezvous import reserve_address
 
+LOOPBACK = "127.0.0.1"
 MAX_REPORTED_CALLS = 50  # per heartbeat
 
 
@@ -67,9 +68,13 @@ class WorkerHost:
         self.fencing_token = 1
         self.ready: set[str] = set()
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Return an address of this node and a free port, at which rank 0 of a group may listen."""
-        return _node_address(), free_port()
+    def rendezvous(self, one_machine: bool = False) -> tuple[str, int]:
+        """Return host and port at which rank 0 of a group listens; this process holds the port from now on.
+
+        Args:
+            one_machine: All ranks are on this machine, so no other one needs to reach the port.
+        """
+        return reserve_address(LOOPBACK if one_machine else _node_address())
 
     def setup(self, recipes: bytes, rank_info: RankInfo, environment: Mapping[str, str]) -> int:
         """Set the environment and construct this process's workers, in the order of the recipes.

@@ -121,8 +121,9 @@ class WorkerProcesses:
     ) -> None:
         import ray
 
+        one_machine = set(pool.local_world_size_list) == {len(self.hosts)}
         [self.rendezvous_address] = wait_all(
-            [self.hosts[0].rendezvous.remote()], role=self.label, method="rendezvous", timeout_s=timeout_s
+            [self.hosts[0].rendezvous.remote(one_machine)], role=self.label, method="rendezvous", timeout_s=timeout_s
         )
         pickled_recipes = ray.put(cloudpickle.dumps(dict(recipes)))
         local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
