@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal
+from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal, acknowledged_interrupts
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,9 @@ def run_program(
 ) -> int:
     """Run `work` and return the exit code.
 
-    A training run that receives SIGTERM commits first (`driver/termination.py`). An error is one readable line that
-    names the fix. The full traceback, a remote worker's included, goes to `error.log` in the log directory. Without a
-    log directory, only errors that are not hybridrl's own show their traceback.
+    A training run that receives SIGTERM commits first, and acknowledges Ctrl-C (`driver/termination.py`). An error is
+    one readable line that names the fix. The full traceback, a remote worker's included, goes to `error.log` in the
+    log directory. Without a log directory, only errors that are not hybridrl's own show their traceback.
 
     Args:
         work: The program.
@@ -41,7 +41,7 @@ def run_program(
     termination = termination or TerminationSignal()
     directory_now = log_directory or (lambda: None)
     try:
-        with termination.handle_sigterm():
+        with termination.handle_sigterm(), acknowledged_interrupts(enabled=log_directory is not None):
             work()
         return 0
     except (ConfigError, DataError, PlacementError) as error:

@@ -6,6 +6,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -13,12 +14,27 @@ from hybridrl.errors import ConfigError
 from hybridrl.system.atomic_write import atomic_write
 
 FILE = "command.json"
+HIDDEN = "(not saved)"  # instead of a value that looks like a secret
+SECRET = r"(?:[a-z0-9_]*_)?(?:api_?key|access_?key|secret(?:_key)?|token|password|passwd|credentials?)"
+SECRET_SETTING = re.compile(rf"(?P<key>[+~]*(?:[^=]*\.)?{SECRET})=.", re.IGNORECASE)
+SECRET_ENTRY = re.compile(rf"(?P<key>[^=]*)=.*[{{,\s'\"]{SECRET}['\"]?\s*:", re.IGNORECASE | re.DOTALL)
 
 
 def save_command(directory: str) -> None:
-    """Save the command line of this program in a run's directory."""
-    with atomic_write(os.path.join(directory, FILE)) as file:
-        json.dump({"command": [sys.executable, *sys.orig_argv[1:]], "directory": os.getcwd()}, file, indent=2)
+    """Save the command line of this program in a run's directory, readable by this user only, without secrets.
+
+    The value of a setting whose name says that it is a secret, such as `custom_reward_function.kwargs.api_key`, is not
+    saved. Neither is a mapping with such an entry.
+    """
+    command = [sys.executable, *map(without_secret, sys.orig_argv[1:])]
+    with atomic_write(os.path.join(directory, FILE), private=True) as file:
+        json.dump({"command": command, "directory": os.getcwd()}, file, indent=2)
+
+
+def without_secret(word: str) -> str:
+    """Return a word of a command line, with `HIDDEN` in place of a value that looks like a secret."""
+    found = SECRET_SETTING.match(word) or SECRET_ENTRY.match(word)
+    return f"{found['key']}={HIDDEN}" if found else word
 
 
 def has_command(directory: str) -> bool:
@@ -34,7 +50,7 @@ def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[
         changes: Settings to change, key=value.
 
     Raises:
-        ConfigError: No saved command is there.
+        ConfigError: No saved command is there, or it lacks a secret that `changes` does not give.
     """
     path = os.path.join(directory, FILE)
     try:
@@ -49,7 +65,13 @@ def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[
         ) from error
     new = ["trainer.resume_mode=auto", *changes]
     replaced = {word.partition("=")[0] for word in new} | {"trainer.resume_from_path"}
-    return [*(word for word in command if word.partition("=")[0] not in replaced), *new], working_directory
+    kept = [word for word in command if word.partition("=")[0] not in replaced]
+    if missing := [word.partition("=")[0] for word in kept if word.endswith(f"={HIDDEN}")]:
+        raise ConfigError(
+            f"{path}: has no value of {', '.join(missing)}, because secrets are not saved; add it to this command, as "
+            f"in: hybridrl job resume {directory} {missing[0]}=VALUE"
+        )
+    return [*kept, *new], working_directory
 
 
 def resume_run(directory: str, changes: Sequence[str] = ()) -> None:

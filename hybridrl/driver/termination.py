@@ -13,6 +13,8 @@ Inside `defer_sigterm`, a second SIGTERM or the end of the grace period raises T
 stay valid; a half-written one is never visible. If the process still runs `EXIT_TIMEOUT_S` later, it is ended in any
 case.
 
+Ctrl-C is acknowledged by `acknowledged_interrupts`: the run stops its workers, without a commit.
+
 A run's signal is part of its `RunContext`; the trainer and `driver/program.py` use it in the driver. Only the main
 thread of a process can handle signals: in other threads these blocks change nothing.
 """
@@ -27,6 +29,12 @@ from types import FrameType
 
 logger = logging.getLogger(__name__)
 EXIT_CODE = 128 + signal.SIGTERM  # 143, as a shell reports it
+INTERRUPT_EXIT_CODE = 128 + signal.SIGINT  # 130
+ACKNOWLEDGEMENTS = (  # of the first Ctrl-C, the second, and the third
+    b"\ninterrupted: stopping the workers, which takes some seconds\n",
+    b"\nstill stopping; Ctrl-C once more ends this process at once, and may leave processes of the run behind\n",
+    b"\nended before all workers had stopped\n",
+)
 EXIT_TIMEOUT_S = 15.0  # to shut worker processes down; a process stuck in a library's C code raises no exception
 
 
@@ -106,6 +114,39 @@ class TerminationSignal:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if not finished.wait(EXIT_TIMEOUT_S):
             os._exit(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def acknowledged_interrupts(*, enabled: bool = True) -> Iterator[None]:
+    """Acknowledge Ctrl-C with a line at once, in the block and, after a Ctrl-C, to the end of this process.
+
+    The first one raises KeyboardInterrupt. The next one changes nothing, because the workers are being stopped then,
+    which takes seconds on Ray. The third one ends the process. Where Python's own handler is not installed, or not
+    `enabled`, the block changes nothing.
+    """
+    own = threading.current_thread() is threading.main_thread()
+    if not (enabled and own and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield
+        return
+    num_received = 0
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal num_received
+        num_received += 1
+        # Not through `logging`, which the handler may have interrupted.
+        with contextlib.suppress(OSError):
+            os.write(2, ACKNOWLEDGEMENTS[min(num_received, len(ACKNOWLEDGEMENTS)) - 1])
+        if num_received == 1:
+            raise KeyboardInterrupt
+        if num_received >= len(ACKNOWLEDGEMENTS):
+            os._exit(INTERRUPT_EXIT_CODE)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        if num_received == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Every durable file of the library is written through `atomic_write`; directories
 `fsync_path` of what they contain.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from typing import IO, Any
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO[Any]]:
+def atomic_write(path: str | os.PathLike, mode: str = "w", *, private: bool = False) -> Iterator[IO[Any]]:
     """Open a file beside `path` that replaces `path` when the block ends.
 
     The new file is on the disk before it gets its name. If the block raises, `path` is as it was and nothing is left
@@ -21,13 +22,16 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO[Any]]:
     Args:
         path: The file to create or replace. Its directory exists.
         mode: "w" for text in UTF-8, "wb" for bytes.
+        private: Only this user may read the file.
 
     Raises:
         OSError: The file cannot be written; `path` is as it was.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"mode={mode!r} must be 'w' or 'wb': a durable file is always written as a whole")
-    with replaced_file(path) as partial, open(partial, mode, encoding="utf-8" if mode == "w" else None) as file:
+    encoding, bits = "utf-8" if mode == "w" else None, 0o600 if private else 0o666  # less the process's umask
+    opener = functools.partial(os.open, mode=bits)
+    with replaced_file(path) as partial, open(partial, mode, encoding=encoding, opener=opener) as file:
         yield file
 
 

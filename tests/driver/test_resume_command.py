@@ -1,12 +1,17 @@
 """The saved command of a run, and how `hybridrl job resume` repeats it."""
 
 import json
+import re
+import stat
 import sys
 
 import pytest
 
 from hybridrl import cli
-from hybridrl.driver.resume_command import FILE, resume_arguments, save_command
+from hybridrl.config.introspection import keys
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.sft import SFTConfig
+from hybridrl.driver.resume_command import FILE, resume_arguments, save_command, without_secret
 from hybridrl.errors import ConfigError
 
 
@@ -39,3 +44,35 @@ def test_a_directory_without_a_command_is_refused_with_a_hint(tmp_path, content)
         (tmp_path / FILE).write_text(content)
     with pytest.raises(ConfigError, match="name a run's directory"):
         resume_arguments(str(tmp_path))
+
+
+SECRETS = [
+    "custom_reward_function.kwargs.api_key=sk-123",
+    "+custom_reward_function.kwargs.judge_api_key=sk-123",
+    "+custom_reward_function.kwargs.hf_token=sk-123",
+    "custom_reward_function.kwargs={url: http://x, password: sk-123}",
+    "custom_reward_function.kwargs={'API_KEY':'sk-123'}",
+    "plugin.secret='sk-123'",
+]
+
+
+@pytest.mark.parametrize("word", SECRETS)
+def test_a_secret_is_not_saved_and_is_asked_for_when_the_run_resumes(tmp_path, monkeypatch, word):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hybridrl.main_ppo", word, "data.prompt_key=p"])
+    save_command(str(tmp_path))
+    assert "sk-123" not in (tmp_path / FILE).read_text()
+    key = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"has no value of {re.escape(key)}, because secrets are not saved"):
+        resume_arguments(str(tmp_path))
+    command, _ = resume_arguments(str(tmp_path), [word])
+    assert command[-1] == word and "data.prompt_key=p" in command
+
+
+def test_no_setting_of_ours_is_taken_for_a_secret():
+    for name in [*keys(PPOConfig), *keys(SFTConfig)]:
+        assert without_secret(f"{name}=5") == f"{name}=5"
+
+
+def test_the_saved_command_is_read_by_its_user_only(tmp_path):
+    save_command(str(tmp_path))
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600

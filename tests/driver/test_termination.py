@@ -10,7 +10,13 @@ import time
 
 import pytest
 
-from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal, keep_sigterm_handler
+from hybridrl.driver.termination import (
+    EXIT_CODE,
+    Terminated,
+    TerminationSignal,
+    acknowledged_interrupts,
+    keep_sigterm_handler,
+)
 
 
 def terminate() -> None:
@@ -84,3 +90,84 @@ def test_in_another_thread_the_blocks_change_nothing():
     thread.start()
     thread.join()
     assert not sigterm.received
+
+
+PROGRAM = """
+import atexit, os, sys, time
+from hybridrl.driver.program import run_program
+def stop_slowly():
+    print("stopping", flush=True)
+    time.sleep(float(sys.argv[1]))
+    print("stopped", flush=True)
+def work():
+    try:
+        print("working", flush=True)
+        time.sleep(60)
+    finally:
+        stop_slowly()
+atexit.register(stop_slowly)  # as Ray registers its own shutdown
+code = run_program(work, log_directory=lambda: None)
+print("ended", flush=True)
+sys.exit(code)
+"""
+
+
+def start_interruptible(seconds: float) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.readline() == "working\n"
+    return process
+
+
+def interrupt(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_is_acknowledged_at_once_and_a_second_one_changes_nothing():
+    process = start_interruptible(1.5)
+    interrupt(process)
+    assert [process.stderr.readline() for _ in range(2)][1].startswith("interrupted: stopping the workers")
+    assert process.stdout.readline() == "stopping\n"
+    interrupt(process)  # while the workers are stopped
+    assert [process.stderr.readline() for _ in range(2)][1].startswith("still stopping; Ctrl-C once more ends")
+    assert [process.stdout.readline() for _ in range(3)] == ["stopped\n", "ended\n", "stopping\n"]
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "stopped\n") and "Traceback" not in err
+    assert err.startswith("interrupted; nothing was committed")
+
+
+@pytest.mark.timeout(60)
+def test_a_second_ctrl_c_while_python_exits_is_no_traceback():
+    process = start_interruptible(1.0)
+    interrupt(process)
+    assert [process.stdout.readline() for _ in range(4)] == ["stopping\n", "stopped\n", "ended\n", "stopping\n"]
+    interrupt(process)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err and "still stopping" in err
+
+
+@pytest.mark.timeout(60)
+def test_a_third_ctrl_c_ends_the_process():
+    process = start_interruptible(50)
+    interrupt(process)
+    assert process.stdout.readline() == "stopping\n"
+    for number in (2, 3):
+        time.sleep(0.2)
+        assert process.poll() is None, number
+        interrupt(process)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "") and err.rstrip().endswith("ended before all workers had stopped")
+
+
+def test_without_a_ctrl_c_the_handler_of_python_is_back_after_the_block():
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        pytest.skip("a test run in the background ignores Ctrl-C")
+    with acknowledged_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -66,3 +66,14 @@ def test_a_library_that_opens_files_itself_gets_a_name_with_the_same_suffix(tmp_
 def test_appending_is_refused(tmp_path):
     with pytest.raises(ValueError, match="mode='a' must be 'w' or 'wb'"), atomic_write(tmp_path / "x", "a"):
         pass
+
+
+def test_a_private_file_is_never_readable_by_others(tmp_path):
+    with atomic_write(tmp_path / "state", private=True) as file:
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+    with atomic_write(tmp_path / "other"):
+        pass
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "other").stat().st_mode & 0o777 == 0o666 & ~mask

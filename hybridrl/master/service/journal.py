@@ -39,6 +39,7 @@ from hybridrl.master.state.events import (
 )
 from hybridrl.master.state.reducer import JobState, from_json, reduce, to_json
 from hybridrl.system.atomic_write import atomic_write
+from hybridrl.system.private_directory import make_directory
 
 logger = logging.getLogger(__name__)
 EVENTS, SNAPSHOT = "events-", "snapshot-"
@@ -64,12 +65,16 @@ class JournaledState:
 
     Raises:
         JournalError: If the journal is damaged.
+        ConfigError: If its place among the temporary files belongs to another user.
     """
 
     def __init__(self, path: str, *, snapshot_every: int = EVENTS_PER_SNAPSHOT) -> None:
         self.path, self._snapshot_every = path, snapshot_every
         self._fs, self._root = fsspec.core.url_to_fs(path)
-        self._fs.makedirs(self._root, exist_ok=True)
+        if isinstance(self._fs, LocalFileSystem):
+            make_directory(self._root)
+        else:
+            self._fs.makedirs(self._root, exist_ok=True)
         self.state, self.num_events = replay(path)
         self._file: Any = None
         self._unwritten: list[tuple[int, bytes, bool]] = []  # number, line, whether to sync

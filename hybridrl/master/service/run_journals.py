@@ -4,14 +4,14 @@
 """
 
 import os
-import tempfile
 from pathlib import Path
 
 from hybridrl.errors import JournalError
 from hybridrl.master.service.journal import EVENTS, replay
 from hybridrl.single_controller.cluster import MASTER
+from hybridrl.system.private_directory import check_private, private_root
 
-JOURNAL_ROOT = os.path.join(tempfile.gettempdir(), f"hybridrl-{os.getuid()}", "jobs")  # of submitted jobs
+JOURNAL_ROOT = os.path.join(private_root(), "jobs")  # of submitted jobs
 
 
 def journals_in(directory: str) -> list[str]:
@@ -26,9 +26,17 @@ def journals_in(directory: str) -> list[str]:
 
 
 def journals_of(job: str) -> list[str]:
-    """Return the journals in `JOURNAL_ROOT` of a run, or of all runs of a job, newest first. job: a name."""
+    """Return the journals in `JOURNAL_ROOT` of a run, or of all runs of a job, newest first.
+
+    Args:
+        job: A name.
+
+    Raises:
+        ConfigError: Another user has made the directory of `JOURNAL_ROOT`.
+    """
     if "/" in job:
         return []
+    check_private(private_root())
     run = Path(JOURNAL_ROOT, job)
     if run.is_dir():
         return journals_in(str(run))
