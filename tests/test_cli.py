@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import hybridrl
 from hybridrl import cli
 from hybridrl.cli import job_graph
 from hybridrl.config import PPOConfig, from_dict
@@ -155,3 +156,9 @@ def test_help_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; from hybridrl.cli import main; main(['export', '--help'])"
     out = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True).stdout
     assert "a global_step_N directory" in out
+
+
+@pytest.mark.parametrize("program", [["hybridrl.cli"], ["hybridrl.main_ppo"], ["hybridrl.main_sft"]])
+def test_the_version_is_printed(program):
+    done = subprocess.run([sys.executable, "-m", *program, "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"hybridrl {hybridrl.__version__}\n", "")

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from hybridrl import __version__
 from hybridrl.cli import graph, jobs, models, trace
 from hybridrl.driver.program import run_program, set_up_logging
 
@@ -10,6 +11,7 @@ from hybridrl.driver.program import run_program, set_up_logging
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (the command line's by default) and return its exit code."""
     parser = argparse.ArgumentParser(prog="hybridrl", description="Tools around hybridrl jobs.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     job = commands.add_parser("job", help="submit, inspect, stop or resume a job")
     job_commands = job.add_subparsers(dest="what", required=True)

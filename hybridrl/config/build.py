@@ -4,6 +4,7 @@ Each setting is checked by itself: does the key exist, has its value the right t
 settings are in `checks/rules.py`.
 """
 
+import contextlib
 import functools
 import math
 import operator
@@ -161,6 +162,8 @@ def _scalar(value: Any, kind: type) -> Any:
         return kind(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    if kind in (int, float) and isinstance(value, str) and (number := _quoted_number(value)) is not None:
+        return _scalar(number, kind)
     if kind is str and isinstance(value, float | bool):
         raise InvalidValue(f"must be text; quote it twice: '\"{value_text(value)}\"'")
     if not isinstance(value, kind) or (is_bool and kind is not bool):
@@ -168,6 +171,14 @@ def _scalar(value: Any, kind: type) -> Any:
     if value == "":
         raise InvalidValue("is empty (an unset shell variable?)")
     return value
+
+
+def _quoted_number(text: str) -> int | float | None:
+    """Return the number that a quoted text shows; None if it shows none."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return None
 
 
 def _allowed(value: Any, key: SettingSpec) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
+from hybridrl import __version__
 from hybridrl.config.build import InvalidValue, build, override_problem, raise_problems
 from hybridrl.config.introspection import to_dict, to_yaml
 from hybridrl.config.reference import help_text
@@ -34,7 +35,7 @@ SWEEP_REASON = (
 
 
 def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, config_name: str) -> Schema | None:
-    """Return the frozen config described by `argv`; None after `--help` and `--cfg job`.
+    """Return the frozen config described by `argv`; None after `--help`, `--version` and `--cfg job`.
 
     Rules over several settings are checked by `check_config`, not here.
 
@@ -48,6 +49,9 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
         ConfigError: One line for every unknown key, wrong type and value out of range.
     """
     flags, words = _read_flags(argv)
+    if flags.version:
+        sys.stdout.write(f"hybridrl {__version__}\n")
+        return None
     if flags.help is not None:
         sys.stdout.write(
             help_text(schema, program=program, presets=preset_titles(config_name), base=config_name, wanted=flags.help)
@@ -92,6 +96,7 @@ def _check_preset(name: str, *, folder: Path, base: str, program: str) -> None:
 def _read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", nargs="?", const="")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "-cp", "--config-dir", "-cd")

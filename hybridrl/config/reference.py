@@ -13,7 +13,7 @@ from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.errors import ConfigError
 
 USAGE = """\
-usage: {program} [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] [--help [WORD]]
+usage: {program} [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] [--help [WORD]] [--version]
 
   key=value            set a key; the value is YAML: 8, 1e-6, true, null, [a,b], {{name:value}}
   +key.name=value      add a name of your own, in a mapping only

@@ -73,8 +73,8 @@ def _megatron_problems(config: PPOConfig) -> Problems:
     layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
     if find_spec("megatron") is None:
         yield (
-            "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed; pip install "
-            "hybridrl[megatron], or use fsdp"
+            "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed; in the checkout: "
+            "pip install -e '.[megatron]', or use fsdp"
         )
     yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
     policy = config.actor_rollout_ref.model
