@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent = {}
     if find_spec("vllm") is None:
-        absent["vllm"] = "vLLM is not installed (pip install hybridrl[vllm])"
+        absent["vllm"] = "vLLM is not installed (pip install -e '.[vllm]')"
     if not torch.cuda.is_available() and "GPU_TESTS_ON" not in os.environ:
         absent["gpu"] = "this machine has no CUDA device"
     for item in items:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl import main_ppo
+from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
+from hybridrl.algos.policy_losses.registry import POLICY_LOSSES
 from hybridrl.import_path import load_object
 from hybridrl.single_controller.worker import Worker
 from hybridrl.testing import check_rollout, check_transport
@@ -29,9 +31,20 @@ CLASSES = {
     "my_rewards.py": "BriefAnswers",
     "my_logger.py": "CsvLogger",
     "my_role.py": "JudgedTrainer",
+    "my_formulas.py": "PolicyLoss",
+    "my_dataset.py": "Sums",
 }
 MAX_LINES = 60
 SHORT = {"trainer__save_freq": -1, "trainer__val_before_train": "false", "trainer__test_freq": -1}
+
+
+@pytest.fixture(autouse=True)
+def own_formulas_end_with_their_test():
+    registered = [(registry, dict(registry)) for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)]
+    yield
+    for registry, entries in registered:
+        registry.clear()
+        registry.update(entries)
 
 
 @pytest.fixture
@@ -91,6 +104,21 @@ def test_engine_reward_manager_and_logger_take_part_in_a_run(tmp_path, path, tin
         logged = list(csv.DictReader(file))
     assert [float(row["actor/grad_norm"]) for row in logged] == [row["actor/grad_norm"] for row in rows]
     assert len(rows) == 2 and all(row["critic/score/min"] < 0.05 for row in rows)
+
+
+def test_formulas_and_dataset_take_part_in_a_run(tmp_path, path, tiny_qwen2):
+    path("my_dataset.py")
+    changes = {
+        "algorithm__path": f"[{path('my_formulas.py').partition(':')[0]}]",
+        "algorithm__adv_estimator": "group_median",
+        "actor_rollout_ref__actor__policy_loss__loss_mode": "plain_ratio",
+        "data__custom_cls__path": tmp_path / "my_dataset.py",
+        "data__custom_cls__name": "Sums",
+        "trainer__rollout_data_dir": tmp_path / "samples",
+    }
+    rows = [row for row in train(tmp_path, tiny_qwen2, **changes, **SHORT) if "actor/grad_norm" in row]
+    assert len(rows) == 2 and all(row["actor/grad_norm"] > 0 and row["actor/pg_clipfrac"] == 0 for row in rows)
+    assert "What is " in (tmp_path / "samples" / "1.jsonl").read_text()
 
 
 def test_the_role_takes_part_in_a_run(tmp_path, path, tiny_qwen2):

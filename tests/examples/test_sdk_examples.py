@@ -79,6 +79,6 @@ def test_grpo_in_the_first_style_learns():
 
 @pytest.mark.slow
 def test_the_control_task_learns():
-    pytest.importorskip("gymnasium", reason="needs gymnasium (pip install hybridrl[control])")
+    pytest.importorskip("gymnasium", reason="needs gymnasium (pip install -e '.[control]')")
     found = scores(start("control_task", "--num_steps", 25), name="mean return")
     assert found[0] < 60 and max(found) > 300

@@ -20,7 +20,7 @@ from tests.support.workers.engine_cases import VOCAB, save_tiny_qwen2
 
 ROOT = Path(__file__).parents[3]
 NEEDS_MEGATRON = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="megatron-core is not installed: pip install hybridrl[megatron]"
+    find_spec("megatron") is None, reason="megatron-core is not installed: pip install -e '.[megatron]'"
 )
 POLICY = ("log_probs", "entropy")
 STEPS = 3
