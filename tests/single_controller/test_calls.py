@@ -124,6 +124,7 @@ def test_the_environment_is_set_before_any_import(pair, single):
     assert pair.variable("PLANTED") == ["here", "here"] and single.variable("PLANTED") == [None]
     assert pair.variable("WG_PREFIX") == ["calls", "calls"] and pair.variable("RAY_LOCAL_WORLD_SIZE") == ["2", "2"]
     assert pair.variable("MASTER_PORT") == [str(pair.master_port)] * 2
+    assert pair.variable("MASTER_ADDR") == ["127.0.0.1"] * 2  # all ranks are on this machine
 
 
 def test_a_worker_has_the_roles_in_its_process(single):
