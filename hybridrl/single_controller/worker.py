@@ -1,7 +1,7 @@
 """`Worker`: the base class of all worker classes. It has a rank in its group, and does not use Ray."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ class RankInfo:
 
     Attributes:
         extra: further variables from the process's pool or plan.
+        devices: devices to see, by Ray's name of their resource; None for those that Ray reserved for the process.
     """
 
     rank: int
@@ -23,6 +24,7 @@ class RankInfo:
     master_addr: str
     master_port: int
     extra: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, Sequence[str]] | None = None
 
     def environment(self) -> dict[str, str]:
         return {

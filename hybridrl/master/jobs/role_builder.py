@@ -122,16 +122,20 @@ class RoleBuilder:
         return self._bound("env")
 
     def disable_ray_auto_visible_device(self) -> Self:
-        """Tell Ray not to set the variables that restrict the devices of a process; the process still sets its own."""
+        """Let each process see all devices that the role's processes have on its node, ordered by local rank.
+
+        A program takes its own with `torch.cuda.set_device(LOCAL_RANK)`.
+        """
         request = self._request("disable_ray_auto_visible_device")
         request.env |= dict.fromkeys(NO_VISIBILITY_VARIABLES, "true")
-        log_without_effect("disable_ray_auto_visible_device()", role=request.name)
+        request.sees_node_devices = True
         return self._bound("disable_ray_auto_visible_device")
 
     def enable_ray_auto_visible_device(self) -> Self:
         """Let each process see its own devices only. The default."""
         request = self._request("enable_ray_auto_visible_device")
         request.env |= dict.fromkeys(NO_VISIBILITY_VARIABLES, "false")
+        request.sees_node_devices = False
         return self._bound("enable_ray_auto_visible_device")
 
     def sub_stage(self, sub_stage: Sequence[Any] | None = None) -> Self:

@@ -5,15 +5,17 @@ around to the first slot. So the numbers of processes per slot differ by at most
 device: in equal parts, or as `resource(accelerator=...)` requests.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridrl.errors import ConfigError
-from hybridrl.master.plan.spec import TRAINER, JobSpec, PoolSpec, Resource, RoleSpec
+from hybridrl.master.plan.spec import ANY_DEVICE, DEVICE_TYPES, TRAINER, JobSpec, PoolSpec, Resource, RoleSpec
 from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
 from hybridrl.single_controller.placement.plan import DriverPlan, Plan, PoolPlan, ProcessPlan, Reservation
 
+logger = logging.getLogger(__name__)
 MB = 2**20
 RESOURCE_UNITS = 10_000  # per whole resource: Ray's smallest fraction is 0.0001
 Slots = tuple[tuple[int, int], ...]
@@ -67,6 +69,19 @@ def check_declared_size(spec: JobSpec, plan: Plan) -> None:
     )
 
 
+def choose_device(spec: JobSpec, nodes: Sequence[NodeCapacity]) -> JobSpec:
+    """Return the spec with the kind of device that these nodes have, if it leaves the choice open."""
+    if spec.device_type != ANY_DEVICE:
+        return spec
+    found = [kind for kind in DEVICE_TYPES if kind != "CPU" and any(node.resources.get(kind, 0) for node in nodes)]
+    chosen = found[0] if found else "CPU"
+    if not found:
+        logger.warning(
+            "the job runs with device_type('CPU'), because the cluster has no accelerator; a device is a core"
+        )
+    return replace(spec, device_type=chosen)
+
+
 # -- slots of roles
 
 
@@ -101,6 +116,7 @@ def _processes(spec: JobSpec, pool: PoolSpec) -> list[ProcessPlan]:
             min(parts[role.name], 1.0) or 1 / len(roles),
             dict(role.env),
             shared,
+            role.sees_node_devices,
         )
         for role in roles
     ]

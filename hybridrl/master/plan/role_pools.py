@@ -29,6 +29,7 @@ class RoleRequest:
     restart_timeout_s: float = RESTART_TIMEOUT_S
     is_driver: bool | None = None
     backend: str = "simple"
+    sees_node_devices: bool = False
     without_effect: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +78,7 @@ def _role(request: RoleRequest, pool: str, on_nodes: tuple[int, ...], resource: 
         *losses,
         is_driver=request.is_driver is not False,
         backend=request.backend,
+        sees_node_devices=request.sees_node_devices,
         without_effect=request.without_effect,
     )
 

@@ -18,6 +18,7 @@ from hybridrl.errors import ConfigError
 STRATEGIES = ("pack", "spread", "strict_pack", "strict_spread")
 COLOCATIONS = ("process", "device")
 DEVICE_TYPES = ("GPU", "CPU", "TPU", "NPU")
+ANY_DEVICE = "AUTO"  # the first of DEVICE_TYPES that the cluster has, but CPU last
 EDGE_KINDS = ("feeds", "weights")
 TRAINER = "trainer"
 # DLRover's words for the method that set a role's entry: run() or train().
@@ -72,6 +73,7 @@ class RoleSpec:
         restart_timeout_s: Limit for restarted processes to be ready.
         is_driver: The job ends when its trainer and all of these roles that have something to run have ended.
         backend: One of `BACKENDS`. Both run alike.
+        sees_node_devices: Each process sees the devices of all the role's processes on its node, by local rank.
         without_effect: Settings of DLRover that were accepted and change nothing (`without_effect.py`).
     """
 
@@ -87,6 +89,7 @@ class RoleSpec:
     restart_timeout_s: float = RESTART_TIMEOUT_S
     is_driver: bool = True
     backend: str = "simple"
+    sees_node_devices: bool = False
     without_effect: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -225,7 +228,7 @@ def _with_resource(data: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 def check_spec(spec: JobSpec) -> None:
     """Raise ConfigError for errors in a spec that do not depend on the cluster."""
-    _check_known(spec.device_type, DEVICE_TYPES, "device_type")
+    _check_known(spec.device_type, (*DEVICE_TYPES, ANY_DEVICE), "device_type")
     for name in ("node_num", "device_per_node"):
         value = getattr(spec, name)
         if value is not None and value < 1:

@@ -17,9 +17,7 @@ REASONS = {
     "comm_pre_check": "machines are not tested before a start; a process that is lost later is restarted",
     "comm_timeout_s": "pass the timeout to torch.distributed.init_process_group()",
     "config of a role": "every role gets the config of the job; put it there under the role's name",
-    "disable_ray_auto_visible_device()": "each process sees its own devices only, the first as cuda:0",
     "per_node_max_failure": "losses are counted per role; max_restart() limits them",
-    "rank_based_gpu_selection": "each process sees its own devices only, the first as cuda:0",
     "resource(disk=...)": "Ray reserves no disk",
     "sub_stage()": "a role has no stages; the trainer orders its calls",
     # of submit()

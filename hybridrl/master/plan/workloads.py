@@ -19,7 +19,13 @@ from hybridrl.master.plan.spec import TRAINER, JobSpec, Resource, RoleSpec, Trai
 from hybridrl.master.plan.without_effect import log_without_effect
 
 # Attribute -> field of the spec.
-CHANGEABLE = {"envs": "env", "max_restart": "max_restart", "is_driver": "is_driver"}
+CHANGEABLE = {
+    "envs": "env",
+    "max_restart": "max_restart",
+    "is_driver": "is_driver",
+    "rank_based_gpu_selection": "sees_node_devices",
+}
+OF_TRAINER = {"is_driver": True, "rank_based_gpu_selection": False}  # what cannot be changed for it
 # Attributes without effect -> default. The reasons are logged when a value differs from it.
 ELASTIC_ONLY = {
     "comm_pre_check": False,
@@ -27,7 +33,7 @@ ELASTIC_ONLY = {
     "comm_backend": "auto",
     "comm_timeout_s": None,
 }
-WITHOUT_EFFECT = {**ELASTIC_ONLY, "per_node_max_failure": None, "rank_based_gpu_selection": False, "config": {}}
+WITHOUT_EFFECT = {**ELASTIC_ONLY, "per_node_max_failure": None, "config": {}}
 
 
 class HasSpec(Protocol):
@@ -39,9 +45,9 @@ class HasSpec(Protocol):
 class Workload:
     """One role of a job.
 
-    Attributes that can be set: `envs`, `max_restart`, `is_driver`; `comm_pre_check`, `comm_auto_setup_process_group`,
-    `comm_backend` and `comm_timeout_s` of an elastic role, `per_node_max_failure`, `rank_based_gpu_selection` and
-    `config`, which have no effect.
+    Attributes that can be set: `envs`, `max_restart`, `is_driver`, `rank_based_gpu_selection`; without effect also
+    `per_node_max_failure` and `config`, and of an elastic role `comm_pre_check`, `comm_auto_setup_process_group`,
+    `comm_backend` and `comm_timeout_s`.
     """
 
     _job: HasSpec
@@ -99,7 +105,7 @@ class Workload:
 
     def __getattr__(self, name: str) -> Any:
         if name in CHANGEABLE:
-            return getattr(self._spec, CHANGEABLE[name], True)  # the trainer is always a driver
+            return getattr(self._spec, CHANGEABLE[name], OF_TRAINER.get(name))
         if name in WITHOUT_EFFECT and (name not in ELASTIC_ONLY or self.backend == "elastic"):
             return (self._role.without_effect if self._role else {}).get(name, WITHOUT_EFFECT[name])
         raise AttributeError(f"role {self._name!r} ({self.backend}) has no attribute {name!r}")
@@ -107,12 +113,12 @@ class Workload:
     def __setattr__(self, name: str, value: Any) -> None:
         getattr(self, name)  # AttributeError for a name that does not exist
         role = self._role
-        if name in CHANGEABLE and (role or name != "is_driver"):
+        if name == "rank_based_gpu_selection" and value and role is not None:
+            self._check_rank_based(role)
+        if name in CHANGEABLE and (role or name not in OF_TRAINER):
             return self._replace(**{CHANGEABLE[name]: value})
         if name not in WITHOUT_EFFECT or role is None:
             self._refuse(name, value)
-        if name == "rank_based_gpu_selection" and value:
-            self._check_rank_based(role)
         if value != WITHOUT_EFFECT[name]:
             log_without_effect("config of a role" if name == "config" else name, role=self._name)
         self._replace(without_effect={**role.without_effect, name: value})

@@ -75,6 +75,7 @@ class ProcessPlan:
         share: fraction of its slot that a process takes.
         environment: further variables, set before any import.
         collocated: all roles that share its devices; empty if no others do.
+        sees_node_devices: a process sees the devices of all of them on its node, by local rank.
     """
 
     pool: str
@@ -84,6 +85,7 @@ class ProcessPlan:
     share: float = 1.0
     environment: Mapping[str, str] = field(default_factory=dict)
     collocated: tuple[str, ...] = ()
+    sees_node_devices: bool = False
 
     @property
     def label(self) -> str:

@@ -64,6 +64,7 @@ class PlannedPoolView(SubRayResourcePool):
         ranks = [sum(pool.store[:node]) + bundle for node, bundle in process.slots]
         super().__init__([(pool, rank) for rank in ranks], like=pool, name_prefix=pool.name_prefix)
         self._pool, self._process, self._job = pool, process, job
+        self.sees_node_devices = process.sees_node_devices
         per_slot = [process.slots.count(slot) for slot in dict.fromkeys(process.slots)]
         self._processes_per_slot = min(per_slot) if len(per_slot) == pool.world_size else 0
 

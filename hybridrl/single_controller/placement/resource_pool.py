@@ -38,7 +38,12 @@ class ResourcePool:
 
     Args:
         max_colocate_count: processes that may share one slot; a group takes `1 / max_colocate_count` by default.
+
+    Attributes:
+        sees_node_devices: a process sees the devices of all processes of its group on its node, by local rank.
     """
+
+    sees_node_devices = False
 
     def __init__(self, process_on_nodes: Sequence[int], *, max_colocate_count: int = 10) -> None:
         if not process_on_nodes or any(n < 1 for n in process_on_nodes):

@@ -7,7 +7,8 @@ instead of as a dead process.
 `setup` also makes the visible devices agree with what Ray reserved. Ray normally sets the visibility variable of the
 accelerator (`CUDA_VISIBLE_DEVICES`) itself. With RAY_EXPERIMENTAL_NOSET_*, used on clusters whose containers renumber
 devices, it does not. The process would then see every device of its node, and all ranks would use the first one.
-Groups with fractions of one device see that same device.
+Groups with fractions of one device see that same device. On request (`ResourcePool.sees_node_devices`), a process sees
+the devices of all processes of its group on its node.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from hybridrl.errors import PlacementError
-from hybridrl.single_controller.call_chain import CallHeader, CallInProgress, CallLink, executing
+from hybridrl.single_controller.call_chain import Awaited, CallHeader, CallInProgress, CallLink, executing
 from hybridrl.single_controller.cluster import slot_from_name
 from hybridrl.single_controller.endpoints import find_function
 from hybridrl.single_controller.invocation import CONTROL, MAGIC_ATTR, Invocation, endpoints_of
@@ -76,6 +77,13 @@ class WorkerHost:
         """
         return reserve_address(LOOPBACK if one_machine else _node_address())
 
+    def reserved_devices(self) -> dict[str, list[str]]:
+        """Return the ids of the devices that Ray reserved for this process, by Ray's names of their resources."""
+        import ray
+
+        devices: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+        return devices
+
     def setup(self, recipes: bytes, rank_info: RankInfo, environment: Mapping[str, str]) -> int:
         """Set the environment and construct this process's workers, in the order of the recipes.
 
@@ -86,7 +94,10 @@ class WorkerHost:
         Returns:
             The process id.
         """
-        devices = visible_devices(_reserved_devices(), os.environ)
+        if rank_info.devices is None:
+            devices = visible_devices(self.reserved_devices(), os.environ)
+        else:
+            devices = device_variables(rank_info.devices)
         os.environ.update({**environment, **rank_info.environment(), **devices})
         if master := os.environ.get(MASTER_VARIABLE):
             self._start_heartbeats(master, rank_info)
@@ -236,12 +247,22 @@ class WorkerHost:
         found = self.calls.get(call)
         if found is None or (next_call is not None and not found.waits_for(next_call)):
             return False
-        if wanted is None:
-            return True
-        role, method = wanted
+        return wanted is None or found.threads == self._threads_of(*wanted)
+
+    def blockers(self, role: str, method: str) -> list[tuple[tuple[CallLink, ...], list[Awaited]]]:
+        """Return the calls in progress on the thread that a call of this method needs. Called in the group `CONTROL`.
+
+        Returns:
+            Of each, its chain and its waits. Empty if the method has several threads.
+        """
+        if self._threads_of(role, method) is not None:
+            return []
+        return [(call.chain, list(call.waits)) for call in list(self.calls.values()) if call.threads is None]
+
+    def _threads_of(self, role: str, method: str) -> str | None:
         # `describe` and its like are methods of this class, called under the label of the processes.
         invocation = self._find(role, method)[1] if role in self.workers else None
-        return found.threads == (None if invocation is None else invocation.threads)
+        return None if invocation is None else invocation.threads
 
     def call_with_num_rows(
         self, header: Sequence[Any], role: str, method: str, *args: Any, **kwargs: Any
@@ -264,13 +285,6 @@ class WorkerHost:
 def _address(role: str, rank: int, method: str) -> str:
     # Added to an exception where it is raised: a failed result may be an argument of a later call elsewhere.
     return f"raised in {role}-{rank}, {method}()"
-
-
-def _reserved_devices() -> dict[str, list[str]]:
-    import ray
-
-    devices: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
-    return devices
 
 
 def _actor() -> tuple[str, str]:
@@ -328,3 +342,18 @@ def visible_devices(reserved: Mapping[str, Sequence[str]], environment: Mapping[
             if environment.get(f"RAY_EXPERIMENTAL_NOSET_{variable}", "").lower() in ("1", "true"):
                 variables[variable] = ",".join(map(str, ids))
     return variables
+
+
+def device_variables(devices: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the visibility variables of a process that sees these devices in this order.
+
+    Args:
+        devices: resource name -> device ids.
+    """
+    # ROCR_VISIBLE_DEVICES renumbers the devices that HIP_VISIBLE_DEVICES then counts, so one of them is set.
+    return {
+        variable: ",".join(map(str, ids))
+        for resource, ids in devices.items()
+        for variable in VISIBILITY_VARIABLES.get(resource, ())
+        if ids and variable != "ROCR_VISIBLE_DEVICES"
+    }

@@ -6,7 +6,7 @@ roles; `ray_worker_group.py` calls them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import cloudpickle
@@ -14,7 +14,7 @@ import cloudpickle
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.awaiting import register_actors, wait_all
 from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
-from hybridrl.single_controller.invocation import CONCURRENT, invocations_of
+from hybridrl.single_controller.invocation import CONCURRENT, CONTROL, invocations_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
@@ -64,7 +64,14 @@ class WorkerProcesses:
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
+        self._register()
+
+    def _register(self) -> None:
         register_actors(self.addresses)
+        if CONTROL in self.concurrency_groups:
+            names = {host._actor_id.hex(): name for host, name in zip(self.hosts, self.names, strict=True)}
+            with PROCESS.lock:
+                PROCESS.answering.update(names)
 
     @classmethod
     def start(
@@ -127,8 +134,16 @@ class WorkerProcesses:
         )
         pickled_recipes = ray.put(cloudpickle.dumps(dict(recipes)))
         local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
+        devices = self._node_devices(pool, timeout_s=timeout_s)
         self.rank_infos = [
-            RankInfo(rank, len(self.hosts), *local_ranks, *self.rendezvous_address, pool.rank_environment(rank))
+            RankInfo(
+                rank,
+                len(self.hosts),
+                *local_ranks,
+                *self.rendezvous_address,
+                pool.rank_environment(rank),
+                devices[rank],
+            )
             for rank, local_ranks in enumerate(local)
         ]
         calls = [
@@ -136,6 +151,18 @@ class WorkerProcesses:
             for host, rank_info in zip(self.hosts, self.rank_infos, strict=True)
         ]
         self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s)
+
+    def _node_devices(self, pool: RayResourcePool, *, timeout_s: float) -> list[dict[str, list[str]] | None]:
+        """Return the devices that each rank sees, if it sees those of its node; else None.
+
+        Raises:
+            PlacementError: two ranks share a device, so that it has no local rank of its own.
+        """
+        if not pool.sees_node_devices:
+            return [None] * len(self.hosts)
+        calls = [host.reserved_devices.remote() for host in self.hosts]
+        reserved = wait_all(calls, role=self.label, method="reserved_devices", timeout_s=timeout_s)
+        return node_devices(reserved, [slot.group.id for slot in pool.slots()], label=self.label)
 
     def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Kill these processes and start new ones on the same slots, with newly constructed workers.
@@ -151,6 +178,9 @@ class WorkerProcesses:
         self._kill_and_confirm(ranks)
         pool.replace_lost_nodes()
         self._start_replacements(ranks, recipe, pool)
+        devices = self._node_devices(pool, timeout_s=timeout_s)
+        for rank in ranks:
+            self.rank_infos[rank] = replace(self.rank_infos[rank], devices=devices[rank])
         recipes = cloudpickle.dumps(recipe.recipes)
         calls = [self.hosts[rank].setup.remote(recipes, self.rank_infos[rank], recipe.environment) for rank in ranks]
         process_ids = wait_all(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s)
@@ -191,7 +221,7 @@ class WorkerProcesses:
                 self.hosts[rank].accept_driver.remote(self.fencing_token)  # runs before any later call
             self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         self.nodes = _nodes_of(pool)
-        register_actors(self.addresses)
+        self._register()
 
     def _forget(self, actor_ids: Sequence[str]) -> None:
         for actor_id in actor_ids:
@@ -226,6 +256,7 @@ class WorkerProcesses:
         attached.rank_infos = [found[i]["rank_info"] for i in order]
         attached.fencing_token = max(entry["fencing_token"] for entry in found)
         attached.concurrency_groups = frozenset(found[0]["concurrency_groups"])
+        attached._register()
         attached.ready = frozenset.intersection(*(frozenset(entry["ready"]) for entry in found))
         return attached
 
@@ -309,6 +340,33 @@ def _start_host(name: str, slot: Slot, options: Mapping[str, Any]) -> Any:
             f"a worker process named {name!r} is running on this cluster already; attach to it with "
             "RayWorkerGroup.from_detached, end it, or choose another name_prefix"
         ) from None
+
+
+def node_devices(
+    reserved: Sequence[Mapping[str, Sequence[str]]], nodes: Sequence[Any], *, label: str
+) -> list[dict[str, list[str]] | None]:
+    """Return, for each rank, the devices of all ranks on its node, in the order of the ranks.
+
+    Args:
+        reserved: of each rank, resource name -> device ids.
+        nodes: of each rank, the node of the pool. Two of them may be on one machine.
+        label: of the processes, for the error.
+
+    Raises:
+        PlacementError: two ranks of a node share a device.
+    """
+    found: dict[Any, dict[str, list[str]]] = {node: {} for node in nodes}
+    for rank, (own, node) in enumerate(zip(reserved, nodes, strict=True)):
+        for resource, ids in own.items():
+            shared = [one for one in ids if one in found[node].get(resource, ())]
+            if shared:
+                raise PlacementError(
+                    f"{label}-{rank} shares {resource} {', '.join(shared)} with another process of its role, so its "
+                    "local rank names no device; give each process a whole one with resource(accelerator=1), or leave "
+                    "out disable_ray_auto_visible_device() and rank_based_gpu_selection"
+                )
+            found[node].setdefault(resource, []).extend(map(str, ids))
+    return [found[node] for node in nodes]
 
 
 def _nodes_of(pool: RayResourcePool) -> list[str]:

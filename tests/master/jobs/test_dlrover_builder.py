@@ -178,8 +178,9 @@ def test_disable_ray_auto_visible_device(caplog):
     job = builder.env({"e2": "v2"}).per_group(4).end().with_collocation("Actor", "ROLLOUT").build()
     assert job.workloads["ROLLOUT"].envs["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "true"
     assert job.workloads["ROLLOUT"].envs["e2"] == "v2" and "e2" not in job.workloads["ACTOR"].envs
-    [line] = lines_of(caplog)
-    assert line.startswith("role 'rollout': disable_ray_auto_visible_device() has no effect: each process sees its own")
+    assert job.workloads["ROLLOUT"].rank_based_gpu_selection and not job.workloads["ACTOR"].rank_based_gpu_selection
+    assert [process.sees_node_devices for process in job.plan().processes] == [False, True]
+    assert lines_of(caplog) == []
 
 
 def test_elastic():
@@ -240,11 +241,11 @@ def test_validate():
 
 
 def test_validate_rank_based_gpu_selection(caplog):
-    workload = DLJobBuilder().role("r").run("a.b").total(4).per_group(2).build().workloads["r"]
-    workload.rank_based_gpu_selection = True
-    assert workload.rank_based_gpu_selection is True
-    [line] = lines_of(caplog)
-    assert line.startswith("role 'r': rank_based_gpu_selection has no effect: each process sees its own devices only")
+    job = DLJobBuilder().role("r").run("a.b").total(4).per_group(2).build()
+    assert job.workloads["r"].rank_based_gpu_selection is False
+    job.workloads["r"].rank_based_gpu_selection = True
+    assert job.workloads["r"].rank_based_gpu_selection is True and lines_of(caplog) == []
+    assert [process.sees_node_devices for process in job.plan().processes] == [True]
     for builder in (
         DLJobBuilder().role("r").run("a.b"),
         DLJobBuilder().role("r").run("a.b").total(4).per_group(2).resource(accelerator=2),
@@ -306,3 +307,4 @@ def test_first_generation_enable_ray_auto_visible_device():
     builder = first_generation(("actor", 4, 4)).rollout("m2", "c2").total(4).enable_ray_auto_visible_device()
     job = builder.env({"e2": "v2"}).per_node(4).with_collocation("Actor", "rollout").build()
     assert job.workloads["rollout"].envs["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "false"
+    assert not job.workloads["rollout"].rank_based_gpu_selection
