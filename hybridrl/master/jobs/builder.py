@@ -28,7 +28,7 @@ from hybridrl.master.jobs.submit import RunningJob, submit
 from hybridrl.master.plan.plain_config import plain_config
 from hybridrl.master.plan.planner import check_declared_size, plan_job
 from hybridrl.master.plan.role_pools import RoleRequest, assign_pools
-from hybridrl.master.plan.spec import TRAINER, EdgeSpec, JobSpec, Resource, TrainerSpec
+from hybridrl.master.plan.spec import ANY_DEVICE, TRAINER, EdgeSpec, JobSpec, Resource, TrainerSpec
 from hybridrl.master.plan.submit_options import read_options
 from hybridrl.master.plan.without_effect import log_without_effect
 from hybridrl.master.plan.workloads import Collocation, Workload, Workloads, collocations
@@ -201,7 +201,7 @@ class DLJobBuilder(RoleBuilder):
         return self._set("device_per_node", num)
 
     def device_type(self, device_type: str = "GPU") -> Self:
-        """Set the kind of device: GPU, TPU, NPU, or CPU, where one device is one core."""
+        """Set the kind of device: GPU, TPU, NPU; CPU, where one device is one core; AUTO, what the cluster has."""
         return self._set("device_type", device_type.upper())
 
     def config(self, config: Any) -> Self:
@@ -281,7 +281,9 @@ class DLJobBuilder(RoleBuilder):
         return self.role(role).run(entry, class_name)
 
     def by_dlrover_run_cmd(self, command: str) -> Self:
-        """Add the role `elastic` from a command of torchrun or dlrover-run. It also sets node_num and device_per_node.
+        """Add the role `elastic` from a command of torchrun or dlrover-run.
+
+        It also sets node_num, device_per_node and device_type("AUTO"), unless they are set.
 
         Args:
             command: For example `torchrun --nproc_per_node=4 train.py --lr 0.1`.
@@ -291,6 +293,7 @@ class DLJobBuilder(RoleBuilder):
         self._description.settings = {
             "node_num": parsed.num_nodes,
             "device_per_node": parsed.per_node,
+            "device_type": ANY_DEVICE,
             **self._description.settings,
         }
         role._request("run").without_effect["comm_pre_check"] = parsed.node_check

@@ -114,6 +114,7 @@ class JobSupervisor:
                 else:
                     self._report_resume_point()
                 self._processes.launch(recipes)
+                self._master.report_step(self._budgets.step)  # the job runs, also if nobody reports steps
                 self._run_all()
                 if self._stop_reason:
                     self._master.finish_job(succeeded=False, reason=self._stop_reason)
@@ -145,14 +146,14 @@ class JobSupervisor:
 
     # -- calls of other processes, in other threads
 
-    def record_progress(self, step: int, commit: str | None) -> None:
-        """Record the start of a step (commit None), or a commit of this step."""
+    def record_progress(self, step: int, commit: str | None, metrics: Mapping[str, float] | None = None) -> None:
+        """Record the start of a step (commit None) with metrics, or a commit of this step."""
         if commit is not None:
             self._commit, self._commit_step = commit, step
             self._master.report_commit(step, commit)
         else:
             self._budgets.on_step(step)
-            self._master.report_step(step)
+            self._master.report_step(step, metrics)
 
     def recover(self, lost: WorkerLost, names: Mapping[str, Sequence[str]]) -> dict[str, GroupHandle]:
         """Restart lost processes and return the handles of the roles that changed.

@@ -22,7 +22,7 @@ from hybridrl.master.jobs.entrypoint import check_entries
 from hybridrl.master.jobs.job_handle import ResumePoint
 from hybridrl.master.jobs.roster import RosterAnswer, RosterState
 from hybridrl.master.plan.plan_table import plan_table
-from hybridrl.master.plan.planner import plan_job
+from hybridrl.master.plan.planner import choose_device, plan_job
 from hybridrl.master.plan.spec import JobSpec
 from hybridrl.master.plan.submit_options import MasterOptions
 from hybridrl.master.service.journal import replay
@@ -85,6 +85,18 @@ class RunningJob:
 
         return bool(ray.wait([self.outcome], timeout=0)[0])
 
+    def restart(self) -> None:
+        """End all processes of the job and start it again from its last commit, as after a loss of its supervisor.
+
+        Raises:
+            ConfigError: If the job has ended.
+        """
+        import ray
+
+        if self.is_finished():
+            raise ConfigError(f"{self.name}: the job has ended; submit it again")
+        ray.kill(self.supervisor, no_restart=False)
+
     def stop(self, reason: str = "RunningJob.stop()") -> None:
         """Stop the job, as `hybridrl job stop` does: SIGTERM to its trainer, and 30 s later SIGKILL to what is left."""
         import ray
@@ -135,9 +147,11 @@ def submit(
     if dry_run:
         sys.stdout.write(plan_table(plan_job(spec, name), spec.edges))
         return 0
-    plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
     connect(blocking=blocking)
-    check_feasible([*master.reservations(plan.job), *plan.reservations()], cluster_nodes())
+    nodes = cluster_nodes()
+    spec = choose_device(spec, nodes)
+    plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
+    check_feasible([*master.reservations(plan.job), *plan.reservations()], nodes)
     journal = os.path.join(journal or JOURNAL_ROOT, plan.job)
     running = _start(spec, plan, name, journal=journal, resume_point=resume_point, detached=not blocking, master=master)
     count = len(plan.workers()) + (plan.driver is not None)
@@ -222,6 +236,7 @@ class JobSupervisorActor:
 
     def __init__(self, spec: str, job: str, run: str, journal: str, resume_point: ResumePoint | None) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        self._queues: dict[str, str] = {}  # name -> process that holds it
         self._supervisor: Any = None
         self._outcome: Future[int] = Future()
         arguments = (spec, job, run, journal, resume_point)
@@ -255,9 +270,9 @@ class JobSupervisorActor:
         time.sleep(LINGER_S)
         _exit_process()
 
-    def record_progress(self, step: int, commit: str | None) -> None:
+    def record_progress(self, step: int, commit: str | None, metrics: dict[str, float] | None = None) -> None:
         """See `JobSupervisor.record_progress`. Called by the trainer."""
-        self._supervisor.record_progress(step, commit)
+        self._supervisor.record_progress(step, commit, metrics)
 
     def recover(self, lost: WorkerLost, names: dict[str, list[str]]) -> dict[str, Any]:
         """See `JobSupervisor.recover`. Called by the trainer."""
@@ -266,6 +281,14 @@ class JobSupervisorActor:
     def roster(self, role: str) -> RosterAnswer:
         """See `JobSupervisor.roster`. Called by any process of the job."""
         return RosterAnswer(RosterState.STARTING) if self._supervisor is None else self._supervisor.roster(role)
+
+    def register_queue(self, name: str, process: str) -> str:
+        """Return the process that holds the queue `name`: this one if there was none. Called by `roster.py`."""
+        return self._queues.setdefault(name, process)
+
+    def queue_owner(self, name: str) -> str | None:
+        """Return the process that holds a queue, or None. Called by `roster.py`."""
+        return self._queues.get(name)
 
 
 def _has_started(run: str, journal: str) -> bool:
