@@ -2,6 +2,10 @@ from .builders import DLJob as DLJob
 from .builders import DLJobBuilder as DLJobBuilder
 from .builders import RLJob as RLJob
 from .builders import RLJobBuilder as RLJobBuilder
+from .data_queue import DataQueue as DataQueue
+from .first_generation.trainer import BaseTrainer as BaseTrainer
+from .first_generation.workload import BaseWorkload as BaseWorkload
+from .first_generation.workload_invocation import trainer_invocation as trainer_invocation
 from .future_sequence import Future as Future
 from .future_sequence import FutureSequence as FutureSequence
 from .role_group import RoleActor as RoleActor
@@ -12,6 +16,3 @@ from .rpc_endpoints import export_rpc_instance as export_rpc_instance
 from .rpc_endpoints import export_rpc_method as export_rpc_method
 from .rpc_endpoints import rpc as rpc
 from .runtime import current_worker as current_worker
-from .trainer import BaseTrainer as BaseTrainer
-from .workload import BaseWorkload as BaseWorkload
-from .workload_invocation import trainer_invocation as trainer_invocation

@@ -15,6 +15,8 @@ from typing import Any
 
 from hybridrl.errors import WorkerLost
 from hybridrl.master.jobs.roster import Roster, lookup_roster, loss_account
+from hybridrl.sdk.pending_calls import PENDING, PendingCall
+from hybridrl.single_controller.awaiting import TIMEOUT_HINT, call_timeout
 from hybridrl.single_controller.call_chain import CHECK_PERIOD_S, waiting_for
 from hybridrl.single_controller.invocation import Invocation
 from hybridrl.single_controller.references import OutputRefs
@@ -75,7 +77,10 @@ class RoleCall:
         ranks: Whom it calls.
         args, kwargs: By rank.
         began: Seconds since the epoch.
+        deadline: As `time.monotonic()` counts; None for no limit.
         references: Rank -> reference to its output.
+        answers: The futures of the outputs, in the order of `ranks`.
+        num_sends: How often it was sent.
     """
 
     role: str
@@ -88,28 +93,37 @@ class RoleCall:
     began: float = field(default_factory=time.time)
     deadline: float | None = None
     references: dict[int, Any] = field(default_factory=dict)
+    answers: Sequence["Future[Any]"] = ()
     num_sends: int = 1
 
     def send(self, ranks: Sequence[int]) -> None:
         group = self.processes.group
         for rank in ranks:
+            group.invocations[self.method] = self.invocation  # the caller's, also of what the process exported itself
             self.references[rank] = group.execute_rank_async(rank, self.method, *self.args[rank], **self.kwargs[rank])
 
+    def watch(self, resolve: Callable[[], None]) -> None:
+        """Have `resolve` called when `outputs` no longer has to wait."""
+        group, references = self.processes.group, [self.references[rank] for rank in self.ranks]
+        self.answers = group.as_futures(references)
+        PENDING.add(PendingCall(self.answers, self.deadline, lambda: any(map(group.is_lost, references)), resolve))
+
     def outputs(self) -> list[Any]:
-        """Wait for the outputs, by rank; raise the first failure."""
-        while True:
-            group = self.processes.group
-            references = OutputRefs([self.references[r] for r in self.ranks], ranks=self.ranks, fetch=group.fetch)
-            timeout_s = self.invocation.timeout_s if self.num_sends == 1 else self._seconds_left()
-            try:
-                return group.fetch(references, method=self.method, timeout_s=timeout_s)
-            except WorkerLost as lost:
-                self._send_again(lost)
+        """Return the outputs, by rank, of a call that `watch` has found to be decided; raise the first failure."""
+        group, answers = self.processes.group, dict(zip(self.ranks, self.answers, strict=True))
+        silent = [rank for rank, answer in answers.items() if not answer.done()]
+        failed = any(answer.done() and answer.exception() is not None for answer in self.answers)
+        if not silent and not failed:
+            return [answer.result() for answer in self.answers]
+        if not failed and not any(group.is_lost(self.references[rank]) for rank in silent):
+            raise call_timeout(self.role, silent, self.method, self.invocation.timeout_s or 0.0, TIMEOUT_HINT)
+        references = OutputRefs([self.references[r] for r in self.ranks], ranks=self.ranks, fetch=group.fetch)
+        return group.fetch(references, method=self.method, timeout_s=self._seconds_left())
 
     def _seconds_left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
-    def _send_again(self, lost: WorkerLost) -> None:
+    def send_again(self, lost: WorkerLost) -> None:
         """Send the call to the processes that replaced lost ones; raise the loss if that might run it twice."""
         if lost.role != self.role or lost.rank not in self.ranks:
             raise lost  # of another process: the called one waited for it, or got its output as an argument
@@ -163,14 +177,16 @@ class CallFuture(Future):
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                wait([self], timeout=CHECK_PERIOD_S if left is None else min(CHECK_PERIOD_S, left))
+                wait_s = CHECK_PERIOD_S if left is None else min(CHECK_PERIOD_S, left)
+                if not PENDING.work(wait_s):
+                    wait([self], timeout=wait_s)
                 if not self.done():
                     waiting.raise_if_cycle(references)
         return None if until is None else max(0.0, until - time.monotonic())
 
 
 def start_call(call: RoleCall, collect: Callable[[list[Any]], Any]) -> "Future[Any]":
-    """Send a call and return the future of `collect(outputs)`. A thread waits for the outputs.
+    """Send a call and return the future of `collect(outputs)`.
 
     The future always ends: with a value, with what a process raised, with the loss of a process, or with CallTimeout.
     """
@@ -181,11 +197,16 @@ def start_call(call: RoleCall, collect: Callable[[list[Any]], Any]) -> "Future[A
 
     def resolve() -> None:
         try:
-            future.set_result(collect(call.outputs()))
+            try:
+                value = collect(call.outputs())
+            except WorkerLost as lost:
+                call.send_again(lost)
+                return call.watch(resolve)
         except BaseException as error:
-            future.set_exception(error)
+            return future.set_exception(error)
+        future.set_result(value)
 
-    threading.Thread(target=resolve, name=f"{call.role}.{call.method}", daemon=True).start()
+    call.watch(resolve)
     return future
 
 

@@ -121,14 +121,18 @@ def wait_all(
                 if reason := lost_reason(reference):
                     raise WorkerLost(role, rank_of[reference], method, reason)
             if pending and left is not None and left <= poll_s:
-                silent = sorted(rank_of[p] for p in pending)
-                report_call_timeout(role, silent, method, timeout_s or 0.0)
-                names = ", ".join(map(str, silent))
-                text = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{hint}"
-                raise CallTimeout(text, role=role, ranks=silent, method=method)
+                raise call_timeout(role, sorted(rank_of[p] for p in pending), method, timeout_s or 0.0, hint)
             wait.raise_if_cycle(pending)
             poll_s = min(2 * poll_s, MAX_POLL_S)
     return [values[reference] for reference in references]
+
+
+def call_timeout(role: str, silent: Sequence[int], method: str, timeout_s: float, hint: str) -> CallTimeout:
+    """Report to the master that these ranks have not answered in time, and return the error. hint: see `wait_all`."""
+    report_call_timeout(role, list(silent), method, timeout_s)
+    names = ", ".join(map(str, silent))
+    text = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{hint}"
+    return CallTimeout(text, role=role, ranks=silent, method=method)
 
 
 @dataclass

@@ -5,6 +5,7 @@ Same calls and results as `RayWorkerGroup`, without Ray, so that `pdb` works.
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from hybridrl.errors import ConfigError
@@ -58,6 +59,12 @@ class LocalWorkerGroup(WorkerGroup[W]):
         self, references: list[Any], *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
         return list(references)
+
+    def as_futures(self, references: Sequence[Any]) -> list[Future[Any]]:
+        futures: list[Future[Any]] = [Future() for _ in references]
+        for future, value in zip(futures, references, strict=True):
+            future.set_result(value)
+        return futures
 
     def put(self, value: Any) -> Any:
         return value

@@ -21,7 +21,7 @@ device instead.
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from hybridrl.data_plane.batches import is_batch, size_in_bytes
@@ -29,6 +29,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
 from hybridrl.single_controller.call_chain import CallHeader, current_chain
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
+from hybridrl.single_controller.monitoring.lost_workers import lost_reason
 from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.liveness import LivenessChecker
@@ -244,6 +245,12 @@ class RayWorkerGroup(WorkerGroup[W]):
     ) -> list[Any]:
         ranks = references.ranks if isinstance(references, OutputRefs) else None
         return wait_all(references, ranks, role=self.role, method=method, timeout_s=timeout_s, hint=TIMEOUT_HINT)
+
+    def as_futures(self, references: Sequence[Any]) -> "list[Future[Any]]":
+        return [reference.future() for reference in references]
+
+    def is_lost(self, reference: Any) -> bool:
+        return lost_reason(reference) is not None
 
     def put(self, value: Any) -> Any:
         import ray

@@ -12,6 +12,7 @@ import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -209,6 +210,14 @@ class WorkerGroup(ABC, Generic[W]):
         self, references: list[Any], *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
         """Return the outputs behind the references, in their order; raise the first failure at once."""
+
+    @abstractmethod
+    def as_futures(self, references: Sequence[Any]) -> "list[Future[Any]]":
+        """Return a future of each output; it ends with the output or with an error that `fetch` explains."""
+
+    def is_lost(self, reference: Any) -> bool:
+        """Return whether the worker that computes an output is known to be lost."""
+        return False
 
     @abstractmethod
     def put(self, value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.sdk import role_calls
+from hybridrl.sdk import data_queue, role_calls
 
 
 @pytest.fixture
@@ -17,6 +17,8 @@ def make_job(monkeypatch):
         jobs.append(job)
         monkeypatch.setattr(role_calls, "lookup_roster", job.lookup_roster)
         monkeypatch.setattr(role_calls, "loss_account", job.loss_account)
+        monkeypatch.setattr(data_queue, "register_queue", job.register_queue)
+        monkeypatch.setattr(data_queue, "queue_owner", job.queue_owner)
         return job
 
     yield make

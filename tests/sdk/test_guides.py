@@ -34,7 +34,7 @@ import pytest
 import torch
 
 from hybridrl import sdk
-from hybridrl.sdk.workload_handles import RoleGroupProxy
+from hybridrl.sdk.first_generation.workload_handles import RoleGroupProxy
 from hybridrl.single_controller import endpoints
 from hybridrl.single_controller.invocation import endpoints_of
 from tests.support.sdk import first_generation

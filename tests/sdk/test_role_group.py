@@ -17,6 +17,7 @@ from hybridrl.sdk import (
     export_rpc_instance,
     rpc,
 )
+from hybridrl.sdk.pending_calls import MAX_THREADS, PENDING
 from hybridrl.single_controller import endpoints
 
 
@@ -192,6 +193,30 @@ def test_on_an_event_loop_a_call_is_refused_with_the_way_out(group):
     with pytest.raises(RuntimeError, match=r"rollout.whoami\(\) was called on this process's event loop.*to_thread"):
         asyncio.run(wrong())
     assert asyncio.run(right()) == [1] * 4
+
+
+def test_many_pending_calls_have_few_threads_and_all_end(job, group):
+    before = threading.active_count()
+    futures = [group[number % 4].call("waits") for number in range(400)]
+    assert len(PENDING) >= 396 and threading.active_count() - before <= 4 + MAX_THREADS + 1
+    for worker in job.group("rollout").workers:
+        worker.gate.set()
+    assert [future.result(30) for future in futures] == [0, 1, 2, 3] * 100 and len(PENDING) == 0
+    assert threading.active_count() - before <= 4 + MAX_THREADS + 1
+
+
+def test_callbacks_that_wait_for_further_calls_end_also_if_all_threads_are_in_one(group):
+    ends: list[Future] = [Future() for _ in range(5 * MAX_THREADS)]
+
+    def call_again(end, answers):
+        try:
+            end.set_result(group.call("whoami", answers.result()[0][0]).result(20))
+        except Exception as error:
+            end.set_exception(error)
+
+    for end in ends:
+        group.call("whoami").add_done_callback(lambda answers, end=end: call_again(end, answers))
+    assert [len(end.result(30)) for end in ends] == [4] * len(ends)
 
 
 # -- losses

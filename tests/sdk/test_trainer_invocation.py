@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.errors import CallTimeout, ConfigError
 from hybridrl.sdk import BaseTrainer, trainer_invocation
-from hybridrl.sdk.trainer import WorkloadMeta
-from hybridrl.sdk.workload_handles import RoleGroupProxy, WorkloadHandle
+from hybridrl.sdk.first_generation.trainer import WorkloadMeta
+from hybridrl.sdk.first_generation.workload_handles import RoleGroupProxy, WorkloadHandle
 from hybridrl.single_controller.references import OutputRefs
 from tests.support.sdk.thread_group import ThreadWorkerGroup
 

@@ -99,12 +99,47 @@ def lookup_roster(role: str) -> Roster:
 
 
 def _ask_supervisor(run: str, role: str) -> RosterAnswer:
+    answer: RosterAnswer = _call_supervisor(run, "roster", role)
+    return answer
+
+
+def _call_supervisor(run: str, method: str, *args: Any) -> Any:
     supervisor: Any = find_actor(job_supervisor_name(run))
     if supervisor is None:
-        raise PlacementError(f"role {role!r} cannot be looked up: the job {run} has ended")
-    call = supervisor.roster.options(concurrency_group=ROSTER_GROUP).remote(role)
-    [answer] = wait_all([call], role=JOB_SUPERVISOR, method="roster", timeout_s=ANSWER_TIMEOUT_S)
+        raise PlacementError(f"{method}({', '.join(map(repr, args))}) cannot be asked: the job {run} has ended")
+    call = getattr(supervisor, method).options(concurrency_group=ROSTER_GROUP).remote(*args)
+    [answer] = wait_all([call], role=JOB_SUPERVISOR, method=method, timeout_s=ANSWER_TIMEOUT_S)
     return answer
+
+
+def register_queue(name: str, process: str) -> None:
+    """Announce that a process holds the queue of this name.
+
+    Args:
+        name: Unique in the job.
+        process: `role-rank`. A process that replaces it announces the queue again.
+
+    Raises:
+        ConfigError: If another process holds one of this name.
+    """
+    owner = _call_supervisor(current_context().run, "register_queue", name, process)
+    if owner != process:
+        raise ConfigError(f"queue {name!r}: {owner} holds it already, and {process} cannot; give it another name")
+
+
+def queue_owner(name: str) -> str:
+    """Return the process that holds a queue, `role-rank`; wait up to 60 s for it.
+
+    Raises:
+        CallTimeout: If no process has made the queue in time.
+    """
+    run, start, poll_s = current_context().run, time.monotonic(), FIRST_POLL_S
+    while (owner := _call_supervisor(run, "queue_owner", name)) is None:
+        if time.monotonic() - start > START_TIMEOUT_S:
+            raise CallTimeout(f"no process has made the queue {name!r} within {START_TIMEOUT_S:g} s")
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, MAX_POLL_S)
+    return str(owner)
 
 
 def loss_account(lost: WorkerLost) -> WorkerLost:

@@ -74,6 +74,9 @@ class ThreadWorkerGroup(WorkerGroup):
             raise CallTimeout(f"{method}() of {self.role}", role=self.role, method=method) from error
         return [output.result() for output in references]
 
+    def as_futures(self, references: Sequence[Any]) -> list[Future]:
+        return list(references)
+
     def put(self, value: Any) -> Any:
         return value
 
@@ -86,10 +89,11 @@ class ThreadWorkerGroup(WorkerGroup):
 
 
 class ThreadJob:
-    """A job whose roles are thread groups. `lookup_roster` and `loss_account` take the place of the job supervisor."""
+    """A job whose roles are thread groups. It has the functions of `roster.py`, which ask a job supervisor."""
 
     def __init__(self, roles: Mapping[str, tuple[type, int]]) -> None:
         self.roles, self.lookups = dict(roles), 0
+        self.queues: dict[str, str] = {}
         self.rosters = {role: self._roster(role, epoch=0) for role in roles}
         context = JobContext(job="threads", run="threads-1", role="trainer", config={"lr": 0.5})
         sizes = {role: size for role, (_, size) in self.roles.items()} | {"trainer": 1}
@@ -109,6 +113,12 @@ class ThreadJob:
     def lookup_roster(self, role: str) -> Roster:
         self.lookups += 1
         return self.rosters[role]
+
+    def register_queue(self, name: str, process: str) -> None:
+        assert self.queues.setdefault(name, process) == process
+
+    def queue_owner(self, name: str) -> str:
+        return self.queues[name]
 
     @staticmethod
     def loss_account(lost: WorkerLost) -> WorkerLost:

@@ -6,8 +6,8 @@ Both are thin: every call goes through the role's worker group, which a recovery
 from collections.abc import Callable
 from typing import Any
 
-from hybridrl.sdk.pre_post import with_proxy
-from hybridrl.sdk.workload_invocation import trainer_invocation
+from hybridrl.sdk.first_generation.pre_post import with_proxy
+from hybridrl.sdk.first_generation.workload_invocation import trainer_invocation
 from hybridrl.single_controller.invocation import MAGIC_ATTR, Invocation, endpoints_of
 from hybridrl.single_controller.worker_group import WorkerGroup
 

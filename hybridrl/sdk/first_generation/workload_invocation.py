@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.sdk.pre_post import parse_post, parse_pre
+from hybridrl.sdk.first_generation.pre_post import parse_post, parse_pre
 from hybridrl.single_controller.dispatch import Dispatch, Execute, register
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Self
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.master.jobs.job_handle import JobHandle
+from hybridrl.sdk.first_generation.workload_handles import RoleGroupProxy, WorkloadHandle
 from hybridrl.sdk.role_type import RLRoleType, role_key
-from hybridrl.sdk.workload_handles import RoleGroupProxy, WorkloadHandle
 from hybridrl.single_controller.placement.plan import Plan
 
 BYTES_PER_MB = 2**20
