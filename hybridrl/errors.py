@@ -105,17 +105,26 @@ class CallTimeout(HybridRLError, TimeoutError):
 
 
 class CallCycle(HybridRLError):
-    """Calls wait for each other: the last one cannot start before the first one returns.
+    """Calls wait for each other, so that none of them can return.
 
     Attributes:
-        calls: The calls in order, as `worker.method`. The last one is in the process of the first.
+        calls: The calls of one chain in order, as `worker.method`. The last one is in the process of the first. With
+            `awaited`: calls of several chains, each in a process of its own.
+        awaited: For each of `calls`, the call that it waits for, which the process of the next one cannot start.
     """
 
-    def __init__(self, calls: Sequence[str]):
-        super().__init__(tuple(calls))
-        self.calls = tuple(calls)
+    def __init__(self, calls: Sequence[str], awaited: Sequence[str] = ()):
+        super().__init__(tuple(calls), tuple(awaited))
+        self.calls, self.awaited = tuple(calls), tuple(awaited)
 
     def __str__(self) -> str:
+        if self.awaited:
+            waits = (f"{call} waits for {awaited}" for call, awaited in zip(self.calls, self.awaited, strict=True))
+            return (
+                f"{', and '.join(waits)}: each of these processes has one thread, which executes the call that waits. "
+                "Mark an awaited method with concurrency=2, define it with `async def`, or let a call return before it "
+                "waits"
+            )
         worker, _, method = self.calls[-1].partition(".")
         first = self.calls[0].partition(".")[2]
         return (

@@ -8,6 +8,11 @@ actor-0.weights, none of them ends. A wait that is older than `CHECK_PERIOD_S` a
 the processes of the chain, through their `CONTROL` threads, whether each call really waits for the next. If all do, it
 raises `CallCycle`. Processes without `CONTROL` cannot be asked; there the call's deadline ends the wait.
 
+Two chains may also wait for each other: actor-0.update waits for rollout-0.push, which cannot start, because rollout-0
+executes sample of another chain, which waits for actor-0.weights. The check therefore also follows the waits: which
+call has the thread that the awaited call needs, and what it waits for. If that leads back to the current call, twice
+in a row, one of the calls raises `CallCycle`.
+
 Threads that user code starts have no chain, so their waits are neither recorded nor checked.
 """
 
@@ -21,6 +26,7 @@ from typing import Any, NamedTuple, Self
 from hybridrl.errors import CallCycle
 from hybridrl.single_controller.cluster import find_actor
 from hybridrl.single_controller.invocation import CONTROL
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 
 # A wait is checked after this time, and then again and again: a caller may begin to wait later.
 CHECK_PERIOD_S = 1.0
@@ -46,6 +52,21 @@ class CallLink(NamedTuple):
     worker: str
     method: str
     answers: bool
+
+
+class Awaited(NamedTuple):
+    """Calls that a call waits for.
+
+    Attributes:
+        calls: Ray's ids of their tasks (hex).
+        processes: names of the Ray actors that execute them, as far as they answer questions.
+        role, method: what is called.
+    """
+
+    calls: frozenset[str]
+    processes: frozenset[str]
+    role: str
+    method: str
 
 
 class CallHeader(NamedTuple):
@@ -79,12 +100,12 @@ class CallInProgress:
     Attributes:
         chain: the calls that led here, and this one as the last.
         threads: concurrency group that executes it.
-        waits: Ray's ids (hex) of the calls that it waits for, one set per wait.
+        waits: what it waits for at the moment.
     """
 
     chain: tuple[CallLink, ...]
     threads: str | None = None
-    waits: list[frozenset[str]] = field(default_factory=list)
+    waits: list[Awaited] = field(default_factory=list)
 
     @property
     def link(self) -> CallLink:
@@ -92,7 +113,7 @@ class CallInProgress:
 
     def waits_for(self, call: str) -> bool:
         """Return whether the call waits for this one at the moment."""
-        return any(call in waited for waited in list(self.waits))
+        return any(call in awaited.calls for awaited in list(self.waits))
 
 
 _current: ContextVar[CallInProgress | None] = ContextVar("call_in_progress", default=None)
@@ -137,6 +158,7 @@ class Wait:
             if link.actor in targets and _is_cycle(self._call.chain[position:], self._role, self._method):
                 calls = [f"{step.worker}.{step.method}" for step in self._call.chain[position:]]
                 raise CallCycle([*calls, f"{link.worker}.{self._method}"])
+        raise_if_deadlock(self._call)
         self._next_check = time.monotonic() + CHECK_PERIOD_S
 
 
@@ -151,7 +173,9 @@ def waiting_for(references: Iterable[Any], *, role: str, method: str) -> Generat
     if call is None:
         yield Wait(None, role, method)
         return
-    waited = frozenset(reference.task_id().hex() for reference in references)
+    tasks = [reference.task_id() for reference in references]
+    names = (PROCESS.answering.get(task.actor_id().hex()) for task in tasks)
+    waited = Awaited(frozenset(task.hex() for task in tasks), frozenset(filter(None, names)), role, method)
     call.waits.append(waited)
     try:
         yield Wait(call, role, method)
@@ -180,3 +204,67 @@ def _is_cycle(links: Sequence[CallLink], role: str, method: str) -> bool:
         return all(ray.get(questions, timeout=ANSWER_TIMEOUT_S))
     except (ray.exceptions.RayError, TimeoutError):  # a process is lost or busy: whoever waits for it finds out
         return False
+
+
+class Blocker(NamedTuple):
+    """A call that has the thread that another one waits for.
+
+    Attributes:
+        chain: of the call, itself as the last.
+        awaited: the method that waits for the thread.
+    """
+
+    chain: tuple[CallLink, ...]
+    awaited: str
+
+    @property
+    def link(self) -> CallLink:
+        return self.chain[-1]
+
+
+def raise_if_deadlock(call: CallInProgress) -> None:
+    """Raise CallCycle if calls of several chains wait for each other, and this is the one of them that shall raise it.
+
+    The waits are followed twice. What was the same both times has waited at one time in between.
+    """
+    found = _blockers_back_to(call)
+    if found is None or found != _blockers_back_to(call):
+        return
+    *others, _ = found
+    own = call.link
+    if all(own.call in (link.call for link in other.chain) for other in others):
+        return  # one chain: its last call finds the cycle
+    if own.call == min(blocker.link.call for blocker in found):
+        calls = [own, *(other.link for other in others)]
+        awaited = [f"{blocker.link.worker}.{blocker.awaited}" for blocker in found]
+        raise CallCycle([f"{link.worker}.{link.method}" for link in calls], awaited)
+
+
+def _blockers_back_to(call: CallInProgress) -> tuple[Blocker, ...] | None:
+    """Return who keeps the call waiting, each the one before it, up to the call itself; None if it is no part."""
+    seen: set[str] = set()
+    paths: list[tuple[tuple[Blocker, ...], Awaited]] = [((), awaited) for awaited in list(call.waits)]
+    while paths:
+        path, awaited = paths.pop()
+        for chain, waits in _ask_blockers(awaited):
+            blocker = Blocker(chain, awaited.method)
+            if blocker.link.call == call.link.call:
+                return (*path, blocker)
+            if blocker.link.call not in seen:
+                seen.add(blocker.link.call)
+                paths += [((*path, blocker), further) for further in waits]
+    return None
+
+
+def _ask_blockers(awaited: Awaited) -> list[tuple[tuple[CallLink, ...], list[Awaited]]]:
+    """Ask the awaited processes which calls have the thread that the awaited call needs, see `WorkerHost.blockers`."""
+    import ray
+
+    actors = [actor for name in sorted(awaited.processes) if (actor := find_actor(name)) is not None]
+    questions = [
+        actor.blockers.options(concurrency_group=CONTROL).remote(awaited.role, awaited.method) for actor in actors
+    ]
+    try:
+        return [blocker for answer in ray.get(questions, timeout=ANSWER_TIMEOUT_S) for blocker in answer]
+    except (ray.exceptions.RayError, TimeoutError):
+        return []

@@ -1,6 +1,8 @@
 """Calls between workers: a cycle is named within seconds, and whatever ends by itself is not refused."""
 
 import os
+import pickle
+import re
 import time
 from collections.abc import Iterator
 
@@ -15,6 +17,7 @@ from tests.support.single_controller.calling_workers import EXPORTED, PLANTED, C
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(120)]
 ROLES = ("actor", "rollout", "reward")
+HOPS = ("actor", "rollout")
 Groups = dict[str, RayWorkerGroup[Caller]]
 
 
@@ -58,6 +61,42 @@ def test_a_worker_that_waits_for_itself_is_found(groups):
         groups["actor"].relay(["actor"], "weights")
     with pytest.raises(CallCycle, match=r"actor-0\.attach -> actor-0\.describe"):
         groups["actor"].attach(groups["actor"].worker_names)
+
+
+def test_calls_of_two_chains_that_wait_for_each_other_are_named_and_one_of_them_goes_on(groups):
+    start = time.monotonic()
+    hold = [groups[role].sleep_and_relay.submit(0.5, other) for role, other in (HOPS, HOPS[::-1])]
+    ends = []
+    for role, references in zip(HOPS, hold, strict=True):
+        try:
+            ends.append(groups[role].fetch(references))
+        except CallCycle as error:
+            ends.append(error)
+    assert time.monotonic() - start < 15  # the deadline is 30 s
+    [cycle] = [end for end in ends if isinstance(end, CallCycle)]
+    assert ["weights of 0"] in ends
+    assert sorted(cycle.calls) == ["actor-0.sleep_and_relay", "rollout-0.sleep_and_relay"]
+    assert sorted(cycle.awaited) == ["actor-0.weights", "rollout-0.weights"]
+    assert re.search(
+        r"actor-0.sleep_and_relay waits for rollout-0.weights.*: each of these processes has one thread", str(cycle)
+    )
+    assert pickle.loads(pickle.dumps(cycle)).awaited == cycle.awaited
+
+
+def test_three_chains_in_a_circle_are_found_and_a_busy_process_is_no_circle(groups):
+    circle = [("actor", "rollout"), ("rollout", "reward"), ("reward", "actor")]
+    hold = {role: groups[role].sleep_and_relay.submit(0.5, other) for role, other in circle}
+    cycles = 0
+    for role, references in hold.items():
+        try:
+            assert groups[role].fetch(references) == ["weights of 0"]
+        except CallCycle as error:
+            cycles += 1
+            assert len(error.calls) == len(error.awaited) == 3
+    assert cycles == 1
+    busy = groups["rollout"].relay_and_work.submit(["reward"], 3.0)
+    assert groups["actor"].sleep_and_relay(0.1, "rollout") == ["weights of 0"]  # it only waits
+    assert groups["rollout"].fetch(busy) == ["worked"]
 
 
 def test_a_caller_that_does_not_wait_is_no_part_of_a_cycle(groups):

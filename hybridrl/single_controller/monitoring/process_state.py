@@ -39,6 +39,7 @@ class ProcessState:
         trace: The recording in progress. A process writes one at a time: the one that started last.
         master: The connection to the job's master. With several jobs, of the one that connected last.
         addresses: Actors whose calls this process may wait for: actor id (hex) -> (roles joined by "+", rank).
+        answering: Those of them that answer questions while they work: actor id (hex) -> Ray's name.
         lost_reasons: How actors were lost, by actor id (hex), as the master reported it.
         expects_reports: Whether the master reports every lost worker of this process's job to it.
         event_loop: Where coroutines run, on a thread of its own; started by the first coroutine.
@@ -48,6 +49,7 @@ class ProcessState:
     trace: SpanWriter | None = None
     master: MasterConnection | None = None
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
+    answering: dict[str, str] = field(default_factory=dict)
     lost_reasons: dict[str, str] = field(default_factory=dict)
     expects_reports: bool = False
     event_loop: asyncio.AbstractEventLoop | None = None
@@ -58,6 +60,7 @@ class ProcessState:
         with self.lock:
             for actor_id in actor_ids:
                 self.addresses.pop(actor_id, None)
+                self.answering.pop(actor_id, None)
                 self.lost_reasons.pop(actor_id, None)
 
     def reset(self) -> None:
@@ -68,6 +71,7 @@ class ProcessState:
         trace, master, loop = self.trace, self.master, self.event_loop
         self.trace = self.master = self.event_loop = None
         self.addresses.clear()
+        self.answering.clear()
         self.lost_reasons.clear()
         self.expects_reports = False
         if trace is not None:

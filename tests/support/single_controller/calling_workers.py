@@ -46,6 +46,12 @@ class Caller(Worker):
         time.sleep(seconds)
         return group.fetch([reference]) if wait else "worked"
 
+    @register(Dispatch.ONE_TO_ALL, timeout_s=30)
+    def sleep_and_relay(self, seconds: float, other: str) -> Any:
+        """Work for `seconds`, then wait for the other role's weights."""
+        time.sleep(seconds)
+        return self.groups[other].execute_rank_zero("weights")
+
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> str:
         return f"weights of {self.rank}"
