@@ -19,6 +19,7 @@ class PPOTrainerActor:
     def __init__(self, job: JobHandle):
         self.job, self.args = job, job.config
         self.maker = ExperienceMaker(self.args)
+        self.metrics: Mapping[str, float] = {}  # of the last step, for `hybridrl job status`
         self.store = CheckpointStore(self.args["save_path"], keep=KEPT_CHECKPOINTS)
         self.weights = CrossProcessWeightSync(
             job.groups["actor"],
@@ -54,7 +55,7 @@ class PPOTrainerActor:
 
     def fit_step(self, step: int) -> int:
         """Take one step of PPO and commit it."""
-        self.job.report_step(step)
+        self.job.report_step(step, self.metrics)
         experiences, metrics = self.maker.make_experience(step)
         remote_call.append_experience(experiences)
         [actor, *_], [critic, *_] = remote_call.wait_for(remote_call.actor_update(), remote_call.critic_update())
@@ -80,6 +81,7 @@ class PPOTrainerActor:
     def report(
         self, step: int, metrics: Mapping[str, float], *, actor: Mapping[str, float], critic: Mapping[str, float]
     ) -> None:
+        self.metrics = {name: metrics[name] for name in ("score", "kl")}
         print(
             f"step {step:3d}  score {metrics['score']:.3f}  kl {metrics['kl']:6.3f}  grad norms: actor "
             f"{actor['grad_norm']:.3f}, critic {critic['grad_norm']:.3f}  updates {actor['num_updates']}",

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import cloudpickle
 
-from hybridrl.errors import WorkerLost
+from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import JOB_SUPERVISOR, PROGRESS_GROUP, RECOVERY_GROUP
 from hybridrl.single_controller.placement.plan import Plan
@@ -95,9 +95,21 @@ class JobHandle:
     resume_point: ResumePoint
     supervisor: Any
 
-    def report_step(self, step: int) -> None:
-        """Report that a step starts, which also completes the previous one. Optional; returns at once."""
-        self.supervisor.record_progress.options(concurrency_group=PROGRESS_GROUP).remote(step, None)
+    def report_step(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Report that a step starts, which also completes the previous one. Optional; returns at once.
+
+        Args:
+            step: Number of the step that starts.
+            metrics: Numbers of the previous step; `hybridrl job status` shows the newest, `job logs` all.
+
+        Raises:
+            ConfigError: A metric is no number.
+        """
+        for name, value in (metrics or {}).items():
+            if not isinstance(value, int | float):
+                raise ConfigError(f"report_step(metrics={{{name!r}: {value!r}}}): must be a number; write float(...)")
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self.supervisor.record_progress.options(concurrency_group=PROGRESS_GROUP).remote(step, None, numbers)
 
     def report_commit(self, step: int, path: str) -> None:
         """Report a commit, for the `resume_point` of a restarted trainer.

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -138,10 +138,10 @@ class MasterClient:
     def leave_stage(self) -> None:
         self._activity = (None, time.perf_counter())
 
-    def report_step(self, step: int) -> None:
-        """Report that a step starts, which also completes the previous one."""
+    def report_step(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Report that a step starts, which also completes the previous one. metrics: shown by `job status`."""
         self.step = step
-        self.send(StepCompleted(step))
+        self.send(StepCompleted(step, dict(metrics or {})))
 
     def report_commit(self, step: int, path: str) -> None:
         """Report a commit. Reporting the same one again has no effect."""

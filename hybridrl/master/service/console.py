@@ -210,6 +210,8 @@ def _status_text(description: dict[str, Any], *, live: bool) -> str:
         )
     at_step = f" (step {description['commit_step']})" if description["commit"] else ""
     lines.append(f"last commit: {description['commit'] or 'none'}{at_step}")
+    if description["metrics"]:
+        lines.append("metrics: " + ", ".join(f"{name} {value:g}" for name, value in description["metrics"].items()))
     rows = [("PROCESS", "STATE", "PID", "INCARNATION", "MEMORY", "DOES")]
     for slot, worker in sorted(description["workers"].items(), key=lambda item: (item[0] not in DRIVERS, item[0])):
         beat, activity = description["beats"].get(slot, {}), description["activities"].get(slot)

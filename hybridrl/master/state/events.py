@@ -4,6 +4,7 @@ The journal stores the events as JSON. `reducer.py` maps events to effects; the 
 executes the effects.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -136,9 +137,10 @@ class RecoveryDecided:
 
 @dataclass(frozen=True)
 class StepCompleted:
-    """The trainer started its first step (0), or completed one."""
+    """The trainer started its first step (0), or completed one. metrics: numbers that it reported with it."""
 
     step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

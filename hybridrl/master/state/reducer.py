@@ -11,6 +11,7 @@ reports its decision (`RecoveryDecided`). A failure ends the job here in two cas
   - The same exception at the same step is a bug of the program.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +91,7 @@ class JobState:
     supervisor_pid: int = 0
     driver: str = TRAINER
     step: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the newest ones that the trainer reported
     commit: str = ""
     commit_step: int = 0
     last_exception: tuple[str, int] = ("", -1)  # signature, step
@@ -235,6 +237,8 @@ def _recovered_if_complete(state: JobState) -> JobState:
 
 def _step(state: JobState, event: StepCompleted) -> JobState:
     state = _move_job(state, "begin")
+    if event.metrics:
+        state = replace(state, metrics=dict(event.metrics))
     if event.step <= state.step:  # reported twice, or replayed
         return state
     return _recovered_if_complete(replace(state, step=event.step))

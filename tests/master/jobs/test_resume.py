@@ -1,5 +1,7 @@
 """A submitted job is started again from its journal alone."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +39,22 @@ def test_a_job_whose_cluster_is_gone_goes_on_at_its_commit_on_another_one(tmp_pa
     with pytest.raises(ConfigError, match="has succeeded; submit the job again to repeat it"):
         resume_job(str(resumed))
     wait_until(lambda: not left_of("abandoned-"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_hybridrl_job_resume_goes_on_after_every_process_of_the_cluster_was_killed(tmp_path):
+    driver = [sys.executable, "-m", "tests.support.master.abandoned_job", str(tmp_path), "kill"]
+    assert subprocess.run(driver, cwd=ROOT, timeout=190).returncode == -signal.SIGKILL
+    (tmp_path / "gate").write_text("")
+    [journal] = (tmp_path / "journals").iterdir()
+    command = [sys.executable, "-m", "hybridrl.cli", "job", "resume", str(journal)]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    resumed = subprocess.run(command, cwd=ROOT, env=environment, timeout=190, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert (tmp_path / "out").read_text().splitlines() == ["0 0 - 0", "0 7 global_step_6 6"]
+    again = subprocess.run(command[:-1] + [str(tmp_path / "journals")], cwd=ROOT, timeout=60, capture_output=True)
+    assert again.returncode == 2 and b"there are the journals of 2 runs; name one of" in again.stderr
 
 
 def test_the_step_of_a_commit_is_kept_beside_the_step_that_had_begun(tmp_path):

@@ -27,7 +27,7 @@ def run_command(capsys, *words):
 def test_a_running_job_is_listed_and_described_and_its_journal_is_readable(tmp_path, capsys):
     journal = tmp_path / "run" / "master"
     with monitored_adders(journal) as (client, _):
-        client.report_step(1)
+        client.report_step(1, {"score": 0.5, "kl": 2})
         client.report_commit(1, "global_step_1")
         wait_for(client, lambda seen: seen["commit"])
         code, out, _ = run_command(capsys, "ls")
@@ -35,11 +35,15 @@ def test_a_running_job_is_listed_and_described_and_its_journal_is_readable(tmp_p
         job = client.run.removesuffix("-1")
         assert (code, row[1:6]) == (0, [job, "running", "1", "2/2", "alive"])
         code, out, _ = run_command(capsys, "status", job)  # by the job's name
-        assert (code, out.splitlines()[:2]) == (
+        assert (code, out.splitlines()[:3]) == (
             0,
-            [f"{client.run} ({job}) is running, at step 1", "last commit: global_step_1 (step 1)"],
+            [
+                f"{client.run} ({job}) is running, at step 1",
+                "last commit: global_step_1 (step 1)",
+                "metrics: score 0.5, kl 2",
+            ],
         )
-        assert [line.split()[:3] for line in out.splitlines()[3:]][0] == ["trainer", "alive", str(os.getpid())]
+        assert [line.split()[:3] for line in out.splitlines()[4:]][0] == ["trainer", "alive", str(os.getpid())]
         code, out, _ = run_command(capsys, "logs", client.run)
         assert (code, [line.split()[2] for line in out.splitlines()]) == (
             0,

@@ -69,6 +69,12 @@ def test_a_role_is_ready_when_all_its_processes_have_joined():
     assert running().state == JobPhase.RUNNING
 
 
+def test_the_newest_metrics_are_kept_until_others_are_reported():
+    state, _ = fold([StepCompleted(1, {"score": 0.5}), StepCompleted(2)], running())
+    assert (state.step, state.metrics) == (2, {"score": 0.5}) and from_json(to_json(state)) == state
+    assert fold([StepCompleted(2, {"score": 0.75, "kl": 1.0})], state)[0].metrics == {"score": 0.75, "kl": 1.0}
+
+
 def test_a_process_that_its_supervisor_replaces_is_no_failure():
     state, _ = fold([WorkerReplaced("actor-0", PIDS["actor-0"]), died("actor-0")], running())
     assert (state.failures, state.state, state.workers["actor-0"].state) == ((), JobPhase.RUNNING, WorkerPhase.STARTING)
