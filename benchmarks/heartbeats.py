@@ -18,11 +18,11 @@ import time
 
 import ray
 
-from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.service.client import MasterSettings, start_master
 from hybridrl.master.state.events import JobEnded, JobStarted, encode
 from hybridrl.single_controller.cluster import master_name
 from hybridrl.single_controller.monitoring.heartbeat_client import machine_id
+from hybridrl.system.process_stat import read_process_stat
 
 ONE_WORKER = """
 import sys, time, ray

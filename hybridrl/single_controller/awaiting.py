@@ -39,6 +39,10 @@ OBJECT_LOST_HINT = (
     "an argument or a result was in the memory of a node that is gone; "
     "restart the run, it resumes from its newest checkpoint"
 )
+OWNER_LOST_HINT = (
+    "the process is lost that held an argument or a result, such as the snapshot store; "
+    "restart the run, it resumes from its newest checkpoint"
+)
 TIMEOUT_HINT = (
     "; if it is slow and not stuck, raise its limit: trainer.call_timeout_s in main_ppo and main_sft, elsewhere the "
     "timeout_s that the method is registered with"
@@ -160,12 +164,16 @@ class _ResultReader:
             return {reference: self._value_or_worker_lost(reference, rank_of) for reference in done}
 
     def _value_or_worker_lost(self, reference: Any, rank_of: Mapping[Any, int]) -> Any:
+        from ray.exceptions import OwnerDiedError
+
         try:
             return self.value(reference, rank_of[reference])
         except WorkerLost:
             raise
         except Exception as error:
             self.raise_if_worker_lost([other for other in rank_of if other != reference], rank_of, error)
+            if isinstance(error, OwnerDiedError):
+                raise ObjectLost(f"{self.role}-{rank_of[reference]}, {self.method}(): {OWNER_LOST_HINT}") from None
             raise
 
     def value(self, reference: Any, rank: int) -> Any:
@@ -257,28 +265,3 @@ def describe_exit_report(report: str) -> str:
     return " ".join(
         line for line in wanted if line and not line.startswith(("class_name:", "actor_id:", "namespace:", "name:"))
     )
-
-
-def get_value(reference: Any, *, what: str, timeout_s: float, hint: str = "") -> Any:
-    """Return the value behind one reference that belongs to no worker group, such as the answer of a master.
-
-    Args:
-        what: name of the value, for the error.
-        hint: appended to the text of `CallTimeout`.
-
-    Raises:
-        CallTimeout: there is no value within `timeout_s` seconds.
-        ray.exceptions.RayError: the process or the object is lost, or the process raised an error.
-    """
-    import ray
-    from ray.exceptions import GetTimeoutError
-
-    try:
-        return ray.get(reference, timeout=timeout_s)
-    except GetTimeoutError:
-        raise CallTimeout(f"{what} was not ready within {timeout_s:g} s{hint}") from None
-
-
-def wait_ready(reference: Any, *, what: str, timeout_s: float) -> None:
-    """Wait until Ray has made an object, such as a placement group; errors as for `get_value`."""
-    get_value(reference, what=what, timeout_s=timeout_s)

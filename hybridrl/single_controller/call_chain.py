@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from hybridrl.errors import CallCycle
-from hybridrl.single_controller.cluster import find_actor
+from hybridrl.single_controller.cluster import find_actor, get_value
 from hybridrl.single_controller.invocation import CONTROL
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 
@@ -201,7 +201,7 @@ def _is_cycle(links: Sequence[CallLink], role: str, method: str) -> bool:
         for actor, link, next_call in zip(actors, links, [*following, None], strict=True)
     ]
     try:
-        return all(ray.get(questions, timeout=ANSWER_TIMEOUT_S))
+        return all(get_value(questions, what="which calls wait", timeout_s=ANSWER_TIMEOUT_S))
     except (ray.exceptions.RayError, TimeoutError):  # a process is lost or busy: whoever waits for it finds out
         return False
 
@@ -265,6 +265,7 @@ def _ask_blockers(awaited: Awaited) -> list[tuple[tuple[CallLink, ...], list[Awa
         actor.blockers.options(concurrency_group=CONTROL).remote(awaited.role, awaited.method) for actor in actors
     ]
     try:
-        return [blocker for answer in ray.get(questions, timeout=ANSWER_TIMEOUT_S) for blocker in answer]
+        answers = get_value(questions, what="which calls block", timeout_s=ANSWER_TIMEOUT_S)
     except (ray.exceptions.RayError, TimeoutError):
         return []
+    return [blocker for answer in answers for blocker in answer]

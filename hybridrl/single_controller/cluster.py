@@ -1,4 +1,4 @@
-"""Actors and nodes of a job on a Ray cluster: names, lookup, and which nodes are alive.
+"""Actors and nodes of a job on a Ray cluster: names, lookup, answers, and which nodes are alive.
 
 All actors of a run are named `{run}/...`. Ray needs about 10 s of silence to declare a node dead; connecting to its
 raylet port answers at once.
@@ -7,6 +7,8 @@ raylet port answers at once.
 import socket
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from hybridrl.errors import CallTimeout
 
 # One Ray namespace for all drivers: in a driver's own namespace no other driver could find its actors.
 NAMESPACE = "hybridrl"
@@ -79,3 +81,28 @@ def alive_nodes(node_ids: Collection[str]) -> set[str]:
         for node in ray.nodes()
         if node["NodeID"] in node_ids and node["Alive"] and accepts_connections(node)
     }
+
+
+def get_value(reference: Any, *, what: str, timeout_s: float, hint: str = "") -> Any:
+    """Return the value behind one reference that belongs to no worker group, such as the answer of a master.
+
+    Args:
+        what: name of the value, for the error.
+        hint: appended to the text of `CallTimeout`.
+
+    Raises:
+        CallTimeout: there is no value within `timeout_s` seconds.
+        ray.exceptions.RayError: the process or the object is lost, or the process raised an error.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError:
+        raise CallTimeout(f"{what} was not ready within {timeout_s:g} s{hint}") from None
+
+
+def wait_ready(reference: Any, *, what: str, timeout_s: float) -> None:
+    """Wait until Ray has made an object, such as a placement group; errors as for `get_value`."""
+    get_value(reference, what=what, timeout_s=timeout_s)

@@ -28,6 +28,7 @@ from hybridrl.data_plane.batches import is_batch, size_in_bytes
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
 from hybridrl.single_controller.call_chain import CallHeader, current_chain
+from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.lost_workers import lost_reason
 from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
@@ -215,11 +216,15 @@ class RayWorkerGroup(WorkerGroup[W]):
             )
 
     def call_through_actor(self, store: Any, method: str) -> OutputRefs:
-        """Have a `SnapshotStore` actor call a method on all ranks, so that the outputs outlive this driver."""
-        import ray
+        """Have a `SnapshotStore` actor call a method on all ranks, so that the outputs outlive this driver.
 
+        Raises:
+            CallTimeout: The actor does not answer; names the actor.
+            ray.exceptions.RayActorError: The actor is lost.
+        """
         call = store.call.remote(self.workers, CallHeader(self.processes.fencing_token).encode(), self.role, method)
-        return self._references(method, range(self.world_size), *ray.get(call, timeout=STORE_TIMEOUT_S))
+        answer = get_value(call, what=f"the snapshot store's call of {self.role}.{method}()", timeout_s=STORE_TIMEOUT_S)
+        return self._references(method, range(self.world_size), *answer)
 
     def _references(
         self,

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from hybridrl.errors import WorkerLost
-from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.service.journal import history
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.system.process_stat import read_process_stat
 from tests.support.master.monitored_process import describe, monitored_adders, wait_for, wait_until_gone
 from tests.support.single_controller.sample_workers import Adder
 

@@ -9,12 +9,12 @@ import time
 import pytest
 import ray
 
-from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.service import console
 from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.placement.placement_groups import find_leftover_groups
+from hybridrl.system.process_stat import read_process_stat
 from tests.support.end_to_end.runs import settings
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400), pytest.mark.usefixtures("ray_cluster")]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from examples.openrlhf_ppo import main
-from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.jobs.builder import RLJob
 from hybridrl.master.service.journal import replay
+from hybridrl.system.process_stat import read_process_stat
 from tests.master.jobs.test_submit import left_of, wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(400)]

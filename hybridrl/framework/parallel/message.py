@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hybridrl.single_controller.awaiting import get_value
+from hybridrl.single_controller.cluster import get_value
 
 # Ray stores larger arguments in the object store, once per receiver; above this size `serialize` does it once for all.
 INLINE_BYTES = 100_000

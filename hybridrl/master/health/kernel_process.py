@@ -1,6 +1,4 @@
-"""Kernel state of the processes of this machine.
-
-How one ended, whether it is stopped, and how much CPU it used.
+"""How a process of this machine ended, as the kernel reports it.
 
 The master calls this in its own process, or as a Ray task on the node of a process of another machine.
 """
@@ -9,37 +7,13 @@ import fcntl
 import os
 import signal
 import struct
-from typing import NamedTuple
 
 from hybridrl.single_controller.monitoring.heartbeat_client import oom_kills
+from hybridrl.system.process_stat import read_process_stat
 
 # `ioctl(pidfd, PIDFD_GET_INFO)` returns the exit status to a process that holds the pidfd (Linux 6.15 and later).
 # struct pidfd_info has 64 bytes or more.
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, INFO_BYTES, EXIT_CODE_OFFSET = 0xC040FF0B, 1 << 3, 64, 60
-STOPPED = "T"  # by SIGSTOP or SIGTSTP; a process under a debugger is in state t
-
-
-class ProcessStat(NamedTuple):
-    """Kernel state of a process.
-
-    Attributes:
-        state: The state letter of /proc. "" if the process is gone.
-        cpu_s: Seconds of CPU that it has used.
-    """
-
-    state: str
-    cpu_s: float
-
-
-def read_process_stat(process_id: int) -> ProcessStat:
-    """Return the kernel state of a process of this machine."""
-    try:
-        with open(f"/proc/{process_id}/stat", encoding="utf-8", errors="replace") as f:
-            fields = f.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ProcessStat("", 0.0)
-    ticks = int(fields[11]) + int(fields[12])
-    return ProcessStat("" if fields[0] in "ZX" else fields[0], ticks / os.sysconf("SC_CLK_TCK"))
 
 
 class PidfdWatch:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.master.health.hang_diagnosis import Activity
 from hybridrl.master.health.heartbeat_server import Connection
-from hybridrl.master.health.kernel_process import STOPPED, PidfdWatch, ProcessStat, read_process_stat
+from hybridrl.master.health.kernel_process import PidfdWatch
 from hybridrl.master.health.low_resources import LowResourceDetector, low_memory_note
 from hybridrl.master.health.process_record import ProcessRecord
 from hybridrl.master.health.stragglers import StragglerDetector
@@ -28,6 +28,7 @@ from hybridrl.master.state.events import (
 )
 from hybridrl.master.state.reducer import JobState
 from hybridrl.master.state.tables import WorkerPhase
+from hybridrl.system.process_stat import STOPPED, ProcessStat, read_process_stat
 
 SILENCE_TIMEOUT_S = 4.5  # with a check every 0.25 s, a freeze is reported within 5 s
 EXIT_STATUS_TIMEOUT_S = 0.3  # the exit status becomes readable when the parent has reaped the process

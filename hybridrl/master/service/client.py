@@ -18,7 +18,6 @@ from typing import Any, Self
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.master.service.job_master import JobMaster, MasterSettings
-from hybridrl.master.service.master_watch import MasterWatch
 from hybridrl.master.state.events import (
     TRAINER,
     CheckpointCommitted,
@@ -32,9 +31,9 @@ from hybridrl.master.state.events import (
     slot_matches,
 )
 from hybridrl.master.state.tables import JOB_ENDS
-from hybridrl.single_controller.awaiting import get_value
-from hybridrl.single_controller.cluster import MASTER, NAMESPACE, actor_names, find_actor, master_name
+from hybridrl.single_controller.cluster import MASTER, NAMESPACE, actor_names, find_actor, get_value, master_name
 from hybridrl.single_controller.monitoring.heartbeat_client import HeartbeatClient, process_identity
+from hybridrl.single_controller.processes.freeze_watch import FreezeWatch
 from hybridrl.single_controller.processes.termination import kill_named
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ class MasterClient:
         )
         hello = {"slot": driver, "name": f"{run}/{driver}"}
         self._on_stop, self._stop_received = on_stop or _stop_process, False
-        self._master_watch = MasterWatch()
+        self._master_watch = FreezeWatch("the master", consequence="Ray restarts it")
         commands: dict[str, Callable[[Any], None]] = {"stop": self._stop, "master": self._master_watch.set_process}
         self._heartbeats = HeartbeatClient(master_name(run), hello, self._progress, commands)
 

@@ -17,7 +17,7 @@ from hybridrl.master.service.run_journals import journals_in, journals_of
 from hybridrl.master.state.events import DRIVERS
 from hybridrl.master.state.reducer import to_json
 from hybridrl.master.state.tables import JOB_ENDS
-from hybridrl.single_controller.awaiting import get_value
+from hybridrl.single_controller.cluster import get_value
 
 ANSWER_TIMEOUT_S = 20.0
 HIDDEN_FIELDS = ("machine", "stdout", "stderr", "spec", "plan")  # of events, in the history: too long for a line

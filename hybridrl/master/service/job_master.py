@@ -18,7 +18,6 @@ from typing import Any
 from hybridrl.errors import CallTimeout
 from hybridrl.master.health.hang_detector import HangDetector
 from hybridrl.master.health.heartbeat_server import Connection, HeartbeatServer
-from hybridrl.master.health.kernel_process import ProcessStat, read_process_stat
 from hybridrl.master.health.monitor import Monitor
 from hybridrl.master.health.process_record import ProcessRecord
 from hybridrl.master.service.journal import JournaledState, JournalEntry, history
@@ -44,10 +43,16 @@ from hybridrl.master.state.events import (
 )
 from hybridrl.master.state.reducer import to_json, unfinished_effects
 from hybridrl.master.state.tables import JOB_ENDS, WorkerPhase
-from hybridrl.single_controller.awaiting import get_value
-from hybridrl.single_controller.cluster import accepts_connections, find_actor, job_supervisor_name, master_name
+from hybridrl.single_controller.cluster import (
+    accepts_connections,
+    find_actor,
+    get_value,
+    job_supervisor_name,
+    master_name,
+)
 from hybridrl.single_controller.processes.termination import kill_named, kill_process, kill_processes, kill_run
 from hybridrl.system.machine import machine_id
+from hybridrl.system.process_stat import ProcessStat, read_process_stat
 
 logger = logging.getLogger(__name__)
 TICK_S, QUICK_TICK_S = 0.25, 0.02  # period of the checks; the quick one while an exit status is awaited

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from hybridrl.errors import CallTimeout, ConfigError
 from hybridrl.master.service.journal import JournalEntry
 from hybridrl.master.state.events import WorkerJoined
-from hybridrl.single_controller.awaiting import get_value
+from hybridrl.single_controller.cluster import get_value
 from hybridrl.system.machine import machine_id
 
 READ_TIMEOUT_S = 60.0  # for a task to start on the process's node

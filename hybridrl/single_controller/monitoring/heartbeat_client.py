@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridrl.failure_policy import Decision
-from hybridrl.single_controller.cluster import NAMESPACE
+from hybridrl.single_controller.cluster import NAMESPACE, get_value
 from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
 from hybridrl.single_controller.monitoring.lost_workers import mark_lost
 from hybridrl.single_controller.monitoring.process_state import PROCESS
@@ -118,7 +118,7 @@ class HeartbeatClient:
         import ray
 
         master: Any = ray.get_actor(self._master, namespace=NAMESPACE)
-        host, port, token = ray.get(master.address.remote(), timeout=CONNECT_TIMEOUT_S)
+        host, port, token = get_value(master.address.remote(), what="the master's address", timeout_s=CONNECT_TIMEOUT_S)
         connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection

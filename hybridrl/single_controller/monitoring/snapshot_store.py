@@ -5,12 +5,15 @@ makes the calls and owns the results (`RayWorkerGroup.call_through_actor`). It h
 the object stores of the workers' nodes. The functions below are called by the driver.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.single_controller.cluster import NAMESPACE, find_actor, snapshot_store_name
+from hybridrl.errors import CallTimeout
+from hybridrl.single_controller.cluster import NAMESPACE, find_actor, get_value, snapshot_store_name
+from hybridrl.system.machine import machine_id
 
-STORE_TIMEOUT_S = 60.0  # for one call of the actor, which takes milliseconds
+STORE_TIMEOUT_S = 60.0  # for one call of the actor, which takes milliseconds; its first call waits for its start
 
 
 class SnapshotStore:
@@ -19,6 +22,10 @@ class SnapshotStore:
     def __init__(self) -> None:
         self._unstored: list[Any] = []
         self._snapshot: tuple[bytes, Mapping[str, Sequence[Any]]] | None = None
+
+    def process(self) -> dict[str, Any]:
+        """Return this process's id and its machine's."""
+        return {"pid": os.getpid(), "machine": machine_id()}
 
     def call(self, hosts: Sequence[Any], header: Sequence[Any], role: str, method: str) -> tuple[list[Any], list[Any]]:
         """Call a role's method in all processes; return references to the results and to their numbers of rows.
@@ -65,22 +72,35 @@ def find_snapshot_store(run: str) -> Any:
     return find_actor(snapshot_store_name(run))
 
 
+def watch_process(store: Any, set_process: Callable[[Mapping[str, Any]], None]) -> None:
+    """Call `set_process` with the store's `process` as soon as it has started; returns at once."""
+    store.process.remote().future().add_done_callback(
+        lambda answer: None if answer.exception() else set_process(answer.result())
+    )
+
+
 def store_snapshot(store: Any, description: bytes, parts: Mapping[str, Sequence[Any]]) -> bool:
-    """Store a snapshot; return False if the store is lost."""
+    """Store a snapshot; return False if the store is lost or does not answer."""
     import ray
 
+    stored = store.store.remote(description, parts)
     try:
-        ray.get(store.store.remote(description, parts), timeout=STORE_TIMEOUT_S)
+        get_value(stored, what="the snapshot store's answer", timeout_s=STORE_TIMEOUT_S)
         return True
-    except (ray.exceptions.RayActorError, TimeoutError):
+    except (ray.exceptions.RayActorError, CallTimeout):
         return False
 
 
 def load_snapshot(store: Any) -> tuple[bytes, Mapping[str, Sequence[Any]]] | None:
-    """Return the stored snapshot; None if there is none or the store is lost."""
+    """Return the stored snapshot; None if there is none, or the store is lost or does not answer."""
     import ray
 
+    if store is None:
+        return None
     try:
-        return None if store is None else ray.get(store.load.remote(), timeout=STORE_TIMEOUT_S)
-    except (ray.exceptions.RayError, TimeoutError):
+        found: tuple[bytes, Mapping[str, Sequence[Any]]] | None = get_value(
+            store.load.remote(), what="the stored snapshot", timeout_s=STORE_TIMEOUT_S
+        )
+        return found
+    except (ray.exceptions.RayError, CallTimeout):
         return None

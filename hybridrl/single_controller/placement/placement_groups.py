@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import CallTimeout
-from hybridrl.single_controller.awaiting import wait_ready
+from hybridrl.single_controller.cluster import wait_ready
 from hybridrl.single_controller.placement.feasibility import NodeCapacity
 from hybridrl.single_controller.placement.plan import Reservation
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
-from hybridrl.single_controller.cluster import actor_names, find_actor, master_name, slot_from_name
+from hybridrl.single_controller.cluster import actor_names, find_actor, get_value, master_name, slot_from_name
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.termination import kill_named
 from hybridrl.single_controller.processes.worker_processes import (
@@ -26,6 +26,7 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs
 logger = logging.getLogger(__name__)
 REPLY_TIMEOUT_S = 120.0  # includes the call that a process is still executing; after this it is replaced
 POLL_PERIOD_S = 1.0  # as heartbeats
+MASTER_TIMEOUT_S = 10.0  # it answers in milliseconds; a frozen one is restarted meanwhile
 KILL_TIMEOUT_S = 20.0
 
 
@@ -94,8 +95,9 @@ def _wait_idle(hosts: list[Any], names: list[str], *, run: str) -> None:
         idle = wait_all(done, role=run, method="describe", timeout_s=REPLY_TIMEOUT_S)
         calls_started = [entry["calls_started"] for entry in idle]
         try:
-            beats = ray.get(master.describe.remote(), timeout=REPLY_TIMEOUT_S)["beats"]
-        except ray.exceptions.RayError:  # the master is being restarted
+            description = get_value(master.describe.remote(), what="the master's answer", timeout_s=MASTER_TIMEOUT_S)
+            beats = description["beats"]
+        except (ray.exceptions.RayError, CallTimeout):  # the master is being restarted
             continue
         for name in (names[replies.index(reply)] for reply in busy):
             beat = beats.get(slot_from_name(name), {})

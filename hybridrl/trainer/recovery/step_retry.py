@@ -116,12 +116,7 @@ class StepRetry:
         if not self._snapshot_freq or (trainer.global_steps % self._snapshot_freq and not force):
             return
         start = time.perf_counter()
-        engine_refs = {
-            role: self._resume_state.call_surviving(group, "take_snapshot")
-            for role, group in trainer.trained_groups().items()
-        }
-        for parts in engine_refs.values():
-            parts.fetch(parts.sizes or [])  # waits for all ranks; sizes are small, the parts stay in the store
+        engine_refs = self._resume_state.call_surviving(trainer.trained_groups(), "take_snapshot")
         state = parts_in_memory(trainer.parts)
         self._snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
         self._resume_state.store(self._snapshot)

@@ -18,17 +18,23 @@ import cloudpickle
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.errors import CallTimeout, ObjectLost
+from hybridrl.single_controller.cluster import snapshot_store_name
 from hybridrl.single_controller.monitoring.snapshot_store import (
     find_snapshot_store,
     load_snapshot,
     start_snapshot_store,
     store_snapshot,
+    watch_process,
 )
-from hybridrl.single_controller.processes.termination import kill_run
+from hybridrl.single_controller.processes.freeze_watch import FreezeWatch
+from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_run
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import run_directory
 
 logger = logging.getLogger(__name__)
+STORE_ATTEMPTS = 3  # to take one snapshot
+STORE_KILL_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -63,28 +69,59 @@ class ResumeState:
     ):
         self.run_name, self.snapshot, self.is_supervised = run_name, snapshot, is_supervised
         self._store = store
+        self._watch: FreezeWatch | None = None
 
     def pop_snapshot(self) -> StepSnapshot | None:
         """Return the snapshot to resume from and clear it. Later rollbacks use the newest checkpoint."""
         snapshot, self.snapshot = self.snapshot, None
         return snapshot
 
-    def call_surviving(self, group: Any, method: str) -> Any:
-        """Call a method on all ranks of a group; the results outlive a supervised driver."""
+    def call_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """Call a method on all ranks of the groups, and wait for all; the results outlive a supervised driver.
+
+        Raises:
+            ObjectLost: The snapshot store was lost `STORE_ATTEMPTS` times in a row.
+        """
         if not self.is_supervised:
-            return getattr(group, method).submit()
+            return _wait({role: getattr(group, method).submit() for role, group in groups.items()})
         import ray
 
-        for _ in range(2):
-            self._store = self._store or start_snapshot_store(self.run_name)
+        why: Exception | None = None
+        for _ in range(STORE_ATTEMPTS):
+            self._start_store()
             try:
-                return group.call_through_actor(self._store, method)
-            except ray.exceptions.RayActorError:
-                logger.warning(
-                    "snapshot store of %s was lost; started a new one (no snapshot until the next step)", self.run_name
-                )
-                self._store = None
-        raise RuntimeError(f"the snapshot store of {self.run_name} was lost twice in a row; resume from a checkpoint")
+                return _wait({role: group.call_through_actor(self._store, method) for role, group in groups.items()})
+            except (ray.exceptions.RayActorError, ObjectLost) as error:
+                why = error
+            except CallTimeout as error:
+                if error.role:  # a worker's, not the store's
+                    raise
+                why = error
+            logger.warning("snapshot store of %s was lost (%s); starting a new one", self.run_name, _first_line(why))
+            self._kill_store()
+        raise ObjectLost(
+            f"the snapshot store of {self.run_name} was lost {STORE_ATTEMPTS} times in a row ({_first_line(why)}); "
+            "restart the run, it resumes from its newest checkpoint"
+        )
+
+    def _start_store(self) -> None:
+        """Start the snapshot store if there is none, and watch it."""
+        if self._store is None:
+            self._store = start_snapshot_store(self.run_name)
+        if self._watch is None:
+            self._watch = FreezeWatch("the snapshot store", consequence="the next step starts a new one")
+            watch_process(self._store, self._watch.set_process)
+
+    def _kill_store(self) -> None:
+        """Kill a snapshot store that is lost or does not answer, and wait until its name is free."""
+        self._end_watch()
+        self._store = None
+        kill_named([snapshot_store_name(self.run_name)], timeout_s=STORE_KILL_TIMEOUT_S)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     def store(self, snapshot: StepSnapshot) -> None:
         """Store this snapshot for the next driver, if there is a supervisor."""
@@ -94,16 +131,25 @@ class ResumeState:
         parts = {role: list(references) for role, references in snapshot.engine_refs.items()}
         if not store_snapshot(self._store, cloudpickle.dumps(description), parts):
             logger.warning("snapshot store of %s was lost; the next step starts a new one", self.run_name)
-            self._store = None
+            self._kill_store()
 
     def drop(self) -> None:
         """End the snapshot store, and with it all snapshots."""
-        if self._store is None:
-            return
-        import ray
+        self._end_watch()
+        if self._store is not None:
+            kill_actors([self._store])
+            self._store = None
 
-        ray.kill(self._store, no_restart=True)
-        self._store = None
+
+def _wait(results: dict[str, Any]) -> dict[str, Any]:
+    """Wait until every rank has stored its part. The sizes are small, the parts stay in the object store."""
+    for parts in results.values():
+        parts.fetch(parts.sizes or [])
+    return results
+
+
+def _first_line(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
 
 
 def is_supervisable(config: TrainerConfig) -> bool:

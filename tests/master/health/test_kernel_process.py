@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from hybridrl.master.health.kernel_process import PidfdWatch, describe_exit_status, read_process_stat
+from hybridrl.master.health.kernel_process import PidfdWatch, describe_exit_status
+from hybridrl.system.process_stat import read_process_stat
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import pytest
 
 from hybridrl.master.health.heartbeat_server import Connection
-from hybridrl.master.health.kernel_process import ProcessStat
 from hybridrl.master.health.monitor import Monitor
 from hybridrl.master.state.events import Kind, WorkerFailed, WorkerSilent
 from hybridrl.master.state.reducer import JobState, WorkerState
 from hybridrl.master.state.tables import WorkerPhase
+from hybridrl.system.process_stat import ProcessStat
 
 SILENT_S = 0.2
 

@@ -9,12 +9,12 @@ import pytest
 import ray
 
 from hybridrl.errors import WorkerLost
-from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.jobs.builder import DLJobBuilder
 from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.console import status
 from hybridrl.master.service.journal import replay
 from hybridrl.master.state.tables import JobPhase
+from hybridrl.system.process_stat import read_process_stat
 from tests.master.jobs.test_submit import SMALL, A, left_of, wait_until
 from tests.support.master.sample_job import (
     dies_itself,

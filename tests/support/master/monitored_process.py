@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import ray
 
-from hybridrl.master.health.kernel_process import read_process_stat
 from hybridrl.master.service.client import MasterClient, list_masters
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.system.process_stat import read_process_stat
 from tests.support.single_controller.sample_workers import Adder
 
 

@@ -1,7 +1,7 @@
-"""`MasterWatch`: kills a master that is stopped by SIGSTOP, so that Ray restarts it.
+"""`FreezeWatch`: kills a process of this machine that is stopped by SIGSTOP, so that others notice its loss.
 
-Nobody else would notice: connections of a stopped process stay open, and a report never waits for its acknowledgement.
-Runs in the driver, a thread in the process of `MasterClient`. It watches only a master on its own machine.
+Nobody else would notice where no heartbeat is expected: connections of a stopped process stay open. Runs in the driver,
+a thread for each process that is watched: the master, and the snapshot store.
 """
 
 import logging
@@ -9,9 +9,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.master.health.kernel_process import STOPPED, read_process_stat
 from hybridrl.single_controller.processes.termination import kill_process
 from hybridrl.system.machine import machine_id
+from hybridrl.system.process_stat import STOPPED, read_process_stat
 
 logger = logging.getLogger(__name__)
 POLL_PERIOD_S = 0.5
@@ -19,16 +19,22 @@ POLL_PERIOD_S = 0.5
 MAX_STOPPED_POLLS = 9
 
 
-class MasterWatch:
-    """Watches the master that `set_process` named last."""
+class FreezeWatch:
+    """Watches the process that `set_process` named last.
 
-    def __init__(self) -> None:
+    Args:
+        what: Name of the process, for the log.
+        consequence: What follows its end, for the log.
+    """
+
+    def __init__(self, what: str, *, consequence: str) -> None:
+        self._what, self._consequence = what, consequence
         self._pid, self._num_stopped = 0, 0
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="master watch", daemon=True).start()
+        threading.Thread(target=self._run, name=f"watch of {what}", daemon=True).start()
 
     def set_process(self, process: Mapping[str, Any]) -> None:
-        """Watch this master. process: its `pid` and `machine`."""
+        """Watch this process if it is on this machine. process: its `pid` and `machine`."""
         self._num_stopped = 0
         self._pid = process["pid"] if process["machine"] == machine_id() else 0
 
@@ -43,8 +49,10 @@ class MasterWatch:
             if self._num_stopped >= MAX_STOPPED_POLLS:
                 self._pid = 0
                 logger.warning(
-                    "the master (pid %d) is stopped by SIGSTOP for %.1f s; killing it, and Ray restarts it",
+                    "%s (pid %d) is stopped by SIGSTOP for %.1f s; killing it, and %s",
+                    self._what,
                     pid,
                     MAX_STOPPED_POLLS * POLL_PERIOD_S,
+                    self._consequence,
                 )
                 kill_process(pid)

@@ -1,0 +1,210 @@
+"""Every wait has a deadline, and says what it waits for.
+
+A wait without one turns a frozen process into a frozen run. Ray's objects are awaited in two places only, because a
+bare `ray.get` raises an error that names nobody: `awaiting.py` names role, rank and method of a worker, `get_value`
+names what a single actor was asked for.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hybridrl"
+RAY_GET_HOMES = {"single_controller/awaiting.py", "single_controller/cluster.py"}
+
+CALL = "a call of workers, or a push: it ends at the deadline of each of its calls"
+DONE = "the caller knows that it is done"
+STAGES = "stages of a step: every wait in them has a deadline"
+IDLE = "a thread without work: it ends with its process, or when it is told to"
+PARENT = "a child that waits for its parent: the parent's end ends the wait"
+SERVICE = "runs until it is stopped"
+LOOP = "a coroutine that ends with its event loop, or when the router is resumed or closed"
+COLLECTIVE = "a collective: its process group has a deadline"
+# File -> wait -> why it needs no deadline of its own.
+EXCEPTIONS = {
+    "data_plane/futures.py": {"whole.chunk(parts)[index].get()": CALL},
+    "driver/lifecycle.py": {"channel.recv(RECEIVE_BYTES)": PARENT},
+    "framework/composition.py": {"future.result()": DONE},
+    "framework/overlap.py": {"wait(running, return_when=FIRST_COMPLETED)": STAGES},
+    "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},
+    "framework/task.py": {"future.result()": DONE},
+    "framework/threads.py": {"calls.get()": IDLE, "wait(futures, return_when=FIRST_EXCEPTION)": STAGES},
+    "master/jobs/submit.py": {"running.wait()": SERVICE, "self._outcome.result()": SERVICE},
+    "master/service/job_master.py": {"self._queue.get()": DONE},
+    "rewards/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
+    "sdk/data_queue.py": {
+        "self._owner()._call(f'DataQueue.{self.name}.{operation}', args, {}, record).result()": CALL,
+    },
+    "sdk/pending_calls.py": {"self._changed.wait()": IDLE, "self._ready.get()": IDLE},
+    "sdk/role_calls.py": {"answer.result()": DONE},
+    "sdk/future_sequence.py": {"self.wait()": CALL},
+    "sdk/role_group.py": {
+        "actor._call(name, args, kwargs, record).result()": CALL,
+        "argument.wait()": CALL,
+    },
+    "serving/agent_loop/batch.py": {"raised.wait()": LOOP, "task.result()": DONE},
+    "serving/agent_loop/manager.py": {
+        "self.work.wait()": CALL,
+        "receive().wait()": CALL,
+        "self.submit(prompts, version=version).get()": CALL,
+        "partial.get()": CALL,
+    },
+    "serving/agent_loop/work_queue.py": {"self._done.result()": CALL},
+    "serving/openai/server.py": {"arrived.get()": LOOP},
+    "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
+    "serving/router.py": {"self._running.wait()": LOOP, "self._all_idle.wait()": CALL},
+    "serving/service.py": {"future.result()": CALL},
+    "single_controller/references.py": {
+        "argument.get()": CALL,
+        "asyncio.run_coroutine_threadsafe(value, _event_loop()).result()": "user code in a worker: its caller has a "
+        "deadline",
+    },
+    "single_controller/monitoring/snapshot_store.py": {"answer.result()": DONE},
+    "system/child_guard.py": {"guard.wait()": SERVICE},
+    "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
+    "trainer/ppo/policy/groups.py": {"self.push_weights_async(version).wait()": CALL},
+    "trainer/ppo/policy/rollout_pipeline.py": {
+        "batch.greedy.get()": CALL,
+        "batch.submitted().get()": CALL,
+        "batch.responses.get()": CALL,
+        "push.wait()": CALL,
+    },
+    "trainer/ppo/trainer.py": {"pending.greedy.get()": CALL},
+    "trainer/ppo/validation.py": {"self._requests.get()": IDLE},
+    "workers/weight_transfer/broadcast.py": {
+        "self._in_flight[slot].wait()": COLLECTIVE,
+        "self._group.broadcast(data, 0).wait()": COLLECTIVE,
+    },
+}
+
+BLOCK_WITHOUT_ARGUMENTS = {"get", "wait", "join", "result", "communicate", "acquire", "select"}
+RECEIVE = {"recv", "recv_into", "recvfrom", "recv_bytes", "accept"}
+LIMIT_OF_SOCKETS = (".settimeout(", ".setblocking(False)", "select.select(", "selectors.")
+SUBPROCESS = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
+FOREVER = {"os.wait", "signal.pause", "signal.sigwait", "signal.sigwaitinfo"}
+WITH_TIMEOUT = {"ray.wait", "asyncio.wait", "wait", "as_completed", "asyncio.as_completed", "urlopen"} | SUBPROCESS
+WITH_TIMEOUT |= {"socket.create_connection", "create_connection", "dist.init_process_group", "dist.new_group"}
+TIMEOUTS = {"timeout", "timeout_s"}
+BOUNDED = {"asyncio.wait_for", "asyncio.timeout"}
+
+
+def unbounded_waits(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every call that may wait for ever, and of every `ray.get`."""
+    tree = ast.parse(source)
+    variables = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "ContextVar" in ast.unparse(node.value or node)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    bounded = {
+        id(argument)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in BOUNDED
+        for argument in node.args
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and id(node) not in bounded and _may_wait_for_ever(node, source, variables):
+            yield node.lineno, ast.unparse(node)
+
+
+def _is_alone(call: ast.Call) -> bool:
+    return any(keyword.arg == "world_size" and ast.unparse(keyword.value) == "1" for keyword in call.keywords)
+
+
+def _may_wait_for_ever(call: ast.Call, source: str, context_variables: set[str]) -> bool:
+    name, keywords = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+    last = name.rpartition(".")[2]
+    if name == "ray.get" or name in FOREVER:
+        return True
+    if name in WITH_TIMEOUT:
+        # `wait(futures, 3.0)` of concurrent.futures; no other of these takes a timeout by position
+        return not (keywords & TIMEOUTS or (name == "wait" and len(call.args) > 1) or _is_alone(call))
+    if name == "os.waitpid":
+        return ast.unparse(call.args[1]) == "0"
+    if name == "fcntl.flock":
+        return "LOCK_NB" not in ast.unparse(call) and "LOCK_UN" not in ast.unparse(call)
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if last in RECEIVE and not (last == "accept" and call.args):
+        return not any(limit in source for limit in LIMIT_OF_SOCKETS)
+    is_selector = last != "select" or "selectors" in source
+    is_known = name.removesuffix(".get") in context_variables
+    return (
+        last in BLOCK_WITHOUT_ARGUMENTS and not call.args and not keywords & TIMEOUTS and is_selector and not is_known
+    )
+
+
+def waits_of_package() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        waits = {text for _, text in unbounded_waits(path.read_text(encoding="utf-8"))}
+        if name in RAY_GET_HOMES:
+            waits = {text for text in waits if not (text.startswith("ray.get(") and "timeout=" in text)}
+        if waits:
+            found[name] = waits
+    return found
+
+
+def test_every_wait_has_a_deadline_or_a_reason():
+    found = waits_of_package()
+    without = {name: sorted(waits - EXCEPTIONS.get(name, {}).keys()) for name, waits in found.items()}
+    assert {name: waits for name, waits in without.items() if waits} == {}, (
+        "give the wait a timeout and an error that names what was awaited; a Ray object is awaited by "
+        "`awaiting.wait_all` or `cluster.get_value`"
+    )
+
+
+def test_every_exception_is_still_there():
+    found = waits_of_package()
+    assert {name: sorted(waits.keys() - found.get(name, set())) for name, waits in EXCEPTIONS.items()} == {
+        name: [] for name in EXCEPTIONS
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ray.get(reference)",
+        "ray.get(reference, timeout=3)",
+        "ray.wait(references, num_returns=1)",
+        "inbox.get()",
+        "stopped.wait()",
+        "thread.join()",
+        "future.result()",
+        "process.communicate()",
+        "subprocess.run(['ls'])",
+        "os.waitpid(pid, 0)",
+        "connection.recv(4096)",
+        "socket.create_connection(address)",
+        "dist.init_process_group('gloo')",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "wait(futures)",
+    ],
+)
+def test_a_wait_without_a_deadline_would_be_found(line):
+    assert [text for _, text in unbounded_waits(line)] == [line]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ray.wait(references, timeout=1.0)",
+        "inbox.get(timeout=3)",
+        "settings.get('key')",
+        "', '.join(names)",
+        "stopped.wait(POLL_PERIOD_S)",
+        "subprocess.run(['ls'], timeout=3)",
+        "os.waitpid(pid, os.WNOHANG)",
+        "connection.settimeout(3.0); connection.recv(4096)",
+        "asyncio.wait_for(settled.wait(), 3.0)",
+        "current = ContextVar('current'); current.get()",
+        "wait(futures, 3.0)",
+    ],
+)
+def test_a_wait_with_a_deadline_is_accepted(line):
+    assert list(unbounded_waits(line)) == []

@@ -1,0 +1,98 @@
+"""The snapshot store of a supervised driver is lost, killed or frozen: the next snapshot has another one."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from hybridrl.errors import ObjectLost
+from hybridrl.single_controller.cluster import snapshot_store_name
+from hybridrl.single_controller.dispatch import Dispatch, register
+from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S, find_snapshot_store, load_snapshot
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.worker import Worker
+from hybridrl.system.process_stat import read_process_stat
+from hybridrl.trainer.recovery import step_snapshot
+from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
+RUN = "snapshots-test"
+
+
+class Keeper(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def take(self) -> np.ndarray:
+        return np.full(200_000, self.rank, dtype=np.uint8)  # too large to travel with the answer
+
+    @register(Dispatch.ALL_TO_ALL)
+    def add_up(self, parts: np.ndarray) -> int:
+        return int(parts.sum())
+
+
+@pytest.fixture
+def group():
+    with RayResourcePool([2]) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Keeper), role="keeper") as started:
+        yield started
+
+
+@pytest.fixture
+def state():
+    state = ResumeState(RUN, is_supervised=True)
+    yield state
+    state.drop()
+    while find_snapshot_store(RUN) is not None:
+        time.sleep(0.05)
+
+
+def store_pid():
+    return ray.get(find_snapshot_store(RUN).process.remote(), timeout=60)["pid"]
+
+
+def take(state, groups, step):
+    refs = state.call_surviving(groups, "take")
+    state.store(StepSnapshot(step, refs, {"driver": step}))
+    return refs
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_lost_store_is_replaced_within_the_snapshot_of_all_groups(state, group, number, caplog):
+    groups = {"keeper": group, "twin": group}
+    take(state, groups, 1)
+    pid = store_pid()
+    os.kill(pid, number)
+    start = time.monotonic()
+    refs = take(state, groups, 2)
+    assert time.monotonic() - start < STORE_TIMEOUT_S  # a frozen one is killed after 4.5 s
+    assert not read_process_stat(pid).state and store_pid() != pid
+    assert "snapshot store of snapshots-test was lost" in caplog.text
+    for parts in refs.values():
+        assert group.add_up(parts) == [0, 200_000]
+    description, stored = load_snapshot(find_snapshot_store(RUN))
+    assert b"driver" in description and stored.keys() == groups.keys()
+
+
+def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
+    refs = take(state, {"keeper": group}, 1)
+    os.kill(store_pid(), signal.SIGKILL)
+    with pytest.raises(ObjectLost, match="such as the snapshot store; restart the run, it resumes"):
+        group.add_up(refs["keeper"])
+
+
+def test_a_store_that_is_lost_again_and_again_ends_the_run_with_a_readable_error(state, group, monkeypatch):
+    state.call_surviving({"keeper": group}, "take")
+    started = step_snapshot.start_snapshot_store
+
+    def start_lost(run):
+        store = started(run)
+        ray.kill(store, no_restart=True)
+        return store
+
+    monkeypatch.setattr(step_snapshot, "start_snapshot_store", start_lost)
+    ray.kill(find_snapshot_store(RUN), no_restart=True)
+    with pytest.raises(ObjectLost, match=r"was lost 3 times in a row \(ActorDiedError.*; restart the run, it resumes"):
+        state.call_surviving({"keeper": group}, "take")
+    assert find_snapshot_store(RUN) is None, snapshot_store_name(RUN)
