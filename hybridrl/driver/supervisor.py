@@ -29,8 +29,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from hybridrl.driver.cluster_holder import hold_cluster
 from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Source
+from hybridrl.system.child_guard import PR_SET_PDEATHSIG, prctl
 from hybridrl.system.json_lines import MessageReader, send_message
 
 logger = logging.getLogger(__name__)
@@ -150,6 +152,7 @@ class _Supervisor:
 
     def _run_driver(self, channel: socket.socket, signals: int) -> NoReturn:
         """Run the driver in the forked process, and exit as a program does."""
+        prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a driver that is frozen then finds that its supervisor is gone
         os.set_blocking(signals, False)
         signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -348,30 +351,8 @@ class _Cluster:
             os.close(ready)
             for descriptor in (alive, *close_fds):
                 os.close(descriptor)
-            _run_cluster(self._start, child_ready, child_alive, self._mask)
+            hold_cluster(self._start, ready=child_ready, alive=child_alive, mask=self._mask, ignored=FORWARDED_SIGNALS)
         os.close(child_ready)
         os.close(child_alive)
         os.set_blocking(ready, False)
         self._pid, self._ready_fd, self._alive_fd, self._address = pid, ready, alive, None
-
-
-def _run_cluster(start: Callable[[], str], ready: int, alive: int, mask: set) -> NoReturn:
-    # Ray's processes inherit ignored signals, and Ray stops them by SIGTERM: do not ignore that one yet.
-    for number in {*FORWARDED_SIGNALS} - {signal.SIGTERM}:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    answer: dict[str, Any]
-    try:
-        answer = {
-            "cluster": start(),
-            "environment": {name: value for name, value in os.environ.items() if name.startswith("RAY_")},
-        }
-    except Exception as error:  # the driver raises it
-        answer = {"error": " ".join(str(error).split())}
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.write(ready, json.dumps(answer).encode())
-    os.read(alive, 1)  # returns when the parent has closed its end or has died
-    import ray
-
-    ray.shutdown()
-    os._exit(0)  # skips the exit handlers of imported libraries

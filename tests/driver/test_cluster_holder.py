@@ -1,0 +1,83 @@
+"""The holder of this machine's Ray cluster: what is frozen is killed, and a cluster without Ray's processes ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.system.child_guard import children_of
+from hybridrl.system.process_stat import read_process_stat
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="drivers are supervised on Linux only"),
+    pytest.mark.timeout(120),
+]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A holder; its cluster's process ids: raylet, worker."""
+    command = [sys.executable, "-m", "tests.support.driver.held_cluster", str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as program:
+        raylet, worker = map(int, program.stdout.readline().split())
+        yield program, raylet, worker
+        program.kill()
+
+
+def wait_until_gone(pid, within_s=30.0):
+    until = time.monotonic() + within_s
+    while read_process_stat(pid).state:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "report"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "raylet (pid {}) has been stopped (SIGSTOP) for")]
+)
+def test_a_lost_raylet_ends_the_cluster_and_all_its_processes(held, number, report):
+    program, raylet, worker = held
+    os.kill(worker, signal.SIGSTOP)  # it would not see that its raylet is gone
+    os.kill(raylet, number)
+    assert program.stdout.readline().strip() == "3"
+    err = program.communicate(timeout=60)[1]
+    assert report.format(raylet) in err
+    assert "Ray's raylet has ended; stopping the Ray cluster of this machine" in err
+    wait_until_gone(worker)
+
+
+def test_a_frozen_worker_is_killed_and_the_cluster_goes_on(held):
+    program, raylet, worker = held
+    os.kill(worker, signal.SIGSTOP)
+    wait_until_gone(worker)
+    assert read_process_stat(raylet).state
+    out, _ = program.communicate("\n", timeout=60)
+    assert out.strip() == "0"
+    wait_until_gone(raylet)
+
+
+def test_a_process_that_is_stopped_for_a_moment_is_left_alone(held):
+    program, raylet, worker = held
+    for pid in (raylet, worker):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.6)  # limit here: 3 polls of 0.5 s
+    for pid in (raylet, worker):
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(2.0)
+    assert read_process_stat(raylet).state and read_process_stat(worker).state
+    out, _ = program.communicate("\n", timeout=60)
+    assert out.strip() == "0"
+
+
+def test_a_frozen_holder_ends_with_its_parent(held):
+    program, raylet, worker = held
+    [holder] = children_of(program.pid)
+    os.kill(holder, signal.SIGSTOP)
+    program.kill()
+    for pid in (holder, raylet, worker):
+        wait_until_gone(pid)

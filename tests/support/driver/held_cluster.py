@@ -1,0 +1,51 @@
+"""A cluster holder with stand-ins for Ray's processes, for tests: `python -m tests.support.driver.held_cluster FOLDER`.
+
+The stand-ins are a shell named `raylet` and below it `sleep` named `worker`. Prints their ids. An empty line
+ends the parent's side; then prints the exit code of the holder.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hybridrl.driver import cluster_holder, cluster_watch
+from hybridrl.system.child_guard import children_of
+
+
+def start_stand_ins(folder: Path) -> str:
+    for name in ("raylet", "worker"):
+        (folder / name).symlink_to(shutil.which("sh" if name == "raylet" else "sleep") or "")
+    raylet = subprocess.Popen([folder / "raylet", "-c", f"{folder}/worker 120; sleep 120"])
+    while not (below := children_of(raylet.pid)):
+        time.sleep(0.01)
+    print(raylet.pid, *below, flush=True)
+    return "an address"
+
+
+def hold(folder: Path) -> tuple[int, int]:
+    """Fork a holder; return its id and the descriptor whose end it waits for."""
+    _, ready = os.pipe()
+    alive, parent_end = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(parent_end)
+        cluster_holder.hold_cluster(
+            lambda: start_stand_ins(folder), ready=ready, alive=alive, mask=set(), ignored=[signal.SIGTERM]
+        )
+    return pid, parent_end
+
+
+if __name__ == "__main__":
+    cluster_watch.MAX_STOPPED_POLLS = 3
+    holder, end = hold(Path(sys.argv[1]))
+
+    def close_on_input() -> None:
+        sys.stdin.readline()
+        os.close(end)
+
+    threading.Thread(target=close_on_input, daemon=True).start()
+    print(os.waitstatus_to_exitcode(os.waitpid(holder, 0)[1]), flush=True)
