@@ -40,16 +40,21 @@ def replace_lost_nodes(
         PlacementError: no node had capacity in time; says what is missing where. Groups on lost nodes are then removed.
     """
     tables = [_table(group) for group in groups]
-    alive = alive_nodes({node for table in tables for node in table["bundles_to_node_id"].values()})
+    alive = alive_nodes(set().union(*map(_nodes, tables)))
     by_name, replaced = {one.name: one for one in reservations}, list(groups)
     for index, table in enumerate(tables):
-        lost = set(table["bundles_to_node_id"].values()) - alive
+        lost = _nodes(table) - alive
         if table["state"] == "CREATED" and not lost:
             continue
         name = table["name"] or table["placement_group_id"]
         if table["name"] not in by_name:
             raise PlacementError(
                 f"the node of {name} was lost; it belongs to another pool, which has to reserve a new one"
+            )
+        if not _alive_capacities():
+            raise PlacementError(
+                f"the node of {name} was lost, and no other node of the Ray cluster answers; restart the job on "
+                "another cluster, it resumes from its newest checkpoint"
             )
         logger.warning("the node of %s was lost; reserving another node within %g s", name, timeout_s)
         remove([groups[index]])
@@ -69,6 +74,11 @@ def _alive_capacities() -> list[NodeCapacity]:
     capacities = {node.labels.get(NODE_LABEL, ""): node for node in cluster_nodes()}
     alive = alive_nodes(capacities)
     return [capacity for node, capacity in capacities.items() if node in alive]
+
+
+def _nodes(table: dict[str, Any]) -> set[str]:
+    """Return the ids of a placement group's nodes. Ray has none for a bundle that waits for a node again."""
+    return set(table["bundles_to_node_id"].values()) - {""}
 
 
 def _table(group: "PlacementGroup") -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""A pool on a cluster of one node, whose raylet is killed: `python -m tests.support.single_controller.only_node`.
+
+Prints the error of `replace_lost_nodes`, and the seconds that it took.
+"""
+
+import os
+import signal
+import time
+
+import ray
+
+from hybridrl.driver.ray_cluster import start_local_cluster
+from hybridrl.errors import PlacementError
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.system.child_guard import children_of
+
+
+def raylet() -> int:
+    for pid in children_of(os.getpid()):
+        with open(f"/proc/{pid}/comm") as file:
+            if file.read().strip() == "raylet":
+                return pid
+    raise LookupError("no raylet below this process")
+
+
+if __name__ == "__main__":
+    start_local_cluster()
+    pool = RayResourcePool([1], name_prefix="only")
+    pool.get_placement_groups()
+    os.kill(raylet(), signal.SIGKILL)
+    time.sleep(1.0)
+    start = time.monotonic()
+    try:
+        pool.replace_lost_nodes()
+    except PlacementError as error:
+        print(f"{time.monotonic() - start:.1f} s: {error}", flush=True)
+    ray.shutdown()
