@@ -1,0 +1,52 @@
+"""Blind drills: harm random processes of real runs at random times, and compare the end with that of a calm run.
+
+    make drill                          # ten drills
+    make drill N=100 SEED=1             # a hundred, from seed 1 on
+    python -m tests.support.blind --seed 7 --n 1 --kind ppo --folder outputs/drills
+
+A drill is clean if its run ended with the parameters and the step of the calm run, bit for bit. It is also clean if
+the run ended with one error, a code other than 0, no traceback and nothing left behind, and the same command then went
+on to the calm run's end. Every drill is a function of its seed, and one line. `drills.jsonl` has the details.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+from tests.support.blind.drill import Drills
+from tests.support.blind.plan import KINDS, draw_drill
+from tests.support.blind.runs import available_kinds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--n", type=int, default=10, help="number of drills (default: %(default)s)")
+    add("--seed", type=int, default=1, help="of the first drill; the next ones count up (default: %(default)s)")
+    add("--kind", choices=KINDS, help="only runs of this kind (default: drawn from the seed)")
+    add("--folder", type=Path, default=Path("outputs/drills"), help="for everything that is written")
+    add("--plan", action="store_true", help="print what would happen, and do nothing")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the drill that runs
+    kinds = [arguments.kind] if arguments.kind else available_kinds()
+    if arguments.plan:
+        for seed in range(arguments.seed, arguments.seed + arguments.n):
+            sys.stdout.write(draw_drill(seed, kinds=kinds).to_json() + "\n")
+        return 0
+    drills = Drills(arguments.folder)
+    num_unclean = 0
+    for seed in range(arguments.seed, arguments.seed + arguments.n):
+        verdict = drills.run(draw_drill(seed, kinds=kinds, with_surroundings=drills.apart))
+        num_unclean += not verdict.is_clean
+        sys.stdout.write(verdict.line + "\n")
+        sys.stdout.flush()
+        with open(arguments.folder / "drills.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(verdict.to_json()) + "\n")
+    sys.stdout.write(f"{arguments.n - num_unclean} of {arguments.n} drills were clean\n")
+    return 1 if num_unclean else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

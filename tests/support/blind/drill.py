@@ -1,0 +1,144 @@
+"""Blind drills one after the other: the calm runs that they are compared with, and the verdicts."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.blind.plan import Drill
+from tests.support.blind.runs import ROOT, STEPS, command, digest, make_model
+from tests.support.blind.stage import Outcome, Scene, can_be_apart, enter_command
+
+CALM_DEADLINE_S = 600.0
+DEADLINE_S = (240.0, 4.0)  # of a drill: seconds, and durations of the calm run on top
+END_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a drill ended. `ended`: "equal", "resumed equal", or what is wrong."""
+
+    drill: Drill
+    ended: str
+    is_clean: bool
+    first: Outcome
+    again: Outcome | None
+
+    @property
+    def line(self) -> str:
+        """The drill on one line."""
+        seconds = self.first.seconds + (self.again.seconds if self.again else 0.0)
+        hits = "; ".join(self.first.hits) or "nothing happened"
+        return f"seed {self.drill.seed}, {self.drill.kind}: {hits} -> {self.ended} ({seconds:.0f} s)"
+
+    def to_json(self) -> dict[str, Any]:
+        outcomes = {"first": asdict(self.first), "again": asdict(self.again) if self.again else None}
+        drill = asdict(self.drill)
+        return drill | {"ended": self.ended, "clean": self.is_clean} | outcomes
+
+
+class Drills:
+    """Runs drills in `folder`, and keeps there what each of them wrote.
+
+    Attributes:
+        apart: Whether every run has namespaces of its own, so that disk and network can fail, too.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.apart = can_be_apart()
+        self.model = self.folder / "model"
+        if not (self.model / "model.safetensors").exists():
+            make_model(self.model)
+
+    def run(self, drill: Drill) -> Verdict:
+        """Run one drill, after the calm run of its kind if there was none yet."""
+        calm = self.calm(drill.kind)
+        base_s, factor = DEADLINE_S
+        deadline_s = base_s + factor * calm["seconds"]
+        first, again, end = self._run_stage(
+            drill,
+            f"seed-{drill.seed}-{drill.kind}",
+            start_s=calm["start_s"],
+            step_s=calm["step_s"],
+            deadline_s=deadline_s,
+        )
+        ended = judge(first, again, end=end, calm_end=calm["end"])
+        return Verdict(drill, ended, ended in ("equal", "resumed equal"), first, again)
+
+    def calm(self, kind: str) -> dict[str, Any]:
+        """Return the calm run of this kind: "end", "seconds", "start_s" and "step_s"."""
+        path = self.folder / f"calm-{kind}.json"
+        with open(self.folder / f"calm-{kind}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other drills in this folder may want it, too
+            if not path.exists():
+                path.write_text(json.dumps(self._run_calmly(kind)))
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def _run_calmly(self, kind: str) -> dict[str, Any]:
+        calm = Drill(0, kind, ())
+        outcome, _, end = self._run_stage(calm, f"calm-{kind}", start_s=0.0, step_s=0.0, deadline_s=CALM_DEADLINE_S)
+        if outcome.code != 0 or not end.startswith("step"):
+            raise RuntimeError(f"the calm run {kind} failed: {outcome}; {end}; see {self.folder}/calm-{kind}")
+        step_s = (outcome.seconds - outcome.start_s) / STEPS
+        return {"end": end, "seconds": outcome.seconds, "start_s": outcome.start_s, "step_s": step_s}
+
+    def _run_stage(
+        self, drill: Drill, name: str, *, start_s: float, step_s: float, deadline_s: float
+    ) -> tuple[Outcome, Outcome | None, str]:
+        """Return how the run ended, how it ended when it was started again, and its final state."""
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        arguments = command(drill.kind, folder, self.model)
+        scene = Scene(
+            arguments, environment, str(folder), STEPS, start_s, step_s, deadline_s, drill.to_json(), self.apart
+        )
+        scene_path, result_path = folder / "scene.json", folder / "result.json"
+        scene_path.write_text(json.dumps(asdict(scene)))
+        stage = [sys.executable, "-m", "tests.support.blind.stage", str(scene_path), str(result_path)]
+        enter = enter_command() if self.apart else []
+        timeout_s = deadline_s + CALM_DEADLINE_S + END_TIMEOUT_S
+        done = subprocess.run(
+            [*enter, *stage], cwd=ROOT, env=os.environ | environment, timeout=timeout_s, capture_output=True, text=True
+        )
+        if not result_path.exists():
+            raise RuntimeError(f"the stage of {name} failed with code {done.returncode}: {done.stderr[-2000:]}")
+        result = json.loads(result_path.read_text())
+        again = Outcome(**result["again"]) if result["again"] else None
+        run = folder / ("kept" if self.apart else "disk") / "run"
+        return Outcome(**result["first"]), again, digest(drill.kind, run)
+
+
+def judge(first: Outcome, again: Outcome | None, *, end: str, calm_end: str) -> str:
+    """Return "equal", "resumed equal", or what is wrong with a drill.
+
+    Args:
+        first: The run that was harmed.
+        again: The same command, started again; None if the first one succeeded or did not end.
+        end: State after the last of them.
+        calm_end: State after the calm run.
+    """
+    if first.code is None:
+        return f"HANGS: {len(first.hanging)} processes at the deadline; last line: {first.last_line}"
+    faults = []
+    for name, outcome in (("", first), ("again: ", again)):
+        if outcome is not None and outcome.left:
+            faults.append(f"{name}LEFT {outcome.left}")
+        if outcome is not None and outcome.shared_memory:
+            faults.append(f"{name}LEFT in /dev/shm {outcome.shared_memory}")
+    if first.code and first.has_traceback:
+        faults.append(f"TRACEBACK, code {first.code}: {first.last_line}")
+    if again is not None and again.code != 0:
+        faults.append(f"NOT RESUMED, code {again.code}: {again.last_line}")
+    elif end != calm_end:
+        faults.append(f"DIFFERENT: {end}, calm: {calm_end}")
+    return "; ".join(faults) or ("equal" if first.code == 0 else "resumed equal")

@@ -1,0 +1,108 @@
+"""What happens in one blind drill: drawn from its seed, without looking at the run.
+
+A drill runs a program and does harm to random processes of it at random times. The same seed draws the same drill.
+"""
+
+import json
+import random
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+PROCESSES = {  # process of a run -> how often it is chosen, relative to the others
+    "program": 1,
+    "driver": 3,
+    "worker": 6,
+    "reward process": 1,
+    "snapshot store": 2,
+    "master": 2,
+    "cluster holder": 1,
+    "raylet": 2,
+    "agent": 1,
+    "gcs": 2,
+    "node": 1,  # all processes of the cluster's only node: raylet, agents, workers
+}
+UNSUPERVISED = {**PROCESSES, **dict.fromkeys(("driver", "reward process", "snapshot store", "cluster holder"), 0)}
+OF_KIND = {  # kinds of runs that have other processes
+    "sft": UNSUPERVISED,
+    "job": UNSUPERVISED | {"job supervisor": 3},
+}
+HARMS = {"kill": 8, "freeze": 6, "pause": 6, "memory": 2}
+OF_PROCESS = {  # who starts the run also ends a frozen program; a whole node freezes only in a data centre
+    "program": {"kill": 1, "pause": 1},
+    "node": {"kill": 2, "pause": 1},
+}
+SURROUNDINGS = {"disk": 1, "network": 1}  # harm that no process is chosen for; needs root
+SURROUNDING_SHARE = 0.1
+KINDS = ("ppo", "lag", "async", "sft", "megatron", "job")
+NUM_FAULTS = (1, 1, 1, 2, 2, 3)
+PAUSE_S = (0.2, 15.0)  # limits: shorter and longer than what detectors call frozen
+EARLIEST, LATEST = 0.02, 1.0
+START_SHARE = 0.15  # of `Fault.at` that is the time before the first step is complete
+TOGETHER_SHARE = 0.3  # of the drills with several faults: all at the same time
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One harm.
+
+    Attributes:
+        at: When, as a fraction of the run: below `START_SHARE` before its first step, then in proportion to its steps.
+        process: Key of `PROCESSES`; "" for a harm to the surroundings.
+        draw: Number in [0, 1) that chooses one of several processes of this name.
+        how: Key of `HARMS` or `SURROUNDINGS`.
+        seconds: How long a pause, a full disk or a cut network lasts; 0 for other harm.
+    """
+
+    at: float
+    process: str
+    draw: float
+    how: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A run and what happens to it, in the order in which it happens."""
+
+    seed: int
+    kind: str
+    faults: tuple[Fault, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Drill":
+        content = json.loads(text)
+        return cls(content["seed"], content["kind"], tuple(Fault(**fault) for fault in content["faults"]))
+
+
+def draw_drill(seed: int, *, kinds: Collection[str] = KINDS, with_surroundings: bool = True) -> Drill:
+    """Return the drill of this seed.
+
+    Args:
+        seed: Any integer.
+        kinds: Kinds of runs to choose from.
+        with_surroundings: Whether disk and network may fail, too. Does not change the rest of the drill.
+    """
+    chance = random.Random(f"blind drill {seed}")
+    kind = chance.choice(sorted(kinds))
+    times = [chance.uniform(EARLIEST, LATEST) for _ in range(chance.choice(NUM_FAULTS))]
+    if chance.random() < TOGETHER_SHARE:
+        times = [times[0]] * len(times)
+    faults = [_draw_fault(chance, kind, at, with_surroundings=with_surroundings) for at in sorted(times)]
+    return Drill(seed, kind, tuple(faults))
+
+
+def _draw_fault(chance: random.Random, kind: str, at: float, *, with_surroundings: bool) -> Fault:
+    process = _weighted(chance, OF_KIND.get(kind, PROCESSES))
+    how = _weighted(chance, OF_PROCESS.get(process, HARMS))
+    draw, seconds = chance.random(), round(chance.uniform(*PAUSE_S), 2)
+    around, is_around = _weighted(chance, SURROUNDINGS), chance.random() < SURROUNDING_SHARE
+    if is_around and with_surroundings:
+        process, how = "", around
+    return Fault(round(at, 4), process, round(draw, 4), how, seconds if how == "pause" or not process else 0.0)
+
+
+def _weighted(chance: random.Random, weights: dict[str, int]) -> str:
+    return chance.choices(list(weights), list(weights.values()))[0]

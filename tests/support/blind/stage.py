@@ -1,0 +1,266 @@
+"""Run one command with the faults of a drill, and again without them if it failed.
+
+    python -m tests.support.blind.stage SCENE.json RESULT.json
+
+With root's rights it runs in namespaces of its own (`enter_command`): it then sees only the processes, shared memory,
+network and disk of this run, and all that is left ends with it. Otherwise it sees its own descendants, and disk and
+network do not fail.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.support.blind.plan import START_SHARE, Drill, Fault
+from tests.support.blind.processes import classify, descendants, harm, read_process, resume
+
+POLL_PERIOD_S = 0.04
+APPEAR_TIMEOUT_S = 60.0  # for a process that is to be harmed
+LEAVE_TIMEOUT_S = 30.0  # for what the run started, after its end
+RERUN_DEADLINE_S = 300.0
+DISK_BYTES = 400 * 1024**2  # of the run's directory
+SHM_BYTES = 2 * 1024**3
+SHM = Path("/dev/shm")
+PR_SET_CHILD_SUBREAPER = 36
+STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
+TRACEBACK = re.compile(r"^Traceback \(most recent call last\)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a stage runs.
+
+    Attributes:
+        command, environment: The program.
+        folder: For its output; `disk` in it is the run's directory, a small file system of its own.
+        steps: Number of steps of the run.
+        start_s, step_s: Durations of the calm run: until its first step was complete, and per step.
+        deadline_s: After so long the run counts as hanging.
+        drill: As JSON.
+        apart: Whether this runs in namespaces of its own.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    steps: int
+    start_s: float
+    step_s: float
+    deadline_s: float
+    drill: str
+    apart: bool
+
+
+@dataclass
+class Outcome:
+    """What was observed. `code` is None if the run was still there at its deadline.
+
+    start_s: Seconds until the first step was complete; 0 if there was none.
+    """
+
+    code: int | None = None
+    seconds: float = 0.0
+    start_s: float = 0.0
+    hits: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    shared_memory: list[str] = field(default_factory=list)
+    has_traceback: bool = False
+    last_line: str = ""
+    hanging: list[str] = field(default_factory=list)
+
+
+def can_be_apart() -> bool:
+    """Return whether this machine lets a drill have namespaces of its own."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
+        return False
+    return subprocess.run([*enter_command(), "true"], capture_output=True, timeout=30).returncode == 0
+
+
+def enter_command() -> list[str]:
+    return ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "--mount-proc"]
+
+
+class Stage:
+    """One run of a command, and the harm to it."""
+
+    def __init__(self, scene: Scene, *, name: str, faults: tuple[Fault, ...]):
+        self.scene, self.name, self.faults = scene, name, list(faults)
+        self.outcome = Outcome()
+        self._program = 0
+        self._status: int | None = None
+        self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._output = Path(scene.folder) / f"{name}.log"
+        self._reached = [0.0]  # seconds at which steps 0, 1, 2, ... were complete
+        self._due: dict[Fault, float] = {}
+
+    def run(self, *, deadline_s: float) -> Outcome:
+        shared_before = _shared_memory()
+        with open(self._output, "wb") as file:
+            start = time.monotonic()
+            self._program = subprocess.Popen(
+                self.scene.command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.scene.environment,
+                start_new_session=True,
+            ).pid
+            while self._status is None and time.monotonic() < start + deadline_s:
+                self._act(time.monotonic() - start)
+                self._reap()
+                time.sleep(POLL_PERIOD_S)
+        self.outcome.seconds = round(time.monotonic() - start, 1)
+        if self._status is None:
+            self.outcome.hanging = self._labels()
+        else:
+            self.outcome.code = os.waitstatus_to_exitcode(self._status)
+            self.outcome.left = self._leftovers()
+        self._end_all()
+        for _, undo in self._undo:
+            undo()
+        self.outcome.shared_memory = sorted(_shared_memory() - shared_before)
+        self._read()
+        return self.outcome
+
+    def _note_steps(self, now: float) -> None:
+        """Note the steps that have completed since the last call. A run that goes back a step does not count again."""
+        text = self._output.read_text(errors="replace")
+        run = Path(self.scene.folder) / "disk" / "run"
+        numbers = [*STEP_LINE.findall(text), *(path.name.rpartition("_")[2] for path in run.glob("global_step_*"))]
+        newest = max((int(number) for number in numbers if number.isdigit()), default=0)
+        if newest and not self.outcome.start_s:
+            self.outcome.start_s = round(now, 1)
+        self._reached += [now] * (newest + 1 - len(self._reached))
+
+    def _is_due(self, fault: Fault, now: float) -> bool:
+        """Return whether the run is as far as this fault says."""
+        if fault.at < START_SHARE:
+            return now >= fault.at / START_SHARE * self.scene.start_s
+        position = (fault.at - START_SHARE) / (1 - START_SHARE) * self.scene.steps
+        step = int(position)
+        return step < len(self._reached) and now >= self._reached[step] + (position - step) * self.scene.step_s
+
+    def _act(self, now: float) -> None:
+        """Undo and do what is due."""
+        self._note_steps(now)
+        for entry in [entry for entry in self._undo if entry[0] <= now]:
+            self._undo.remove(entry)
+            entry[1]()
+        for fault in [fault for fault in self.faults if fault in self._due or self._is_due(fault, now)]:
+            due = self._due.setdefault(fault, now)
+            if not fault.process:
+                self._harm_surroundings(fault, now)
+            elif not self._harm_process(fault, now):
+                if now < due + APPEAR_TIMEOUT_S:
+                    continue
+                self.outcome.hits.append(f"{self._when(now)}: no {fault.process}")
+            self.faults.remove(fault)
+
+    def _when(self, now: float) -> str:
+        return f"{now:.1f} s, after step {len(self._reached) - 1}"
+
+    def _harm_process(self, fault: Fault, now: float) -> bool:
+        found = classify(self._program, descendants(os.getpid())).get(fault.process, [])
+        if not found:
+            return False
+        chosen = found if fault.process == "node" else [found[int(fault.draw * len(found))]]
+        for pid in chosen:
+            harm(pid, fault.how)
+            if fault.how == "pause":
+                self._undo.append((now + fault.seconds, lambda pid=pid: resume(pid)))  # type: ignore[misc]
+        length = f" {fault.seconds:g} s" if fault.seconds else ""
+        number = f" (1 of {len(found)})" if len(found) > len(chosen) else ""
+        self.outcome.hits.append(f"{self._when(now)}: {fault.how}{length} {fault.process}{number}")
+        return True
+
+    def _harm_surroundings(self, fault: Fault, now: float) -> None:
+        self.outcome.hits.append(f"{self._when(now)}: {fault.how} {fault.seconds:g} s")
+        if fault.how == "network":
+            subprocess.run(["ip", "link", "set", "lo", "down"], check=True, timeout=10)
+            restore = ["ip", "link", "set", "lo", "up"]
+            self._undo.append((now + fault.seconds, lambda: subprocess.run(restore, check=True, timeout=10)))  # type: ignore[arg-type,return-value]
+            return
+        ballast = Path(self.scene.folder) / "disk" / "ballast"
+        with suppress(OSError), open(ballast, "wb") as file:
+            while True:
+                file.write(bytes(1024**2))
+                file.flush()
+        self._undo.append((now + fault.seconds, lambda: ballast.unlink(missing_ok=True)))
+
+    def _reap(self) -> None:
+        """Collect processes that have ended: orphans come to this process."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._program:
+                    self._status = ended[1]
+
+    def _leftovers(self) -> list[str]:
+        until = time.monotonic() + LEAVE_TIMEOUT_S
+        while (left := self._labels()) and time.monotonic() < until:
+            self._reap()
+            time.sleep(POLL_PERIOD_S)
+        return left
+
+    def _labels(self) -> list[str]:
+        return [process.label for process in descendants(os.getpid()).values()]
+
+    def _end_all(self) -> None:
+        while below := descendants(os.getpid()):
+            for pid in below:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._reap()
+            time.sleep(POLL_PERIOD_S)
+
+    def _read(self) -> None:
+        text = self._output.read_text(errors="replace")
+        self.outcome.has_traceback = TRACEBACK.search(text) is not None
+        lines = [line for line in text.splitlines() if line.strip()]
+        self.outcome.last_line = next((line for line in reversed(lines) if "error" in line), lines[-1] if lines else "")
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
+
+
+def set_up(scene: Scene) -> None:
+    disk = Path(scene.folder) / "disk"
+    disk.mkdir(exist_ok=True)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if scene.apart:
+        for size, where in ((SHM_BYTES, SHM), (DISK_BYTES, disk)):
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], check=True, timeout=10)
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
+
+
+def keep(scene: Scene) -> None:
+    """Copy the run's directory out of its own file system."""
+    if scene.apart:
+        shutil.copytree(Path(scene.folder) / "disk", Path(scene.folder) / "kept", dirs_exist_ok=True)
+
+
+def main(scene_path: str, result_path: str) -> None:
+    scene = Scene(**json.loads(Path(scene_path).read_text()))
+    set_up(scene)
+    drill = Drill.from_json(scene.drill)
+    first = Stage(scene, name="run", faults=drill.faults).run(deadline_s=scene.deadline_s)
+    result = {"first": asdict(first), "again": None}
+    if first.code is not None and first.code != 0:
+        result["again"] = asdict(Stage(scene, name="again", faults=()).run(deadline_s=RERUN_DEADLINE_S))
+    keep(scene)
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    assert read_process(os.getpid()) is not None, "no /proc"
+    main(*sys.argv[1:])
