@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from hybridrl.driver.cluster_watch import watch_in_thread
 from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError
@@ -78,6 +79,7 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
             _connect_own(lifecycle)
         else:
             start_local_cluster()
+            watch_in_thread()
     own = ray.get_runtime_context().gcs_address
     logger.info("Ray runs at %s: hybridrl job ls --address %s", own, own)
 

@@ -8,6 +8,7 @@ for texts that exhaust a function. They are no sandbox for hostile functions.
 import json
 import os
 import pickle
+import signal
 import socket
 import struct
 import sys
@@ -22,6 +23,7 @@ from typing import Any, Literal
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.system.child_process import ChildProcess
+from hybridrl.system.process_stat import STOPPED, read_process_stat
 
 PROCESS_MAIN = Path(__file__).with_name("process_main.py")
 LOAD_TIMEOUT_S = 120.0  # a reward function may import torch from a cold network disk
@@ -58,13 +60,14 @@ class ScoreProcess:
         pending: Numbers of the calls sent and not answered, the running one first.
         deadline: When the running call, or loading, has taken too long (monotonic seconds).
         chunk_size: How many calls it should get next.
+        was_harmed: Somebody else killed or stopped it (SIGKILL, SIGSTOP), as far as can be seen; set by `reap`.
         lost: The connection is closed, the process failed to load, or it sent a frame that is none.
     """
 
     def __init__(self, function: FunctionAddress, *, timeout_s: float, limits: RewardLimits):
         self.timeout_s = timeout_s
         self.pending: deque[int] = deque()
-        self.loaded = self.busy = self.lost = False
+        self.loaded = self.busy = self.lost = self.was_harmed = False
         self.load_failure: LoadFailure | None = None
         self.deadline = time.monotonic() + LOAD_TIMEOUT_S
         self.chunk_size = 1
@@ -130,7 +133,9 @@ class ScoreProcess:
         Sets `load_failure` if it never loaded the function.
         """
         has_died = self.lost or self.process.poll() is not None
+        is_stopped = self._pid is not None and read_process_stat(self._pid).state == STOPPED
         exit_code = self.stop(grace_s=0)
+        self.was_harmed = not self._violation and (is_stopped or (has_died and exit_code == -signal.SIGKILL))
         if self._violation:
             outcome = f"was killed: {self._violation}"
         elif has_died:

@@ -126,16 +126,16 @@ class ScoreProcessPool:
         return next(filter(None, failures), None)
 
     def _replace(self, process: ScoreProcess, job: "ScoreJob") -> LoadFailure | None:
-        """Record the running call as failed and requeue the others.
+        """Record the running call as failed and requeue the others; start a new process if this one had loaded.
 
-        Starts a new process if this one had loaded.
+        A call whose process was killed or stopped by somebody else runs once more: the sample is not to blame.
         """
         self._selector.unregister(process.socket)
         self._processes.remove(process)
         result_of_running = process.reap()
-        if process.pending:
+        if process.pending and not (process.was_harmed and job.can_repeat(process.pending[0])):
             job.set_result(process.pending.popleft(), result_of_running)
-            job.requeue(process.pending)
+        job.requeue(process.pending)
         if process.load_failure is None:
             self._start_missing()
         return process.load_failure
@@ -156,6 +156,7 @@ class ScoreJob:
         self.calls: list[bytes] = [b""] * len(calls)
         self.waiting: deque[int] = deque()
         self.unfinished = len(calls)
+        self._repeated: set[int] = set()
         for number, call in enumerate(calls):
             try:
                 self.calls[number] = pickle.dumps(dict(call), protocol=pickle.HIGHEST_PROTOCOL)
@@ -172,6 +173,13 @@ class ScoreJob:
         """Record the result of a call, once."""
         self.results[number] = result
         self.unfinished -= 1
+
+    def can_repeat(self, number: int) -> bool:
+        """Return whether a call may run a second time, and count that it does."""
+        if number in self._repeated:
+            return False
+        self._repeated.add(number)
+        return True
 
     def requeue(self, numbers: deque[int]) -> None:
         """Put calls that were sent but not run at the front of the queue.

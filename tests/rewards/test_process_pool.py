@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,13 @@ def answer(what, argument=None):
             pass
     if what == "exit":
         os._exit(argument)
+    if what.startswith("note and"):
+        with open(argument, "a") as file:
+            file.write(f"{os.getpid()} ")
+    if what == "note and sleep":
+        time.sleep(1)
+    if what == "note and die":
+        os.kill(os.getpid(), 9)
     if what == "segfault":
         ctypes.string_at(0)
     if what == "raise":
@@ -210,14 +218,36 @@ def test_large_arguments_and_results_pass(pool):
     assert [result.value for result in pool().map([call("echo", text) for text in texts])] == texts
 
 
-def test_a_process_that_is_stopped_in_the_middle_of_a_transfer_is_replaced(pool):
+def test_a_process_that_is_stopped_in_the_middle_of_a_transfer_is_replaced_and_its_call_runs_again(pool):
     scores = pool(timeout_s=1.0)
     (pid,) = (result.value for result in scores.map([call("pid")]))
     time.sleep(0.3)  # it reports that it is idle only after its last result
     os.kill(pid, signal.SIGSTOP)
     results = scores.map([call("echo", "a" * 3_000_000), call("echo", 2)])
-    assert [(result.failure, result.value) for result in results] == [("timeout", None), (None, 2)]
+    assert [(result.failure, result.value) for result in results] == [(None, "a" * 3_000_000), (None, 2)]
     assert not is_alive(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_call_whose_process_somebody_else_ends_runs_once_more(pool, tmp_path, number):
+    def harm_first():
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+            time.sleep(0.01)
+        os.kill(int((tmp_path / "pids").read_text().split()[0]), number)
+
+    harmer = threading.Thread(target=harm_first)
+    harmer.start()
+    results = pool(timeout_s=2.0).map([call("note and sleep", str(tmp_path / "pids")), call("echo", 2)])
+    harmer.join(10)
+    assert [(result.failure, result.value) for result in results] == [(None, str(tmp_path / "pids")), (None, 2)]
+    assert len(set((tmp_path / "pids").read_text().split())) == 2
+
+
+def test_a_function_that_ends_its_process_again_fails_its_call(pool, tmp_path):
+    results = pool().map([call("note and die", str(tmp_path / "pids")), call("echo", 2)])
+    assert [result.failure for result in results] == ["error", None]
+    assert results[0].reason == "its process was killed by SIGKILL (the machine may be out of memory)"
+    assert len((tmp_path / "pids").read_text().split()) == 2
 
 
 def test_a_child_loads_nothing_that_the_function_does_not_need(pool):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.driver import ray_cluster
+from hybridrl.driver.cluster_watch import watch_in_thread
 from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object
@@ -191,6 +192,7 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         job_config = JobConfig(_py_driver_sys_path=list(code_paths))
         with keep_sigterm_handler():  # Ray's own would end the process at once
             ray.init("local", include_dashboard=False, logging_level=logging.ERROR, job_config=job_config)
+        watch_in_thread()
 
 
 def _start(

@@ -1,0 +1,73 @@
+"""Watch the Ray cluster that this process started on this machine, and kill what is frozen in it.
+
+Ray notices an ended process of its own within a minute, a frozen one never. Used by the cluster holder, and by programs
+without a supervisor.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+
+from hybridrl.system.child_guard import children_of
+from hybridrl.system.process_stat import STOPPED, read_process_stat
+
+logger = logging.getLogger(__name__)
+POLL_PERIOD_S = 0.5
+# 6 s: the master reports and kills frozen workers after 4.5 s. Ctrl-Z stops this process, too, which counts nothing.
+MAX_STOPPED_POLLS = 12
+ESSENTIAL = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}  # as the kernel names them
+
+
+class ClusterWatch:
+    """Finds lost and frozen processes of the cluster whose GCS and raylet are children of this process."""
+
+    def __init__(self) -> None:
+        self._others = {*children_of(os.getpid())}
+        self._essential = {pid: name for pid in self._others if (name := ESSENTIAL.get(_command_name(pid)))}
+        self._num_stopped: dict[int, int] = {}
+
+    def check(self) -> str:
+        """Kill what is frozen; return what is lost, "" if the cluster is there. Call it every `POLL_PERIOD_S`."""
+        stopped = [pid for pid in self._processes() if read_process_stat(pid).state == STOPPED]
+        self._num_stopped = {pid: self._num_stopped.get(pid, 0) + 1 for pid in stopped}
+        for pid, count in self._num_stopped.items():
+            if count >= MAX_STOPPED_POLLS:
+                seconds = MAX_STOPPED_POLLS * POLL_PERIOD_S
+                name = _command_name(pid)
+                logger.warning("%s (pid %d) has been stopped (SIGSTOP) for %g s; killing it", name, pid, seconds)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return next((name for pid, name in self._essential.items() if not read_process_stat(pid).state), "")
+
+    def reap_orphans(self) -> None:
+        """Collect ended processes that the kernel gave to this one; only for a process that starts nothing else."""
+        for pid in {*children_of(os.getpid())} - self._others:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _processes(self) -> list[int]:
+        found = waiting = list(self._essential)
+        while waiting:
+            waiting = [below for pid in waiting for below in children_of(pid)]
+            found = [*found, *waiting]
+        return found
+
+
+def watch_in_thread() -> None:
+    """Watch the cluster of this process until it is lost. What Ray loses then, it reports to its callers itself."""
+    watch = ClusterWatch()
+
+    def run() -> None:
+        while not watch.check():
+            time.sleep(POLL_PERIOD_S)
+
+    threading.Thread(target=run, name="cluster-watch", daemon=True).start()
+
+
+def _command_name(pid: int) -> str:
+    with suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
+    return ""
