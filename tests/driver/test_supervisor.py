@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.system.process_stat import read_process_stat
+
 pytestmark = pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="drivers are supervised on Linux only")
 ROOT = Path(__file__).parents[2]
 
@@ -123,3 +125,15 @@ def test_a_cluster_that_does_not_stop_is_killed_and_late_signals_change_nothing(
         program.send_signal(number)
     program.communicate(timeout=30)
     assert program.returncode == 0 and time.monotonic() - started_at < 15
+
+
+def test_a_frozen_driver_ends_with_its_program():
+    program = start("freezes_for_ever")
+    pid = int(program.stdout.readline())
+    time.sleep(0.5)  # it stops itself; the supervisor would kill it after 4.5 s
+    program.kill()
+    program.communicate(timeout=30)
+    until = time.monotonic() + 30
+    while read_process_stat(pid).state:
+        assert time.monotonic() < until
+        time.sleep(0.05)

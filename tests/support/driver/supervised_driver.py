@@ -72,6 +72,13 @@ def freezes() -> int:
     return 0
 
 
+def freezes_for_ever() -> int:
+    emit(os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+    return 0
+
+
 def waits_for_signal() -> int:
     """End 1.5 s after the first signal."""
     received: list[str] = []
