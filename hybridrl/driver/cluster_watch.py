@@ -7,6 +7,7 @@ without a supervisor.
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -28,10 +29,14 @@ class ClusterWatch:
         self._others = {*children_of(os.getpid())}
         self._essential = {pid: name for pid in self._others if (name := ESSENTIAL.get(_command_name(pid)))}
         self._num_stopped: dict[int, int] = {}
+        self._newest: list[int] = []
 
     def check(self) -> str:
         """Kill what is frozen; return what is lost, "" if the cluster is there. Call it every `POLL_PERIOD_S`."""
-        stopped = [pid for pid in self._processes() if read_process_stat(pid).state == STOPPED]
+        if lost := next((name for pid, name in self._essential.items() if not read_process_stat(pid).state), ""):
+            return lost
+        self._newest = self._processes()
+        stopped = [pid for pid in self._newest if read_process_stat(pid).state == STOPPED]
         self._num_stopped = {pid: self._num_stopped.get(pid, 0) + 1 for pid in stopped}
         for pid, count in self._num_stopped.items():
             if count >= MAX_STOPPED_POLLS:
@@ -40,7 +45,14 @@ class ClusterWatch:
                 logger.warning("%s (pid %d) has been stopped (SIGSTOP) for %g s; killing it", name, pid, seconds)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        return next((name for pid, name in self._essential.items() if not read_process_stat(pid).state), "")
+        return ""
+
+    def kill_rest(self) -> None:
+        """Kill what the newest check has found in the cluster. Ray's agents outlive it by more than a minute."""
+        for pid in self._newest:
+            with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if b"ray" in file.read():  # not another program that has the id now
+                    os.kill(pid, signal.SIGKILL)
 
     def reap_orphans(self) -> None:
         """Collect ended processes that the kernel gave to this one; only for a process that starts nothing else."""
@@ -57,12 +69,18 @@ class ClusterWatch:
 
 
 def watch_in_thread() -> None:
-    """Watch the cluster of this process until it is lost. What Ray loses then, it reports to its callers itself."""
+    """Watch the cluster of this process until it is lost, and kill what is left of it.
+
+    Pending calls then fail: Ray reports the losses to its callers.
+    """
     watch = ClusterWatch()
 
     def run() -> None:
-        while not watch.check():
+        while not (lost := watch.check()):
             time.sleep(POLL_PERIOD_S)
+        if sys.modules["ray"].is_initialized():  # it is not while Ray shuts down
+            logger.warning("%s has ended; stopping the Ray cluster of this machine", lost)
+            watch.kill_rest()
 
     threading.Thread(target=run, name="cluster-watch", daemon=True).start()
 

@@ -81,3 +81,15 @@ def test_a_frozen_holder_ends_with_its_parent(held):
     program.kill()
     for pid in (holder, raylet, worker):
         wait_until_gone(pid)
+
+
+@pytest.mark.timeout(180)
+def test_a_program_without_a_supervisor_leaves_nothing_of_a_cluster_whose_gcs_froze():
+    command = [sys.executable, "-m", "tests.support.driver.lost_cluster"]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        try:
+            for pid in pids:
+                wait_until_gone(pid, within_s=45.0)
+        finally:
+            program.kill()

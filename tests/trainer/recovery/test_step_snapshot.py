@@ -79,7 +79,10 @@ def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
     refs = take(state, {"keeper": group}, 1)
     os.kill(store_pid(), signal.SIGKILL)
     with pytest.raises(ObjectLost, match="such as the snapshot store; restart the run, it resumes"):
-        group.add_up(refs["keeper"])
+        until = time.monotonic() + 60
+        while time.monotonic() < until:  # until Ray has noticed
+            group.add_up(refs["keeper"])
+            time.sleep(0.2)
 
 
 def test_a_store_that_is_lost_again_and_again_ends_the_run_with_a_readable_error(state, group, monkeypatch):
