@@ -90,7 +90,8 @@ def test_losing_an_actor_and_a_rollout_during_concurrent_generation_does_not_cha
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    run_successfully(tmp_path / "well", tiny_qwen2, **CONCURRENT)
+    longer = CONCURRENT | {"trainer__total_training_steps": 6, "trainer__save_freq": 6}
+    run_successfully(tmp_path / "well", tiny_qwen2, **longer)
     faults = [
         fault(2, "update_actor", "actor", 0, method="update_actor", after_s=0.02),
         fault(3, "gen", "rollout", 1, method="serve", after_s=0.02),
@@ -98,10 +99,10 @@ def test_losing_an_actor_and_a_rollout_during_concurrent_generation_does_not_cha
     versions: list[int] = []
     asking = threading.Thread(target=ask, args=(port, tiny_qwen2.name, versions), daemon=True)
     asking.start()
-    run_successfully(tmp_path / "hit", tiny_qwen2, *faults, **CONCURRENT, **{f"{ROLLOUT}endpoint_port": port})
+    run_successfully(tmp_path / "hit", tiny_qwen2, *faults, **longer, **{f"{ROLLOUT}endpoint_port": port})
     assert lost_workers(tmp_path / "hit") == [["actor-0"]]
-    assert_same_end(tmp_path / "hit", tmp_path / "well")
-    assert {0, 1, 2} <= set(versions)
+    assert_same_end(tmp_path / "hit", tmp_path / "well", step=6)
+    assert 0 in versions and max(versions) >= 3  # a version lives for one step, which may be shorter than an answer
 
 
 def ask(port: int, name: str, versions: list[int]) -> None:
