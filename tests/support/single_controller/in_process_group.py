@@ -1,6 +1,7 @@
 """A group of several workers in this process, called one after the other: `WorkerGroup` without Ray."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from hybridrl.single_controller.invocation import Invocation
@@ -30,6 +31,12 @@ class InProcessGroup(WorkerGroup[Any]):
 
     def fetch(self, references: list[Any], *, method: str = "get", timeout_s: float | None = None) -> list[Any]:
         return list(references)
+
+    def as_futures(self, references: Sequence[Any]) -> list[Future[Any]]:
+        futures: list[Future[Any]] = [Future() for _ in references]
+        for future, value in zip(futures, references, strict=True):
+            future.set_result(value)
+        return futures
 
     def put(self, value: Any) -> Any:
         return value
