@@ -130,6 +130,9 @@ def test_a_python_file_is_submitted_and_its_processes_and_end_are_found(tmp_path
         run = re.match(r"(sums-\w{6}) has started; its journal: (.*)\n", printed)
         assert run is not None and run[2] == str(journals / run[1])
         deadline = time.monotonic() + 120
+        while not journals.is_dir():  # the master makes it
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         while "is succeeded" not in job("status", journals):
             assert time.monotonic() < deadline
         assert out.read_text() == "42"
