@@ -8,7 +8,7 @@ from hybridrl import main_job
 from hybridrl.driver.resume_command import has_command, resume_arguments, resume_run
 from hybridrl.errors import ConfigError
 from hybridrl.failure_policy import to_text as policy_text
-from hybridrl.master.jobs.resume import find_journal, resume_job
+from hybridrl.master.jobs.resume import find_journals, resume_job
 from hybridrl.master.jobs.submit import RunningJob
 from hybridrl.master.service import console
 from hybridrl.master.state.tables import to_text as states_text
@@ -112,7 +112,7 @@ def _add_resume(job: argparse._SubParsersAction) -> None:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    if has_command(arguments.run) or not _has_journal(arguments.run):
+    if has_command(arguments.run) or not find_journals(arguments.run):
         return _resume_main_ppo(arguments)
     if arguments.changes or arguments.print:
         raise ConfigError(
@@ -123,15 +123,6 @@ def _resume(arguments: argparse.Namespace) -> int:
         return resumed
     sys.stdout.write(f"{resumed.name} has started; its journal: {resumed.journal}\n")
     return 0
-
-
-def _has_journal(run: str) -> bool:
-    """Return whether RUN names the journal of a submitted job, not the directory of a run of main_ppo."""
-    try:
-        find_journal(run)
-    except ConfigError:
-        return False
-    return True
 
 
 def _resume_main_ppo(arguments: argparse.Namespace) -> int:

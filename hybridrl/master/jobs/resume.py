@@ -62,19 +62,27 @@ def read_job(journal: str) -> tuple[JobSpec, JobState]:
     return JobSpec.model_validate_json(started.spec), state
 
 
+def find_journals(journal_dir_or_run: str) -> list[str]:
+    """Return the directories of all journals that the argument of `resume_job` may mean."""
+    if "://" in journal_dir_or_run:
+        return [journal_dir_or_run.rstrip("/")]
+    for place in (Path(journal_dir_or_run), Path(JOURNAL_ROOT, journal_dir_or_run)):
+        found = {events.parent for pattern in ("", "*/") for events in place.glob(f"{pattern}events-*.jsonl")}
+        if found:
+            return sorted(str(path.resolve()) for path in found)
+    return []
+
+
 def find_journal(journal_dir_or_run: str) -> str:
     """Return the directory of a journal; the argument is that of `resume_job`."""
-    if "://" in journal_dir_or_run:
-        return journal_dir_or_run.rstrip("/")
-    for place in (Path(journal_dir_or_run), Path(JOURNAL_ROOT, journal_dir_or_run)):
-        found = sorted({events.parent for pattern in ("", "*/") for events in place.glob(f"{pattern}events-*.jsonl")})
-        if len(found) == 1:
-            return str(found[0].resolve())
-        if found:
-            raise ConfigError(
-                f"{journal_dir_or_run}: there are the journals of {len(found)} runs; name one of "
-                f"{', '.join(path.name for path in found)}"
-            )
+    found = find_journals(journal_dir_or_run)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(
+            f"{journal_dir_or_run}: there are the journals of {len(found)} runs; name one of "
+            f"{', '.join(Path(path).name for path in found)}"
+        )
     raise ConfigError(
         f"{journal_dir_or_run}: there is no journal in this directory, and none of a run of this name in "
         f"{JOURNAL_ROOT}; name the directory that was given to submit(journal=...)"
