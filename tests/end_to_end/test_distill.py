@@ -147,6 +147,8 @@ def test_the_data_source_selects_the_teacher(tmp_path, tiny_qwen2, teacher, tiny
         (["distillation.distillation_loss.loss_mode=forward_kl"], "compares distributions, and"),
         (["distillation.distillation_loss.topk=3"], "topk=3: has no effect with loss_mode=k1"),
         (["critic.enable=true"], "trains on no rewards, and a critic needs them"),
+        (["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2"], "and groups are filtered by them"),
+        (["data.sampler.class_path=a.py", "data.sampler.class_name=A"], "and a sampler is shown them"),
         (["distillation.n_gpus_per_node=1"], "trainer.backend=local has one process only"),
         (["distillation.enabled=false"], "distillation_loss.loss_mode=k1: has no effect without distillation.enabled"),
     ],

@@ -30,6 +30,8 @@ MODES = {
         "data__sampler__class_path": "hybridrl.trainer.data.curriculum",
         "data__sampler__class_name": "SuccessRateSampler",
     },
+    "greedy baseline": {"algorithm__adv_estimator": "remax", "trainer__lag": 1},
+    "several rewards": {"algorithm__adv_estimator": "gdpo", "algorithm__gdpo_reward_keys": "[score,acc]"},
     "agent loops": {"actor_rollout_ref__rollout__mode": "async", "trainer__lag": 1},
 }
 

@@ -138,3 +138,8 @@ def _reward_problems(config: PPOConfig) -> Problems:
         yield f"algorithm.use_kl_in_reward=true: {why}; use actor_rollout_ref.actor.use_kl_loss"
     if config.reward_model.enable:
         yield f"reward_model.enable=true: {why}; leave it out"
+    if config.algorithm.filter_groups.enable:
+        yield f"algorithm.filter_groups.enable=true: {why}, and groups are filtered by them; leave it out"
+    if config.data.sampler.class_path is not None:
+        chosen = config.data.sampler.class_path
+        yield f"data.sampler.class_path={chosen}: {why}, and a sampler is shown them; leave it out"

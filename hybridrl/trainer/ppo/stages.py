@@ -43,19 +43,23 @@ def bypasses_old_log_prob(config: PPOConfig) -> bool:
 
 def uses_greedy_baseline(config: PPOConfig) -> bool:
     """Return whether the advantage estimator needs the score of a greedy response to each prompt."""
-    return "baseline_B" in get_adv_estimator(config.algorithm.adv_estimator).needs
+    return "baseline_B" in _estimator_needs(config)
 
 
 def uses_components(config: PPOConfig) -> bool:
     """Return whether the advantage estimator reads several rewards of each response."""
-    return "components_BK" in get_adv_estimator(config.algorithm.adv_estimator).needs
+    return "components_BK" in _estimator_needs(config)
 
 
 def uses_sum_pi_squared(config: PPOConfig) -> bool:
     """Return whether the actor computes sum_v pi_v^2: as set, or if unset, whether the estimator needs it."""
     chosen = config.actor_rollout_ref.actor.calculate_sum_pi_squared
-    needs = get_adv_estimator(config.algorithm.adv_estimator).needs
-    return "sum_pi_squared_BT" in needs if chosen is None else chosen
+    return "sum_pi_squared_BT" in _estimator_needs(config) if chosen is None else chosen
+
+
+def _estimator_needs(config: PPOConfig) -> tuple[str, ...]:
+    """Return the estimator's further arguments; none if a distillation without rewards runs no estimator."""
+    return get_adv_estimator(config.algorithm.adv_estimator).needs if config.distillation.task_rewards else ()
 
 
 def filters_groups(config: PPOConfig) -> bool:

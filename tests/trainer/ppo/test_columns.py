@@ -74,6 +74,12 @@ def test_settings_add_and_remove_stages():
     assert more == ["next_batch", "gen", "reward", "filter_groups", "replay", *models, *outputs]
 
 
+def test_a_distillation_without_rewards_has_no_stage_of_its_estimator():
+    without = "distillation.enabled=true distillation.distillation_loss.use_task_rewards=false"
+    names = [spec.name for spec in stages_of("algorithm.adv_estimator=remax", without)]
+    assert "teacher" in names and "reward_baselines" not in names
+
+
 def test_bypass_mode_has_no_forward_pass_for_the_old_log_probs():
     names = [spec.name for spec in stages_of(f"{CORRECTION}.preset=bypass_pg_geo_rs_token_tis")]
     assert "reuse_log_probs" in names and not {"old_log_prob", "rollout_correction"} & {*names}
