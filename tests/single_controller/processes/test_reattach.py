@@ -87,6 +87,7 @@ def test_results_of_calls_through_a_snapshot_store_outlive_the_worker(leftover):
     store = start_snapshot_store(RUN)
     old.add(5)
     outputs = old.call_through_actor(store, "total")
+    assert outputs.fetch(outputs.sizes) == [None, None]  # the calls have ended: only their results are asked for below
     assert store_snapshot(store, b"step 5", {"counter": list(outputs)})
     os.kill(old.process_ids[0], signal.SIGKILL)
     description, parts = load_snapshot(find_snapshot_store(RUN))
