@@ -1,11 +1,11 @@
 """Registries: names of settings to the classes and functions behind them, the user's own included.
 
 A setting such as `actor_rollout_ref.rollout.name` takes a registered name, or an import path: `package.module:Name` or
-`path/to/file.py:Name`. Built-in entries that stand on a heavy library are declared by their address and imported when
-they are looked up. A registry is a dict of the entries that are loaded; it never imports anything by itself.
+`path/to/file.py:Name`. Built-in entries are declared by their address, and imported when they are read: a run loads
+what its settings name. Names, length and `in` import nothing; `items()` and `values()` import every entry.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
@@ -16,13 +16,13 @@ from hybridrl.import_path import load_object
 Entry = TypeVar("Entry")
 
 
-class Registry(dict[str, Entry]):
-    """Entries of one kind by name.
+class Registry(MutableMapping[str, Entry]):
+    """Entries of one kind by name, in the order in which they are declared and registered.
 
     Args:
         setting: The setting whose value is a name of this registry; errors quote it.
         kind: What an entry is, in two or three words, such as "training engine".
-        builtins: Addresses `package.module:Name` of built-in entries, loaded when they are looked up.
+        builtins: Addresses `package.module:Name` of built-in entries, loaded when they are read.
         plugins: The setting whose files may register more, if there is one.
         import_paths: Whether an import path is also a value of the setting.
     """
@@ -36,13 +36,35 @@ class Registry(dict[str, Entry]):
         plugins: str | None = None,
         import_paths: bool = True,
     ) -> None:
-        super().__init__()
         self.setting, self.kind, self.plugins, self.import_paths = setting, kind, plugins, import_paths
         self.builtins = dict(builtins or {})
+        self._loaded: dict[str, Entry] = {}
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entry(name, self.setting)
+
+    def __setitem__(self, name: str, entry: Entry) -> None:
+        self._loaded[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded or name in self.builtins
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.builtins, **self._loaded})
+
+    def __len__(self) -> int:
+        return len({**self.builtins, **self._loaded})
+
+    def clear(self) -> None:
+        """Forget what was registered or loaded. The built-in entries stay known, and load again when they are read."""
+        self._loaded.clear()
 
     def names(self) -> list[str]:
         """Return every known name, sorted."""
-        return sorted({*self, *self.builtins})
+        return sorted(self)
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
         """Return a decorator that enters a class or function under `name`.
@@ -66,11 +88,9 @@ class Registry(dict[str, Entry]):
         name = _text(name)
         if not isinstance(name, str):
             raise ConfigError(f"the name {name!r} of {_origin(entry)} is a {type(name).__name__}; register it as a str")
-        taken = self.get(name)
-        if taken is not None and not _origins(taken) & _origins(entry):
-            raise ConfigError(
-                f"the name {name!r} is taken by {_origin(taken)}; register {_origin(entry)} under another name"
-            )
+        if name in self and not self._origins_of(name) & _origins(entry):
+            taken = _origin(self._loaded[name]) if name in self._loaded else self.builtins[name]
+            raise ConfigError(f"the name {name!r} is taken by {taken}; register {_origin(entry)} under another name")
         self[name] = entry
 
     def lookup(self, name: str, *, setting: str | None = None) -> Entry:
@@ -84,13 +104,10 @@ class Registry(dict[str, Entry]):
             ConfigError: The name is unknown, or the path cannot be imported. The message lists the known names.
         """
         name = _text(name)
-        if name not in self and self._is_address(name):
-            return self._load(name, setting or self.setting)
-        if name not in self and name in self.builtins:
-            loaded = self._load(self.builtins[name], setting or self.setting)
-            self.setdefault(name, loaded)
         if name in self:
-            return self[name]
+            return self._entry(name, setting or self.setting)
+        if self._is_address(name):
+            return self._load(name, setting or self.setting)
         raise ConfigError(f"{setting or self.setting}={self.problem(name)}")
 
     def problem(self, name: object) -> str:
@@ -98,7 +115,7 @@ class Registry(dict[str, Entry]):
 
         Imports nothing.
         """
-        if name in self or name in self.builtins or self._is_address(name):
+        if name in self or self._is_address(name):
             return ""
         near = get_close_matches(str(name), self.names(), n=1, cutoff=0.0)
         nearest = f"; did you mean {near[0]!r}?" if near else "."
@@ -110,6 +127,16 @@ class Registry(dict[str, Entry]):
     def address(self, name: str) -> str:
         """Return where a built-in entry comes from, or `name` itself. Two names of one entry have one address."""
         return self.builtins.get(name, name)
+
+    def _entry(self, name: str, setting: str) -> Entry:
+        if name not in self._loaded and name in self.builtins:
+            loaded = self._load(self.builtins[name], setting)
+            self._loaded.setdefault(name, loaded)  # its module may have registered it with a decorator
+        return self._loaded[name]
+
+    def _origins_of(self, name: str) -> set[str]:
+        """Return where the entry of this name comes from; the entry of an address is not imported."""
+        return _origins(self._loaded[name]) if name in self._loaded else {self.builtins[name].replace(":", ".")}
 
     def _is_address(self, name: object) -> bool:
         return self.import_paths and isinstance(name, str) and is_import_path(name)

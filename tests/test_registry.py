@@ -22,8 +22,33 @@ def test_a_registered_name_is_found(shapes):
 def test_a_built_in_entry_is_imported_when_it_is_looked_up(shapes):
     from fractions import Fraction
 
-    assert "fraction" not in shapes and shapes.names() == ["fraction", "square"]
+    assert "fraction" in shapes and shapes.names() == ["fraction", "square"]
     assert shapes.lookup("fraction") is Fraction and shapes["fraction"] is Fraction
+
+
+def test_names_are_known_before_their_entries_are_imported():
+    later = Registry("shape.kind", kind="shape", builtins={"broken": "no_such_module:Shape"})
+    assert list(later) == ["broken"] and "broken" in later and len(later) == 1 and later.problem("broken") == ""
+    with pytest.raises(ConfigError, match=r"^actor.shape=no_such_module:Shape: no module named 'no_such_module'"):
+        later.lookup("broken", setting="actor.shape")
+    with pytest.raises(ConfigError, match=r"^shape.kind=no_such_module:Shape: "):
+        list(later.values())
+
+
+def test_the_name_of_a_built_in_entry_is_taken_before_it_is_imported(shapes):
+    from fractions import Fraction
+
+    with pytest.raises(ConfigError, match="the name 'fraction' is taken by fractions:Fraction; register builtins.list"):
+        shapes.register("fraction")(list)
+    shapes.register("fraction")(Fraction)
+
+
+def test_a_forgotten_entry_is_gone_and_a_forgotten_built_in_loads_again(shapes):
+    before = dict(shapes)
+    shapes.clear()
+    assert dict(shapes) == {"fraction": before["fraction"]}
+    shapes.update(before)
+    assert dict(shapes) == before
 
 
 def test_an_import_path_is_a_name(shapes, tmp_path):

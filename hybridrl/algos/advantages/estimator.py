@@ -23,7 +23,23 @@ from hybridrl.registry import Registry
 
 AdvantageFn = Callable[..., Any]
 ADVANTAGE_ESTIMATORS: Registry["AdvantageEstimator"] = Registry(
-    "algorithm.adv_estimator", kind="advantage estimator", plugins="algorithm.path", import_paths=False
+    "algorithm.adv_estimator",
+    kind="advantage estimator",
+    builtins={
+        name: f"hybridrl.algos.advantages.{module}:{name.removesuffix('_vectorized')}"
+        for module, names in {
+            "groups": (
+                *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline"),
+                *("opo", "gpg", "grpo_passk", "maxrl", "gdpo"),
+            ),
+            "rejection": ("raft", "star"),
+            "temporal": ("gae", "vapo", "reinforce_plus_plus", "remax"),
+            "token_baseline": ("optimal_token_baseline", "tir_optimal_token_baseline"),
+        }.items()
+        for name in names
+    },
+    plugins="algorithm.path",
+    import_paths=False,
 )
 HINTS = {
     "values_BT": "needs the critic's values and got none; enable the critic",

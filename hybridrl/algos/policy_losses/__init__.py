@@ -1,23 +1,8 @@
-"""Policy losses: from log-probs and advantages to one loss per token."""
+"""Policy losses: from log-probs and advantages to one loss per token.
 
-# Imported so that their losses enter the registry.
-from hybridrl.algos.policy_losses import bypass, covariance, smooth, weighted  # noqa: F401
-from hybridrl.algos.policy_losses.clipped import geo_mean, gspo, vanilla
-from hybridrl.algos.policy_losses.registry import (
-    OWN_AGG_MODES,
-    POLICY_LOSSES,
-    PolicyLoss,
-    get_policy_loss,
-    register_policy_loss,
-)
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
 
-__all__ = [
-    "OWN_AGG_MODES",
-    "POLICY_LOSSES",
-    "PolicyLoss",
-    "geo_mean",
-    "get_policy_loss",
-    "gspo",
-    "register_policy_loss",
-    "vanilla",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -40,7 +40,21 @@ PolicyLossFn = Callable[..., PolicyLoss]
 OWN_AGG_MODES = dict.fromkeys(("gspo", "geo_mean", "sapo"), "seq-mean-token-mean")
 """Losses with the aggregation mode of their paper, which overrides `loss_agg_mode`, as in verl."""
 POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
-    "actor_rollout_ref.actor.policy_loss.loss_mode", kind="policy loss", plugins="algorithm.path", import_paths=False
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    kind="policy loss",
+    builtins={
+        name: f"hybridrl.algos.policy_losses.{module}:{name}"
+        for module, names in {
+            "clipped": ("vanilla", "gspo", "geo_mean"),
+            "weighted": ("gpg", "cispo", "topr", "dppo_tv", "dppo_kl"),
+            "smooth": ("sapo", "dro"),
+            "covariance": ("clip_cov", "kl_cov"),
+            "bypass": ("bypass_mode",),
+        }.items()
+        for name in names
+    },
+    plugins="algorithm.path",
+    import_paths=False,
 )
 
 
