@@ -10,7 +10,7 @@ from .config import SFTConfig as SFTConfig
 from .config import load_config as load_config
 from .data_plane.batch import DataProto as DataProto
 from .data_plane.futures import DataProtoFuture as DataProtoFuture
-from .data_plane.items import DataProtoItem as DataProtoItem
+from .data_plane.rows import DataProtoItem as DataProtoItem
 from .errors import ConfigError as ConfigError
 from .errors import HybridRLError as HybridRLError
 from .master.jobs.builder import DLJobBuilder as DLJobBuilder
@@ -23,12 +23,10 @@ from .single_controller.dispatch import Execute as Execute
 from .single_controller.dispatch import register as register
 from .single_controller.placement.resource_pool import RayResourcePool as RayResourcePool
 from .single_controller.ray_worker_group import (
-    RayClassWithInitArgs as RayClassWithInitArgs,
-)
-from .single_controller.ray_worker_group import (
     RayWorkerGroup as RayWorkerGroup,
 )
 from .single_controller.worker import Worker as Worker
+from .single_controller.worker_group import RayClassWithInitArgs as RayClassWithInitArgs
 from .trainer.ppo.trainer import RayPPOTrainer as RayPPOTrainer
 from .trainer.preference.trainer import DPOTrainer as DPOTrainer
 from .trainer.preference.trainer import RMTrainer as RMTrainer

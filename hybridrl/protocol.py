@@ -6,7 +6,6 @@ Re-exports only; the code is in `data_plane`.
 from hybridrl.data_plane.batch import DataProto, collate_fn
 from hybridrl.data_plane.chunking import DataProtoConfig
 from hybridrl.data_plane.futures import DataProtoFuture
-from hybridrl.data_plane.items import DataProtoItem
 from hybridrl.data_plane.merging import (
     list_of_dict_to_dict_of_list,
     union_numpy_dict,
@@ -20,6 +19,7 @@ from hybridrl.data_plane.reshaping import (
     unfold_batch_dim,
     unpad_dataproto,
 )
+from hybridrl.data_plane.rows import DataProtoItem
 from hybridrl.data_plane.serialization import (
     deserialize_single_tensor,
     deserialize_tensordict,

@@ -3,7 +3,6 @@ from . import tensordict_utils as tensordict_utils
 from .batch import DataProto as DataProto
 from .chunking import DataProtoConfig as DataProtoConfig
 from .futures import DataProtoFuture as DataProtoFuture
-from .items import DataProtoItem as DataProtoItem
 from .reshaping import (
     all_gather_data_proto as all_gather_data_proto,
 )
@@ -19,3 +18,4 @@ from .reshaping import (
 from .reshaping import (
     unpad_dataproto as unpad_dataproto,
 )
+from .rows import DataProtoItem as DataProtoItem
