@@ -14,10 +14,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C during the imports ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from hybridrl import master
 from hybridrl.driver.program import run_program, set_up_logging
-from hybridrl.master.job_files.job_file import check_job_name, load_job_file
-from hybridrl.master.jobs.entrypoint import check_entries
-from hybridrl.master.jobs.submit import NAME_VARIABLE, RunningJob, connect
+from hybridrl.master.jobs import NAME_VARIABLE
 
 logger = logging.getLogger("hybridrl.main_job")  # not __name__, which is __main__ in the program
 WHAT = "start the job that a file describes, and wait for its end"
@@ -59,18 +58,18 @@ def submit_file(arguments: argparse.Namespace) -> int:
         ConfigError: Before anything starts, if the file does not describe one job.
     """
     if arguments.name is not None:
-        check_job_name(arguments.name, "--name")
-    found = load_job_file(arguments.file)
+        master.check_job_name(arguments.name, "--name")
+    found = master.load_job_file(arguments.file)
     name = arguments.name or os.environ.get(NAME_VARIABLE) or found.name
     _import_from(str(found.folder), os.getcwd())
     if arguments.check:
-        check_entries(found.job.spec)
+        master.check_entries(found.job.spec)
     if arguments.dry_run:
         found.job.dry_run(name)
         return 0
-    connect(blocking=not arguments.no_wait, address=arguments.address, code_paths=[str(found.folder)])
+    master.connect(blocking=not arguments.no_wait, address=arguments.address, code_paths=[str(found.folder)])
     started = found.job.submit(name, blocking=not arguments.no_wait, journal=arguments.journal)
-    if not isinstance(started, RunningJob):
+    if not isinstance(started, master.RunningJob):
         return started
     sys.stdout.write(
         f"{started.name} has started; its journal: {started.journal}\n"

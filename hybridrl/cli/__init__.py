@@ -13,12 +13,10 @@
     hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
 
-JOB is a run, a job's name, or a run's directory. Modules that import torch are imported by the commands that need them:
-torch takes seconds, and `--help`, `trace` and a mistake should not.
+JOB is a run, a job's name, or a run's directory. `arguments.py` has the commands and their arguments. What runs them is
+listed in `__init__.pyi`, and loaded when it is first asked for: torch takes seconds, and `--help` should not.
 """
 
-from hybridrl.cli.command import main
-from hybridrl.cli.graph import job_graph
-from hybridrl.cli.models import export_checkpoint
+import lazy_loader
 
-__all__ = ["export_checkpoint", "job_graph", "main"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
+from hybridrl.cli.arguments import PICTURES
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
 from hybridrl.framework.graph import role_graph
@@ -16,26 +17,9 @@ from hybridrl.master.plan.plan_table import plan_table
 from hybridrl.master.plan.spec import TRAINER, JobSpec
 from hybridrl.single_controller.placement.plan import Plan
 
-TEXTS = {"text": to_text, "dot": to_dot}
+TEXTS = {"text": to_text, "dot": to_dot}  # by the names of `arguments.TEXTS`
 AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
-PICTURES = ("svg", "png")
 SUFFIXES = {"txt": "text", "gv": "dot"}  # file suffixes that are not the format's name
-
-
-def add_command(job: argparse._SubParsersAction) -> None:
-    """Add the command to those of `hybridrl job`."""
-    what = "show a PPO job's stages and the columns between them, or a job file's roles, and placement; starts nothing"
-    usage = "hybridrl job graph [-h] [--format F] [--output FILE] (JOB_FILE | key=value ...)"
-    graph = job.add_parser("graph", help=what, description=what, usage=usage)
-    graph.epilog = (
-        "JOB_FILE: as for hybridrl job submit. key=value: as for python -m hybridrl.main_ppo, --config-name too; "
-        "neither data nor a model is needed"
-    )
-    graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: the suffix of FILE, or text")
-    graph.add_argument(
-        "--output", metavar="FILE", type=Path, help="where to write; default: standard output; required for a picture"
-    )
-    graph.set_defaults(run_command=show_graph)
 
 
 def show_graph(arguments: argparse.Namespace) -> None:

@@ -16,34 +16,16 @@ if TYPE_CHECKING:
     from hybridrl.serving.openai.server import Endpoint
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    """Add the commands to those of `hybridrl`."""
-    _add_export(commands)
-    _add_serve(commands)
-
-
 # -- export
 
 
-def _add_export(commands: argparse._SubParsersAction) -> None:
-    export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
-    export.add_argument("checkpoint", help="a global_step_N directory")
-    export.add_argument("directory", help="where the model goes; it appears complete or not at all")
-    export.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, in peft's format")
-    _add_trust(export)
-    export.set_defaults(
-        run_command=lambda arguments: export_checkpoint(
-            arguments.checkpoint,
-            arguments.directory,
-            adapter=arguments.adapter,
-            trust_remote_code=arguments.trust_remote_code,
-        )
-    )
-
-
-def _add_trust(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that comes with the model; read it first"
+def export(arguments: argparse.Namespace) -> None:
+    """Run `hybridrl export`."""
+    export_checkpoint(
+        arguments.checkpoint,
+        arguments.directory,
+        adapter=arguments.adapter,
+        trust_remote_code=arguments.trust_remote_code,
     )
 
 
@@ -100,23 +82,8 @@ def _nearest_checkpoint(path: str) -> str:
 # -- serve
 
 
-def _add_serve(commands: argparse._SubParsersAction) -> None:
-    what = "serve a model or a checkpoint's policy to OpenAI clients, until Ctrl-C"
-    serve = commands.add_parser("serve", help=what, description=what)
-    serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
-    serve.add_argument("--port", type=int, default=8000, help="0: any free port")
-    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; HYBRIDRL_API_KEY sets a key")
-    serve.add_argument("--engine", default="hf", help="hf, vllm, or a rollout of your own: package.module:Name")
-    serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
-    serve.add_argument(
-        "--max-length", type=int, help="tokens of prompt and response; default: the model's limit, at most 4096"
-    )
-    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    _add_trust(serve)
-    serve.set_defaults(run_command=_serve)
-
-
-def _serve(arguments: argparse.Namespace) -> None:
+def serve(arguments: argparse.Namespace) -> None:
+    """Run `hybridrl serve` until Ctrl-C."""
     from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
     from hybridrl.trainer.data.tokenizer import load_tokenizer
     from hybridrl.workers.engine.model_files import check_model

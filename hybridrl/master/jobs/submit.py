@@ -19,6 +19,7 @@ from hybridrl.driver.cluster_watch import watch_in_thread
 from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object
+from hybridrl.master.jobs import NAME_VARIABLE
 from hybridrl.master.jobs.entrypoint import check_entries
 from hybridrl.master.jobs.job_handle import ResumePoint
 from hybridrl.master.jobs.roster import RosterAnswer, RosterState
@@ -44,7 +45,6 @@ from hybridrl.single_controller.placement.placement_groups import cluster_nodes,
 from hybridrl.single_controller.placement.plan import Plan, actor_options
 
 logger = logging.getLogger(__name__)
-NAME_VARIABLE = "DLROVER_UNIFIED_JOB_NAME"  # as DLRover's users set it
 SUPERVISOR_CLASS = ("hybridrl.master.jobs.job_supervisor", "JobSupervisor")
 LINGER_S = 2.0  # for the outcome to arrive at its receiver before the supervisor exits
 ROSTER_THREADS = 4  # of the supervisor, for processes that look up roles
@@ -231,7 +231,9 @@ def _start(
 
 
 class JobSupervisorActor:
-    """The Ray actor that runs a `JobSupervisor`. It owns the job's processes: when it ends, they end.
+    """The Ray actor that runs a `JobSupervisor`.
+
+    It owns the job's processes: when it ends, they end.
 
     The job starts in `__init__`, because Ray calls nothing else when it restarts an actor.
     """
@@ -248,7 +250,10 @@ class JobSupervisorActor:
         """Return nothing. A reply shows that the process has started."""
 
     def outcome(self) -> int:
-        """Wait for the end of the job and return its exit code. Raises the error that the job failed with."""
+        """Wait for the end of the job and return its exit code.
+
+        Raises the error that the job failed with.
+        """
         return self._outcome.result()
 
     def _run(self, spec: str, job: str, run: str, journal: str, resume_point: ResumePoint | None) -> None:
@@ -285,7 +290,10 @@ class JobSupervisorActor:
         return RosterAnswer(RosterState.STARTING) if self._supervisor is None else self._supervisor.roster(role)
 
     def register_queue(self, name: str, process: str) -> str:
-        """Return the process that holds the queue `name`: this one if there was none. Called by `roster.py`."""
+        """Return the process that holds the queue `name`: this one if there was none.
+
+        Called by `roster.py`.
+        """
         return self._queues.setdefault(name, process)
 
     def queue_owner(self, name: str) -> str | None:

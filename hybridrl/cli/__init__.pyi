@@ -1,0 +1,11 @@
+from .command import main as main
+from .graph import job_graph as job_graph
+from .graph import show_graph as show_graph
+from .jobs import print_states as print_states
+from .jobs import resume as resume
+from .jobs import show_or_stop as show_or_stop
+from .jobs import submit as submit
+from .models import export as export
+from .models import export_checkpoint as export_checkpoint
+from .models import serve as serve
+from .trace import write_trace as write_trace

@@ -1,0 +1,156 @@
+"""The commands and arguments of `hybridrl`.
+
+Each command names the function of `hybridrl.cli` that runs it. Reading the arguments loads none of these functions.
+"""
+
+import argparse
+from pathlib import Path
+
+from hybridrl import __version__, main_job
+
+TEXTS, PICTURES = ("text", "dot"), ("svg", "png")  # formats of a graph
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; `run_command` of what it reads is a name in `hybridrl.cli`."""
+    parser = argparse.ArgumentParser(prog="hybridrl", description="Tools around hybridrl jobs.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    job = commands.add_parser("job", help="submit, inspect, stop or resume a job")
+    _add_job_commands(job.add_subparsers(dest="what", required=True))
+    _add_trace(commands)
+    _add_export(commands)
+    _add_serve(commands)
+    return parser
+
+
+def _add_job_commands(job: argparse._SubParsersAction) -> None:
+    _add_graph(job)
+    _add_submit(job)
+    _add_running(job)
+    _add_resume(job)
+    _add_states(job)
+
+
+def _add_submit(job: argparse._SubParsersAction) -> None:
+    submit = job.add_parser("submit", help=main_job.WHAT, description=main_job.WHAT)
+    main_job.add_arguments(submit)
+    submit.set_defaults(run_command="submit")
+
+
+def _add_running(job: argparse._SubParsersAction) -> None:
+    cluster = argparse.ArgumentParser(add_help=False)
+    cluster.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="address of the Ray cluster; default: RAY_ADDRESS, or this machine's only cluster",
+    )
+    which = argparse.ArgumentParser(add_help=False)
+    which.add_argument(
+        "job", metavar="JOB", help="a run, a job's name, or the directory of its journal or of a run of main_ppo"
+    )
+
+    def add(name: str, what: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command = job.add_parser(name, help=what, description=what, parents=[*parents, cluster])
+        command.set_defaults(run_command="show_or_stop")
+        return command
+
+    add("ls", "list the jobs that run on a Ray cluster")
+    add("status", "show a job's state, processes, last commit and failures", which)
+    logs = add("logs", "show the events of a job, or what one of its processes has printed", which)
+    logs.add_argument(
+        "--process",
+        metavar="PROCESS",
+        help="the end of what this process has printed, as `job status` names it: actor-0; actor-0.2 is the second "
+        "process of this slot",
+    )
+    logs.add_argument(
+        "--lines", type=int, default=1000, metavar="N", help="lines of each of its files (default: %(default)d)"
+    )
+    stop = add("stop", "stop a job as SIGTERM would, and wait until it has ended", which)
+    stop.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="maximum wait for its end (default: %(default)g)",
+    )
+
+
+def _add_graph(job: argparse._SubParsersAction) -> None:
+    what = "show a PPO job's stages and the columns between them, or a job file's roles, and placement; starts nothing"
+    usage = "hybridrl job graph [-h] [--format F] [--output FILE] (JOB_FILE | key=value ...)"
+    graph = job.add_parser("graph", help=what, description=what, usage=usage)
+    graph.epilog = (
+        "JOB_FILE: as for hybridrl job submit. key=value: as for python -m hybridrl.main_ppo, --config-name too; "
+        "neither data nor a model is needed"
+    )
+    graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: the suffix of FILE, or text")
+    graph.add_argument(
+        "--output", metavar="FILE", type=Path, help="where to write; default: standard output; required for a picture"
+    )
+    graph.set_defaults(run_command="show_graph")
+
+
+def _add_resume(job: argparse._SubParsersAction) -> None:
+    what = (
+        "resume a run that ended or died from its last checkpoint: repeat main_ppo's command, or submit the job again"
+    )
+    resume = job.add_parser("resume", help=what, description=what)
+    resume.add_argument(
+        "run", metavar="RUN", help="a directory of a run of main_ppo, or the run or the journal of a submitted job"
+    )
+    resume.add_argument(
+        "changes", nargs="*", metavar="key=value", help="settings of main_ppo to change, for instance trainer.nnodes=2"
+    )
+    resume.add_argument("--print", action="store_true", help="print main_ppo's command without running it")
+    resume.add_argument("--no-wait", action="store_true", help="return when the submitted job has started")
+    resume.add_argument(
+        "--address", metavar="HOST:PORT", help="Ray cluster for a submitted job; default: RAY_ADDRESS, or a local one"
+    )
+    resume.set_defaults(run_command="resume")
+
+
+def _add_states(job: argparse._SubParsersAction) -> None:
+    what = "print the tables: states of a job, a role and a worker, the events between them, and what follows a failure"
+    states = job.add_parser("states", help=what, description=what)
+    states.set_defaults(run_command="print_states")
+
+
+def _add_trace(commands: argparse._SubParsersAction) -> None:
+    what = "make a timeline of a run with trainer.trace=true, for https://ui.perfetto.dev and chrome://tracing"
+    trace = commands.add_parser("trace", help=what, description=what)
+    trace.add_argument("run", help="the directory the run wrote to, or one of the jobs in its trace/", type=Path)
+    trace.add_argument("--output", metavar="FILE", type=Path, help="default: trace.json in that directory")
+    trace.set_defaults(run_command="write_trace")
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
+    export.add_argument("checkpoint", help="a global_step_N directory")
+    export.add_argument("directory", help="where the model goes; it appears complete or not at all")
+    export.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, in peft's format")
+    _add_trust(export)
+    export.set_defaults(run_command="export")
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model; read it first"
+    )
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    what = "serve a model or a checkpoint's policy to OpenAI clients, until Ctrl-C"
+    serve = commands.add_parser("serve", help=what, description=what)
+    serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
+    serve.add_argument("--port", type=int, default=8000, help="0: any free port")
+    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; HYBRIDRL_API_KEY sets a key")
+    serve.add_argument("--engine", default="hf", help="hf, vllm, or a rollout of your own: package.module:Name")
+    serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
+    serve.add_argument(
+        "--max-length", type=int, help="tokens of prompt and response; default: the model's limit, at most 4096"
+    )
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _add_trust(serve)
+    serve.set_defaults(run_command="serve")
