@@ -6,17 +6,15 @@ Says which settings, trainer and workers; `trainer/supervised/program.py` runs t
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from hybridrl.algos.preference_losses import PREFERENCE_LOSSES
+import hybridrl
+from hybridrl import algos, workers
 from hybridrl.config import DPOConfig, check_dpo_config
-from hybridrl.trainer.preference.trainer import DPOTrainer
 from hybridrl.trainer.supervised.program import run_supervised
-from hybridrl.workers.preference.policy import PreferenceWorker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,9 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         program="python -m hybridrl.main_dpo",
         preset="dpo_trainer",
-        check=partial(check_dpo_config, losses=PREFERENCE_LOSSES),
-        trainer_cls=DPOTrainer,
-        worker_cls=PreferenceWorker,
+        check=lambda config: check_dpo_config(config, losses=algos.PREFERENCE_LOSSES),
+        classes=lambda: (hybridrl.DPOTrainer, workers.PreferenceWorker),
     )
 
 

@@ -16,47 +16,23 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from hybridrl import serving
-from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
-from hybridrl.algos.policy_losses import OWN_AGG_MODES, POLICY_LOSSES
+import hybridrl
+from hybridrl import algos, driver, master, rewards, single_controller
 from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.config.plugins import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
-from hybridrl.driver.ray_cluster import start_local_cluster, start_ray
-from hybridrl.driver.resume_command import save_command
 from hybridrl.driver.run_context import RunContext
-from hybridrl.driver.supervisor import can_supervise, supervise
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
-from hybridrl.rewards.load import load_reward_manager
-from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
+from hybridrl.trainer import ppo, recovery
+from hybridrl.trainer import run as run_files
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
-from hybridrl.trainer.ppo.distillation import check_teachers
-from hybridrl.trainer.ppo.stages import uses_critic, uses_reference
-from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.recovery.final_report import report_final_decision
-from hybridrl.trainer.recovery.master_link import run_under_master
-from hybridrl.trainer.recovery.step_snapshot import is_supervisable, with_resume_overrides
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from hybridrl.trainer.run.report import report_run
-from hybridrl.trainer.run.setup import (
-    newest_checkpoint_of_run,
-    prepared_run_directory,
-    run_directory,
-    warn_about_disabled_outputs,
-)
-from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.engine.model_files import check_model
-from hybridrl.workers.reward_model import RewardModelWorker
-from hybridrl.workers.rollout.base import rollout_class
-from hybridrl.workers.weight_transfer import transport_capabilities
+from hybridrl.workers import engine, rollout, weight_transfer
 
 logger = logging.getLogger("hybridrl.main_ppo")  # not __name__, which is __main__ in the program
 PROGRAM, PRESET = "python -m hybridrl.main_ppo", "ppo_trainer"
 WorkerClasses = dict[Role, type]
-WORKER_GROUPS = {"ray": RayWorkerGroup, "local": LocalWorkerGroup}
 CAPACITY_HINTS = {  # by pool: what to change if the cluster cannot hold it
     "rollout_pool": "Lower actor_rollout_ref.rollout.n_gpus_per_node or "
     "actor_rollout_ref.rollout.nnodes, or add nodes to the Ray cluster",
@@ -68,7 +44,7 @@ CAPACITY_HINTS = {  # by pool: what to change if the cluster cannot hold it
 def main(
     argv: Sequence[str] | None = None,
     *,
-    trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
+    trainer_cls: "type[hybridrl.RayPPOTrainer] | None" = None,
     workers: Callable[[PPOConfig], WorkerClasses] | None = None,
     pools: Callable[[PPOConfig, WorkerClasses], ResourcePoolManager] | None = None,
     program: str = PROGRAM,
@@ -78,7 +54,7 @@ def main(
 
     Args:
         argv: Arguments. With None the program also saves its command and runs the driver under a supervisor.
-        trainer_cls: Your own trainer.
+        trainer_cls: Your own trainer; built in is `RayPPOTrainer`.
         workers: Your own mapping of roles to worker classes; built in is `worker_classes`.
         pools: Your own placement of roles on pools; built in is `resource_pools`.
         program: The program as the user typed it.
@@ -95,7 +71,7 @@ def _run_program(
     held: contextlib.ExitStack,
     load: Callable[[Sequence[str]], PPOConfig | None],
     *,
-    trainer_cls: type[RayPPOTrainer],
+    trainer_cls: "type[hybridrl.RayPPOTrainer] | None",
     workers: Callable[[PPOConfig], WorkerClasses] | None,
     pools: Callable[[PPOConfig, WorkerClasses], ResourcePoolManager] | None,
 ) -> int:
@@ -108,17 +84,17 @@ def _run_program(
         config = load(sys.argv[1:] if argv is None else argv)
         if config is not None:
             validate_config(config)
-            directory.append(held.enter_context(prepared_run_directory(config.trainer)))
-            warn_about_disabled_outputs(config)
+            directory.append(held.enter_context(run_files.prepared_run_directory(config.trainer)))
+            run_files.warn_about_disabled_outputs(config)
             if argv is None:
-                save_command(directory[0])
+                driver.save_command(directory[0])
             configs.append(config)
 
     def work() -> None:
         [config] = configs
         classes = (workers or worker_classes)(config)
         run(
-            with_resume_overrides(config, context.lifecycle),
+            recovery.with_resume_overrides(config, context.lifecycle),
             classes,
             (pools or resource_pools)(config, classes),
             trainer_cls=trainer_cls,
@@ -137,10 +113,21 @@ def _run_program(
     if code or not configs:
         return code
     train = functools.partial(guarded, work)
-    if argv is None and is_supervisable(configs[0].trainer) and can_supervise():
-        report_end = functools.partial(report_final_decision, configs[0].trainer, num_nodes=num_nodes(configs[0]))
-        return supervise(train, context.lifecycle, start_cluster=start_local_cluster, report_end=report_end)
+    if argv is None and recovery.is_supervisable(configs[0].trainer) and driver.can_supervise():
+        report = recovery.report_final_decision
+        report_end = functools.partial(report, configs[0].trainer, num_nodes=num_nodes(configs[0]))
+        start = driver.start_local_cluster
+        if code := guarded(load_driver):
+            return code
+        return driver.supervise(train, context.lifecycle, start_cluster=start, report_end=report_end)
     return train()
+
+
+def load_driver() -> None:
+    """Import what a driver on Ray needs, so that every fork of this process is a driver that is ready."""
+    _ = hybridrl.RayPPOTrainer, hybridrl.ActorRolloutRefWorker, rewards.load_reward_manager, run_files.report_run
+    _ = single_controller.RayWorkerGroup, single_controller.launch, master.plan_job, driver.start_ray
+    _ = recovery.run_under_master, recovery.load_supervised_state, engine.check_model
 
 
 def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
@@ -152,17 +139,21 @@ def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
     """
     load_plugins(config)
     chosen, data = config.actor_rollout_ref.rollout, config.data
-    rollout = rollout_class(chosen.name)
+    sync = chosen.weight_sync
+    rollout_cls, name = rollout.rollout_class(chosen.name), config.algorithm.adv_estimator
+    estimator = algos.ADVANTAGE_ESTIMATORS.get(name)
     check_config(
         config,
-        known_estimators=ADVANTAGE_ESTIMATORS,
-        group_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_group],
-        critic_estimators=[name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_critic],
-        known_losses=POLICY_LOSSES,
-        own_agg_modes=OWN_AGG_MODES,
-        rollout=rollout.capabilities,
-        transport=transport_capabilities(chosen.weight_sync.transport),
-        plug_problems=rollout.setting_problems(chosen, max_length=data.max_prompt_length + data.max_response_length),
+        known_estimators=algos.ADVANTAGE_ESTIMATORS,
+        group_estimators=[name] if estimator and estimator.needs_group else [],
+        critic_estimators=[name] if estimator and estimator.needs_critic else [],
+        known_losses=algos.POLICY_LOSSES,
+        own_agg_modes=algos.OWN_AGG_MODES,
+        rollout=rollout_cls.capabilities,
+        transport=None if sync.by_placement else weight_transfer.transport_capabilities(sync.transport),
+        plug_problems=rollout_cls.setting_problems(
+            chosen, max_length=data.max_prompt_length + data.max_response_length
+        ),
         with_inputs=with_inputs,
     )
 
@@ -172,7 +163,7 @@ def run(
     workers: WorkerClasses,
     manager: ResourcePoolManager,
     *,
-    trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
+    trainer_cls: "type[hybridrl.RayPPOTrainer] | None" = None,
     context: RunContext | None = None,
 ) -> None:
     """Train as configured, then write the report."""
@@ -183,26 +174,28 @@ def run(
         model.path, key="actor_rollout_ref.model.path", trust_remote_code=model.trust_remote_code
     )
     check_models(config, tokenizer)
-    check_teachers(config, tokenizer)
-    reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-    val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0, validate=True)
+    if config.distillation.enabled:
+        ppo.check_teachers(config, tokenizer)
+    reward_fn = rewards.load_reward_manager(config, tokenizer, num_examine=0)
+    val_reward_fn = rewards.load_reward_manager(config, tokenizer, num_examine=0, validate=True)
     if config.trainer.backend == "ray":
-        start_ray(num_nodes=num_nodes(config), lifecycle=context.lifecycle)
+        driver.start_ray(num_nodes=num_nodes(config), lifecycle=context.lifecycle)
     is_async = config.actor_rollout_ref.rollout.mode == "async"
-    trainer = trainer_cls(
+    groups = single_controller.RayWorkerGroup if config.trainer.backend == "ray" else single_controller.LocalWorkerGroup
+    trainer = (trainer_cls or hybridrl.RayPPOTrainer)(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping=workers,
         resource_pool_manager=manager,
-        ray_worker_group_cls=WORKER_GROUPS[config.trainer.backend],
+        ray_worker_group_cls=groups,
         reward_fn=reward_fn,
         val_reward_fn=val_reward_fn,
-        agent_loops=serving.AgentLoopManager(config, tokenizer) if is_async else None,
+        agent_loops=hybridrl.AgentLoopManager(config, tokenizer) if is_async else None,
         context=context,
     )
     logger.info("loading %s into the workers", model.path)
     try:
-        with run_under_master(trainer):
+        with recovery.run_under_master(trainer):
             trainer.init_workers()
             trainer.fit()
     except (WorkerLost, ObjectLost, PlacementError) as error:
@@ -215,18 +208,22 @@ def run(
         val_reward_fn.close()
     written = {"rollouts": config.trainer.rollout_data_dir, "validation samples": config.trainer.validation_data_dir}
     sys.stdout.write(
-        report_run(run_directory(config.trainer), checkpoint=newest_checkpoint_of_run(config.trainer), written=written)
+        run_files.report_run(
+            run_files.run_directory(config.trainer),
+            checkpoint=run_files.newest_checkpoint_of_run(config.trainer),
+            written=written,
+        )
     )
 
 
 def check_models(config: PPOConfig, tokenizer: Any) -> None:
     """Raise ConfigError for a model whose files are damaged or whose vocabulary is smaller than the tokenizer's."""
     actor = config.actor_rollout_ref.model
-    others = {"critic.model": config.critic.model.path if uses_critic(config) else None}
+    others = {"critic.model": config.critic.model.path if ppo.uses_critic(config) else None}
     others["reward_model.model"] = config.reward_model.model.path if config.reward_model.enable else None
     for name, path in {"actor_rollout_ref.model": actor.path, **others}.items():
         if path is not None:
-            check_model(
+            engine.check_model(
                 path,
                 key=f"{name}.path",
                 tokenizer=tokenizer,
@@ -248,18 +245,18 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
     """
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
     workers: WorkerClasses = dict.fromkeys(
-        (Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), ActorRolloutRefWorker
+        (Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), hybridrl.ActorRolloutRefWorker
     )
-    if uses_critic(config):
-        workers[Role.Critic] = CriticWorker
-    if uses_reference(config) and not config.actor_rollout_ref.model.uses_lora:
-        workers[Role.RefPolicy] = ActorRolloutRefWorker
+    if ppo.uses_critic(config):
+        workers[Role.Critic] = hybridrl.CriticWorker
+    if ppo.uses_reference(config) and not config.actor_rollout_ref.model.uses_lora:
+        workers[Role.RefPolicy] = hybridrl.ActorRolloutRefWorker
     if config.distillation.enabled:
-        workers[Role.TeacherModel] = ActorRolloutRefWorker
+        workers[Role.TeacherModel] = hybridrl.ActorRolloutRefWorker
     if config.reward_model.enable:
-        workers[Role.RewardModel] = RewardModelWorker
+        workers[Role.RewardModel] = hybridrl.RewardModelWorker
     if config.trainer.eval_n_gpus:
-        workers[Role.Evaluator] = ActorRolloutRefWorker
+        workers[Role.Evaluator] = hybridrl.ActorRolloutRefWorker
     return workers
 
 

@@ -11,10 +11,10 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import hybridrl
+from hybridrl import workers
 from hybridrl.config import RMConfig, check_rm_config
-from hybridrl.trainer.preference.trainer import RMTrainer
 from hybridrl.trainer.supervised.program import run_supervised
-from hybridrl.workers.preference.reward import RewardTrainingWorker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program="python -m hybridrl.main_rm",
         preset="rm_trainer",
         check=check_rm_config,
-        trainer_cls=RMTrainer,
-        worker_cls=RewardTrainingWorker,
+        classes=lambda: (hybridrl.RMTrainer, workers.RewardTrainingWorker),
     )
 
 

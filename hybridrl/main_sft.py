@@ -11,10 +11,10 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import hybridrl
+from hybridrl import workers
 from hybridrl.config import SFTConfig, check_sft_config
-from hybridrl.trainer.sft.trainer import SFTTrainer
 from hybridrl.trainer.supervised.program import run_supervised
-from hybridrl.workers.sft import SFTWorker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program="python -m hybridrl.main_sft",
         preset="sft_trainer",
         check=check_sft_config,
-        trainer_cls=SFTTrainer,
-        worker_cls=SFTWorker,
+        classes=lambda: (hybridrl.SFTTrainer, workers.SFTWorker),
     )
 
 

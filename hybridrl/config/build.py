@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_origin
 
+from hybridrl import config as settings
 from hybridrl.config.introspection import BOUND_SIGNS, SettingSpec, dotted, keys, section_class, sections, value_text
 from hybridrl.config.plugins import load_plugins
-from hybridrl.config.unknown_keys import suggest_key
 from hybridrl.errors import ConfigError
 
 Schema = TypeVar("Schema")
@@ -84,7 +84,7 @@ def override_problem(schema: type, name: str) -> str | None:
         return None
     parent = next((known[name[:dot]] for dot in _dot_positions(name) if name[:dot] in known), None)
     if parent is None:
-        return suggest_key(name, known)
+        return settings.suggest_key(name, known)
     return None if parent.free else f"{name}: {parent.name} is one value ({parent.type_name}) and has no keys below it"
 
 
@@ -144,7 +144,7 @@ def _section(cls: type, nested: Any, *, prefix: str, root: type, problems: list[
         except InvalidValue as refused:
             problems.append(f"{name}={value_text(value)}: {refused}")
     unknown = nested.keys() - {field.name for field in fields(cls)}
-    problems.extend(suggest_key(dotted(prefix, str(name)), known) for name in nested if name in unknown)
+    problems.extend(settings.suggest_key(dotted(prefix, str(name)), known) for name in nested if name in unknown)
     return cls(**values)
 
 

@@ -14,10 +14,9 @@ from typing import Any, TypeVar, cast
 import yaml
 
 from hybridrl import __version__
+from hybridrl import config as settings
 from hybridrl.config.build import InvalidValue, build, override_problem, raise_problems
 from hybridrl.config.introspection import to_dict, to_yaml
-from hybridrl.config.reference import help_text
-from hybridrl.config.unknown_keys import suggest_name
 from hybridrl.errors import ConfigError
 
 Schema = TypeVar("Schema")
@@ -54,7 +53,9 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
         return None
     if flags.help is not None:
         sys.stdout.write(
-            help_text(schema, program=program, presets=preset_titles(config_name), base=config_name, wanted=flags.help)
+            settings.help_text(
+                schema, program=program, presets=preset_titles(config_name), base=config_name, wanted=flags.help
+            )
         )
         return None
     folder = _config_directory(flags.config_path)
@@ -193,7 +194,8 @@ def _split_directories(name: str, folder: Path) -> tuple[Path, Path]:
             return home, other
     names = sorted({path.stem for base in (folder, PRESETS) for path in base.glob("*.yaml")})
     raise ConfigError(
-        f"--config-name {name}: there is no such file; {suggest_name(name, names)}; set --config-path to your directory"
+        f"--config-name {name}: there is no such file; {settings.suggest_name(name, names)}; set --config-path to your "
+        "directory"
     )
 
 

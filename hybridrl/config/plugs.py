@@ -37,8 +37,8 @@ TRACKERS: Registry[Any] = Registry(
         "console": "hybridrl.trainer.run.tracking:ConsoleTracker",
         "jsonl": "hybridrl.trainer.run.tracking:JsonlTracker",
         "tensorboard": "hybridrl.trainer.run.tensorboard:TensorBoardTracker",
-        "wandb": "hybridrl.trainer.run.tracking:WandbTracker",
-        "mlflow": "hybridrl.trainer.run.tracking:MlflowTracker",
+        "wandb": "hybridrl.trainer.run.tracking_services:WandbTracker",
+        "mlflow": "hybridrl.trainer.run.tracking_services:MlflowTracker",
     },
 )
 """Loggers: classes with the methods of `hybridrl.trainer.run.tracking.Tracker`."""

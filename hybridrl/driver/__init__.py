@@ -1,1 +1,8 @@
-"""The driver process: supervisor, lifecycle, SIGTERM handling, Ray cluster, resume command."""
+"""The driver process: supervisor, lifecycle, SIGTERM handling, Ray cluster, resume command.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,30 +1,10 @@
 """Rewards of a batch: managers that call reward functions in killable processes.
 
 The functions themselves are in `reward_score`.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """
 
-from hybridrl.config.plugs import REWARD_MANAGERS
-from hybridrl.rewards.function_address import FunctionAddress
-from hybridrl.rewards.load import load_reward_manager
-from hybridrl.rewards.manager import (
-    BatchRewardManager,
-    DAPORewardManager,
-    RewardManager,
-    RewardOutput,
-    Scorer,
-)
-from hybridrl.rewards.process import CallResult
-from hybridrl.rewards.process_pool import ScoreProcessPool
+import lazy_loader
 
-__all__ = [
-    "REWARD_MANAGERS",
-    "BatchRewardManager",
-    "CallResult",
-    "DAPORewardManager",
-    "RewardManager",
-    "RewardOutput",
-    "FunctionAddress",
-    "Scorer",
-    "ScoreProcessPool",
-    "load_reward_manager",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

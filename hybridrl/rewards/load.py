@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from hybridrl.config.plugs import REWARD_MANAGERS
+from hybridrl.config.plugs import REWARD_MANAGERS as REWARD_MANAGERS
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
 from hybridrl.errors import ConfigError
@@ -51,7 +51,10 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int =
 
 
 def score_function(config: PPOConfig) -> FunctionAddress:
-    """Return the address of the configured function. Raises ConfigError for settings that name none."""
+    """Return the address of the configured function.
+
+    Raises ConfigError for settings that name none.
+    """
     custom, kind = config.custom_reward_function, config.reward_model.reward_manager
     arguments = REWARD_MANAGERS.lookup(kind).arguments
     if custom.path is not None:

@@ -30,7 +30,7 @@ from hybridrl.errors import CallTimeout, HybridRLError, RequestFailed, WorkerLos
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
 from hybridrl.serving.replicas import NotReplaceable, ReplicaOutage, Replicas
 from hybridrl.serving.routing_table import RoutingTable
-from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
+from hybridrl.single_controller.monitoring.reports import report_decision
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 logger = logging.getLogger(__name__)

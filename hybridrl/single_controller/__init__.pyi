@@ -1,3 +1,4 @@
+from . import launch as launch
 from .dispatch import (
     Dispatch as Dispatch,
 )
@@ -15,11 +16,9 @@ from .dispatch import (
 )
 from .invocation import Invocation as Invocation
 from .local_worker_group import LocalWorkerGroup as LocalWorkerGroup
+from .placement.node_slots import ResourcePool as ResourcePool
 from .placement.resource_pool import RayResourcePool as RayResourcePool
-from .placement.resource_pool import ResourcePool as ResourcePool
-from .ray_worker_group import (
-    RayClassWithInitArgs as RayClassWithInitArgs,
-)
+from .placement.resource_pool import cluster_has_gpus as cluster_has_gpus
 from .ray_worker_group import (
     RayWorkerGroup as RayWorkerGroup,
 )
@@ -27,4 +26,5 @@ from .ray_worker_group import (
     create_colocated_worker_cls as create_colocated_worker_cls,
 )
 from .worker import Worker as Worker
+from .worker_group import RayClassWithInitArgs as RayClassWithInitArgs
 from .worker_group import WorkerGroup as WorkerGroup

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import CallTimeout, ObjectLost, WorkerLost
 from hybridrl.single_controller.call_chain import waiting_for
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
-from hybridrl.single_controller.monitoring.heartbeat_client import report_call_timeout
 from hybridrl.single_controller.monitoring.lost_workers import await_report, lost_reason
 from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.reports import report_call_timeout
 from hybridrl.single_controller.monitoring.tracing import wait_span
 
 if TYPE_CHECKING:

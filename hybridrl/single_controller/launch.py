@@ -1,4 +1,4 @@
-"""`launch`: start the processes of a `Plan` and return worker groups.
+"""`launch`: start the processes of a `Plan` on Ray and return worker groups.
 
 Called by the trainer, or by the supervisor of a submitted job.
 """
@@ -6,23 +6,20 @@ Called by the trainer, or by the supervisor of a submitted job.
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.feasibility import check_feasible
 from hybridrl.single_controller.placement.placement_groups import cluster_nodes
 from hybridrl.single_controller.placement.plan import Plan, ProcessPlan, actor_options
 from hybridrl.single_controller.placement.pool_views import PlannedPoolView
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.ray_worker_group import (
-    RayClassWithInitArgs,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
-
-GroupClass = type[LocalWorkerGroup[Any]] | type[RayWorkerGroup[Any]]
+from hybridrl.single_controller.ray_worker_group import RayWorkerGroup, create_colocated_worker_cls
+from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 
 
 def make_pools(plan: Plan, *, max_colocate_count: int = 10, detached: bool = False) -> dict[str, RayResourcePool]:
-    """Return the plan's pools by name. A pool reserves its slots when the first group starts on it."""
+    """Return the plan's pools by name.
+
+    A pool reserves its slots when the first group starts on it.
+    """
     return {
         pool.name: RayResourcePool.planned(pool, max_colocate_count=max_colocate_count, detached=detached)
         for pool in plan.pools
@@ -34,7 +31,7 @@ def launch(
     classes: Mapping[str, RayClassWithInitArgs[Any]],
     pools: Mapping[str, Any],
     *,
-    group_cls: GroupClass = RayWorkerGroup,
+    group_cls: type[RayWorkerGroup[Any]] = RayWorkerGroup,
     reattach: bool = False,
 ) -> dict[str, Any]:
     """Start the plan's processes on these pools and return one worker group per role.
@@ -47,17 +44,12 @@ def launch(
     Raises:
         PlacementError: the connected cluster cannot hold the whole plan; nothing was started.
     """
-    if not issubclass(group_cls, LocalWorkerGroup):
-        if reattach:
-            for pool in pools.values():
-                pool.reattach()
-        else:
-            check_feasible(plan.reservations(), cluster_nodes())
-        pools = {
-            process.label: PlannedPoolView(pools[process.pool], process, job=plan.job) for process in plan.processes
-        }
+    if reattach:
+        for pool in pools.values():
+            pool.reattach()
     else:
-        pools = {process.label: pools[process.pool] for process in plan.processes}
+        check_feasible(plan.reservations(), cluster_nodes())
+    pools = {process.label: PlannedPoolView(pools[process.pool], process, job=plan.job) for process in plan.processes}
     groups: dict[str, Any] = {}
     try:
         for process in plan.processes:
@@ -74,12 +66,10 @@ def _launch_process(
     process: ProcessPlan,
     classes: Mapping[str, RayClassWithInitArgs[Any]],
     pool: Any,
-    group_cls: GroupClass,
+    group_cls: type[RayWorkerGroup[Any]],
     *,
     reattach: bool,
 ) -> dict[str, Any]:
-    if issubclass(group_cls, LocalWorkerGroup):
-        return {role: group_cls(pool, classes[role], role=role) for role in process.roles}
     recipe = create_colocated_worker_cls({role: classes[role] for role in process.roles})
     recipe.options = actor_options(process.resources) | recipe.options
     group = group_cls(

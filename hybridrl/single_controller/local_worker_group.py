@@ -4,7 +4,7 @@ Same calls and results as `RayWorkerGroup`, without Ray, so that `pdb` works.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +12,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.single_controller.endpoints import find_function
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.tracing import call_span
-from hybridrl.single_controller.placement.resource_pool import ResourcePool
+from hybridrl.single_controller.placement.node_slots import ResourcePool
 from hybridrl.single_controller.references import OutputRefs, materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
@@ -20,7 +20,10 @@ from hybridrl.system.rendezvous import reserve_address
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
-    """A group of one worker. Every call completes before it returns, also `submit` and non-blocking ones."""
+    """A group of one worker.
+
+    Every call completes before it returns, also `submit` and non-blocking ones.
+    """
 
     def __init__(
         self, resource_pool: ResourcePool | None, ray_cls_with_init: ClassWithInitArgs[W], *, role: str = "worker"
@@ -74,6 +77,22 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
     def shutdown(self) -> None:
         self.worker = None
+
+
+def launch_locally(
+    classes: Mapping[str, ClassWithInitArgs[Any]],
+    pools: Mapping[str, ResourcePool],
+    *,
+    group_cls: type[LocalWorkerGroup[Any]] = LocalWorkerGroup,
+) -> dict[str, LocalWorkerGroup[Any]]:
+    """Return one worker group per role, all in this process; the counterpart of `launch`.
+
+    Args:
+        classes: Role -> worker class.
+        pools: Role -> pool.
+        group_cls: Class of the groups.
+    """
+    return {role: group_cls(pools[role], recipe, role=role) for role, recipe in classes.items()}
 
 
 def _set_single_rank() -> None:

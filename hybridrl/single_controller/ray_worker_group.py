@@ -39,40 +39,13 @@ from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import RANK_VARIABLES, Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
+from hybridrl.single_controller.worker_group import RayClassWithInitArgs as RayClassWithInitArgs
 
 # Small values are cheaper to send with the call than to share through the object store.
 INLINE_TYPES = (type(None), bool, int, float, str, bytes)
 # Writes to the object store release the GIL; more threads than this are limited by memory bandwidth.
 PUT_THREADS = 4
 PUT_IN_PARALLEL_BYTES = 4 * 1024**2
-
-
-class RayClassWithInitArgs(ClassWithInitArgs[W]):
-    """A worker class with its constructor's arguments; a class made by `ray.remote` is unwrapped."""
-
-    def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
-        metadata = getattr(cls, "__ray_metadata__", None)
-        super().__init__(metadata.modified_class if metadata is not None else cls, *args, **kwargs)
-        self.additional_resources: dict[str, float] = {}
-        self.options: dict[str, Any] = {}
-
-    def set_additional_resource(self, resources: dict[str, float]) -> None:
-        """Request further resources for each worker, for instance `{"accelerator_type:H100": 0.001}`."""
-        self.additional_resources.update(resources)
-
-    def update_options(self, options: dict[str, Any]) -> None:
-        """Change the Ray actor options of each worker, for instance `{"runtime_env": {"nsight": "default"}}`."""
-        self.options.update(options)
-
-    def recipes(self, role: str) -> dict[str, ClassWithInitArgs[Any]]:
-        """Return the recipe of each worker that a process constructs, by role."""
-        return {role: ClassWithInitArgs(self.cls, *self.args, **self.kwargs)}
-
-    @property
-    def actor_options(self) -> dict[str, Any]:
-        """All options of each worker's Ray actor."""
-        resources = {**self.options.get("resources", {}), **self.additional_resources}
-        return self.options | ({"resources": resources} if resources else {})
 
 
 def _check_environment(variables: Mapping[str, str]) -> None:

@@ -34,6 +34,34 @@ class ClassWithInitArgs(Generic[W]):
         return self.cls(*self.args, **self.kwargs)
 
 
+class RayClassWithInitArgs(ClassWithInitArgs[W]):
+    """A worker class with its constructor's arguments; a class made by `ray.remote` is unwrapped."""
+
+    def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
+        metadata = getattr(cls, "__ray_metadata__", None)
+        super().__init__(metadata.modified_class if metadata is not None else cls, *args, **kwargs)
+        self.additional_resources: dict[str, float] = {}
+        self.options: dict[str, Any] = {}
+
+    def set_additional_resource(self, resources: dict[str, float]) -> None:
+        """Request further resources for each worker, for instance `{"accelerator_type:H100": 0.001}`."""
+        self.additional_resources.update(resources)
+
+    def update_options(self, options: dict[str, Any]) -> None:
+        """Change the Ray actor options of each worker, for instance `{"runtime_env": {"nsight": "default"}}`."""
+        self.options.update(options)
+
+    def recipes(self, role: str) -> dict[str, ClassWithInitArgs[Any]]:
+        """Return the recipe of each worker that a process constructs, by role."""
+        return {role: ClassWithInitArgs(self.cls, *self.args, **self.kwargs)}
+
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        """All options of each worker's Ray actor."""
+        resources = {**self.options.get("resources", {}), **self.additional_resources}
+        return self.options | ({"resources": resources} if resources else {})
+
+
 class WorkerGroup(ABC, Generic[W]):
     """A group of `world_size` workers of class W in one role."""
 

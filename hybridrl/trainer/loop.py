@@ -14,14 +14,15 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from hybridrl import single_controller
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.driver.run_context import RunContext
 from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import Stage, StageFn
-from hybridrl.single_controller.launch import launch
-from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
+from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer.checkpoint.compatibility import (
     FINGERPRINT_KEY,
     check_compatible,
@@ -65,7 +66,7 @@ class Trainer:
         config: Settings of the job.
         tokenizer: The model's tokenizer.
         resource_pool_manager: Pools, and the role -> pool mapping.
-        ray_worker_group_cls: `RayWorkerGroup`, or `LocalWorkerGroup` for one process without Ray.
+        ray_worker_group_cls: `RayWorkerGroup`, the default, or `LocalWorkerGroup` for one process without Ray.
         train_loader: Batches of the training data.
         resume_state: What an earlier driver of the run has left.
         model: Settings of the trained model.
@@ -86,7 +87,7 @@ class Trainer:
         tokenizer: Any,
         *,
         resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type = RayWorkerGroup,
+        ray_worker_group_cls: type | None = None,
         train_loader: PromptLoader | NoPrompts,
         resume_state: ResumeState,
         model: ModelConfig,
@@ -95,7 +96,8 @@ class Trainer:
         self.context = context or RunContext()
         self.config: Any = config
         self.tokenizer, self.train_loader = tokenizer, train_loader
-        self.resource_pool_manager, self.ray_worker_group_cls = resource_pool_manager, ray_worker_group_cls
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls or single_controller.RayWorkerGroup
         self.resume_state, self.job = resume_state, resume_state.run_name
         trainer, num_rows = config.trainer, len(train_loader.dataset)
         warn_about_small_batches(config, num_rows=num_rows)
@@ -161,12 +163,17 @@ class Trainer:
         """
         manager, trainer = self.resource_pool_manager, self.config.trainer
         environment = enable_tracing(trainer, self.job, self.context)
-        plan = manager.plan(self.job, pool_of_role, colocate=trainer.colocate, worker_env=environment)
-        manager.create_resource_pool(plan=plan, detached=detached)
+        if issubclass(self.ray_worker_group_cls, LocalWorkerGroup):
+            manager.create_resource_pool(job=self.job)
+            pools = {role: manager.resource_pool_dict[pool] for role, pool in pool_of_role.items()}
+            start = functools.partial(launch_locally, classes, pools)
+        else:
+            plan = manager.plan(self.job, pool_of_role, colocate=trainer.colocate, worker_env=environment)
+            manager.create_resource_pool(plan=plan, detached=detached)
+            launch = single_controller.launch.launch
+            start = functools.partial(launch, plan, classes, manager.resource_pool_dict, reattach=reattach)
         try:
-            self.groups = launch(
-                plan, classes, manager.resource_pool_dict, group_cls=self.ray_worker_group_cls, reattach=reattach
-            )
+            self.groups = start(group_cls=self.ray_worker_group_cls)
             for role, group in self.groups.items():
                 group.set_call_timeout(trainer.call_timeout_s)
                 if group.is_new:

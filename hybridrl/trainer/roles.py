@@ -5,19 +5,15 @@ The front ends and the trainers use it, in the driver. It decides nothing about 
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from hybridrl import master, single_controller
 from hybridrl.errors import ConfigError
-from hybridrl.master.plan.planner import plan_job
-from hybridrl.master.plan.spec import JobSpec, PoolSpec, RoleSpec
 from hybridrl.single_controller.invocation import invocations_of
-from hybridrl.single_controller.launch import make_pools
-from hybridrl.single_controller.placement.plan import Plan
-from hybridrl.single_controller.placement.resource_pool import (
-    CAPACITY_HINT,
-    RayResourcePool,
-    ResourcePool,
-    cluster_has_gpus,
-)
+from hybridrl.single_controller.placement.node_slots import CAPACITY_HINT, ResourcePool
+
+if TYPE_CHECKING:
+    from hybridrl.single_controller.placement.plan import Plan
 
 INIT_METHOD = "init_model"  # of every worker class; loads what the role needs
 
@@ -95,12 +91,14 @@ class ResourcePoolManager:
         self.max_colocate_count, self.hints = max_colocate_count, dict(hints or {})
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 
-    def job_spec(self, pool_of_role: Mapping[str, str], *, colocate: str, device_type: str) -> JobSpec:
+    def job_spec(self, pool_of_role: Mapping[str, str], *, colocate: str, device_type: str) -> "master.JobSpec":
         """Describe a job with one process of each role on every slot of its pool."""
-        return JobSpec(
-            tuple(RoleSpec(role, pool, tuple(self.resource_pool_spec[pool])) for role, pool in pool_of_role.items()),
+        return master.JobSpec(
             tuple(
-                PoolSpec(name, tuple(processes), colocate, hint=self.hints.get(name, CAPACITY_HINT))
+                master.RoleSpec(role, pool, tuple(self.resource_pool_spec[pool])) for role, pool in pool_of_role.items()
+            ),
+            tuple(
+                master.PoolSpec(name, tuple(processes), colocate, hint=self.hints.get(name, CAPACITY_HINT))
                 for name, processes in self.resource_pool_spec.items()
             ),
             device_type=device_type,
@@ -114,7 +112,7 @@ class ResourcePoolManager:
         colocate: str,
         worker_env: Mapping[str, str] | None = None,
         use_gpu: bool | None = None,
-    ) -> Plan:
+    ) -> "Plan":
         """Return the placement of all processes of these roles.
 
         Args:
@@ -127,11 +125,13 @@ class ResourcePoolManager:
         """
         use_gpu = self.use_gpu if use_gpu is None else use_gpu
         if use_gpu is None:
-            use_gpu = self.backend == "ray" and cluster_has_gpus()
+            use_gpu = self.backend == "ray" and single_controller.cluster_has_gpus()
         spec = self.job_spec(pool_of_role, colocate=colocate, device_type="GPU" if use_gpu else "CPU")
-        return plan_job(spec, job, worker_env=worker_env)
+        return master.plan_job(spec, job, worker_env=worker_env)
 
-    def create_resource_pool(self, *, job: str = "hybridrl", plan: Plan | None = None, detached: bool = False) -> None:
+    def create_resource_pool(
+        self, *, job: str = "hybridrl", plan: "Plan | None" = None, detached: bool = False
+    ) -> None:
         """Create the pools. Devices are reserved when the first group starts on a pool.
 
         Args:
@@ -145,7 +145,8 @@ class ResourcePoolManager:
             }
             return
         plan = plan or self.plan(job, {}, colocate="process")
-        self.resource_pool_dict = {**make_pools(plan, max_colocate_count=self.max_colocate_count, detached=detached)}
+        pools = single_controller.launch.make_pools(plan, max_colocate_count=self.max_colocate_count, detached=detached)
+        self.resource_pool_dict = {**pools}
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         return self.resource_pool_dict[self.mapping[role]]
@@ -181,5 +182,4 @@ class ResourcePoolManager:
     def release(self) -> None:
         """Release all reserved devices."""
         for pool in self.resource_pool_dict.values():
-            if isinstance(pool, RayResourcePool):
-                pool.release()
+            pool.release()

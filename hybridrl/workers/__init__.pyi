@@ -1,5 +1,7 @@
 from .actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
 from .critic import CriticWorker as CriticWorker
+from .export import export_adapter as export_adapter
+from .export import export_hf as export_hf
 from .preference.policy import PreferenceWorker as PreferenceWorker
 from .preference.reward import RewardTrainingWorker as RewardTrainingWorker
 from .replica import ReplicaWorker as ReplicaWorker

@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 
+from hybridrl import workers
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.engines import ref_engine_settings
 from hybridrl.config.plugins import load_plugins
@@ -26,6 +27,7 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import AdapterEngine, Engine, MicroBatching
 from hybridrl.workers.engine.hf_model import vocabulary_size
 from hybridrl.workers.engine_snapshot import SnapshotMixin
@@ -37,17 +39,13 @@ from hybridrl.workers.engine_worker import (
     on_device,
     required_path,
 )
-from hybridrl.workers.export import export_adapter, export_hf
 from hybridrl.workers.losses import actor_loss, student_terms, teacher_terms
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
-from hybridrl.workers.rollout import partial
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
-from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, sampling_params
 from hybridrl.workers.weight_push import WeightPushMixin
-from hybridrl.workers.weight_transfer import Receivers
 
 PARTS = ("actor", "rollout", "ref", "teacher")
 ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same prompts; the first rank returns the output
@@ -153,8 +151,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
-        self._server = RequestServer(self.rollout) if self.rollout.capabilities.requests else None
-        self._receivers = Receivers(rank=self.rank, device=self.device, timeout_s=self.config.trainer.call_timeout_s)
+        self._server: rollout.RequestServer | None = None  # started by the first requests
 
     @property
     def trained_engine(self) -> Engine:
@@ -180,7 +177,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
     def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
         """Return the first tokens of responses to the prompts, see `rollout/partial.py`."""
         self._require_version(weights_version)
-        return partial.begin_partial(
+        return rollout.begin_partial(
             self.rollout, prompts, replace(self._training_sampling(), max_new_tokens=max_new_tokens)
         )
 
@@ -190,7 +187,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
     ) -> DataProto:
         """Return the batch with more tokens for the open responses, generated with the present weights."""
         self._require_version(weights_version)
-        return partial.continue_partial(
+        return rollout.continue_partial(
             self.rollout, batch, replace(self._training_sampling(), max_new_tokens=max_new_tokens)
         )
 
@@ -204,11 +201,12 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         `RequestServer.serve`.
         """
         self._require_version(weights_version)
-        if self._server is None:
+        if not self.rollout.capabilities.requests:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.name={self.config.actor_rollout_ref.rollout.name}: the rollout serves no "
                 "single requests; use actor_rollout_ref.rollout.mode=sync"
             )
+        self._server = self._server or rollout.RequestServer(self.rollout)
         return self._server.serve(requests, aborted, slice_s=slice_s)
 
     def _require_version(self, weights_version: int | None) -> None:
@@ -327,7 +325,9 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
     def export_hf(self, directory: str) -> None:
         """Write the policy as Hugging Face safetensors with config and tokenizer, and verify names and values."""
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            export_hf(self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank)
+            workers.export_hf(
+                self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank
+            )
 
     def _ref_micro(self) -> MicroBatching:
         ref = self.config.actor_rollout_ref.ref
@@ -340,7 +340,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         """Write the policy's adapters in peft's format, and verify names and values."""
         model = self.config.actor_rollout_ref.model
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            export_adapter(
+            workers.export_adapter(
                 self.actor.weights(lora="unscaled_adapters"),
                 directory,
                 model=model,

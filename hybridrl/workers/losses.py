@@ -13,20 +13,11 @@ from typing import Any
 
 import torch
 
+from hybridrl import algos
+from hybridrl.algos import rollout_correction
 from hybridrl.algos.aggregate import agg_loss, loss_counts
-from hybridrl.algos.distillation import (
-    forward_kl,
-    forward_kl_topk,
-    limited,
-    reverse_kl,
-    reverse_kl_topk,
-    sampled_token_loss,
-    top_ids,
-    top_log_probs,
-)
 from hybridrl.algos.kl import kl_penalty
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, get_policy_loss
-from hybridrl.algos.rollout_correction import Rejection
 from hybridrl.algos.value_losses import clipped_value_loss
 from hybridrl.config.schema.distillation import FULL_MODES, DistillationConfig
 from hybridrl.config.schema.rollout_correction import CorrectionPlan
@@ -55,12 +46,6 @@ class GlobalCounts:
 
 DIVERGENCE = "divergence"
 """Output of the student: its divergence from the teacher, which needs the log-probs of more than the sampled token."""
-DIVERGENCES: dict[str, Callable[..., torch.Tensor]] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "forward_kl_topk": forward_kl_topk,
-    "reverse_kl_topk": reverse_kl_topk,
-}
 
 
 def student_terms(config: DistillationConfig) -> dict[str, TokenTerm]:
@@ -68,11 +53,21 @@ def student_terms(config: DistillationConfig) -> dict[str, TokenTerm]:
     loss = config.distillation_loss
     if not config.in_loss or config.samples_only:
         return {}
-    fn = partial(DIVERGENCES[loss.loss_mode], min_log_prob=loss.log_prob_min_clamp)
+    fn = partial(_divergence(loss.loss_mode), min_log_prob=loss.log_prob_min_clamp)
     whole = loss.loss_mode in FULL_MODES
     return {
         DIVERGENCE: TokenTerm(fn, ("teacher_all_log_probs",) if whole else ("teacher_top_ids", "teacher_top_log_probs"))
     }
+
+
+def _divergence(mode: str) -> Callable[..., torch.Tensor]:
+    formulas: dict[str, Callable[..., torch.Tensor]] = {
+        "forward_kl": algos.distillation.forward_kl,
+        "reverse_kl": algos.distillation.reverse_kl,
+        "forward_kl_topk": algos.distillation.forward_kl_topk,
+        "reverse_kl_topk": algos.distillation.reverse_kl_topk,
+    }
+    return formulas[mode]
 
 
 def teacher_terms(config: DistillationConfig, *, num_tokens: int) -> dict[str, TokenTerm]:
@@ -90,11 +85,13 @@ def teacher_terms(config: DistillationConfig, *, num_tokens: int) -> dict[str, T
     k = config.distillation_loss.topk
 
     def ids(log_probs_CV: torch.Tensor) -> torch.Tensor:
-        return top_ids(log_probs_CV[:, :num_tokens], k)
+        return algos.distillation.top_ids(log_probs_CV[:, :num_tokens], k)
 
     return {
         "teacher_top_ids": TokenTerm(ids),
-        "teacher_top_log_probs": TokenTerm(lambda log_probs_CV: top_log_probs(log_probs_CV, ids(log_probs_CV))),
+        "teacher_top_log_probs": TokenTerm(
+            lambda log_probs_CV: algos.distillation.top_log_probs(log_probs_CV, ids(log_probs_CV))
+        ),
     }
 
 
@@ -102,9 +99,11 @@ def divergence_losses(config: DistillationConfig, outputs: dict[str, torch.Tenso
     """Return the divergence (b, R) of the student from the teacher as configured."""
     loss = config.distillation_loss
     if DIVERGENCE in outputs:
-        return limited(outputs[DIVERGENCE], loss.loss_max_clamp)
+        return algos.distillation.limited(outputs[DIVERGENCE], loss.loss_max_clamp)
     teacher_BT = rows.batch["teacher_log_prob"]
-    return sampled_token_loss(outputs["log_probs"], teacher_BT, kind=loss.loss_mode, max_loss=loss.loss_max_clamp)
+    return algos.distillation.sampled_token_loss(
+        outputs["log_probs"], teacher_BT, kind=loss.loss_mode, max_loss=loss.loss_max_clamp
+    )
 
 
 Reduce = Callable[..., torch.Tensor]
@@ -215,7 +214,7 @@ def _bypass_settings(plan: CorrectionPlan) -> dict[str, Any]:
         "rollout_is": plan.rollout_is,
         "is_threshold": plan.is_threshold,
         "is_lower": plan.is_lower,
-        "rejections": [Rejection(*bounds) for bounds in plan.rejections],
+        "rejections": [rollout_correction.Rejection(*bounds) for bounds in plan.rejections],
     }
 
 

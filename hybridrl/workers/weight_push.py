@@ -4,7 +4,9 @@
 `trainer/ppo/policy/weight_sync.py`, the bytes are moved by `weight_transfer`.
 """
 
+import functools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,17 +15,13 @@ from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.system.machine import shared_memory_id
+from hybridrl.workers import weight_transfer
 from hybridrl.workers.engine.base import Engine
 from hybridrl.workers.engine_worker import EngineWorker, on_device
 from hybridrl.workers.rollout.base import Rollout, RolloutHealth, weights_dtype
-from hybridrl.workers.weight_transfer import (
-    OutgoingWeights,
-    PushReceipt,
-    Receivers,
-    Sender,
-    SenderAddress,
-    make_sender,
-)
+
+if TYPE_CHECKING:
+    from hybridrl.workers.weight_transfer import PushReceipt, Receivers, Sender, SenderAddress
 
 
 class WeightPushMixin(EngineWorker):
@@ -37,8 +35,12 @@ class WeightPushMixin(EngineWorker):
     config: PPOConfig
     actor: Engine
     rollout: Rollout
-    _sender: Sender | None
-    _receivers: Receivers
+    _sender: "Sender | None"
+
+    @functools.cached_property
+    def _receivers(self) -> "Receivers":
+        timeout_s = self.config.trainer.call_timeout_s
+        return weight_transfer.Receivers(rank=self.rank, device=self.device, timeout_s=timeout_s)
 
     @property
     def _offload(self) -> EngineSettings:
@@ -67,7 +69,7 @@ class WeightPushMixin(EngineWorker):
         return self.actor.weights(lora="adapters" if adapters else "base_and_adapters")
 
     @register(Dispatch.ONE_TO_ALL)
-    def open_weight_channel(self, transport: str, num_receivers: int) -> SenderAddress | None:
+    def open_weight_channel(self, transport: str, num_receivers: int) -> "SenderAddress | None":
         """Prepare rank 0 for pushes to rollouts in other processes.
 
         Called again after a failed push, or when the rollout's processes were replaced. Closes the old channel.
@@ -89,12 +91,12 @@ class WeightPushMixin(EngineWorker):
         return shared_memory_id()
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_weight_channel(self, address: SenderAddress) -> None:
+    def join_weight_channel(self, address: "SenderAddress") -> None:
         """Connect this rollout to the sender at `address`."""
         self._receivers.join(address)
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int, adapters: bool = False) -> PushReceipt | None:
+    def send_weights(self, version: int, adapters: bool = False) -> "PushReceipt | None":
         """Send the actor's weights as `version` from rank 0 to rollouts in other processes.
 
         With a streaming transport it returns when all rollouts have received the weights. The caller must submit their
@@ -110,19 +112,19 @@ class WeightPushMixin(EngineWorker):
         return self._send(self._sender, version, adapters=adapters)
 
     @register(Dispatch.ONE_TO_ALL)
-    def store_weights(self) -> PushReceipt | None:
+    def store_weights(self) -> "PushReceipt | None":
         """Put the actor's weights into the object store. Returns the receipt on rank 0, None elsewhere."""
         return self._send(self._make_sender("object_store", host="", num_receivers=0) if self.rank == 0 else None, 0)
 
-    def _make_sender(self, transport: str, *, host: str, num_receivers: int) -> Sender:
+    def _make_sender(self, transport: str, *, host: str, num_receivers: int) -> "Sender":
         settings, timeout_s = self.config.actor_rollout_ref.rollout.weight_sync, self.config.trainer.call_timeout_s
-        return make_sender(
+        return weight_transfer.make_sender(
             transport, settings, host=host, num_receivers=num_receivers, device=self.device, timeout_s=timeout_s
         )
 
-    def _send(self, sender: Sender | None, version: int, *, adapters: bool = False) -> PushReceipt | None:
+    def _send(self, sender: "Sender | None", version: int, *, adapters: bool = False) -> "PushReceipt | None":
         with on_device(self.actor, self.device, params=self._offload.param_offload):
-            weights = OutgoingWeights(
+            weights = weight_transfer.OutgoingWeights(
                 self._weights_to_push(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device)
             )
             try:
@@ -138,7 +140,7 @@ class WeightPushMixin(EngineWorker):
             self._sender.delete_older_than(before)
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, sent: PushReceipt | None, adapters: bool = False) -> RolloutHealth:
+    def receive_weights(self, version: int, sent: "PushReceipt | None", adapters: bool = False) -> RolloutHealth:
         """Load weights of an actor in other processes.
 
         Args:

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridrl import main_ppo
+from hybridrl import RayPPOTrainer, main_ppo
 from tests.support.end_to_end.runs import metrics, settings, train
 
 pytestmark = pytest.mark.timeout(180)
@@ -26,7 +26,7 @@ def loads_nothing(monkeypatch):
     def init_workers(trainer):
         raise AssertionError("the models are loaded")
 
-    monkeypatch.setattr(main_ppo.RayPPOTrainer, "init_workers", init_workers)
+    monkeypatch.setattr(RayPPOTrainer, "init_workers", init_workers)
 
 
 def rewrite(path, **columns):

@@ -13,8 +13,8 @@ from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.launch import launch
-from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.local_worker_group import launch_locally
+from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -83,12 +83,13 @@ def generated(folder, model_path, *, pools, mapping, colocate="process", top_k=1
     manager = ResourcePoolManager(pools or {"pool": [1]}, mapping, use_gpu=False, backend="local" if local else "ray")
     manager.create_resource_pool(job=folder.name)
     classes = {str(role): RayClassWithInitArgs(ActorRolloutRefWorker, config, str(role)) for role in mapping}
-    plan = manager.plan(folder.name, {str(role): pool for role, pool in mapping.items()}, colocate=colocate)
+    pool_of_role, started = {str(role): pool for role, pool in mapping.items()}, manager.resource_pool_dict
     groups = {}
     try:
-        groups = launch(
-            plan, classes, manager.resource_pool_dict, group_cls=LocalWorkerGroup if local else RayWorkerGroup
-        )
+        if local:
+            groups = launch_locally(classes, {role: started[pool] for role, pool in pool_of_role.items()})
+        else:
+            groups = launch(manager.plan(folder.name, pool_of_role, colocate=colocate), classes, started)
         for group in groups.values():
             group.init_model()
         policy = PolicyGroups(groups)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
-from hybridrl.config.checks.megatron import layout_problems, local_model_config, model_problems
+from hybridrl.config import checks
 from hybridrl.config.checks.rollout import Problems
 from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings
 from hybridrl.config.introspection import value_text
@@ -76,12 +76,13 @@ def _megatron_problems(config: PPOConfig) -> Problems:
             "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed; in the checkout: "
             "pip install -e '.[megatron]', or use fsdp"
         )
-    yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
+    yield from checks.megatron.layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
     policy = config.actor_rollout_ref.model
     for path in {policy.path, config.critic.model.path, config.reward_model.model.path} - {None}:
-        if (model := local_model_config(path)) is not None:
+        if (model := checks.megatron.local_model_config(path)) is not None:
             model |= dict(policy.override_config) if path == policy.path else {}
-            yield from (f"{path}: {problem}" for problem in model_problems(layout, model, key=key))
+            found = checks.megatron.model_problems(layout, model, key=key)
+            yield from (f"{path}: {problem}" for problem in found)
     offload = config.critic.fsdp_config
     if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
         yield (

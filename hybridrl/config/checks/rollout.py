@@ -175,7 +175,7 @@ def weight_sync_problems(config: PPOConfig) -> Problems:
         config.actor_rollout_ref.rollout.n_gpus_per_node > 0,
     )
     key = "actor_rollout_ref.rollout.weight_sync"
-    if not separated and chosen.transport not in ("auto", "in_process"):
+    if not separated and not chosen.by_placement:
         yield (
             f"{key}.transport={chosen.transport}: actor and rollout share their processes, so nothing is "
             "transported; leave it out, or give the rollout its own pool with "

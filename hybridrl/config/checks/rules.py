@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hybridrl import config as settings
 from hybridrl.config.build import raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
 from hybridrl.config.checks.adapters import adapter_problems
@@ -35,7 +36,6 @@ from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import ActorConfig
-from hybridrl.config.unknown_keys import suggest_name
 from hybridrl.errors import ConfigError
 from hybridrl.registry import Registry
 
@@ -279,7 +279,7 @@ def _estimator_problems(
 ) -> Problems:
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     if name not in known:
-        yield f"algorithm.adv_estimator={name}: there is no such estimator; {suggest_name(name, known)}"
+        yield f"algorithm.adv_estimator={name}: there is no such estimator; {settings.suggest_name(name, known)}"
     if not config.distillation.task_rewards:
         return  # no estimator is used
     if name in group and samples == 1:
@@ -307,9 +307,8 @@ def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_
             f"below policy_loss.clip_cov_ub={loss.clip_cov_ub:g}; lower it"
         )
     if name not in known:
-        yield (
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {suggest_name(name, known)}"
-        )
+        near = settings.suggest_name(name, known)
+        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {near}"
 
 
 def _import_problems(registry: Registry[Any], names: Collection[str]) -> Problems:

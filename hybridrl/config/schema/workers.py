@@ -198,6 +198,10 @@ class ValKwargs:
     top_p: float = setting(1.0, "Top-p in validation.", gt=0, le=1)
 
 
+TRANSPORTS_BY_PLACEMENT = ("auto", "in_process")
+"""Values of `weight_sync.transport` that name no transport."""
+
+
 @dataclass(frozen=True)
 class WeightSyncConfig:
     transport: str = setting(
@@ -218,6 +222,11 @@ class WeightSyncConfig:
     directory: str | None = setting(
         None, "Where transport=disk writes weights: a directory or URL that all machines can access."
     )
+
+    @property
+    def by_placement(self) -> bool:
+        """Whether the placement of actor and rollout decides the transport, if there is any."""
+        return self.transport in TRANSPORTS_BY_PLACEMENT
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from hybridrl.master.service.client import MasterClient
 from hybridrl.master.state.events import SUPERVISOR, WarningRaised, role_of_slot
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import JOB_SUPERVISOR, master_name
-from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
+from hybridrl.single_controller.monitoring.reports import report_decision
 from hybridrl.single_controller.processes.termination import kill_processes, kill_run
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 
@@ -252,7 +252,10 @@ class JobSupervisor:
             self._calls.pop(call, None)
 
     def _handle_failure(self, error: Exception, role: str, rank: int) -> None:
-        """Restart what is necessary after a process died or raised. Raises errors that the job does not survive."""
+        """Restart what is necessary after a process died or raised.
+
+        Raises errors that the job does not survive.
+        """
         before = self._calls
         dead = self._find_dead(error)
         if not dead and role == TRAINER and not self._is_replaced(error):
@@ -277,7 +280,10 @@ class JobSupervisor:
         return self._given[error.role][error.rank] != self._groups[error.role].worker_names[error.rank]
 
     def _count_trainer_exception(self, error: Exception) -> None:
-        """Count an exception of the trainer. Raises it if it repeats at the same step, or exceeds the budget."""
+        """Count an exception of the trainer.
+
+        Raises it if it repeats at the same step, or exceeds the budget.
+        """
         exception = (f"{type(error).__name__}: {error}", self._budgets.step)
         if isinstance(error, ConfigError) or exception == self._last_exception:
             what = f"the trainer raised {exception[0]} at step {exception[1]}"

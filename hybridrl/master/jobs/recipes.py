@@ -1,4 +1,7 @@
-"""Recipes of a submitted job's processes: what each role constructs, runs and offers. Made by the job supervisor."""
+"""Recipes of a submitted job's processes: what each role constructs, runs and offers.
+
+Made by the job supervisor.
+"""
 
 import inspect
 import sys
@@ -18,8 +21,7 @@ from hybridrl.master.jobs.job_context import JobContext
 from hybridrl.master.plan.spec import TRAINER, JobSpec, is_script
 from hybridrl.single_controller.invocation import CONCURRENT, CONTROL, MAGIC_ATTR, USER_CODE, Invocation, endpoints_of
 from hybridrl.single_controller.placement.plan import Plan
-from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
-from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.single_controller.worker_group import ClassWithInitArgs, RayClassWithInitArgs
 
 
 class EntryRecipe(RayClassWithInitArgs):

@@ -94,7 +94,8 @@ def one_replica(model: StandaloneModel, *, num_threads: int | None = None) -> It
 def replicas_on_ray(model: StandaloneModel, num_replicas: int) -> Iterator[Replicas]:
     """Run the model in processes of the connected Ray cluster. Lost processes are restarted."""
     from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-    from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+    from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
+    from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 
     with (
         RayResourcePool([num_replicas], use_gpu=None) as pool,

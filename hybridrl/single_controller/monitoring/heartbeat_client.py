@@ -22,10 +22,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridrl.failure_policy import Decision
 from hybridrl.single_controller.cluster import NAMESPACE, get_value
 from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
 from hybridrl.single_controller.monitoring.lost_workers import mark_lost
@@ -225,16 +224,3 @@ def oom_kills() -> int:
     """Return how many processes this machine's kernel has killed for lack of memory since it booted."""
     with open("/proc/vmstat", encoding="ascii") as f:
         return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
-
-
-def report_call_timeout(role: str, ranks: Sequence[int], method: str, timeout_s: float) -> None:
-    """Report to this process's master, if it has one, that workers did not answer a call in time."""
-    if (master := PROCESS.master) is not None:
-        call = {"role": role, "ranks": list(ranks), "method": method, "timeout_s": timeout_s}
-        master.send({"call_timeout": call})
-
-
-def report_decision(decision: Decision) -> None:
-    """Report to this process's master, if it has one, what follows a failure."""
-    if (master := PROCESS.master) is not None:
-        master.send({"decision": decision.to_json()})

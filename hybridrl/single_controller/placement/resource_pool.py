@@ -1,6 +1,8 @@
-"""Resource pools: worker slots on nodes, and the placement groups that reserve them. Used in the driver."""
+"""`RayResourcePool`: worker slots on nodes, and the placement groups that reserve them.
 
-import itertools
+Used in the driver.
+"""
+
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.placement.feasibility import check_feasible
 from hybridrl.single_controller.placement.node_loss import replace_lost_nodes
+from hybridrl.single_controller.placement.node_slots import CAPACITY_HINT, ResourcePool
 from hybridrl.single_controller.placement.placement_groups import (
     cluster_nodes,
     find_leftover_groups,
@@ -21,9 +24,6 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 ROUNDING = 1e-6  # tolerance when shares are summed
-CAPACITY_HINT = (
-    "Lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes to the Ray cluster and name it with RAY_ADDRESS"
-)
 
 
 class Slot(NamedTuple):
@@ -31,53 +31,6 @@ class Slot(NamedTuple):
 
     group: "PlacementGroup"
     bundle: int
-
-
-class ResourcePool:
-    """Worker slots on nodes: `process_on_nodes[i]` slots on node i.
-
-    Args:
-        max_colocate_count: processes that may share one slot; a group takes `1 / max_colocate_count` by default.
-
-    Attributes:
-        sees_node_devices: a process sees the devices of all processes of its group on its node, by local rank.
-    """
-
-    sees_node_devices = False
-
-    def __init__(self, process_on_nodes: Sequence[int], *, max_colocate_count: int = 10) -> None:
-        if not process_on_nodes or any(n < 1 for n in process_on_nodes):
-            raise ValueError(f"process_on_nodes={list(process_on_nodes)} must name at least one process on every node")
-        if max_colocate_count < 1:
-            raise ValueError(f"max_colocate_count={max_colocate_count} must be at least 1")
-        self.store = list(process_on_nodes)
-        self.max_colocate_count = max_colocate_count
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.store)
-
-    @property
-    def local_world_size_list(self) -> list[int]:
-        """For each rank, the number of ranks on its node."""
-        return [size for size in self.store for _ in range(size)]
-
-    @property
-    def local_rank_list(self) -> list[int]:
-        """For each rank, its index on its node."""
-        return list(itertools.chain.from_iterable(range(size) for size in self.store))
-
-    def rank_environment(self, rank: int) -> dict[str, str]:
-        """Return environment variables of a rank beyond those of `RankInfo`."""
-        return {
-            "NODE_RANK": str(next(node for node, last in enumerate(itertools.accumulate(self.store)) if rank < last))
-        }
-
-    def add_node(self, process_count: int) -> None:
-        """Add a node with this many worker slots."""
-        if process_count < 1:
-            raise ValueError(f"process_count={process_count} must be at least 1")
-        self.store.append(process_count)
 
 
 class RayResourcePool(ResourcePool):

@@ -1,1 +1,8 @@
-"""PPO, GRPO and relatives: trainer, stages, and what a step is made of."""
+"""PPO, GRPO and relatives: trainer, stages, and what a step is made of.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,7 +16,7 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer.checkpoint.step_ledger import LEDGER
 from hybridrl.trainer.data.prompt_dataset import collate_fn, load_prompt_data
 from hybridrl.trainer.data.prompt_loader import StepPrompts
@@ -58,7 +58,7 @@ class PPOLoop(Trainer):
         tokenizer: Any,
         role_worker_mapping: dict[Role, type],
         resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type = RayWorkerGroup,
+        ray_worker_group_cls: type | None = None,
         *,
         reward_fn: RewardFn | None = None,
         val_reward_fn: RewardFn | None = None,

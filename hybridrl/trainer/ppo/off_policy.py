@@ -6,15 +6,7 @@ the version of the policy that is about to be trained minus the version that gen
 
 import torch
 
-from hybridrl.algos.rollout_correction import (
-    Rejection,
-    importance_ratios,
-    normalize_weights,
-    rejection_mask,
-    rejection_stats,
-    rollout_is_weights,
-    weight_stats,
-)
+from hybridrl.algos import rollout_correction
 from hybridrl.config.schema.rollout_correction import CorrectionPlan
 from hybridrl.protocol import DataProto
 
@@ -58,10 +50,10 @@ def apply_rollout_correction(batch: DataProto, plan: CorrectionPlan) -> dict[str
     if plan.rollout_is is not None:
         columns["rollout_is_weights"], stats = _weights(samples, plan)
     if plan.rejections:
-        rejections = [Rejection(*bounds) for bounds in plan.rejections]
-        kept = rejection_mask(*samples, rejections)
+        rejections = [rollout_correction.Rejection(*bounds) for bounds in plan.rejections]
+        kept = rollout_correction.rejection_mask(*samples, rejections)
         columns["rollout_rs_mask"] = kept.to(columns["response_mask"].dtype)
-        stats |= rejection_stats(*samples, rejections)
+        stats |= rollout_correction.rejection_stats(*samples, rejections)
     return {f"rollout_corr/{name}": value for name, value in stats.items()}
 
 
@@ -71,10 +63,10 @@ Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _weights(samples: Samples, plan: CorrectionPlan) -> tuple[torch.Tensor, dict[str, float]]:
     assert plan.rollout_is is not None
     mask, level, high, low = samples[2], plan.rollout_is, plan.is_threshold, plan.is_lower
-    weights = rollout_is_weights(*samples, level=level, threshold=high, lower=low)
-    ratios = importance_ratios(*samples, level=level)
-    stats = weight_stats(weights, ratios, mask, level=level, threshold=high, lower=low)
+    weights = rollout_correction.rollout_is_weights(*samples, level=level, threshold=high, lower=low)
+    ratios = rollout_correction.importance_ratios(*samples, level=level)
+    stats = rollout_correction.weight_stats(weights, ratios, mask, level=level, threshold=high, lower=low)
     if plan.batch_normalize:
-        weights, mean = normalize_weights(weights, mask, level=level)
+        weights, mean = rollout_correction.normalize_weights(weights, mask, level=level)
         stats["rollout_is_batch_norm_factor"] = float(mean)
     return weights, stats

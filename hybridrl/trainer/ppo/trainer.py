@@ -37,6 +37,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import Stage, spec_of
 from hybridrl.framework.stage_halves import run_once
 from hybridrl.protocol import DataProto
+from hybridrl.trainer import ppo
 from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo import columns as c
@@ -49,13 +50,6 @@ from hybridrl.trainer.ppo.columns import (
     PROMPT_INPUT,
     RESPONSE,
     SCORES,
-)
-from hybridrl.trainer.ppo.distillation import (
-    add_no_advantages,
-    add_no_scores,
-    add_teacher_advantages,
-    score_by_teachers,
-    teacher_metrics,
 )
 from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import (
@@ -107,7 +101,7 @@ class RayPPOTrainer(PPOLoop):
         tokenizer: The policy's tokenizer.
         role_worker_mapping: `Role` -> worker class.
         resource_pool_manager: Pools, and the role -> pool mapping.
-        ray_worker_group_cls: `RayWorkerGroup`, or `LocalWorkerGroup` for one process without Ray.
+        ray_worker_group_cls: `RayWorkerGroup`, the default, or `LocalWorkerGroup` for one process without Ray.
         reward_fn: Called with a batch, returns a `RewardOutput` (see `rewards/`).
         val_reward_fn: The same for validation. Default: `reward_fn`.
         train_dataset: Default: the dataset of `config.data`.
@@ -213,7 +207,7 @@ class RayPPOTrainer(PPOLoop):
         A distillation without task rewards scores nothing.
         """
         if not self.config.distillation.task_rewards:
-            add_no_scores(ctx.batch)
+            ppo.add_no_scores(ctx.batch)
             return
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
         ctx.metrics |= reward_extra_metrics(ctx.reward_extra)
@@ -310,7 +304,7 @@ class RayPPOTrainer(PPOLoop):
         """Compute log-probs under the teacher of each row, and what else of it the divergence needs."""
         group, config = self.groups[Role.TeacherModel], self.config.distillation
         num_ranks, balance = self._num_dp(group.world_size), self.config.trainer.balance_batch
-        ctx.batch.union(score_by_teachers(ctx.batch, group, config, num_ranks=num_ranks, balance=balance))
+        ctx.batch.union(ppo.score_by_teachers(ctx.batch, group, config, num_ranks=num_ranks, balance=balance))
 
     def values(self, ctx: BatchContext) -> None:
         """Compute the critic's value before each response token."""
@@ -333,11 +327,11 @@ class RayPPOTrainer(PPOLoop):
         if self.config.distillation.task_rewards:
             add_advantages(ctx.batch, self.estimator, algorithm)
         else:
-            add_no_advantages(ctx.batch)
+            ppo.add_no_advantages(ctx.batch)
         if self.config.distillation.enabled:
-            ctx.metrics |= teacher_metrics(ctx.batch)
+            ctx.metrics |= ppo.teacher_metrics(ctx.batch)
         if self.config.distillation.in_advantages:
-            ctx.metrics |= add_teacher_advantages(ctx.batch, self.config.distillation)
+            ctx.metrics |= ppo.add_teacher_advantages(ctx.batch, self.config.distillation)
 
     def update_critic(self, ctx: BatchContext) -> None:
         """Fit the critic to the returns."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from hybridrl.algos import policy_losses
 from hybridrl.algos.partition import balanced_partition
-from hybridrl.algos.policy_losses.covariance import select_at_random, select_by_rank, token_keys
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
@@ -88,18 +88,18 @@ def add_covariance_selection(data: DataProto, config: PPOConfig, *, step: int) -
     settings = config.actor_rollout_ref.actor.policy_loss
     if settings.loss_mode not in ("clip_cov", "kl_cov") or not len(data):
         return
-    columns = data.batch
+    covariance, columns = policy_losses.covariance, data.batch
     samples = columns["old_log_probs"], columns["advantages"], columns["response_mask"]
     if settings.loss_mode == "kl_cov":
-        columns["cov_selected"] = select_by_rank(*samples, ratio=settings.kl_cov_ratio)
+        columns["cov_selected"] = covariance.select_by_rank(*samples, ratio=settings.kl_cov_ratio)
         return
-    keys = token_keys(
+    keys = covariance.token_keys(
         columns["input_ids"],
         columns["attention_mask"],
         num_columns=columns["response_mask"].shape[1],
         seed=call_seed(seed=config.trainer.seed, purpose=Purpose.SHUFFLE, step=step),
     )
-    columns["cov_selected"] = select_at_random(
+    columns["cov_selected"] = covariance.select_at_random(
         *samples, ratio=settings.clip_cov_ratio, low=settings.clip_cov_lb, high=settings.clip_cov_ub, keys_BT=keys
     )
 

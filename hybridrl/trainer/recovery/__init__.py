@@ -1,1 +1,8 @@
-"""Recovery from lost workers, from a lost driver, and from updates that are not finite."""
+"""Recovery from lost workers, from a lost driver, and from updates that are not finite.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -13,14 +13,16 @@ from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.ray_cluster import existing_cluster, start_ray
 from hybridrl.failure_policy import Decision
 from hybridrl.single_controller.cluster import find_actor, master_name
-from hybridrl.single_controller.monitoring.heartbeat_client import report_decision
+from hybridrl.single_controller.monitoring.reports import report_decision
 from hybridrl.trainer.recovery.master_link import journal_root
 
 logger = logging.getLogger(__name__)
 
 
 def report_final_decision(config: TrainerConfig, run_id: str, decision: Decision, *, num_nodes: int = 1) -> None:
-    """Record the decision, and that the job failed. A failure of this report is logged; it changes no exit code.
+    """Record the decision, and that the job failed.
+
+    A failure of this report is logged; it changes no exit code.
 
     Args:
         config: Settings of the run.

@@ -1,40 +1,19 @@
-"""Step snapshots: the state at the end of a step, held in memory for a restarted driver.
+"""Step snapshots: the state at the end of a step, held in memory for a retry of the next one.
 
-A supervised driver (`driver/lifecycle.py`) has its snapshots held in Ray's object store by a snapshot store, an actor
-that outlives it. The next attempt loads the newest snapshot there, reattaches to the worker processes, and resumes at
-the end of that step. Without a snapshot only the newest checkpoint is left: the job is then a new run on the cluster,
-and the processes of the old one are killed.
-
-Used by the trainers and by `StepRetry`, in the driver.
+A supervised driver can be restarted. Its snapshots outlive it, see `supervised_state.py`. Used by the trainers and by
+`StepRetry`, in the driver.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle
-
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.lifecycle import DriverLifecycle
-from hybridrl.errors import CallTimeout, ObjectLost
-from hybridrl.single_controller.cluster import snapshot_store_name
-from hybridrl.single_controller.monitoring.snapshot_store import (
-    find_snapshot_store,
-    load_snapshot,
-    start_snapshot_store,
-    store_snapshot,
-    watch_process,
-)
-from hybridrl.single_controller.processes.freeze_watch import FreezeWatch
-from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_run
+from hybridrl.trainer import recovery
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import run_directory
-
-logger = logging.getLogger(__name__)
-STORE_ATTEMPTS = 3  # to take one snapshot
-STORE_KILL_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -55,101 +34,45 @@ class StepSnapshot:
 
 
 class ResumeState:
-    """What a driver resumes from, and the store for its own snapshots.
+    """What a driver resumes from. Without a supervisor nothing outlives it.
 
     Args:
         run_name: Name of the run on the cluster.
         snapshot: Snapshot of the previous driver; None in a first attempt.
-        store: Snapshot store of the run, None while there is none.
-        is_supervised: Whether a supervisor restarts this driver, so that snapshots must outlive it.
     """
 
-    def __init__(
-        self, run_name: str, *, snapshot: StepSnapshot | None = None, store: Any = None, is_supervised: bool = False
-    ):
-        self.run_name, self.snapshot, self.is_supervised = run_name, snapshot, is_supervised
-        self._store = store
-        self._watch: FreezeWatch | None = None
+    is_supervised = False  # whether a supervisor restarts this driver, so that snapshots must outlive it
+
+    def __init__(self, run_name: str, *, snapshot: StepSnapshot | None = None):
+        self.run_name, self.snapshot = run_name, snapshot
 
     def pop_snapshot(self) -> StepSnapshot | None:
-        """Return the snapshot to resume from and clear it. Later rollbacks use the newest checkpoint."""
+        """Return the snapshot to resume from and clear it.
+
+        Later rollbacks use the newest checkpoint.
+        """
         snapshot, self.snapshot = self.snapshot, None
         return snapshot
 
     def call_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
-        """Call a method on all ranks of the groups, and wait for all; the results outlive a supervised driver.
-
-        Raises:
-            ObjectLost: The snapshot store was lost `STORE_ATTEMPTS` times in a row.
-        """
-        if not self.is_supervised:
-            return _wait({role: getattr(group, method).submit() for role, group in groups.items()})
-        import ray
-
-        why: Exception | None = None
-        for _ in range(STORE_ATTEMPTS):
-            self._start_store()
-            try:
-                return _wait({role: group.call_through_actor(self._store, method) for role, group in groups.items()})
-            except (ray.exceptions.RayActorError, ObjectLost) as error:
-                why = error
-            except CallTimeout as error:
-                if error.role:  # a worker's, not the store's
-                    raise
-                why = error
-            logger.warning("snapshot store of %s was lost (%s); starting a new one", self.run_name, _first_line(why))
-            self._kill_store()
-        raise ObjectLost(
-            f"the snapshot store of {self.run_name} was lost {STORE_ATTEMPTS} times in a row ({_first_line(why)}); "
-            "restart the run, it resumes from its newest checkpoint"
-        )
-
-    def _start_store(self) -> None:
-        """Start the snapshot store if there is none, and watch it."""
-        if self._store is None:
-            self._store = start_snapshot_store(self.run_name)
-        if self._watch is None:
-            self._watch = FreezeWatch("the snapshot store", consequence="the next step starts a new one")
-            watch_process(self._store, self._watch.set_process)
-
-    def _kill_store(self) -> None:
-        """Kill a snapshot store that is lost or does not answer, and wait until its name is free."""
-        self._end_watch()
-        self._store = None
-        kill_named([snapshot_store_name(self.run_name)], timeout_s=STORE_KILL_TIMEOUT_S)
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        """Call a method on all ranks of the groups, and wait for all; the results outlive a supervised driver."""
+        return wait_for_parts({role: getattr(group, method).submit() for role, group in groups.items()})
 
     def store(self, snapshot: StepSnapshot) -> None:
         """Store this snapshot for the next driver, if there is a supervisor."""
-        if not self.is_supervised:
-            return
-        description = replace(snapshot, engine_refs={})
-        parts = {role: list(references) for role, references in snapshot.engine_refs.items()}
-        if not store_snapshot(self._store, cloudpickle.dumps(description), parts):
-            logger.warning("snapshot store of %s was lost; the next step starts a new one", self.run_name)
-            self._kill_store()
 
     def drop(self) -> None:
-        """End the snapshot store, and with it all snapshots."""
-        self._end_watch()
-        if self._store is not None:
-            kill_actors([self._store])
-            self._store = None
+        """Drop all stored snapshots."""
 
 
-def _wait(results: dict[str, Any]) -> dict[str, Any]:
-    """Wait until every rank has stored its part. The sizes are small, the parts stay in the object store."""
+def wait_for_parts(results: dict[str, Any]) -> dict[str, Any]:
+    """Wait until every rank has stored its part.
+
+    The sizes are small, the parts stay in the object store.
+    """
     for parts in results.values():
         parts.fetch(parts.sizes or [])
     return results
-
-
-def _first_line(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
 
 
 def is_supervisable(config: TrainerConfig) -> bool:
@@ -169,21 +92,11 @@ def with_resume_overrides(config: PPOConfig, lifecycle: DriverLifecycle) -> PPOC
 
 
 def load_resume_state(config: TrainerConfig, lifecycle: DriverLifecycle) -> ResumeState:
-    """Return what earlier attempts of this driver have left. Needs a connection to Ray if the backend is Ray."""
+    """Return what earlier attempts of this driver have left.
+
+    Needs a connection to Ray if the backend is Ray.
+    """
     run_name = f"{config.experiment_name}-{lifecycle.run_id}"
     if not (lifecycle.is_supervised and config.backend == "ray"):
         return ResumeState(run_name)
-    if lifecycle.attempt == 1:
-        return ResumeState(run_name, is_supervised=True)
-    store = find_snapshot_store(run_name)
-    found = load_snapshot(store)
-    if found is None:
-        logger.warning("driver attempt %d: the previous driver left no snapshot; starting a new job", lifecycle.attempt)
-        kill_run(run_name)
-        return ResumeState(f"{run_name}.{lifecycle.attempt}", is_supervised=True)
-    description, parts = found
-    snapshot = replace(cloudpickle.loads(description), engine_refs=parts)
-    if snapshot.channel is not None:
-        # The previous driver may have died between send and receive: release the actor that still waits for a receiver.
-        snapshot.channel.cancel("the driver was lost")
-    return ResumeState(run_name, snapshot=snapshot, store=store, is_supervised=True)
+    return recovery.load_supervised_state(run_name, lifecycle)

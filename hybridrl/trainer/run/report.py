@@ -13,8 +13,7 @@ from typing import Any
 
 from hybridrl.trainer.run.console import VALIDATION_LOSS, split_validation_name
 from hybridrl.trainer.run.samples import format_answer, format_prompt, read_examples
-from hybridrl.trainer.run.tensorboard import TENSORBOARD_DIRECTORY
-from hybridrl.trainer.run.tracking import METRICS_FILE, read_metrics
+from hybridrl.trainer.run.tracking import METRICS_FILE, TENSORBOARD_DIRECTORY, read_metrics
 
 History = Sequence[Mapping[str, float]]
 Series = tuple[list[int], list[float]]  # steps, values

@@ -13,9 +13,8 @@ import time
 from importlib import import_module
 from typing import Any
 
-from hybridrl.trainer.run.tracking import Metrics, PatientFile, RunInfo
+from hybridrl.trainer.run.tracking import TENSORBOARD_DIRECTORY, Metrics, PatientFile, RunInfo
 
-TENSORBOARD_DIRECTORY = "tensorboard"
 FILE_NUMBERS = itertools.count()  # of this process: two files of one second have different names
 FILE_VERSION = "brain.Event:2"
 
@@ -43,7 +42,10 @@ class TensorBoardTracker:
                 self._write(**event)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Write the event of a step. Raises OSError if the disk is full; the event is then written later."""
+        """Write the event of a step.
+
+        Raises OSError if the disk is full; the event is then written later.
+        """
         values = [self._summary.Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self._write(step=step, summary=self._summary.Summary(value=values))
 

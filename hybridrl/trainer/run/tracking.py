@@ -8,10 +8,6 @@ A back end's package is imported only if a run uses it. Used by the trainers, in
 import contextlib
 import json
 import logging
-import os
-import re
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -26,7 +22,7 @@ from hybridrl.trainer.run.console import ConsoleProgress
 
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, TENSORBOARD_DIRECTORY = "metrics.jsonl", "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -42,24 +38,35 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """A back end, one object per run, in the driver. `trainer.logger` names its class or has its import path.
+    """A back end, one object per run, in the driver.
+
+    `trainer.logger` names its class or has its import path.
 
     The driver imports the class and constructs it once when the run starts. An OSError of a method, such as a full disk
     or a lost connection, is logged once and the run goes on; any other exception ends the run.
     """
 
     def __init__(self, run: RunInfo) -> None:
-        """Start or continue the run's record. `run.start_step` is the last step whose record is valid."""
+        """Start or continue the run's record.
+
+        `run.start_step` is the last step whose record is valid.
+        """
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Record the metrics of one step. Steps ascend. Values may be infinite or nan."""
 
     def close(self) -> None:
-        """Write what is buffered and release resources. Called once, also after an error of the run."""
+        """Write what is buffered and release resources.
+
+        Called once, also after an error of the run.
+        """
 
 
 class PatientFile:
-    """A file to append to. What a full disk does not take is kept, and written by a later `write`."""
+    """A file to append to.
+
+    What a full disk does not take is kept, and written by a later `write`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open until `close`
@@ -116,7 +123,10 @@ class Tracking:
             self._open = started.pop_all()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log the metrics of `step`, infinite and nan values unchanged. Call once per step, in ascending order."""
+        """Log the metrics of `step`, infinite and nan values unchanged.
+
+        Call once per step, in ascending order.
+        """
         for tracker in self._trackers:
             try:
                 tracker.log(metrics, step)
@@ -131,7 +141,10 @@ class Tracking:
             )
 
     def close(self) -> None:
-        """Flush and close every logger, even if one of them fails. A second call does nothing."""
+        """Flush and close every logger, even if one of them fails.
+
+        A second call does nothing.
+        """
         self._open.close()
 
     def __enter__(self) -> Self:
@@ -176,74 +189,6 @@ class JsonlTracker:
         self._file.close()
 
 
-class WandbTracker:
-    """Weights & Biases, online or as WANDB_MODE says.
-
-    A resumed run continues under its id; repeated steps keep their first values.
-    """
-
-    def __init__(self, run: RunInfo) -> None:
-        run_id = _run_id(run, "wandb_run_id") or uuid.uuid4().hex[:8]
-        self._run = import_module("wandb").init(
-            project=run.project_name,
-            name=run.experiment_name,
-            dir=str(run.directory),
-            config=dict(run.config),
-            id=run_id,
-            resume="allow",
-        )
-        (run.directory / "wandb_run_id").write_text(run_id)
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MlflowTracker:
-    """MLflow, at MLFLOW_TRACKING_URI or in the run's own `mlflow.db`.
-
-    View it with `mlflow ui --backend-store-uri sqlite:///.../mlflow.db`. MLflow forbids `@` and other characters in
-    names: `mean@4` becomes `mean_at_4`.
-    """
-
-    def __init__(self, run: RunInfo) -> None:
-        self._mlflow = import_module("mlflow")
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.directory / 'mlflow.db'}"
-        self._client = self._mlflow.MlflowClient(tracking_uri=uri)
-        run_id = _run_id(run, "mlflow_run_id")
-        if run_id is None:
-            run_id = self._client.create_run(self._experiment(run), run_name=run.experiment_name).info.run_id
-            parameters = [
-                self._mlflow.entities.Param(_mlflow_name(key), str(value)[:6000]) for key, value in flatten(run.config)
-            ]
-            for first in range(
-                0, len(parameters), 100
-            ):  # MLflow's limits: 100 parameters per call, 6000 characters each
-                self._client.log_batch(run_id, params=parameters[first : first + 100])
-            (run.directory / "mlflow_run_id").write_text(run_id)
-        else:
-            self._client.update_run(run_id, status="RUNNING")
-        self._run_id = run_id
-
-    def _experiment(self, run: RunInfo) -> str:
-        found = self._client.get_experiment_by_name(run.project_name)
-        return found.experiment_id if found else self._client.create_experiment(run.project_name)
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        now_ms = int(time.time() * 1000)
-        entries = [
-            self._mlflow.entities.Metric(_mlflow_name(name), float(value), now_ms, step)
-            for name, value in metrics.items()
-        ]
-        for first in range(0, len(entries), 1000):  # MLflow's limit for one call
-            self._client.log_batch(self._run_id, metrics=entries[first : first + 1000])
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
-
-
 PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -272,7 +217,10 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _tracker_class(name: str) -> Callable[[RunInfo], Tracker]:
-    """Return the class of a logger. Raises ConfigError if it is unknown or its package is missing."""
+    """Return the class of a logger.
+
+    Raises ConfigError if it is unknown or its package is missing.
+    """
     found = TRACKERS.lookup(name)
     if name in PACKAGES:
         _require(name, PACKAGES[name])
@@ -296,13 +244,3 @@ def _keep_steps(path: Path, *, last: int) -> None:
     valid = [entry for entry in read_metrics(path) if entry["step"] <= last]
     with atomic_write(path) as file:
         file.writelines(json.dumps(entry) + "\n" for entry in valid)
-
-
-def _run_id(run: RunInfo, file_name: str) -> str | None:
-    """Return a service's id of the run that is resumed, None for a new run."""
-    path = run.directory / file_name
-    return path.read_text().strip() if run.start_step > 0 and path.exists() else None
-
-
-def _mlflow_name(name: str) -> str:
-    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))

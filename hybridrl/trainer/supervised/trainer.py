@@ -14,7 +14,7 @@ from hybridrl.config import SupervisedConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.driver.run_context import RunContext
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
@@ -44,7 +44,7 @@ class SupervisedTrainer(Trainer):
         tokenizer: The model's tokenizer.
         worker_cls: Class of the worker processes, for instance `SFTWorker`.
         resource_pool_manager: Has one pool, for all workers.
-        ray_worker_group_cls: `RayWorkerGroup`, or `LocalWorkerGroup` for one process without Ray.
+        ray_worker_group_cls: `RayWorkerGroup`, the default, or `LocalWorkerGroup` for one process without Ray.
         context: The run's state in this process. Default: one of its own.
 
     Attributes:
@@ -60,7 +60,7 @@ class SupervisedTrainer(Trainer):
         tokenizer: Any,
         worker_cls: type,
         resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type = RayWorkerGroup,
+        ray_worker_group_cls: type | None = None,
         *,
         context: RunContext | None = None,
     ):

@@ -1,8 +1,10 @@
 """Training engines: the interface (`base`), the FSDP2 engine (`fsdp`) and the Megatron-core engine (`megatron`).
 
-A worker imports the engine that its settings name. This package imports neither of them.
+A worker imports the engine that its settings name.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """
 
-from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
+import lazy_loader
 
-__all__ = ["Engine", "EngineSetup", "LossFn", "MicroBatching", "MeshPosition", "StateTensors"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

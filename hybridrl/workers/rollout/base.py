@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES, RolloutCapabilities
+from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES
+from hybridrl.config.capabilities import RolloutCapabilities as RolloutCapabilities
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
@@ -25,6 +26,7 @@ from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, wit
 from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStringCache
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, NamedTensor
+from hybridrl.workers.weight_transfer.fingerprint import fingerprint as fingerprint
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
 WEIGHT_SYNC_KEY = f"{ROLLOUT_KEY}.weight_sync"

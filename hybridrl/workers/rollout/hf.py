@@ -23,8 +23,8 @@ import torch
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.workers import rollout
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
-from hybridrl.workers.rollout.batched_request_engine import BatchedRequestEngine
 from hybridrl.workers.rollout.requests import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.logits import TokenHistory
@@ -71,7 +71,7 @@ class HFRollout(VersionedRollout):
         self._use_weights_on_disk()
 
     def request_engine(self) -> RequestEngine:
-        return BatchedRequestEngine(self)
+        return rollout.BatchedRequestEngine(self)
 
     @torch.no_grad()
     def replace_weights(self, weights: Iterable[NamedTensor]) -> None:

@@ -9,37 +9,10 @@
 `actor_rollout_ref.rollout.weight_sync.transport` chooses the transport, also a `Transport` of your own by its import
 path. `benchmarks/weight_sync.py` measures the cost of each. Inside one process there is no transport: the rollout
 iterates over the engine's weights.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """
 
-from hybridrl.config.capabilities import TransportCapabilities
-from hybridrl.workers.weight_transfer.base import (
-    IncomingWeights,
-    PushReceipt,
-    Receiver,
-    ReceiverSetup,
-    Sender,
-    SenderAddress,
-    SenderSetup,
-    Transport,
-)
-from hybridrl.workers.weight_transfer.buckets import OutgoingWeights
-from hybridrl.workers.weight_transfer.channel import ChannelAddress
-from hybridrl.workers.weight_transfer.transports import Receivers, make_sender, transport_capabilities, transport_class
+import lazy_loader
 
-__all__ = [
-    "ChannelAddress",
-    "IncomingWeights",
-    "OutgoingWeights",
-    "PushReceipt",
-    "Receiver",
-    "ReceiverSetup",
-    "Receivers",
-    "Sender",
-    "SenderAddress",
-    "SenderSetup",
-    "Transport",
-    "TransportCapabilities",
-    "make_sender",
-    "transport_capabilities",
-    "transport_class",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

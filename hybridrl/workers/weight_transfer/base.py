@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from hybridrl.config.capabilities import TransportCapabilities
+from hybridrl.config.capabilities import TransportCapabilities as TransportCapabilities
 from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, fill_buckets
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 

@@ -4,7 +4,7 @@ A transport of your own is a `Transport` class, given by its import path.
 """
 
 from hybridrl.config.capabilities import TransportCapabilities
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.workers import TRANSPORTS_BY_PLACEMENT, WeightSyncConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.registry import Registry
 from hybridrl.workers.weight_transfer.base import (
@@ -33,7 +33,6 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
     },
     plugins="actor_rollout_ref.model.external_lib",
 )
-BY_PLACEMENT = ("auto", "in_process")  # values of the setting that name no transport
 
 
 def transport_class(name: str) -> type[Transport]:
@@ -43,7 +42,9 @@ def transport_class(name: str) -> type[Transport]:
         ConfigError: The name is unknown, or it is no transport.
     """
     if problem := TRANSPORTS.problem(name):
-        raise ConfigError(f"{TRANSPORTS.setting}={problem}; {' and '.join(BY_PLACEMENT)} leave the choice to hybridrl")
+        raise ConfigError(
+            f"{TRANSPORTS.setting}={problem}; {' and '.join(TRANSPORTS_BY_PLACEMENT)} leave the choice to hybridrl"
+        )
     found = TRANSPORTS.lookup(name)
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise ConfigError(
@@ -53,9 +54,9 @@ def transport_class(name: str) -> type[Transport]:
     return found
 
 
-def transport_capabilities(name: str) -> TransportCapabilities | None:
-    """Return what the transport declares; None if hybridrl chooses it. Raises as `transport_class` does."""
-    return None if name in BY_PLACEMENT else transport_class(name).capabilities
+def transport_capabilities(name: str) -> TransportCapabilities:
+    """Return what the transport declares. Raises as `transport_class` does."""
+    return transport_class(name).capabilities
 
 
 def make_sender(

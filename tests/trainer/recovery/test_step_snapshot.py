@@ -16,8 +16,9 @@ from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.system.process_stat import read_process_stat
-from hybridrl.trainer.recovery import step_snapshot
-from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
+from hybridrl.trainer.recovery import supervised_state
+from hybridrl.trainer.recovery.step_snapshot import StepSnapshot
+from hybridrl.trainer.recovery.supervised_state import SupervisedState
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
 RUN = "snapshots-test"
@@ -41,7 +42,7 @@ def group():
 
 @pytest.fixture
 def state():
-    state = ResumeState(RUN, is_supervised=True)
+    state = SupervisedState(RUN)
     yield state
     state.drop()
     while find_snapshot_store(RUN) is not None:
@@ -87,14 +88,14 @@ def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
 
 def test_a_store_that_is_lost_again_and_again_ends_the_run_with_a_readable_error(state, group, monkeypatch):
     state.call_surviving({"keeper": group}, "take")
-    started = step_snapshot.start_snapshot_store
+    started = supervised_state.start_snapshot_store
 
     def start_lost(run):
         store = started(run)
         ray.kill(store, no_restart=True)
         return store
 
-    monkeypatch.setattr(step_snapshot, "start_snapshot_store", start_lost)
+    monkeypatch.setattr(supervised_state, "start_snapshot_store", start_lost)
     ray.kill(find_snapshot_store(RUN), no_restart=True)
     with pytest.raises(ObjectLost, match=r"was lost 3 times in a row \(ActorDiedError.*; restart the run, it resumes"):
         state.call_surviving({"keeper": group}, "take")

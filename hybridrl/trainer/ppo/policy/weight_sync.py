@@ -103,7 +103,7 @@ class CrossProcessWeightSync:
 
     def _open(self) -> str:
         transport = self._settings.transport
-        if transport in ("auto", "in_process"):
+        if self._settings.by_placement:
             transport = self._choose()
         self.address = self._actor.open_weight_channel(transport, self._rollout.world_size)[0]
         if self.address is not None:

@@ -1,0 +1,16 @@
+from .build import from_dict as from_dict
+from .checks.preference import check_dpo_config as check_dpo_config
+from .checks.preference import check_rm_config as check_rm_config
+from .checks.rules import check_config as check_config
+from .checks.rules import check_sft_config as check_sft_config
+from .introspection import to_dict as to_dict
+from .introspection import to_yaml as to_yaml
+from .load import load_config as load_config
+from .reference import help_text as help_text
+from .schema.ppo import PPOConfig as PPOConfig
+from .schema.preference import DPOConfig as DPOConfig
+from .schema.preference import RMConfig as RMConfig
+from .schema.sft import SFTConfig as SFTConfig
+from .schema.sft import SupervisedConfig as SupervisedConfig
+from .unknown_keys import suggest_key as suggest_key
+from .unknown_keys import suggest_name as suggest_name

@@ -1,0 +1,5 @@
+from .report import report_run as report_run
+from .setup import newest_checkpoint_of_run as newest_checkpoint_of_run
+from .setup import prepared_run_directory as prepared_run_directory
+from .setup import run_directory as run_directory
+from .setup import warn_about_disabled_outputs as warn_about_disabled_outputs

@@ -1,0 +1,16 @@
+from .base import Rollout as Rollout
+from .base import RolloutCapabilities as RolloutCapabilities
+from .base import RolloutHealth as RolloutHealth
+from .base import RolloutSetup as RolloutSetup
+from .base import fingerprint as fingerprint
+from .base import make_rollout as make_rollout
+from .base import register_rollout as register_rollout
+from .base import rollout_class as rollout_class
+from .batched_request_engine import BatchedRequestEngine as BatchedRequestEngine
+from .hf import HFRollout as HFRollout
+from .partial import begin_partial as begin_partial
+from .partial import continue_partial as continue_partial
+from .request_server import RequestServer as RequestServer
+from .responses import GeneratedTokens as GeneratedTokens
+from .sampling.sampler import SamplingParams as SamplingParams
+from .vllm.rollout import VLLMRollout as VLLMRollout

@@ -1,0 +1,15 @@
+from .base import IncomingWeights as IncomingWeights
+from .base import PushReceipt as PushReceipt
+from .base import Receiver as Receiver
+from .base import ReceiverSetup as ReceiverSetup
+from .base import Sender as Sender
+from .base import SenderAddress as SenderAddress
+from .base import SenderSetup as SenderSetup
+from .base import Transport as Transport
+from .base import TransportCapabilities as TransportCapabilities
+from .buckets import OutgoingWeights as OutgoingWeights
+from .channel import ChannelAddress as ChannelAddress
+from .transports import Receivers as Receivers
+from .transports import make_sender as make_sender
+from .transports import transport_capabilities as transport_capabilities
+from .transports import transport_class as transport_class
