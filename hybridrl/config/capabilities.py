@@ -29,7 +29,9 @@ SHAPES_SAMPLES = frozenset({"temperature", "top_k", "top_p", "min_p"})
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
-    """What a rollout can do beyond generating greedily and replacing its weights. Nothing is assumed.
+    """What a rollout can do beyond generating greedily and replacing its weights.
+
+    Nothing is assumed.
 
     keyed_sampling: a token depends only on the seed of its row, the number of its sample and its position. Repeated and
         resumed steps then draw the same samples.

@@ -1,4 +1,7 @@
-"""Sizes of chunks: balanced ranges of rows, and verl's switch for chunks of different sizes. Needs no torch."""
+"""Sizes of chunks: balanced ranges of rows, and verl's switch for chunks of different sizes.
+
+Needs no torch.
+"""
 
 import os
 from itertools import accumulate

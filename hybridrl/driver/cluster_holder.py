@@ -30,7 +30,9 @@ EXIT_LOST = 3
 def hold_cluster(
     start: Callable[[], str], *, ready: int, alive: int, mask: set, ignored: Collection[signal.Signals]
 ) -> NoReturn:
-    """Start a cluster, and stop it when the parent is gone or the cluster is lost. Runs in a process of its own.
+    """Start a cluster, and stop it when the parent is gone or the cluster is lost.
+
+    Runs in a process of its own.
 
     Args:
         start: Starts Ray and returns its address.

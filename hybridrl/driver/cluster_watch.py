@@ -32,7 +32,10 @@ class ClusterWatch:
         self._newest: list[int] = []
 
     def check(self) -> str:
-        """Kill what is frozen; return what is lost, "" if the cluster is there. Call it every `POLL_PERIOD_S`."""
+        """Kill what is frozen; return what is lost, "" if the cluster is there.
+
+        Call it every `POLL_PERIOD_S`.
+        """
         if lost := next((name for pid, name in self._essential.items() if not read_process_stat(pid).state), ""):
             return lost
         self._newest = self._processes()
@@ -48,7 +51,10 @@ class ClusterWatch:
         return ""
 
     def kill_rest(self) -> None:
-        """Kill what the newest check has found in the cluster. Ray's agents outlive it by more than a minute."""
+        """Kill what the newest check has found in the cluster.
+
+        Ray's agents outlive it by more than a minute.
+        """
         for pid in self._newest:
             with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
                 if b"ray" in file.read():  # not another program that has the id now

@@ -1,4 +1,7 @@
-"""The address of a reward function: what a new process needs to load it. Nothing is loaded here."""
+"""The address of a reward function: what a new process needs to load it.
+
+Nothing is loaded here.
+"""
 
 import os
 import pickle

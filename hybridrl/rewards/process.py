@@ -43,7 +43,10 @@ class CallResult:
 
 @dataclass(frozen=True)
 class LoadFailure:
-    """Why the function cannot be used. `kind`: "path", "name", "import", "signature", "timeout" or "died"."""
+    """Why the function cannot be used.
+
+    `kind`: "path", "name", "import", "signature", "timeout" or "died".
+    """
 
     kind: str
     reason: str
@@ -219,7 +222,10 @@ class ScoreProcess:
 
 
 def read_frame(frame: bytes) -> tuple[int, int, str, Any]:
-    """Return process id, number, kind and value of a frame. Raises ProtocolError if it is none."""
+    """Return process id, number, kind and value of a frame.
+
+    Raises ProtocolError if it is none.
+    """
     try:
         pid, number, kind, value = json.loads(frame)
     except (ValueError, TypeError, RecursionError) as error:

@@ -124,7 +124,10 @@ def run(sock: socket.socket, answers: Answers) -> None:
 
 
 def load_function(request: dict[str, Any]) -> tuple[Callable, dict[str, Any]]:
-    """Return the function that `request` names and its fixed keyword arguments. Raises LoadFailure."""
+    """Return the function that `request` names and its fixed keyword arguments.
+
+    Raises LoadFailure.
+    """
     try:
         kwargs = pickle.loads(request["kwargs"])
         if request["pickled"] is not None:
@@ -161,7 +164,10 @@ def load_module(path: str) -> Any:
 
 
 def module_is_missing(path: str) -> bool:
-    """Return whether no module `path` exists. An error inside an existing package is raised as it is."""
+    """Return whether no module `path` exists.
+
+    An error inside an existing package is raised as it is.
+    """
     try:
         return importlib.util.find_spec(path) is None
     except ModuleNotFoundError as error:

@@ -79,7 +79,10 @@ class ScoreProcessPool:
         return [job.results[number] for number in range(len(calls))]
 
     def close(self) -> None:
-        """End the children: idle ones exit by themselves, others are killed. The next call starts new ones."""
+        """End the children: idle ones exit by themselves, others are killed.
+
+        The next call starts new ones.
+        """
         with self._lock:
             for process in self._processes:
                 self._selector.unregister(process.socket)
@@ -229,7 +232,10 @@ def unpickle_pool(function: FunctionAddress, settings: dict[str, Any]) -> ScoreP
 
 
 def stop_all(processes: list[ScoreProcess], *, owner: int) -> None:
-    """Stop processes and clear the list. A forked copy of the owner (another pid) leaves the processes alone."""
+    """Stop processes and clear the list.
+
+    A forked copy of the owner (another pid) leaves the processes alone.
+    """
     if os.getpid() == owner:
         for process in processes:
             process.stop()

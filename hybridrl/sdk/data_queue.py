@@ -1,4 +1,6 @@
-"""`DataQueue`: a bounded queue between the processes of a job. One process holds it; any other reaches it by its name.
+"""`DataQueue`: a bounded queue between the processes of a job.
+
+One process holds it; any other reaches it by its name.
 
     queue = DataQueue("samples", size=64, is_master=True)       # in the process that holds it, for example a rollout
     queue.put(sample)
@@ -76,7 +78,10 @@ class DataQueue(Generic[T]):
         self._until(lambda: self._ask("put_nowait", element), timeout_s, "it is full")
 
     def put_async(self, value: T) -> "Future[None]":
-        """Add an element without waiting for room. The elements of one queue object keep their order."""
+        """Add an element without waiting for room.
+
+        The elements of one queue object keep their order.
+        """
         return self._putting.submit(self.put, value, timeout_s=None)
 
     def get(self, batch_size: int = 1, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> list[T]:

@@ -42,7 +42,10 @@ class PendingCall:
 
 
 class PendingCalls:
-    """The watched calls of a process. Its threads start with the first call, and end with the process."""
+    """The watched calls of a process.
+
+    Its threads start with the first call, and end with the process.
+    """
 
     def __init__(self) -> None:
         self._watched: set[PendingCall] = set()

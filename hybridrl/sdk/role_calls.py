@@ -153,7 +153,10 @@ class RoleCall:
 
 
 class CallFuture(Future):
-    """The future of a call. A worker that waits for it, and keeps the called process waiting, gets CallCycle."""
+    """The future of a call.
+
+    A worker that waits for it, and keeps the called process waiting, gets CallCycle.
+    """
 
     def __init__(self, call: RoleCall) -> None:
         super().__init__()

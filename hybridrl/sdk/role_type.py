@@ -15,7 +15,10 @@ class RLRoleType(StrEnum):
 
 
 def role_key(role: str) -> "RLRoleType | str":
-    """Return a role in upper case: the member of `RLRoleType` if there is one, else text. Both compare equal."""
+    """Return a role in upper case: the member of `RLRoleType` if there is one, else text.
+
+    Both compare equal.
+    """
     name = role.upper()
     return RLRoleType.__members__.get(name, name)
 

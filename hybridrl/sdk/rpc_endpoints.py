@@ -57,7 +57,10 @@ def rpc(
 
 
 class _Marker:
-    """The decorator. A class, so that `@rpc` without parentheses is found when its class is made."""
+    """The decorator.
+
+    A class, so that `@rpc` without parentheses is found when its class is made.
+    """
 
     def __init__(self, mark: Callable[..., Any], name: str | None, export: bool) -> None:
         self._mark, self._name, self._export = mark, name, export

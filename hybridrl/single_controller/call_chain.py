@@ -136,7 +136,10 @@ def executing(call: CallInProgress) -> Generator[None, None, None]:
 
 
 class Wait:
-    """A wait of the current call. `raise_if_cycle` may be called often; it returns at once most of the time."""
+    """A wait of the current call.
+
+    `raise_if_cycle` may be called often; it returns at once most of the time.
+    """
 
     def __init__(self, call: CallInProgress | None, role: str, method: str) -> None:
         self._call, self._role, self._method = call, role, method
@@ -231,13 +234,13 @@ def raise_if_deadlock(call: CallInProgress) -> None:
     if found is None or found != _blockers_back_to(call):
         return
     *others, _ = found
-    own = call.link
-    if all(own.call in (link.call for link in other.chain) for other in others):
+    own, calls = call.link, {blocker.link.call for blocker in found}
+    if any(calls <= {link.call for link in blocker.chain} for blocker in found):
         return  # one chain: its last call finds the cycle
-    if own.call == min(blocker.link.call for blocker in found):
-        calls = [own, *(other.link for other in others)]
+    if own.call == min(calls):
+        links = [own, *(other.link for other in others)]
         awaited = [f"{blocker.link.worker}.{blocker.awaited}" for blocker in found]
-        raise CallCycle([f"{link.worker}.{link.method}" for link in calls], awaited)
+        raise CallCycle([f"{link.worker}.{link.method}" for link in links], awaited)
 
 
 def _blockers_back_to(call: CallInProgress) -> tuple[Blocker, ...] | None:

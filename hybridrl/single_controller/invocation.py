@@ -1,4 +1,6 @@
-"""`Invocation`: how one method is called on a group of workers, as a record. Read this module first.
+"""`Invocation`: how one method is called on a group of workers, as a record.
+
+Read this module first.
 
     class Scorer(Worker):
         @register(Dispatch.DP_COMPUTE_PROTO, timeout_s=600)

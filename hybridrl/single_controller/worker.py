@@ -1,4 +1,7 @@
-"""`Worker`: the base class of all worker classes. It has a rank in its group, and does not use Ray."""
+"""`Worker`: the base class of all worker classes.
+
+It has a rank in its group, and does not use Ray.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -88,7 +88,10 @@ class ChildProcess:
         return self._guard.returncode
 
     def end(self) -> int | None:
-        """Kill the child and all that it started, at once; return its exit code. Safe to call again."""
+        """Kill the child and all that it started, at once; return its exit code.
+
+        Safe to call again.
+        """
         if self._control is not None:
             with suppress(OSError):  # the guard has ended
                 os.write(self._control, b".")  # a fork of this process may hold the pipe open, so closing is not enough

@@ -86,5 +86,8 @@ class DistillationConfig:
         return loss.distillation_loss_coef if loss.use_task_rewards else 1.0
 
     def teachers(self) -> dict[str, str]:
-        """Return key -> path of every teacher's model. A single teacher's key is its name if it has none."""
+        """Return key -> path of every teacher's model.
+
+        A single teacher's key is its name if it has none.
+        """
         return {str(entry.get("key") or name): entry["model_path"] for name, entry in self.teacher_models.items()}

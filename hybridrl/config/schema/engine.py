@@ -42,7 +42,10 @@ class EngineSettings:
         return self
 
     def with_offload(self, *, params: bool, optimizer: bool) -> Self:
-        """Return the settings with other offload flags. A flag that is not a field stays as it is."""
+        """Return the settings with other offload flags.
+
+        A flag that is not a field stays as it is.
+        """
         own = {field.name for field in fields(self)}
         flags = {"param_offload": params, "optimizer_offload": optimizer}
         return replace(self, **{name: value for name, value in flags.items() if name in own})

@@ -64,14 +64,20 @@ class HangDetector:
             self._inquiry.stacks[slot] = stacks
 
     def inspect_now(self, overdue: tuple[str, ...], method: str) -> None:
-        """Start an inquiry about a call that these processes did not answer in time. It replaces any other one."""
+        """Start an inquiry about a call that these processes did not answer in time.
+
+        It replaces any other one.
+        """
         # Processes that have answered cannot be the culprit.
         late = [activity for activity in self._monitor.activities() if activity.slot in overdue]
         found = find_culprit(late, threshold_s=0.0)
         self._start_inquiry(StackInquiry(time.monotonic(), overdue, method, found, overdue))
 
     def check(self) -> WarningRaised | None:
-        """Return a finding if an inquiry has finished. Starts an inquiry if a method takes too long."""
+        """Return a finding if an inquiry has finished.
+
+        Starts an inquiry if a method takes too long.
+        """
         if self._inquiry is None:
             self._inspect_overdue()
         elif self._inquiry.is_ready:

@@ -1,4 +1,6 @@
-"""Find the process that blocks a hung job, from heartbeats and stack dumps. Pure functions; they call no process.
+"""Find the process that blocks a hung job, from heartbeats and stack dumps.
+
+Pure functions; they call no process.
 
 The rules, in this order:
 

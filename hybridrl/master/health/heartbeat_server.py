@@ -129,7 +129,10 @@ class HeartbeatServer:
         return messages
 
     def _admit(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Take the first message of a connection. Raises ValueError if it lacks this master's token."""
+        """Take the first message of a connection.
+
+        Raises ValueError if it lacks this master's token.
+        """
         hello = dict(message["hello"])
         if not hmac.compare_digest(str(hello.pop("token")).encode(), self._token.encode()):
             raise ValueError("the token is of another master")

@@ -72,7 +72,10 @@ class Monitor:
         self._next_check = {self._low_resources: 0.0, self._stragglers: 0.0}
 
     def expect_workers(self, state: JobState) -> None:
-        """Add the processes that a previous master knew. They count as disconnected until they reconnect."""
+        """Add the processes that a previous master knew.
+
+        They count as disconnected until they reconnect.
+        """
         for slot, worker in state.workers.items():
             if worker.state in (WorkerPhase.ALIVE, WorkerPhase.SILENT):
                 process = ProcessRecord(slot, worker.name, worker.pid, worker.node, worker.machine, time.monotonic())
@@ -186,7 +189,10 @@ class Monitor:
                 self._mark_lost(process, Kind.NODE, evidence)
 
     def _is_lost_with_its_node(self, process: ProcessRecord) -> bool:
-        """Return whether the node of a process is lost. If so, mark all processes of that node as lost."""
+        """Return whether the node of a process is lost.
+
+        If so, mark all processes of that node as lost.
+        """
         evidence = self._node_loss_reason(process.node)
         if evidence:
             self.mark_node_lost(process.node, evidence)
@@ -243,7 +249,10 @@ class Monitor:
     # -- activities
 
     def activities(self) -> list[Activity]:
-        """Return what every process that has sent one does, extrapolated from its last heartbeat. Thread-safe."""
+        """Return what every process that has sent one does, extrapolated from its last heartbeat.
+
+        Thread-safe.
+        """
         now = time.monotonic()
         found = []
         for process in list(self.processes.values()):  # a copy: other threads call this, too

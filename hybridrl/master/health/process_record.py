@@ -1,4 +1,7 @@
-"""`ProcessRecord`: state of one process of a job, as the master sees it. Used by the monitor and its detectors."""
+"""`ProcessRecord`: state of one process of a job, as the master sees it.
+
+Used by the monitor and its detectors.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +16,9 @@ MAX_SIZES, SIZE_PERIOD_S = 7, 10.0  # memory samples: growth is reported over th
 
 @dataclass(eq=False)
 class ProcessRecord:
-    """One process, as its heartbeats and its connection show it. Times are seconds of `time.monotonic()`.
+    """One process, as its heartbeats and its connection show it.
+
+    Times are seconds of `time.monotonic()`.
 
     Attributes:
         last_message_at: When it sent its last message.

@@ -1,4 +1,6 @@
-"""`load_job_file`: the job that a file describes. `hybridrl job submit FILE` and `hybridrl job graph FILE` call it.
+"""`load_job_file`: the job that a file describes.
+
+`hybridrl job submit FILE` and `hybridrl job graph FILE` call it.
 
     job.yaml, job.json     the whole job, as `Job.model_dump_json` writes it, or `workloads` (`workload_mapping.py`)
     job.py, job.py:NAME    Python that defines `build()`, a job, or a builder (`job_module.py`)

@@ -87,7 +87,10 @@ def _job(value: Any) -> Job:
 
 @contextmanager
 def _as_program(path: Path) -> Iterator[None]:
-    """Let the block see this file as the program. Its directory stays on the module path."""
+    """Let the block see this file as the program.
+
+    Its directory stays on the module path.
+    """
     folder, argv = str(path.resolve().parent), sys.argv
     if folder not in sys.path:
         sys.path.insert(0, folder)

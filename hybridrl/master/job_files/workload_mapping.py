@@ -1,4 +1,6 @@
-"""A job from a mapping of workloads. Its keys are the methods of the builders, and DLRover's names of the same things.
+"""A job from a mapping of workloads.
+
+Its keys are the methods of the builders, and DLRover's names of the same things.
 
     device_type: CPU
     config: {lr: 1.0e-6}
@@ -129,7 +131,10 @@ def job_of_workloads(data: Mapping[str, Any]) -> Job:
 
 
 def _apply(builder: Any, data: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> None:
-    """Call the builder's method of each key. Raises ConfigError for unknown keys and two keys of one meaning."""
+    """Call the builder's method of each key.
+
+    Raises ConfigError for unknown keys and two keys of one meaning.
+    """
     check_keys(data, keys, where)
     used: dict[Key, str] = {}
     for name, value in data.items():

@@ -43,7 +43,10 @@ RUN, INTERRUPT, LIST = "run", "__interrupt__", "__list__"
 
 
 class UserRun:
-    """Runs user code that nobody calls, at most once at a time. `interrupt` ends it from another thread."""
+    """Runs user code that nobody calls, at most once at a time.
+
+    `interrupt` ends it from another thread.
+    """
 
     def __init__(self, role: str, target: Callable[..., Any]) -> None:
         self._role, self._target = role, target
@@ -51,7 +54,10 @@ class UserRun:
         self._is_interrupted = False
 
     def run(self, *arguments: Any) -> None:
-        """Run it to its end. SystemExit with a code other than 0 is a RuntimeError, unless `interrupt` raised it."""
+        """Run it to its end.
+
+        SystemExit with a code other than 0 is a RuntimeError, unless `interrupt` raised it.
+        """
         self._thread = threading.get_ident()
         try:
             self._target(*arguments)
@@ -262,7 +268,10 @@ def _export(name: str, function: Callable) -> None:
 
 
 def exported_invocations() -> dict[str, Invocation]:
-    """Return name -> invocation of what this process offers to others. One without a mark goes to all ranks."""
+    """Return name -> invocation of what this process offers to others.
+
+    One without a mark goes to all ranks.
+    """
     exported = {name: endpoints.find(name) for name in endpoints.names() if name not in (RUN, INTERRUPT, LIST)}
     default = Invocation(Dispatch.ONE_TO_ALL)
     return {name: getattr(function, MAGIC_ATTR, default) for name, function in exported.items()}

@@ -96,7 +96,9 @@ class JobHandle:
     supervisor: Any
 
     def report_step(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Report that a step starts, which also completes the previous one. Optional; returns at once.
+        """Report that a step starts, which also completes the previous one.
+
+        Optional; returns at once.
 
         Args:
             step: Number of the step that starts.

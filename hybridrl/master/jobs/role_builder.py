@@ -1,4 +1,7 @@
-"""`RoleBuilder`: the methods that describe one role of a job. `DLJobBuilder` (`builder.py`) inherits them."""
+"""`RoleBuilder`: the methods that describe one role of a job.
+
+`DLJobBuilder` (`builder.py`) inherits them.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -48,7 +51,10 @@ class RoleBuilder:
         return self._without_entry("run")._set_entry(entry, class_name, backend="simple")
 
     def train(self, entry: Any, class_name: str | None = None) -> Self:
-        """Do the same as `run`. On a job without a role that waits for its entry, add the role `elastic`."""
+        """Do the same as `run`.
+
+        On a job without a role that waits for its entry, add the role `elastic`.
+        """
         return self._without_entry("train")._set_entry(entry, class_name, backend="elastic")
 
     def _set_entry(self, entry: Any, class_name: str | None, *, backend: str) -> Self:
@@ -59,11 +65,17 @@ class RoleBuilder:
     # -- how many processes
 
     def total(self, num: int = 1) -> Self:
-        """Set the number of processes. Without this call, and without `nnodes`, one node is full."""
+        """Set the number of processes.
+
+        Without this call, and without `nnodes`, one node is full.
+        """
         return self._set_count("total", num, method="total")
 
     def per_node(self, num: int = 1) -> Self:
-        """Set the number of processes per node, which are on one machine. The last node has the remainder."""
+        """Set the number of processes per node, which are on one machine.
+
+        The last node has the remainder.
+        """
         return self._set_count("per_node", num, method="per_node")
 
     def per_group(self, num: int = 1) -> Self:
@@ -149,7 +161,10 @@ class RoleBuilder:
     # -- what happens when a process is lost
 
     def max_restart(self, num: int = MAX_RESTART) -> Self:
-        """Set how many losses the role survives. Ten reported steps without a loss reset the count."""
+        """Set how many losses the role survives.
+
+        Ten reported steps without a loss reset the count.
+        """
         request = self._request("max_restart")
         check_max_restart(request.name, num)
         request.max_restart = num

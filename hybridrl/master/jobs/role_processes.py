@@ -92,7 +92,10 @@ class RoleProcesses:
         return self.groups[role].execute_rank_async(rank, RUN, *arguments)
 
     def interrupt(self, role: str) -> bool:
-        """Raise SystemExit in the `run` of all ranks. Returns False if only a signal can end it."""
+        """Raise SystemExit in the `run` of all ranks.
+
+        Returns False if only a signal can end it.
+        """
         if self.recipes[role].is_callable:
             for rank in range(self.groups[role].world_size):
                 self.groups[role].execute_rank_async(rank, INTERRUPT)
@@ -101,7 +104,10 @@ class RoleProcesses:
     # -- rosters
 
     def roster(self, role: str) -> RosterAnswer:
-        """Return the current roster of a role, or why there is none. Called in other threads."""
+        """Return the current roster of a role, or why there is none.
+
+        Called in other threads.
+        """
         if role not in self.restarts:
             return unknown_role(role, self.restarts)
         if not self.groups:
@@ -200,7 +206,10 @@ class RoleProcesses:
         return restart_set(self._spec.role(role), lost, nodes=nodes, labels=self._labels, positions=positions)
 
     def _poll_nodes(self) -> Sequence[NodeCapacity]:
-        """Return the machines of the cluster. Stores their labels, which a lost machine no longer reports."""
+        """Return the machines of the cluster.
+
+        Stores their labels, which a lost machine no longer reports.
+        """
         machines = cluster_nodes()
         self._labels |= {machine.labels[NODE_LABEL]: machine.labels for machine in machines}
         return machines

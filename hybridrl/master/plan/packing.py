@@ -81,7 +81,10 @@ def pack(
 
 
 def _single_units(reservations: Sequence[Reservation], machines: Sequence[NodeCapacity]) -> list[Unit]:
-    """Return each reservation as a unit of its own. Spread ones stay apart if there are enough machines."""
+    """Return each reservation as a unit of its own.
+
+    Spread ones stay apart if there are enough machines.
+    """
     spread_units: list[Unit] = [
         (replace(one, apart_from=(*one.apart_from, one.pool)) if one.spread else one,) for one in reservations
     ]

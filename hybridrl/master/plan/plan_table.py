@@ -1,4 +1,7 @@
-"""Format a `Plan` as tables for a terminal. Used by dry runs and by `hybridrl job graph`."""
+"""Format a `Plan` as tables for a terminal.
+
+Used by dry runs and by `hybridrl job graph`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby

@@ -1,4 +1,6 @@
-"""`plan_job`: decides which process of a job runs where. A pure function from a `JobSpec` to a `Plan`.
+"""`plan_job`: decides which process of a job runs where.
+
+A pure function from a `JobSpec` to a `Plan`.
 
 Slots of a pool are numbered per node. Roles take them in turn: each role starts behind the one before it, and wraps
 around to the first slot. So the numbers of processes per slot differ by at most one. Roles on one slot share its
@@ -123,7 +125,10 @@ def _processes(spec: JobSpec, pool: PoolSpec) -> list[ProcessPlan]:
 
 
 def _one_process(spec: JobSpec, pool: PoolSpec, roles: Sequence[RoleSpec]) -> ProcessPlan:
-    """Return the plan of one process per slot that has all roles. It takes the whole slot."""
+    """Return the plan of one process per slot that has all roles.
+
+    It takes the whole slot.
+    """
     environment: dict[str, str] = {}
     for role in roles:
         for name, value in role.env.items():

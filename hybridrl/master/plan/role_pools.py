@@ -114,7 +114,10 @@ def _split_over_nodes(total: int, per_node: int) -> tuple[int, ...]:
 
 
 def _total(request: RoleRequest) -> int:
-    """Return the number of processes of a role: total(), or nnodes() times nproc_per_node(). Each is 1 if not set."""
+    """Return the number of processes of a role: total(), or nnodes() times nproc_per_node().
+
+    Each is 1 if not set.
+    """
     if request.num_nodes is None:
         return request.total or request.per_node or 1
     total = request.num_nodes * (request.per_node or 1)

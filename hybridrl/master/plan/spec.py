@@ -1,4 +1,6 @@
-"""`JobSpec`: what a job consists of, as its user described it. Frozen, and checked when it is constructed.
+"""`JobSpec`: what a job consists of, as its user described it.
+
+Frozen, and checked when it is constructed.
 
 Builders make one (`builder.py`), and so does a trainer's `ResourcePoolManager`. `planner.py` derives from it which
 process runs where. It survives a round trip through JSON.
@@ -99,7 +101,9 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Slots on nodes, for the roles of this pool. A slot is a device, or the resources of a process without one.
+    """Slots on nodes, for the roles of this pool.
+
+    A slot is a device, or the resources of a process without one.
 
     Attributes:
         slots: Number of slots per node.

@@ -66,7 +66,10 @@ class SubmitOptions:
     worker_resource: str = ""
 
     def change_spec(self, spec: JobSpec) -> JobSpec:
-        """Return the spec with these options. Raises ConfigError for a role that it does not have."""
+        """Return the spec with these options.
+
+        Raises ConfigError for a role that it does not have.
+        """
         limits = {name.lower(): limit for name, limit in (self.workload_max_restart or {}).items()}
         if self.trainer_max_restart is not None:
             limits[TRAINER] = self.trainer_max_restart
@@ -89,7 +92,9 @@ class SubmitOptions:
 
 
 def read_options(keywords: Mapping[str, Any], environment: Mapping[str, str]) -> SubmitOptions:
-    """Return what the keywords and variables of DLRover's JobConfig say. A keyword overrides its variable.
+    """Return what the keywords and variables of DLRover's JobConfig say.
+
+    A keyword overrides its variable.
 
     Raises:
         ConfigError: For an unknown keyword, with the nearest names, or for a value of a wrong type.

@@ -1,4 +1,6 @@
-"""`MasterClient`: the driver's end of the master. Starts it, reports progress to it, queries it, and ends it.
+"""`MasterClient`: the driver's end of the master.
+
+Starts it, reports progress to it, queries it, and ends it.
 
     with MasterClient(job="gsm8k", run="gsm8k-1a2b3c", journal="checkpoints/.../master/gsm8k-1a2b3c") as master:
         master.report_step(1)
@@ -44,7 +46,9 @@ MAX_CONCURRENT_CALLS = 16  # of the master's methods
 
 
 class MasterClient:
-    """Connects one run of a job to its master. Leaving a `with` block by an exception fails the job.
+    """Connects one run of a job to its master.
+
+    Leaving a `with` block by an exception fails the job.
 
     Args:
         job: Name of the job.
@@ -126,7 +130,10 @@ class MasterClient:
         self._heartbeats.send(encode(event))
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the master has acknowledged all events, at most `timeout_s`. Returns whether it has."""
+        """Wait until the master has acknowledged all events, at most `timeout_s`.
+
+        Returns whether it has.
+        """
         return self._heartbeats.drain(timeout_s)
 
     def enter_stage(self, name: str) -> None:
@@ -184,7 +191,10 @@ class MasterClient:
             )
 
     def close(self) -> None:
-        """Close the connection. The master ends when the job's processes are gone, also without a reported outcome."""
+        """Close the connection.
+
+        The master ends when the job's processes are gone, also without a reported outcome.
+        """
         self._master_watch.stop()
         self._heartbeats.stop()
 

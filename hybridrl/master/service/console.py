@@ -1,4 +1,7 @@
-"""The commands `hybridrl job ls|status|logs|stop`. They read from a job's master, or from its journal."""
+"""The commands `hybridrl job ls|status|logs|stop`.
+
+They read from a job's master, or from its journal.
+"""
 
 import os
 import time

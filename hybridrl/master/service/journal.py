@@ -1,4 +1,6 @@
-"""`JournaledState`: a job's state, written to a journal. A restarted master replays the journal and continues.
+"""`JournaledState`: a job's state, written to a journal.
+
+A restarted master replays the journal and continues.
 
 A journal is a directory on any fsspec path:
 
@@ -57,7 +59,9 @@ class JournalEntry(NamedTuple):
 
 
 class JournaledState:
-    """The durable state of one job. It changes only by `apply`, in one process at a time.
+    """The durable state of one job.
+
+    It changes only by `apply`, in one process at a time.
 
     Args:
         path: Directory of the journal. Created if missing, replayed otherwise.

@@ -78,7 +78,10 @@ def printed_by(process: WorkerJoined, *, lines: int, connect: Callable[[], objec
 
 
 def read_ends(paths: Sequence[str], lines: int) -> list[str | None]:
-    """Return the last lines of each file, None for one that cannot be read. Ray's marks are left out."""
+    """Return the last lines of each file, None for one that cannot be read.
+
+    Ray's marks are left out.
+    """
     return [_read_end(path, lines) for path in paths]
 
 

@@ -161,7 +161,10 @@ class WorkerLeft:
 
 @dataclass(frozen=True)
 class WorkerReplaced:
-    """The job supervisor kills a process now, and starts another one in its slot. Its end is no failure."""
+    """The job supervisor kills a process now, and starts another one in its slot.
+
+    Its end is no failure.
+    """
 
     slot: str
     pid: int

@@ -57,7 +57,9 @@ MAX_LISTED = 20  # failures, decisions and warnings each
 
 @dataclass(frozen=True)
 class WorkerState:
-    """State of one slot. A restarted driver finds the process by name, pid, node, rank and group_size.
+    """State of one slot.
+
+    A restarted driver finds the process by name, pid, node, rank and group_size.
 
     Attributes:
         incarnation: Number of processes that this slot has had.
@@ -318,7 +320,10 @@ def _end_job(state: JobState, how: str, reason: str) -> tuple[JobState, tuple[Ef
 
 
 def _move_worker(state: JobState, slot: str, pid: int, event: str) -> JobState:
-    """Apply an event to a worker's state. An event of a process that its slot no longer holds changes nothing."""
+    """Apply an event to a worker's state.
+
+    An event of a process that its slot no longer holds changes nothing.
+    """
     worker = state.workers.get(slot)
     if worker is None or worker.pid != pid:
         return state

@@ -24,7 +24,9 @@ from hybridrl.single_controller.worker import Worker
 
 
 class BaseWorkload(Worker):
-    """One process of a role. The job constructs it; subclasses keep the constructor's two arguments.
+    """One process of a role.
+
+    The job constructs it; subclasses keep the constructor's two arguments.
 
     Attributes:
         master_handle: Ray's handle of the job's master.

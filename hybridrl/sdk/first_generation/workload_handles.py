@@ -37,7 +37,10 @@ class RemoteMethod:
 
 
 class WorkloadHandle:
-    """One process of a role, with the methods of its workload. Like a Ray actor's handle; calls have no deadline."""
+    """One process of a role, with the methods of its workload.
+
+    Like a Ray actor's handle; calls have no deadline.
+    """
 
     def __init__(self, group: WorkerGroup, rank: int) -> None:
         self._group, self._rank = group, rank

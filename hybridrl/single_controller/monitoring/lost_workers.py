@@ -13,7 +13,10 @@ REPORT_TIMEOUT_S = 3.0  # Ray may notice a death some milliseconds before the ma
 
 
 def mark_lost(actor: str, reason: str) -> None:
-    """Record that the worker with this actor id (hex) is lost. Its replacement has another id."""
+    """Record that the worker with this actor id (hex) is lost.
+
+    Its replacement has another id.
+    """
     PROCESS.lost_reasons[actor] = reason
 
 

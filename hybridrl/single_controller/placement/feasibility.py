@@ -1,4 +1,6 @@
-"""Check whether nodes can hold a job's reservations, and say what is missing where. Pure: reserves nothing.
+"""Check whether nodes can hold a job's reservations, and say what is missing where.
+
+Pure: reserves nothing.
 
 check_feasible(plan.reservations(), nodes)      # raises PlacementError, before anything starts
 """

@@ -77,7 +77,10 @@ def _alive_capacities() -> list[NodeCapacity]:
 
 
 def _nodes(table: dict[str, Any]) -> set[str]:
-    """Return the ids of a placement group's nodes. Ray has none for a bundle that waits for a node again."""
+    """Return the ids of a placement group's nodes.
+
+    Ray has none for a bundle that waits for a node again.
+    """
     return set(table["bundles_to_node_id"].values()) - {""}
 
 

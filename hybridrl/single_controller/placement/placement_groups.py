@@ -1,4 +1,7 @@
-"""Reserve placement groups on the connected Ray cluster, all of a pool or none. Called by the driver."""
+"""Reserve placement groups on the connected Ray cluster, all of a pool or none.
+
+Called by the driver.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING

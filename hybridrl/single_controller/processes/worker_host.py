@@ -1,4 +1,6 @@
-"""`WorkerHost`: the Ray actor class of worker processes. One process has the workers of one or several roles.
+"""`WorkerHost`: the Ray actor class of worker processes.
+
+One process has the workers of one or several roles.
 
 The actor is created empty, so that its creation cannot fail because of user code. `setup` then gives it a rank and
 constructs the workers. An error there, such as a missing import on this node, reaches the caller with its own type
@@ -237,7 +239,9 @@ class WorkerHost:
         return CallInProgress((*header.chain, link), header.threads)
 
     def is_blocked(self, call: str, next_call: str | None, wanted: tuple[str, str] | None) -> bool:
-        """Return whether a call of this process is in progress, and waits. Called in the group `CONTROL`.
+        """Return whether a call of this process is in progress, and waits.
+
+        Called in the group `CONTROL`.
 
         Args:
             call: Ray's id of the task (hex).
@@ -250,7 +254,9 @@ class WorkerHost:
         return wanted is None or found.threads == self._threads_of(*wanted)
 
     def blockers(self, role: str, method: str) -> list[tuple[tuple[CallLink, ...], list[Awaited]]]:
-        """Return the calls in progress on the thread that a call of this method needs. Called in the group `CONTROL`.
+        """Return the calls in progress on the thread that a call of this method needs.
+
+        Called in the group `CONTROL`.
 
         Returns:
             Of each, its chain and its waits. Empty if the method has several threads.

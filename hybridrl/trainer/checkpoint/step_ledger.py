@@ -46,7 +46,9 @@ Updates = dict[str, int]
 
 
 class StepLedger:
-    """Writes the ledger of one run. Also a stage wrapper (`Task.use_wrapper`) that counts stages that are not pure.
+    """Writes the ledger of one run.
+
+    Also a stage wrapper (`Task.use_wrapper`) that counts stages that are not pure.
 
     Args:
         directory: The run's directory.
