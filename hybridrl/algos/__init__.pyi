@@ -1,10 +1,14 @@
 from . import distillation as distillation
+from . import length_rewards as length_rewards
+from . import sample_selection as sample_selection
 from .advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
 from .advantages import AdvantageEstimator as AdvantageEstimator
 from .advantages import get_adv_estimator as get_adv_estimator
 from .advantages import register_adv_est as register_adv_est
+from .aggregate import AGGREGATIONS as AGGREGATIONS
 from .aggregate import agg_loss as agg_loss
 from .aggregate import loss_counts as loss_counts
+from .kl import KL_ESTIMATORS as KL_ESTIMATORS
 from .kl import AdaptiveKLController as AdaptiveKLController
 from .kl import FixedKLController as FixedKLController
 from .kl import apply_kl_penalty as apply_kl_penalty

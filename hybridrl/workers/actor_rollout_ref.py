@@ -268,7 +268,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on a batch with `old_log_probs`, `advantages` and (for the KL loss) `ref_log_prob`.
 
-        A distillation in the loss reads what `compute_teacher_log_prob` returned. The loss multiplies the advantages by
+        A distillation in the loss reads what `compute_teacher_log_prob` returned. The policy loss is multiplied by
         `rollout_is_weights` if the batch has them. In bypass mode `old_log_probs` are the rollout's, and the loss
         weighs and rejects tokens itself. `mini_batch.py` describes how
         the rows are cut into mini-batches.

@@ -142,7 +142,7 @@ def actor_loss(
                 mode,
                 num_tokens=counts.num_tokens,
                 num_seqs=counts.num_seqs,
-                max_len=mask_BT.size(-1),
+                max_len=config.loss_scale_factor or mask_BT.size(-1),
             )
 
         loss: torch.Tensor = outputs["log_probs"].new_zeros(())
@@ -185,7 +185,7 @@ def surrogate_terms(
         parts = surrogate(
             outputs["log_probs"],
             rows.batch["old_log_probs"],
-            weighted_advantages(rows),
+            rows.batch["advantages"],
             rows.batch["response_mask"].float(),
             clip_low=low,
             clip_high=high,
@@ -193,7 +193,7 @@ def surrogate_terms(
             **own_settings,
             **{name: _column(rows, name, mode) for name in own_columns},
         )
-        loss = reduce(parts.losses_BT, OWN_AGG_MODES.get(mode, config.loss_agg_mode))
+        loss = reduce(weighted_losses(parts.losses_BT, rows), OWN_AGG_MODES.get(mode, config.loss_agg_mode))
         stats = {
             "actor/pg_loss": loss,
             "actor/pg_clipfrac": reduce(parts.clipped_BT.float()),
@@ -226,10 +226,13 @@ def _column(rows: DataProto, parameter: str, mode: str) -> torch.Tensor:
     return rows.batch[name]
 
 
-def weighted_advantages(rows: DataProto) -> torch.Tensor:
-    """Return the advantages (B, R), times the importance weights of the rollout correction if there are any."""
-    advantages_BT, weights_BT = rows.batch["advantages"], rows.batch.get("rollout_is_weights", None)
-    return advantages_BT if weights_BT is None else advantages_BT * weights_BT
+def weighted_losses(losses_BT: torch.Tensor, rows: DataProto) -> torch.Tensor:
+    """Return the losses (B, R), times the importance weights of the rollout correction if there are any.
+
+    A penalty inside a loss (`dro`, `kl_cov`) is weighted too: it is an expectation over the same samples.
+    """
+    weights_BT = rows.batch.get("rollout_is_weights", None)
+    return losses_BT if weights_BT is None else losses_BT * weights_BT
 
 
 def critic_loss(cliprange_value: float, counts: GlobalCounts) -> LossFn:

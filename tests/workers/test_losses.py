@@ -44,6 +44,20 @@ def test_importance_weights_multiply_the_advantages():
     assert log_probs_BT.grad.tolist() == [[-0.5, 4.0, 0.0]]
 
 
+def test_importance_weights_multiply_the_penalty_of_a_loss_too():
+    # dro at log r = 1: -(A logp - 0.5 / 2 * 1) * weight = -(2 * 1 - 0.25) * 0.5
+    columns = {
+        "response_mask": torch.ones(1, 1),
+        "old_log_probs": torch.zeros(1, 1),
+        "advantages": torch.full((1, 1), 2.0),
+    }
+    columns["rollout_is_weights"] = torch.full((1, 1), 0.5)
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=0.5))
+    loss_fn = actor_loss(config, GlobalCounts(num_tokens=1.0, num_seqs=1.0))
+    loss, _ = loss_fn({"log_probs": torch.ones(1, 1)}, DataProto.from_dict(tensors=columns))
+    assert float(loss) == pytest.approx(-0.875)
+
+
 def test_the_loss_of_bypass_mode_rejects_tokens_and_keeps_them_in_the_divisor():
     # ratios 1 and 2 to the rollout; 2 is rejected: d loss / d log_prob is -advantage / 2 tokens where kept
     log_probs_BT = torch.tensor([[0.0, math.log(2.0)]], requires_grad=True)
