@@ -298,6 +298,12 @@ def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_
     name, mode = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.actor.loss_agg_mode
     if name in own_agg_modes and mode not in (own_agg_modes[name], ActorConfig().loss_agg_mode):
         yield f"actor_rollout_ref.actor.loss_agg_mode={mode}: {name} always uses {own_agg_modes[name]}; leave it out"
+    scale = config.actor_rollout_ref.actor.loss_scale_factor
+    if scale is not None and (name in own_agg_modes or mode != "seq-mean-token-sum-norm"):
+        yield (
+            f"actor_rollout_ref.actor.loss_scale_factor={scale}: only loss_agg_mode=seq-mean-token-sum-norm divides by "
+            f"it, and this run uses {own_agg_modes.get(name, mode)}; leave it out"
+        )
     if name == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
         yield "actor_rollout_ref.actor.policy_loss.loss_mode=dro: needs policy_loss.dro_beta, the weight of its penalty"
     loss = config.actor_rollout_ref.actor.policy_loss

@@ -162,6 +162,9 @@ class ActorConfig:
         "How token losses become one number; gspo is always seq-mean-token-mean.",
         choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     )
+    loss_scale_factor: int | None = setting(
+        None, "Divisor of seq-mean-token-sum-norm; null means data.max_response_length.", gt=0
+    )
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Add a KL term to the reference policy to the loss.")
     kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", ge=0)

@@ -90,6 +90,10 @@ def check(tmp_path):
             "actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=token-sum",
             "actor_rollout_ref.actor.loss_agg_mode=token-sum: gspo always uses seq-mean-token-mean; leave it out",
         ),
+        (
+            "actor_rollout_ref.actor.loss_scale_factor=512",
+            "loss_scale_factor=512: only loss_agg_mode=seq-mean-token-sum-norm divides by it",
+        ),
         ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
         ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[]: gdpo needs the rewards it combines"),
         ("algorithm.gdpo_reward_keys=[a]", "gdpo_reward_keys=['a']: only algorithm.adv_estimator=gdpo reads it"),
