@@ -52,7 +52,7 @@ def agg_loss(
         ConfigError: The mode is unknown.
         DataError: Shapes differ.
     """
-    reduce = _MODES.lookup(mode)
+    reduce = AGGREGATIONS.lookup(mode)
     return reduce(losses_BT, mask_BT, _at_least_one(num_tokens), _at_least_one(num_seqs), max_len or losses_BT.shape[1])
 
 
@@ -60,10 +60,10 @@ def _at_least_one(count: Count) -> Count:
     return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
 
 
-_MODES: Registry[Callable[..., torch.Tensor]] = Registry(
+AGGREGATIONS: Registry[Callable[..., torch.Tensor]] = Registry(
     "actor_rollout_ref.actor.loss_agg_mode", kind="aggregation mode", import_paths=False
 )
-_MODES.update(
+AGGREGATIONS.update(
     {
         "token-mean": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT) / tokens,
         "token-sum": lambda losses_BT, mask_BT, tokens, seqs, length: masked_sum(losses_BT, mask_BT),

@@ -43,7 +43,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) 
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
     difference = log_probs - ref_log_probs
-    value = _KINDS.lookup(kind.removesuffix(STRAIGHT_THROUGH))(difference)
+    value = KL_ESTIMATORS.lookup(kind.removesuffix(STRAIGHT_THROUGH))(difference)
     if not kind.endswith(STRAIGHT_THROUGH):
         return value
     gradient = _k2(difference)
@@ -73,7 +73,7 @@ def apply_kl_penalty(
     check_same_shape(token_level_scores=token_level_scores, log_probs=log_probs, response_mask=response_mask)
     mask_BT = response_mask.bool()
     kl_BT = kl_penalty(log_probs, ref_log_prob, kind)
-    kl_BT = torch.where(mask_BT, kl_BT, torch.zeros_like(kl_BT))
+    kl_BT = torch.where(mask_BT, kl_BT, 0)
     mean_sequence_kl = masked_mean(masked_mean(kl_BT, mask_BT, dim=1), mask_BT.any(dim=1))
     return token_level_scores - coef * kl_BT, float(mean_sequence_kl)
 
@@ -157,5 +157,5 @@ _BUILT_IN: dict[str, Estimator] = {
     "low_var_kl": _k3,
     "k3": _k3,
 }
-_KINDS: Registry[Estimator] = Registry("kl_penalty", kind="KL estimator", import_paths=False)
-_KINDS.update(_BUILT_IN)
+KL_ESTIMATORS: Registry[Estimator] = Registry("kl_penalty", kind="KL estimator", import_paths=False)
+KL_ESTIMATORS.update(_BUILT_IN)

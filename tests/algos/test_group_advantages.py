@@ -56,21 +56,6 @@ def test_passk_does_not_count_rows_with_a_failed_reward():
     assert scores(rows, valid=[False, True, False], norm_by_std=False, name="grpo_passk") == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_order_of_rows_and_padding_change_nothing(name):
-    torch.manual_seed(0)
-    rewards_BT, mask_BT = torch.randn(12, 5, dtype=F64), torch.rand(12, 5) < 0.7
-    group_B, valid_B = torch.randint(0, 4, (12,)), torch.rand(12) < 0.8
-    estimator, order = get_adv_estimator(name), torch.randperm(12)
-    plain, _ = estimator(rewards_BT, mask_BT, group_B=group_B, valid_B=valid_B)
-    moved, _ = estimator(rewards_BT[order], mask_BT[order], group_B=group_B[order] + 7, valid_B=valid_B[order])
-    torch.testing.assert_close(moved, plain[order])
-    wide = torch.nn.functional.pad(rewards_BT, (2, 3), value=float("nan"))
-    padded, _ = estimator(wide, torch.nn.functional.pad(mask_BT, (2, 3)), group_B=group_B, valid_B=valid_B)
-    torch.testing.assert_close(padded[:, 2:-3], plain)
-    assert (padded[:, :2] == 0).all() and (padded[:, -3:] == 0).all()
-
-
 @pytest.mark.parametrize(("name", "same"), [("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")])
 def test_verls_second_names_are_the_same_functions(name, same):
     assert get_adv_estimator(name).fn is get_adv_estimator(same).fn
