@@ -2,6 +2,7 @@
 
     python benchmarks/algorithms_time.py --rows 8192 --tokens 4096
     python benchmarks/algorithms_time.py --rows 2048 --tokens 4096 --only gae grpo
+    python benchmarks/algorithms_time.py --verl DIR      beside verl's formulas from an unpacked wheel
 
 The least of `--repeats` runs counts, measured as the process's CPU time. Losses are measured forward and backward. The
 rewards lie on each row's last token, groups have 8 rows, and lengths are uniform between 1 and `--tokens`.
@@ -9,10 +10,13 @@ rewards lie on each row's last token, groups have 8 rows, and lengths are unifor
 
 import argparse
 import inspect
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from _other_formulas import Settings, load_verl
 
 from hybridrl.algos import (
     ADVANTAGE_ESTIMATORS,
@@ -24,6 +28,10 @@ from hybridrl.algos import (
     masked_whiten,
     rollout_is_weights,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from _verl_numbers import VERL_LOSSES, verl_arguments
 
 GROUP = 8
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -105,6 +113,42 @@ def loss_calls(c: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
     }
 
 
+def verl_calls(c: dict[str, torch.Tensor], folder: Path) -> dict[str, Callable[[], object]]:
+    """Return verl's calls by the names of ours, where it has the formula."""
+    verl, mask_BT = load_verl(folder), c["mask"].float()
+    more = {
+        "old": c["log_probs"],
+        "sum_pi_squared": c["log_probs"].exp(),
+        "baseline": torch.rand(len(c["group"])),
+        "components": torch.rand(len(c["group"]), 2),
+    }
+    gae, gdpo = {"gamma": 1.0, "lam": 1.0}, {"component_weights": [1.0, 1.0]}
+
+    def estimator(name: str) -> Callable[[], object]:
+        settings = {"gae": gae, "gdpo": gdpo}.get(name, {})
+        arguments = verl_arguments(name, c | more | {"mask": mask_BT}, settings)
+        return lambda: verl.ADV_ESTIMATOR_REGISTRY[name](**arguments)
+
+    def loss(name: str) -> Callable[[], object]:
+        own = VERL_LOSSES[name]
+        config = Settings(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0) | own
+        config = Settings(config | {"global_batch_info": {}, "policy_loss": Settings(own)})
+
+        def run() -> None:
+            log_probs_BT = (c["log_probs"] + 0.01).requires_grad_()
+            arguments = (c["log_probs"], log_probs_BT, c["values"], mask_BT, "token-mean")
+            verl.POLICY_LOSS_REGISTRY[name](*arguments, config=config)[0].backward()
+
+        return run
+
+    return {
+        **{name: estimator(name) for name in verl.ADV_ESTIMATOR_REGISTRY},
+        **{f"loss {name}": loss(name) for name in VERL_LOSSES},
+        **{f"aggregation {mode}": lambda mode=mode: verl.agg_loss(c["log_probs"], mask_BT, mode) for mode in MODES},
+        "kl low_var_kl": lambda: verl.kl_penalty(c["log_probs"], c["values"], "low_var_kl"),
+    }
+
+
 def least_seconds(call: Callable[[], object], *, repeats: int) -> float:
     """Return the least CPU seconds of a call."""
     found = []
@@ -121,13 +165,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="names, or beginnings of names")
+    parser.add_argument("--verl", type=Path, help="folder of verl's unpacked wheel: also print its seconds")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     columns = make_columns(arguments.rows, arguments.tokens)
+    theirs = verl_calls(columns, arguments.verl) if arguments.verl else {}
     print(f"CPU seconds, one thread, {arguments.rows} x {arguments.tokens}, least of {arguments.repeats}")
     for name, call in (estimator_calls(columns) | loss_calls(columns)).items():
         if not arguments.only or name.startswith(tuple(arguments.only)):
-            print(f"{least_seconds(call, repeats=arguments.repeats):8.3f}  {name}", flush=True)
+            ours = least_seconds(call, repeats=arguments.repeats)
+            line = f"{ours:8.3f}  {name}"
+            if name in theirs:
+                other = least_seconds(theirs[name], repeats=arguments.repeats)
+                line += f", verl {other:.3f}, ratio {ours / other:.2f}"
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ NaN.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hybridrl.algos.shapes import check_same_shape
 
@@ -33,6 +35,9 @@ def masked_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, dim: int | Non
     Over everything, or along `dim`.
     """
     check_same_shape(values=values_BT, mask=mask_BT)
+    if values_BT.ndim == 2 and values_BT.is_floating_point() and dim in (None, 1):
+        sums_B: torch.Tensor = _RowSums.apply(values_BT, mask_BT)
+        return sums_B.sum() if dim is None else sums_B
     kept_BT = torch.where(mask_BT.bool(), values_BT, 0)
     return kept_BT.sum() if dim is None else kept_BT.sum(dim)
 
@@ -42,9 +47,45 @@ def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, dim: int | No
 
     Over everything, or along `dim`.
     """
-    mask_BT = mask_BT.bool()
-    count = torch.count_nonzero(mask_BT, dim=dim)
+    if mask_BT.ndim == 2 and dim in (None, 1):
+        count = row_counts(mask_BT)
+        count = count.sum() if dim is None else count
+    else:
+        count = torch.count_nonzero(mask_BT, dim=dim)
     return masked_sum(values_BT, mask_BT, dim=dim) / count.clamp(min=1)
+
+
+def row_counts(mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the number of each row's entries on the mask, (B,) int64."""
+    counts_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=mask_BT.device)
+    for part in row_parts(mask_BT):
+        counts_B[part] = torch.count_nonzero(mask_BT[part].bool(), dim=1)  # 10 times as fast as a sum of bools
+    return counts_B
+
+
+class _RowSums(torch.autograd.Function):
+    """Sums of the values on the mask of each row, (B,).
+
+    Both directions read main memory once, and nothing of the size of the batch is kept for the backward pass but the
+    mask.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mask_BT)
+        sums_B = values_BT.new_zeros(len(values_BT))
+        for part in row_parts(values_BT):
+            sums_B[part] = torch.where(mask_BT[part].bool(), values_BT[part], 0).sum(1)
+        return sums_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_B: torch.Tensor) -> tuple[torch.Tensor, None]:
+        [mask_BT] = ctx.saved_tensors
+        gradient_BT = gradient_B.new_empty(mask_BT.shape)
+        for part in row_parts(gradient_BT):
+            gradient_BT[part] = torch.where(mask_BT[part].bool(), gradient_B[part, None], 0)
+        return gradient_BT, None
 
 
 def masked_var(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.algos.masked import row_parts
+from hybridrl.algos.masked import row_counts, row_parts
 from hybridrl.algos.shapes import check_same_shape
 from hybridrl.errors import DataError
 from hybridrl.registry import Registry
@@ -195,11 +195,9 @@ def response_scores(rewards_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[to
     float64: the mean of equal float32 scores is not always that score, and GRPO divides the difference by about 1e-6.
     """
     scores_B = torch.zeros(len(rewards_BT), dtype=torch.float64, device=rewards_BT.device)
-    lengths_B = torch.zeros(len(rewards_BT), dtype=torch.int64, device=rewards_BT.device)
     for part in row_parts(rewards_BT):
         scores_B[part] = torch.where(mask_BT[part], rewards_BT[part], 0).sum(1, dtype=torch.float64)
-        lengths_B[part] = torch.count_nonzero(mask_BT[part], dim=1)  # 10 times as fast as a sum of bools
-    return scores_B, lengths_B
+    return scores_B, row_counts(mask_BT)
 
 
 def on_every_token(advantages_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ def bypass_mode(
         )
     else:
         raise ValueError(f"loss_type={loss_type!r} is not known; known are ppo_clip, reinforce")
-    losses_BT = torch.where(kept_BT, parts.losses_BT, torch.zeros_like(parts.losses_BT))
+    losses_BT = torch.where(kept_BT, parts.losses_BT, 0)
     return parts._replace(
         losses_BT=losses_BT,
         clipped_BT=parts.clipped_BT & kept_BT,

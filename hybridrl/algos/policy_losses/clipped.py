@@ -10,6 +10,7 @@ from hybridrl.algos.policy_losses.registry import (
     MAX_LOG_SEQUENCE_RATIO,
     PolicyLoss,
     limited_log_ratio,
+    nowhere,
     on_mask,
     register_policy_loss,
 )
@@ -75,7 +76,7 @@ def gspo(
     log_sequence_ratio_BT = log_sequence_ratio_B1.detach() + log_ratio_BT - log_ratio_BT.detach()
     ratio_BT = log_sequence_ratio_BT.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     losses_BT, clipped_BT = clipped_surrogate(ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
-    return on_mask(losses_BT, clipped_BT, torch.zeros_like(clipped_BT), log_ratio_BT, response_mask_BT)
+    return on_mask(losses_BT, clipped_BT, nowhere(clipped_BT), log_ratio_BT, response_mask_BT)
 
 
 @register_policy_loss("geo_mean")
@@ -105,7 +106,7 @@ def geo_mean(
     advantage_B1 = masked_mean(advantages_BT, response_mask_BT, dim=1)[:, None]
     losses_BT = (-advantage_B1 * ratio_B1).expand_as(log_ratio_BT)
     clipped_BT = limited_BT < signed_BT
-    return on_mask(losses_BT, clipped_BT, torch.zeros_like(clipped_BT), log_ratio_BT, response_mask_BT)
+    return on_mask(losses_BT, clipped_BT, nowhere(clipped_BT), log_ratio_BT, response_mask_BT)
 
 
 def clipped_surrogate(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridrl.algos.policy_losses.clipped import clipped_surrogate
-from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, on_mask, register_policy_loss
+from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
 
 
 @register_policy_loss("clip_cov")
@@ -34,9 +34,9 @@ def clip_cov(
     """
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
     losses_BT, clipped_BT = clipped_surrogate(log_ratio_BT.exp(), advantages_BT, clip_low=clip_low, clip_high=clip_high)
-    selected_BT = torch.zeros_like(clipped_BT) if cov_selected_BT is None else cov_selected_BT.bool()
-    losses_BT = torch.where(selected_BT, torch.zeros_like(losses_BT), losses_BT)
-    return on_mask(losses_BT, clipped_BT | selected_BT, torch.zeros_like(clipped_BT), log_ratio_BT, response_mask_BT)
+    selected_BT = nowhere(clipped_BT) if cov_selected_BT is None else cov_selected_BT.bool()
+    losses_BT = torch.where(selected_BT, 0, losses_BT)
+    return on_mask(losses_BT, clipped_BT | selected_BT, nowhere(clipped_BT), log_ratio_BT, response_mask_BT)
 
 
 @register_policy_loss("kl_cov")
@@ -63,7 +63,7 @@ def kl_cov(
     losses_BT = -advantages_BT * log_ratio_BT.exp()
     if cov_selected_BT is not None:
         losses_BT = torch.where(cov_selected_BT.bool(), losses_BT + ppo_kl_coef * log_ratio_BT.abs(), losses_BT)
-    nowhere_BT = torch.zeros_like(log_ratio_BT, dtype=torch.bool)
+    nowhere_BT = nowhere(log_ratio_BT)
     return on_mask(losses_BT, nowhere_BT, nowhere_BT, log_ratio_BT, response_mask_BT)
 
 

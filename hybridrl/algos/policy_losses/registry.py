@@ -89,9 +89,7 @@ def limited_log_ratio(
         log_probs=log_probs_BT, old_log_probs=old_log_probs_BT, advantages=advantages_BT, response_mask=mask_BT
     )
     difference_BT = log_probs_BT - old_log_probs_BT.detach()
-    return torch.where(mask_BT.bool(), difference_BT, torch.zeros_like(difference_BT)).clamp(
-        -MAX_LOG_RATIO, MAX_LOG_RATIO
-    )
+    return torch.where(mask_BT.bool(), difference_BT, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def on_mask(
@@ -103,6 +101,11 @@ def on_mask(
 ) -> PolicyLoss:
     """Return the result of a loss from its parts (B, T), with 0 and False off the mask."""
     mask_BT = mask_BT.bool()
-    losses_BT = torch.where(mask_BT, losses_BT, torch.zeros_like(losses_BT))
-    nowhere_BT = torch.zeros_like(mask_BT)
-    return PolicyLoss(losses_BT, clipped_BT & mask_BT, clipped_lower_BT & mask_BT, -log_ratio_BT.detach(), nowhere_BT)
+    losses_BT = torch.where(mask_BT, losses_BT, 0)
+    approx_kl_BT, rejected_BT = -log_ratio_BT.detach(), nowhere(mask_BT)
+    return PolicyLoss(losses_BT, clipped_BT & mask_BT, clipped_lower_BT & mask_BT, approx_kl_BT, rejected_BT)
+
+
+def nowhere(like_BT: torch.Tensor) -> torch.Tensor:
+    """Return False for every token (B, T), as one value in memory: not to be written to."""
+    return torch.zeros((), dtype=torch.bool, device=like_BT.device).expand(like_BT.shape)

@@ -6,7 +6,7 @@ Their keyword arguments beside the clip ranges are settings of `actor.policy_los
 
 import torch
 
-from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, on_mask, register_policy_loss
+from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
 from hybridrl.errors import ConfigError
 
 
@@ -63,10 +63,10 @@ def dro(
     if dro_beta is None or dro_beta <= 0:
         raise ConfigError(f"actor_rollout_ref.actor.policy_loss.dro_beta={dro_beta} must be a number above 0")
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
-    logp_BT = torch.where(response_mask_BT.bool(), log_probs_BT, torch.zeros_like(log_probs_BT))
+    logp_BT = torch.where(response_mask_BT.bool(), log_probs_BT, 0)
     return _unclipped(-(advantages_BT * logp_BT - dro_beta / 2 * log_ratio_BT**2), log_ratio_BT, response_mask_BT)
 
 
 def _unclipped(losses_BT: torch.Tensor, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> PolicyLoss:
-    nowhere_BT = torch.zeros_like(losses_BT, dtype=torch.bool)
+    nowhere_BT = nowhere(losses_BT)
     return on_mask(losses_BT, nowhere_BT, nowhere_BT, log_ratio_BT, mask_BT)

@@ -7,7 +7,7 @@ the ratio r = exp(logp - old). `clipped_BT` marks tokens whose weight is limited
 import torch
 
 from hybridrl.algos.masked import masked_sum
-from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, on_mask, register_policy_loss
+from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
 
 MAX_DPPO_RATIO = 20.0
 """Largest weight of `dppo_tv` and `dppo_kl`, the constant of arXiv:2602.04879 and of verl's code."""
@@ -33,9 +33,9 @@ def gpg(
     There is no ratio: the clip ranges are unused, and several optimizer steps per batch are not corrected for.
     """
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
-    nowhere_BT = torch.zeros_like(log_ratio_BT, dtype=torch.bool)
+    nowhere_BT = nowhere(log_ratio_BT)
     return weighted_log_probs(
-        torch.ones_like(log_ratio_BT), nowhere_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT
+        log_ratio_BT.new_ones(()), nowhere_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT
     )
 
 
@@ -158,7 +158,7 @@ def _inside_region(
     mask_BT: torch.Tensor,
 ) -> PolicyLoss:
     ratio_BT = log_ratio_BT.detach().exp().clamp(max=MAX_DPPO_RATIO)
-    weight_BT = torch.where(left_BT, torch.zeros_like(ratio_BT), ratio_BT)
+    weight_BT = torch.where(left_BT, 0, ratio_BT)
     return weighted_log_probs(weight_BT, left_BT, log_probs_BT, advantages_BT, log_ratio_BT, mask_BT)
 
 
@@ -170,8 +170,10 @@ def weighted_log_probs(
     log_ratio_BT: torch.Tensor,
     mask_BT: torch.Tensor,
 ) -> PolicyLoss:
-    """Return -weight A logp on the mask, where log-probs off the mask may be anything."""
-    logp_BT = torch.where(mask_BT.bool(), log_probs_BT, torch.zeros_like(log_probs_BT))
-    return on_mask(
-        -weight_BT * advantages_BT * logp_BT, limited_BT, torch.zeros_like(limited_BT), log_ratio_BT, mask_BT
-    )
+    """Return -weight A logp on the mask, where log-probs off the mask may be anything.
+
+    `weight_BT` may also be one number.
+    """
+    # Masked before the product: the backward pass multiplies the factor by 0 off the mask, where it may be NaN.
+    factor_BT = torch.where(mask_BT.bool(), -(weight_BT * advantages_BT), 0)
+    return on_mask(factor_BT * log_probs_BT, limited_BT, nowhere(limited_BT), log_ratio_BT, mask_BT)
