@@ -127,6 +127,7 @@ def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_f
     if name in MODES:
         raise ValueError(f"dispatch mode {name!r} is registered already; use update_dispatch_mode to replace it")
     MODES[name] = DispatchMode(dispatch_fn, collect_fn)
+    Dispatch.forget[name] = partial(MODES.pop, name)
     setattr(Dispatch, name, name)
 
 

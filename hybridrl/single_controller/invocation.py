@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hybridrl.errors import ConfigError
 
@@ -41,7 +41,9 @@ CONTROL = "control"  # for questions to a process whose thread is busy
 
 
 class Dispatch:
-    """Names of the dispatch modes; `register_dispatch_mode` adds attributes."""
+    """Names of the dispatch modes; `register_dispatch_mode` adds attributes, and `remove` takes them away again."""
+
+    forget: ClassVar[dict[str, Callable[[], object]]] = {}  # of added modes: drops their functions
 
     RANK_ZERO = "RANK_ZERO"
     ONE_TO_ALL = "ONE_TO_ALL"
@@ -52,6 +54,18 @@ class Dispatch:
     DP_COMPUTE_METRIC = "DP_COMPUTE_METRIC"
     DIRECT_ROLLOUT_METHOD = "DIRECT_ROLLOUT_METHOD"
     AUTO_SHARD = "AUTO_SHARD"
+
+    @classmethod
+    def remove(cls, name: str) -> None:
+        """Remove a mode that `register_dispatch_mode` added. Methods registered with it can no longer be called.
+
+        Raises:
+            ValueError: The name is built in or unknown.
+        """
+        if name not in cls.forget:
+            raise ValueError(f"dispatch mode {name!r} was not added by register_dispatch_mode and cannot be removed")
+        cls.forget.pop(name)()
+        delattr(cls, name)
 
 
 class Execute:

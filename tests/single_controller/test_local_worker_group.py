@@ -75,6 +75,13 @@ def test_users_add_dispatch_modes():
         "REVERSED", get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"], lambda group, outputs: outputs
     )
     assert LocalWorkerGroup(None, ClassWithInitArgs(Echo)).echo([1, 2]) == [[1, 2]]
+    Dispatch.remove("REVERSED")
+    assert not hasattr(Dispatch, "REVERSED")
+    with pytest.raises(ValueError, match="'REVERSED' is not registered"):
+        LocalWorkerGroup(None, ClassWithInitArgs(Echo))
+    for name in ("REVERSED", "ONE_TO_ALL"):
+        with pytest.raises(ValueError, match=f"{name!r} was not added by register_dispatch_mode"):
+            Dispatch.remove(name)
 
 
 def test_an_unknown_mode_is_refused_when_the_group_is_made():
