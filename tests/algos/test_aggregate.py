@@ -68,3 +68,13 @@ def test_an_unknown_mode_and_other_shapes_are_refused():
         agg_loss(ones_BT, ones_BT, "token_mean", num_tokens=6, num_seqs=2)
     with pytest.raises(DataError, match="same shape"):
         agg_loss(ones_BT, ones_BT[:, :1], "token-mean", num_tokens=6, num_seqs=2)
+
+
+def test_rows_of_equal_length_make_the_means_equal_and_sums_are_means_times_counts():
+    torch.manual_seed(0)
+    losses_BT, mask_BT = torch.randn(4, 6, dtype=torch.float64), torch.ones(4, 6)
+    found = {mode: agg_loss(losses_BT, mask_BT, mode, num_tokens=24, num_seqs=4).item() for mode in MODES}
+    for mode in ("seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        assert found[mode] == pytest.approx(found["token-mean"])
+    assert found["token-sum"] == pytest.approx(24 * found["token-mean"])
+    assert found["seq-mean-token-sum"] == pytest.approx(6 * found["token-mean"])

@@ -62,3 +62,15 @@ def test_no_gradient_flows_off_the_mask():
 def test_shapes_that_would_broadcast_are_refused():
     with pytest.raises(DataError, match=r"values \(2, 3\), mask \(2, 1\)"):
         masked_sum(torch.zeros(2, 3), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("reduce", [masked_sum, masked_mean])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_the_gradient_of_a_sum_is_that_of_its_formula_and_0_off_the_mask(reduce, dim):
+    torch.manual_seed(0)
+    values_BT = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    mask_BT = torch.rand(5, 4) < 0.6
+    weights = torch.randn(() if dim is None else (5,), dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda values_BT: reduce(values_BT, mask_BT, dim=dim), values_BT)
+    (reduce(values_BT, mask_BT, dim=dim) * weights).sum().backward()
+    assert (values_BT.grad[~mask_BT] == 0).all() and (values_BT.grad[mask_BT] != 0).all()
