@@ -53,21 +53,11 @@ def student_terms(config: DistillationConfig) -> dict[str, TokenTerm]:
     loss = config.distillation_loss
     if not config.in_loss or config.samples_only:
         return {}
-    fn = partial(_divergence(loss.loss_mode), min_log_prob=loss.log_prob_min_clamp)
+    fn = partial(algos.distillation.DIVERGENCES[loss.loss_mode], min_log_prob=loss.log_prob_min_clamp)
     whole = loss.loss_mode in FULL_MODES
     return {
         DIVERGENCE: TokenTerm(fn, ("teacher_all_log_probs",) if whole else ("teacher_top_ids", "teacher_top_log_probs"))
     }
-
-
-def _divergence(mode: str) -> Callable[..., torch.Tensor]:
-    formulas: dict[str, Callable[..., torch.Tensor]] = {
-        "forward_kl": algos.distillation.forward_kl,
-        "reverse_kl": algos.distillation.reverse_kl,
-        "forward_kl_topk": algos.distillation.forward_kl_topk,
-        "reverse_kl_topk": algos.distillation.reverse_kl_topk,
-    }
-    return formulas[mode]
 
 
 def teacher_terms(config: DistillationConfig, *, num_tokens: int) -> dict[str, TokenTerm]:
@@ -120,8 +110,9 @@ def actor_loss(
 ) -> LossFn:
     """Return the loss of the policy, a sum of terms that the settings choose.
 
-    The surrogate of the policy gradient; minus an entropy bonus; plus the KL to the reference policy; plus the
-    divergence from a teacher. A student that only learns from a divergence in the loss has no surrogate.
+    The surrogate of the policy gradient; minus an entropy bonus; plus the negative log-likelihood of right responses
+    (arXiv:2504.05118, section 4.3); plus the KL to the reference policy; plus the divergence from a teacher. A student
+    that only learns from a divergence in the loss has no surrogate.
 
     Args:
         config: Settings of the actor.
@@ -153,6 +144,10 @@ def actor_loss(
             entropy_loss = reduce(outputs["entropy"], config.loss_agg_mode)
             loss = loss - config.entropy_coeff * entropy_loss
             stats["actor/entropy_loss"] = entropy_loss
+        if config.positive_nll_coef:
+            nll_loss = reduce(-outputs["log_probs"] * rows.batch["nll_weights"][:, None])
+            loss = loss + config.positive_nll_coef * nll_loss
+            stats["actor/positive_nll_loss"] = nll_loss
         if config.use_kl_loss:
             kl_BT = kl_penalty(outputs["log_probs"], rows.batch["ref_log_prob"], config.kl_loss_type)
             kl_loss = reduce(kl_BT, config.loss_agg_mode)

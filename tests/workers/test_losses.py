@@ -80,3 +80,34 @@ def test_a_loss_gets_the_columns_that_its_parameters_name_and_says_which_it_lack
         loss_fn(outputs, DataProto.from_dict(tensors=columns))
     chosen = columns | {"cov_selected": torch.tensor([[True, False]])}
     assert loss_fn(outputs, DataProto.from_dict(tensors=chosen))[0] == -0.5
+
+
+def test_the_likelihood_of_right_responses_is_added_to_the_loss():
+    config, counts = ActorConfig(positive_nll_coef=0.1), GlobalCounts(num_tokens=4.0, num_seqs=2.0)
+    columns = {
+        "response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+        "old_log_probs": torch.zeros(2, 3),
+        "advantages": torch.zeros(2, 3),
+        "nll_weights": torch.tensor([4 / 3, 0.0]),  # four tokens, three of them of the right response
+    }
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-9.0, -9.0, -9.0]], requires_grad=True)
+    loss, stats = actor_loss(config, counts)({"log_probs": log_probs}, DataProto.from_dict(tensors=columns))
+    loss.backward()
+    # Advantages of 0 leave the likelihood alone: 0.1 (1 + 2 + 3) / 3, with the gradient of supervised fine-tuning.
+    assert loss.item() == pytest.approx(0.2) and stats["actor/positive_nll_loss"].item() == pytest.approx(2.0)
+    assert log_probs.grad.tolist() == [pytest.approx([-0.1 / 3] * 3), [0, 0, 0]]
+
+
+@pytest.mark.parametrize("factor, expected", [(None, -10 / (2 * 3)), (5, -10 / (2 * 5))])
+def test_the_divisor_of_dr_grpo_is_the_width_or_the_configured_factor(factor, expected):
+    config = ActorConfig(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=factor)
+    columns = {
+        "response_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "old_log_probs": torch.zeros(2, 3),
+        "advantages": torch.full((2, 3), 2.0),
+    }
+    loss_fn = actor_loss(config, GlobalCounts(num_tokens=5.0, num_seqs=2.0))
+    # The ratio is 1, so each of the five tokens has a loss of -2.
+    assert loss_fn({"log_probs": torch.zeros(2, 3)}, DataProto.from_dict(tensors=columns))[0].item() == pytest.approx(
+        expected
+    )

@@ -23,7 +23,7 @@ def raft(scores_B: torch.Tensor, lengths_B: torch.Tensor, *, group_B: torch.Tens
     ids_G, index_B = torch.unique(group_B, return_inverse=True)
     worst_G = torch.full((len(ids_G),), -torch.inf, dtype=scores_B.dtype, device=scores_B.device)
     best_G = worst_G.scatter_reduce(0, index_B, torch.where(counted_B, scores_B, -torch.inf), "amax")
-    return _weights(counted_B & (scores_B == best_G[index_B]), lengths_B)
+    return mean_over_kept(counted_B & (scores_B == best_G[index_B]), lengths_B)
 
 
 @register_adv_est("star", per_response=True)
@@ -34,9 +34,12 @@ def star(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
 
     Equal responses are not merged, which RFT does, and no prompt gets a hint, which STaR gives where all fail.
     """
-    return _weights(scores_B > 0, lengths_B)
+    return mean_over_kept(scores_B > 0, lengths_B)
 
 
-def _weights(kept_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Return the advantages (B,) of the kept rows, whose mean over all tokens is 1."""
+def mean_over_kept(kept_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Return weights (B,) float64, 0 for rows that are not kept, that make a mean over all tokens one over kept ones.
+
+    The mean of the weights over all tokens is 1, or 0 if no token is kept.
+    """
     return kept_B * (lengths_B.sum().double() / (lengths_B * kept_B).sum().clamp(min=1))

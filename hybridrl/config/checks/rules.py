@@ -278,6 +278,7 @@ def _estimator_problems(
     config: PPOConfig, *, known: Collection[str], group: Collection[str], critic: Collection[str]
 ) -> Problems:
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    chosen = config.algorithm.select_samples.k
     if name not in known:
         yield f"algorithm.adv_estimator={name}: there is no such estimator; {settings.suggest_name(name, known)}"
     if not config.distillation.task_rewards:
@@ -286,6 +287,11 @@ def _estimator_problems(
         yield (
             f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={name} compares several samples of a prompt; "
             "set actor_rollout_ref.rollout.n=2 or more"
+        )
+    if name in group and samples > 1 and chosen == 1:
+        yield (
+            f"algorithm.select_samples.k=1: algorithm.adv_estimator={name} compares several samples of a prompt; set "
+            "k=2 or more, or an estimator that does not (star, reinforce_plus_plus)"
         )
     if name in critic and config.critic.enable is False:
         yield (

@@ -1,18 +1,28 @@
 """Rules of the settings that decide which samples a step trains on."""
 
 from hybridrl.config.checks.rollout import Problems
-from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.ppo import PFPPOConfig, PPOConfig, SelectSamplesConfig
 
 
 def sampling_problems(config: PPOConfig) -> Problems:
-    """Yield settings of dynamic sampling without effect, or with which no batch gets full."""
+    """Yield settings of sampling without effect, or with which no batch gets full."""
+    yield from _group_problems(config)
+    yield from _selection_problems(config)
+
+
+def _group_problems(config: PPOConfig) -> Problems:
     data, algorithm, samples = config.data, config.algorithm, config.actor_rollout_ref.rollout.n
     filters, generated = algorithm.filter_groups, data.gen_batch_size or data.train_batch_size
+    if filters.order == "shortest" and generated <= data.train_batch_size and not filters.enable:
+        yield (
+            "algorithm.filter_groups.order=shortest: there are no more groups to choose from; set data.gen_batch_size "
+            f"above data.train_batch_size={data.train_batch_size}"
+        )
     if not filters.enable:
-        if generated != data.train_batch_size:
+        if generated != data.train_batch_size and filters.order == "drawn":
             yield (
                 f"data.gen_batch_size={generated}: has no effect without algorithm.filter_groups.enable=true; leave it "
-                f"out, or set data.train_batch_size={generated}"
+                f"out, or set data.train_batch_size={generated}, or algorithm.filter_groups.order=shortest"
             )
         return
     if samples == 1:
@@ -32,3 +42,38 @@ def sampling_problems(config: PPOConfig) -> Problems:
             f"(data.gen_batch_size) never fill data.train_batch_size={data.train_batch_size}; set "
             f"{-(-data.train_batch_size // generated)} or more, or 0 for no limit"
         )
+
+
+def _selection_problems(config: PPOConfig) -> Problems:
+    algorithm, samples = config.algorithm, config.actor_rollout_ref.rollout.n
+    chosen, method = algorithm.select_samples.k, algorithm.select_samples.method
+    if chosen is not None and chosen >= samples:
+        yield (
+            f"algorithm.select_samples.k={chosen}: there are only actor_rollout_ref.rollout.n={samples} samples to "
+            "choose from; raise n, or leave k out"
+        )
+    if chosen == 1 and method == "max_variance":
+        yield (
+            "algorithm.select_samples.k=1: one score has no variance; set k=2 or more, or "
+            "algorithm.select_samples.method=max_reward"
+        )
+    if chosen is None and method != SelectSamplesConfig().method:
+        yield f"algorithm.select_samples.method={method}: has no effect without algorithm.select_samples.k; set k"
+    for key, default in vars(PFPPOConfig()).items():
+        value = getattr(algorithm.pf_ppo, key)
+        if value != default and not algorithm.use_pf_ppo:
+            yield f"algorithm.pf_ppo.{key}={value}: has no effect; set algorithm.use_pf_ppo=true, or leave it out"
+    power, weights = algorithm.pf_ppo.weight_pow, algorithm.pf_ppo.reweight_method
+    if power != PFPPOConfig().weight_pow and weights != "pow":
+        yield f"algorithm.pf_ppo.weight_pow={power}: only algorithm.pf_ppo.reweight_method=pow reads it; leave it out"
+    if config.distillation.task_rewards:
+        return
+    scored = {
+        "algorithm.select_samples.k": chosen,
+        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+        "reward_model.length_reward_coef": config.reward_model.length_reward_coef,
+        "actor_rollout_ref.actor.positive_nll_coef": config.actor_rollout_ref.actor.positive_nll_coef,
+    }
+    for key, value in scored.items():
+        if value:
+            yield f"{key}={value}: needs scores, which a distillation without task rewards has not; leave it out"

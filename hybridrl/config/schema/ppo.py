@@ -33,6 +33,35 @@ class FilterGroupsConfig:
     max_num_gen_batches: int = setting(
         0, "Generation batches of one step; a step that needs more ends the run. 0 means no limit.", ge=0
     )
+    order: str = setting(
+        "drawn",
+        "Which groups are trained if a step has more than data.train_batch_size: the first ones, or those that were "
+        "complete first, after the fewest tokens (shortest); also without enable.",
+        choices=("drawn", "shortest"),
+    )
+
+
+@dataclass(frozen=True)
+class SelectSamplesConfig:
+    k: int | None = setting(
+        None, "Samples of each prompt that a step trains on, of rollout.n that are scored; null means all.", ge=1
+    )
+    method: str = setting(
+        "max_variance",
+        "Which ones: those with the largest variance of scores (PODS), the highest scores (best of n), or random ones.",
+        choices=("max_variance", "max_reward", "random"),
+    )
+
+
+@dataclass(frozen=True)
+class PFPPOConfig:
+    reweight_method: str = setting(
+        "pow",
+        "Weight of a row: a power of its score; 1 for the highest and lowest score and 0 else; or 0.4 for the highest "
+        "and 0.1 else.",
+        choices=("pow", "max_min", "max_random"),
+    )
+    weight_pow: float = setting(2.0, "Exponent of reweight_method=pow.", ge=0)
 
 
 @dataclass(frozen=True)
@@ -61,6 +90,11 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = section(
         FilterGroupsConfig, "Dynamic sampling: train on groups with different rewards only (DAPO)."
     )
+    select_samples: SelectSamplesConfig = section(
+        SelectSamplesConfig, "Train on some of the samples of each prompt: PODS, best of n."
+    )
+    use_pf_ppo: bool = setting(False, "Draw the rows of the updates again, with weights by score (PF-PPO).")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "Weights of PF-PPO.")
 
 
 @dataclass(frozen=True)

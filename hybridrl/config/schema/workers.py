@@ -163,7 +163,10 @@ class ActorConfig:
         choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     )
     loss_scale_factor: int | None = setting(
-        None, "Divisor of seq-mean-token-sum-norm; null means data.max_response_length.", gt=0
+        None, "Divisor of seq-mean-token-sum-norm; null means data.max_response_length.", ge=1
+    )
+    positive_nll_coef: float = setting(
+        0.0, "Weight of the negative log-likelihood of responses with a score above 0 (VAPO).", ge=0
     )
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Add a KL term to the reference policy to the loss.")
@@ -391,5 +394,8 @@ class RewardModelConfig:
     )
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     forward_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    length_reward_coef: float = setting(
+        0.0, "Weight of a reward in training for responses shorter than others to their prompt (Kimi k1.5).", ge=0
+    )
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Soft length penalty.")
     model: RewardModelPath = section(RewardModelPath, "The reward model.")

@@ -16,6 +16,8 @@ class Purpose(enum.IntEnum):
     VALIDATION = 2
     SHUFFLE = 3
     REPLAY = 4
+    SELECTION = 5
+    RESAMPLING = 6
 
 
 def row_seeds(num_rows: int, *, seed: int, purpose: Purpose, step: int) -> torch.Tensor:

@@ -37,8 +37,10 @@ ESTIMATES = (TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS)
 CRITIC_INPUT = (*MODEL_INPUT, VALUES, RETURNS)
 """What the critic is trained on; for the actor see `stages.actor_input`."""
 
-SAMPLING, SCORING = (("gen", "filter_groups", "replay"), ("reward", "filter_groups", "replay"))
-"""Stages that write samples, and scores; the last two of them replace and add rows."""
+CHOICE = ("filter_groups", "select_samples", "replay")
+"""Stages that replace, drop and add rows."""
+SAMPLING, SCORING = (("gen", *CHOICE), ("reward", *CHOICE))
+"""Stages that write samples, and scores."""
 
 COLUMNS: Mapping[str, Column] = {
     INPUT_IDS: Column("int64", "B T", ("next_batch", *SAMPLING), "tokens, prompts padded on the left"),
@@ -60,9 +62,7 @@ COLUMNS: Mapping[str, Column] = {
         "bool", "B", (*SCORING, "reward_baselines"), "whether scoring succeeded; other rows train nothing"
     ),
     REWARD_COMPONENTS: Column("float32", "B K", SCORING, "the rewards of `algorithm.gdpo_reward_keys`"),
-    REWARD_BASELINES: Column(
-        "float32", "B", ("reward_baselines", "filter_groups", "replay"), "score of a greedy response (remax)"
-    ),
+    REWARD_BASELINES: Column("float32", "B", ("reward_baselines", *CHOICE), "score of a greedy response (remax)"),
     OLD_LOG_PROBS: Column(
         "float32", "B R", ("old_log_prob", "reuse_log_probs"), "log-probs of the policy to be trained"
     ),

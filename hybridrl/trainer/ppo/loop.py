@@ -38,7 +38,7 @@ from hybridrl.trainer.ppo.rewards import (
     make_kl_controller,
 )
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter
-from hybridrl.trainer.ppo.stages import check_roles, filters_groups, uses_greedy_baseline
+from hybridrl.trainer.ppo.stages import check_roles, filters_groups, samples_per_group, uses_greedy_baseline
 from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
 from hybridrl.trainer.recovery.step_snapshot import load_resume_state
@@ -101,7 +101,7 @@ class PPOLoop(Trainer):
         self.prompts = StepPrompts(train_loader, seed=config.trainer.seed)
         self.replay_buffer = ReplayBuffer(
             config.trainer.replay,
-            n=config.actor_rollout_ref.rollout.n,
+            n=samples_per_group(config),
             staleness=config.trainer.staleness or 0,
             pad_token_id=pad_token_id(tokenizer),
         )

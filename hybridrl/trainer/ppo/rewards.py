@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl import algos
 from hybridrl.algos.advantages import AdvantageEstimator
 from hybridrl.algos.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty
 from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config.schema.ppo import AlgorithmConfig, KLCtrlConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.rewards.manager import at_last_token, response_lengths, reward_positions
 from hybridrl.rewards.sample_score import as_number
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,26 @@ def add_advantages(batch: DataProto, estimator: AdvantageEstimator, config: Algo
         old_log_probs_BT=columns["old_log_probs"] if squared_BT is not None else None,
         is_weights_BT=columns.get("rollout_is_weights", None) if squared_BT is not None else None,
     )
+
+
+def add_length_rewards(batch: DataProto, extra: Mapping[str, list], *, coef: float) -> list[float]:
+    """Add `coef` times the length reward to the scores, and return it for every row (`algos/length_rewards.py`).
+
+    A response is right if `acc` of the reward function's columns is above 0, or without it if its score is.
+    """
+    columns = batch.batch
+    valid_B, scores_B = columns["reward_valid"].bool(), columns["token_level_scores"].sum(-1)
+    right_B = scores_B > 0
+    if "acc" in extra:
+        right_B = torch.tensor([(as_number(value) or 0.0) > 0 for value in extra["acc"]])
+    _, group_B = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
+    rewards_B = coef * algos.length_rewards.length_rewards(
+        response_lengths(batch), right_B, valid_B, group_B=torch.from_numpy(group_B)
+    )
+    width = columns["responses"].shape[1]
+    added_BT = at_last_token(rewards_B.float(), reward_positions(batch), width=width)
+    columns["token_level_scores"] = columns["token_level_scores"] + added_BT
+    return rewards_B.tolist()
 
 
 def add_reward_components(batch: DataProto, extra: Mapping[str, list], keys: Sequence[str]) -> None:

@@ -63,8 +63,13 @@ def _estimator_needs(config: PPOConfig) -> tuple[str, ...]:
 
 
 def filters_groups(config: PPOConfig) -> bool:
-    """Return whether groups with equal rewards are dropped, and more are generated in their place."""
-    return config.algorithm.filter_groups.enable
+    """Return whether a step chooses among the groups that it generates: by their rewards, or by their lengths."""
+    return config.algorithm.filter_groups.enable or config.algorithm.filter_groups.order != "drawn"
+
+
+def samples_per_group(config: PPOConfig) -> int:
+    """Return how many samples of each prompt a step trains on."""
+    return config.algorithm.select_samples.k or config.actor_rollout_ref.rollout.n
 
 
 def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool, has_agent_loops: bool) -> None:

@@ -1,7 +1,9 @@
 """PPO, GRPO and relatives: the driver of one training step.
 
-    next_batch -> generate -> reward -> [reward_baselines] -> [update_sampler] -> [filter_groups] -> [replay]
+    next_batch -> generate -> reward -> [reward_baselines] -> [update_sampler] -> [filter_groups] -> [select_samples]
       prompts     responses   scores     reward_baselines
+
+    -> [replay]
 
     -> old_log_prob -> [rollout_correction] -> [ref_log_prob] -> [teacher_log_prob] -> [values] -> advantage
        old_log_probs    rollout_is_weights      ref_log_prob      teacher_log_prob      values     advantages, returns
@@ -52,22 +54,20 @@ from hybridrl.trainer.ppo.columns import (
     SCORES,
 )
 from hybridrl.trainer.ppo.loop import PPOLoop
-from hybridrl.trainer.ppo.metrics import (
-    reward_extra_metrics,
-    rollout_mismatch_metrics,
-    step_metrics,
-)
+from hybridrl.trainer.ppo.metrics import reward_extra_metrics, rollout_mismatch_metrics, step_metrics
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
 from hybridrl.trainer.ppo.policy.rollout_pipeline import join_responses
 from hybridrl.trainer.ppo.rewards import (
     RewardFn,
     add_advantages,
+    add_length_rewards,
     add_reward_baselines,
     add_reward_components,
     add_token_rewards,
     score_batch,
 )
 from hybridrl.trainer.ppo.sampling.group_metrics import group_metrics
+from hybridrl.trainer.ppo.sampling.sample_choice import choose_samples
 from hybridrl.trainer.ppo.stages import (
     actor_input,
     bypasses_old_log_prob,
@@ -81,11 +81,7 @@ from hybridrl.trainer.ppo.stages import (
     uses_reference,
     uses_sum_pi_squared,
 )
-from hybridrl.trainer.ppo.update_batch import (
-    add_covariance_selection,
-    has_tokens,
-    select_training_rows,
-)
+from hybridrl.trainer.ppo.update_batch import add_covariance_selection, has_tokens, select_training_rows
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
@@ -132,7 +128,7 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),
             # 2. n responses to each prompt.
             Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, pure=config.trainer.lag == 0),
-            # 3. A score for each response. Groups of equal scores are replaced, samples of earlier steps may join.
+            # 3. A score for each response. Groups of equal scores are replaced, samples left out, earlier ones added.
             Stage(cls.reward, role=on.reward_model, reads=RESPONSE, writes=rewarded),
             Stage(
                 cls.reward_baselines,
@@ -142,6 +138,7 @@ class RayPPOTrainer(PPOLoop):
             ).when(uses_greedy_baseline(config)),
             Stage(cls.update_sampler, reads=SCORES, pure=False).when(config.data.sampler.class_path),
             Stage(cls.filter_groups, role=on.rollout, reads=stored, writes=stored, pure=False).when(filters),
+            Stage(cls.select_samples, reads=stored, writes=stored, pure=False).when(config.algorithm.select_samples.k),
             Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
             # 4. What policy, reference and critic make of the tokens, before the update.
             Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
@@ -210,6 +207,8 @@ class RayPPOTrainer(PPOLoop):
             ppo.add_no_scores(ctx.batch)
             return
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
+        if coef := self.config.reward_model.length_reward_coef:
+            ctx.reward_extra["length_reward"] = add_length_rewards(ctx.batch, ctx.reward_extra, coef=coef)
         ctx.metrics |= reward_extra_metrics(ctx.reward_extra)
         if uses_components(self.config):
             add_reward_components(ctx.batch, ctx.reward_extra, self.config.algorithm.gdpo_reward_keys)
@@ -268,6 +267,14 @@ class RayPPOTrainer(PPOLoop):
         names = [spec_of(fn).name for fn in stages]
         run_once(stages[names.index("next_batch") + 1 : names.index("filter_groups")], more)
         return more
+
+    def select_samples(self, ctx: BatchContext) -> None:
+        """Keep k samples of each prompt, by their scores."""
+        seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.SELECTION, step=self.global_steps)
+        settings, n = self.config.algorithm.select_samples, self.config.actor_rollout_ref.rollout.n
+        ctx.batch, metrics = choose_samples(ctx.batch, settings, n=n, seed=seed)
+        ctx.reward_extra = {}
+        ctx.metrics |= metrics | self._sample_metrics(ctx.batch)
 
     def replay(self, ctx: BatchContext) -> None:
         """Append sample groups of earlier steps to the batch, and store its own groups for later steps."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from hybridrl.algos import policy_losses
+from hybridrl.algos import advantages, policy_losses, sample_selection
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
@@ -17,6 +17,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import ROLLOUT_RS_MASK
 from hybridrl.trainer.ppo.off_policy import fresh_mask
+from hybridrl.trainer.ppo.stages import samples_per_group
 from hybridrl.trainer.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -50,22 +51,38 @@ def select_training_rows(
     The `UpdatePlan` in `meta_info` says how `workers/mini_batch.py` cuts the rows. Their `response_mask` is without the
     tokens that the rollout correction rejects (if `rollout_rs_mask` is among the columns), and with
     `trainer.stale_tokens=drop` without tokens older than `trainer.staleness` in this step. Rows whose mask is empty
-    stay. The loss, its divisors and all its terms see this mask.
+    stay. The loss, its divisors and all its terms see this mask. With `algorithm.use_pf_ppo` rows are drawn again, the
+    same ones for actor and critic. The actor gets `nll_weights` (rows,) float32 with `positive_nll_coef`.
     """
     data, trainer = select_columns(batch, columns), config.trainer
     if trainer.stale_tokens == "drop" and trainer.staleness is not None:
         data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
     if ROLLOUT_RS_MASK in columns:
         data.batch["response_mask"] = data.batch["response_mask"] * data.batch.pop(ROLLOUT_RS_MASK)
-    data = data.select_idxs(batch.batch["reward_valid"])
+    rows = _training_rows(batch, config, step=step)
+    data = data.select_idxs(rows)
+    if role == Role.Actor and config.actor_rollout_ref.actor.positive_nll_coef:
+        right, lengths = batch.batch["token_level_scores"].sum(-1)[rows] > 0, data.batch["response_mask"].sum(-1)
+        data.batch["nll_weights"] = advantages.rejection.mean_over_kept(right, lengths).float()
     shuffle = config.actor_rollout_ref.actor.shuffle
     plan = UpdatePlan(
-        mini_batch_size=prompts_per_update(config, role) * config.actor_rollout_ref.rollout.n,
+        mini_batch_size=prompts_per_update(config, role) * samples_per_group(config),
         shuffle_seed=call_seed(seed=trainer.seed, purpose=Purpose.SHUFFLE, step=step) if shuffle else None,
         balance=trainer.balance_batch,
     )
     data.meta_info = {UpdatePlan.KEY: plan}
     return data
+
+
+def _training_rows(batch: DataProto, config: PPOConfig, *, step: int) -> torch.Tensor:
+    """Return the rows with a valid reward, int64; with PF-PPO as many rows drawn from them by score."""
+    rows = batch.batch["reward_valid"].nonzero()[:, 0]
+    if not config.algorithm.use_pf_ppo:
+        return rows
+    settings, scores = config.algorithm.pf_ppo, batch.batch["token_level_scores"].sum(-1)[rows].numpy()
+    weights = sample_selection.pf_ppo_weights(scores, method=settings.reweight_method, weight_pow=settings.weight_pow)
+    seed = call_seed(seed=config.trainer.seed, purpose=Purpose.RESAMPLING, step=step)
+    return rows[torch.from_numpy(sample_selection.draw_rows(weights, seed=seed))]
 
 
 def has_tokens(data: DataProto, *, step: int) -> bool:

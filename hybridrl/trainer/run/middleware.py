@@ -88,7 +88,8 @@ class BatchContext(OnlineRLContext):
         prompt_rows: Rows of the dataset that the step trains on.
         greedy: Greedy responses to the step's prompts, None without them.
         gen_batch: Number of the generation batch within its step, counted from 1; set for all but the first.
-        reward_extra: Columns that the reward function returns beside the scores. Empty after `filter_groups`.
+        reward_extra: Columns that the reward function returns beside the scores. Empty after `filter_groups` and
+            `select_samples`.
         group_outcomes: With `filter_groups`: epoch -> what became of a prompt -> its rows of the dataset.
         num_new: Samples of this step; those after them come from the replay buffer.
         updated: Whether the policy was updated.

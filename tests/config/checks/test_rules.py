@@ -123,6 +123,38 @@ def check(tmp_path):
             "data.gen_batch_size=64: has no effect without algorithm.filter_groups.enable=true; leave it out",
         ),
         (
+            "algorithm.filter_groups.order=shortest",
+            "order=shortest: there are no more groups to choose from; set data.gen",
+        ),
+        (
+            "algorithm.select_samples.k=2 actor_rollout_ref.rollout.n=2",
+            "k=2: there are only actor_rollout_ref.rollout.n=2",
+        ),
+        (
+            "algorithm.select_samples.k=1 actor_rollout_ref.rollout.n=4",
+            "k=1: one score has no variance; set k=2 or more",
+        ),
+        (
+            "algorithm.adv_estimator=grpo algorithm.select_samples.k=1 algorithm.select_samples.method=max_reward "
+            "actor_rollout_ref.rollout.n=4",
+            "algorithm.select_samples.k=1: algorithm.adv_estimator=grpo compares several samples of a prompt; set k=2",
+        ),
+        ("algorithm.select_samples.method=random", "method=random: has no effect without algorithm.select_samples.k"),
+        ("algorithm.pf_ppo.weight_pow=3", "pf_ppo.weight_pow=3.0: has no effect; set algorithm.use_pf_ppo=true"),
+        (
+            "algorithm.use_pf_ppo=true algorithm.pf_ppo.reweight_method=max_min algorithm.pf_ppo.weight_pow=3",
+            "algorithm.pf_ppo.weight_pow=3.0: only algorithm.pf_ppo.reweight_method=pow reads it",
+        ),
+        (
+            "distillation.enabled=true distillation.distillation_loss.use_task_rewards=false algorithm.use_pf_ppo=true "
+            "distillation.teacher_models.teacher_model.model_path=some/model",
+            "algorithm.use_pf_ppo=True: needs scores, which a distillation without task rewards has not",
+        ),
+        (
+            "actor_rollout_ref.actor.loss_scale_factor=512",
+            "loss_scale_factor=512: only loss_agg_mode=seq-mean-token-sum-norm divides by it",
+        ),
+        (
             "algorithm.filter_groups.enable=true actor_rollout_ref.rollout.n=4 data.train_batch_size=8 "
             "actor_rollout_ref.actor.ppo_mini_batch_size=8 data.gen_batch_size=3 "
             "algorithm.filter_groups.max_num_gen_batches=2",

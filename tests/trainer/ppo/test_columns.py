@@ -18,7 +18,10 @@ CHOICES = [
         "algorithm.adv_estimator=optimal_token_baseline",
     ),
     ("trainer.lag=0", "trainer.lag=2 trainer.partial_rollout=true"),
-    ("", "trainer.replay.groups=2 trainer.staleness=4 algorithm.filter_groups.enable=true"),
+    (
+        "",
+        "trainer.replay.groups=2 trainer.staleness=4 algorithm.filter_groups.enable=true algorithm.select_samples.k=1",
+    ),
     (
         "",
         "algorithm.use_kl_in_reward=true reward_model.enable=true actor_rollout_ref.rollout.calculate_log_probs=true "
@@ -60,7 +63,7 @@ def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
         for spec in stages_of(*words):
             for name in spec.writes:
                 writers.setdefault(name, set()).add(spec.name)
-    writers["num_turns"] |= {"filter_groups", "replay"}  # of agent loops, which are tried alone here
+    writers["num_turns"] |= {"filter_groups", "select_samples", "replay"}  # of agent loops, which are tried alone here
     tensors = {name: {*column.written_by} for name, column in COLUMNS.items() if column.dtype != "object"}
     assert writers == tensors
 
@@ -71,7 +74,7 @@ def test_settings_add_and_remove_stages():
     assert names == ["next_batch", "gen", "reward", "old_log_prob", "adv", "update_actor", *outputs]
     more = [spec.name for spec in stages_of(*(choice[1] for choice in CHOICES))]
     models = ["old_log_prob", "rollout_correction", "ref", "teacher", "values", "adv", "update_critic", "update_actor"]
-    assert more == ["next_batch", "gen", "reward", "filter_groups", "replay", *models, *outputs]
+    assert more == ["next_batch", "gen", "reward", "filter_groups", "select_samples", "replay", *models, *outputs]
 
 
 def test_a_distillation_without_rewards_has_no_stage_of_its_estimator():

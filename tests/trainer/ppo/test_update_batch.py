@@ -77,3 +77,47 @@ def test_other_losses_get_no_selection():
     batch = batch_of()
     add_covariance_selection(batch, config_of(), step=1)
     assert "cov_selected" not in batch.batch.keys()
+
+
+def scored_batch() -> DataProto:
+    batch = batch_of()
+    scores = torch.tensor([0.0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 3])
+    batch.batch["token_level_scores"] = torch.zeros(12, 6).index_fill(1, torch.tensor([2]), 1) * scores[:, None]
+    batch.batch["reward_valid"][11] = False
+    batch.batch["row"] = torch.arange(12)
+    return batch
+
+
+def test_pf_ppo_draws_the_rows_of_both_updates_by_their_scores():
+    batch, config = scored_batch(), config_of("algorithm.use_pf_ppo=true")
+    drawn = {
+        (role, step): select_training_rows(batch, ["response_mask", "row"], config, role=role, step=step)
+        for role in (Role.Actor, Role.Critic)
+        for step in (1, 2)
+    }
+    rows = {key: data.batch["row"].tolist() for key, data in drawn.items()}
+    # Weights 1, 4 and 1e-8; row 11 has no valid reward. As many rows as are valid.
+    assert all(len(found) == 11 and {*found} <= {1, 4} for found in rows.values())
+    assert rows[Role.Actor, 1] == rows[Role.Critic, 1] != rows[Role.Actor, 2]
+    one_seed = config_of("algorithm.use_pf_ppo=true", "trainer.seed=9")
+    other = select_training_rows(batch, ["response_mask", "row"], one_seed, role=Role.Actor, step=1)
+    assert other.batch["row"].tolist() != rows[Role.Actor, 1]
+
+
+def test_the_likelihood_loss_is_the_mean_over_tokens_of_right_responses():
+    batch, config = scored_batch(), config_of("actor_rollout_ref.actor.positive_nll_coef=0.1")
+    data = select_training_rows(batch, ["response_mask"], config, role=Role.Actor, step=1)
+    weights, lengths = data.batch["nll_weights"], data.batch["response_mask"].sum(-1)
+    # Rows 1 and 4, of 2 and 5 tokens, are right; the eleven rows have 36 tokens.
+    assert weights.nonzero()[:, 0].tolist() == [1, 4] and weights[1].item() == pytest.approx(36 / 7)
+    assert (weights * lengths).sum().item() / lengths.sum().item() == pytest.approx(1)
+    assert "nll_weights" not in select_training_rows(batch, ["row"], config, role=Role.Critic, step=1).batch.keys()
+
+
+def test_a_mini_batch_has_as_many_rows_of_each_prompt_as_are_selected():
+    words = ["actor_rollout_ref.rollout.n=6", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    plans = [
+        select_training_rows(batch_of(), ["response_mask"], config_of(*words, *more), role=Role.Actor, step=1)
+        for more in ([], ["algorithm.select_samples.k=3"])
+    ]
+    assert [data.meta_info["update_plan"].mini_batch_size for data in plans] == [12, 6]

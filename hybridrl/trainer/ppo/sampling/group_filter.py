@@ -8,6 +8,10 @@ A group whose samples all have the same reward has no advantage. `GroupFilter` d
         ...
     batch = groups.take()
 
+With `order=shortest` a step trains on the groups whose longest response is the shortest, which were complete first:
+over-sampling, as tail batching does (RollPacker, arXiv 2509.21009). The choice reads lengths, not the clock, so a
+repeated step makes the same one. All responses are generated to their end.
+
 Groups beyond the batch are kept for the next step if they are not too old for it then (`trainer.staleness`, by default
 `trainer.lag`). So a synchronous run keeps none and stays on-policy. Kept groups belong to snapshot and checkpoint. What
 became of every prompt is in `StepGroups.outcomes`, for the step ledger.
@@ -26,6 +30,7 @@ import torch
 from hybridrl.config.schema.ppo import FilterGroupsConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.rewards.manager import response_lengths
 from hybridrl.trainer.checkpoint.ledger_audit import KEPT, TRAINED, Outcomes
 from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.ppo.off_policy import token_ages
@@ -148,7 +153,7 @@ class StepGroups:
         return sum(map(len, self._usable)) // self._filter.n
 
     def add(self, batch: DataProto, extra: Mapping[str, Sequence[Any]], *, epoch: int) -> bool:
-        """Add the groups of a generation batch that teach something; return whether the step has enough.
+        """Add the groups of a generation batch that teach something, with `enable`; return whether the step has enough.
 
         Args:
             batch: Scored samples, n adjacent rows per prompt.
@@ -161,6 +166,8 @@ class StepGroups:
         n, metric = self._filter.n, self._filter.config.metric or DEFAULT_METRIC
         values, valid = metric_values(batch, extra, metric)
         differs = differs_in_group(values, valid, n=n)
+        if not self._filter.config.enable:
+            differs = torch.ones_like(differs)
         rows = batch.select(meta_info_keys=[])
         rows.non_tensor_batch = rows.non_tensor_batch | {EPOCH: np.full(len(batch), epoch, dtype=object)}
         chosen = differs.repeat_interleave(n)
@@ -200,9 +207,12 @@ class StepGroups:
         return False
 
     def take(self) -> DataProto:
-        """Return the step's batch: the oldest groups. Keep the other ones that the next step may train on."""
+        """Return the step's batch: the oldest groups. Keep the other ones that the next step may train on.
+
+        With `order=shortest`, groups that the step before has kept come first, then the shortest ones.
+        """
         size, n = self._filter.batch_size, self._filter.n
-        groups = concat_padded(self._usable, pad_token_id=self._filter.pad_token_id)
+        groups = self._in_order(concat_padded(self._usable, pad_token_id=self._filter.pad_token_id))
         batch, rest = groups.slice(0, size * n).select(), groups.slice(size * n)
         fresh = (self._group_ages(rest) <= self._filter.max_age).repeat_interleave(n)
         kept = rest.select_idxs(fresh)
@@ -211,6 +221,15 @@ class StepGroups:
             self._record(name, rows)
         batch.non_tensor_batch = {name: column for name, column in batch.non_tensor_batch.items() if name != EPOCH}
         return batch
+
+    def _in_order(self, groups: DataProto) -> DataProto:
+        if self._filter.config.order == "drawn":
+            return groups
+        n, num_kept = self._filter.n, 0 if self._filter.kept is None else len(self._filter.kept) // self._filter.n
+        lengths = response_lengths(groups).reshape(-1, n).amax(-1)
+        lengths[:num_kept] = -1
+        order = lengths.argsort(stable=True)
+        return groups.select_idxs((order[:, None] * n + torch.arange(n)).reshape(-1))
 
     def _group_ages(self, groups: DataProto) -> torch.Tensor:
         """Return the age of each group's oldest token in the next step, (G,) int64."""

@@ -167,3 +167,35 @@ def test_every_drawn_prompt_has_one_outcome_also_after_a_snapshot_and_a_checkpoi
         entries.append({"step": step, "epoch": 0, "prompts": rows(batch), "drawn": groups.outcomes, "stages": {}})
         result = audit(entries)
         assert result.problems() == [] and sorted(result.prompts()[0]) == list(range(next_row))
+
+
+def with_lengths(batch: DataProto, lengths: list[int]) -> DataProto:
+    """Cut the responses: `lengths` has one number per sample."""
+    found = batch.select()
+    found.batch["attention_mask"] = found.batch["attention_mask"].clone()
+    for row, length in enumerate(lengths):
+        found.batch["attention_mask"][row, -WIDTH:] = (torch.arange(WIDTH) < length).long()
+    return found
+
+
+def test_over_sampling_trains_on_the_groups_that_are_complete_first_and_filters_none():
+    found = GroupFilter(FilterGroupsConfig(order="shortest"), n=N, batch_size=2, max_age=1, pad_token_id=9)
+    groups = found.begin(version=3)
+    # The longest responses of the groups have 3, 2, 1 and 2 tokens.
+    batch = with_lengths(generated([(1, 1), (0, 0), (0, 1), (2, 2)], version=3), [1, 3, 2, 1, 1, 1, 2, 2])
+    assert groups.add(batch, {}, epoch=0)
+    assert rows(groups.take()) == [2, 1]
+    assert groups.outcomes == {"0": {"trained": [2, 1], "kept": [3, 0]}}
+    # Kept groups come before shorter ones: no group is put off for ever.
+    following = found.begin(version=4)
+    following.add(with_lengths(generated([(1, 1), (1, 1)], first_row=8, version=4), [1, 1, 1, 1]), {}, epoch=0)
+    assert rows(following.take()) == [3, 0]
+    assert following.outcomes["0"] == {"trained": [3, 0], "kept": [8, 9]}
+
+
+def test_over_sampling_drops_the_rest_in_a_synchronous_run():
+    found = GroupFilter(FilterGroupsConfig(enable=True, order="shortest"), n=N, batch_size=1, max_age=0, pad_token_id=9)
+    groups = found.begin(version=0)
+    assert groups.add(with_lengths(generated([(0, 1), (0, 0), (1, 0)]), [3, 3, 1, 1, 2, 2]), {}, epoch=0)
+    assert rows(groups.take()) == [2]
+    assert groups.outcomes == {"0": {"filtered": [1], "trained": [2], "surplus": [0]}}
