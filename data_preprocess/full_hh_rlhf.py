@@ -1,11 +1,12 @@
 """HH-RLHF, conversations with a preferred and a rejected answer, to parquet.
 
-    python -m data_preprocess.full_hh_rlhf --split sft|rm|rl --local_dir ~/data/full_hh_rlhf [--data_source SOURCE]
+    python -m data_preprocess.full_hh_rlhf --split sft|rm|kto|rl --local_dir ~/data/full_hh_rlhf [--data_source SOURCE]
 
 writes all rows of the source to a directory named after the split:
 
     sft   train.parquet                 `messages` for main_sft, and `prompt`, `response`: each answer of each pair
     rm    train.parquet, test.parquet   `prompt`, `chosen`, `rejected`: the first three quarters, the rest
+    kto   train.parquet, test.parquet   `prompt`, `completion`, `label`: each answer of each pair, true if preferred
     rl    train.parquet                 prompts for reinforcement learning, to be scored by a reward model
 
 SOURCE is a file, a directory or a Hugging Face name. Two forms are read: the pairs of Dahoas/full-hh-rlhf with a
@@ -65,6 +66,14 @@ def rm_rows(pairs: list[Pair]) -> list[dict]:
     return [{"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs]
 
 
+def kto_rows(pairs: list[Pair]) -> list[dict]:
+    return [
+        {"prompt": pair.prompt, "completion": answer, "label": label}
+        for pair in pairs
+        for answer, label in ((pair.chosen, True), (pair.rejected, False))
+    ]
+
+
 def rl_rows(pairs: list[Pair]) -> list[dict]:
     return [
         rl_row(
@@ -96,14 +105,14 @@ def write_split(args: argparse.Namespace) -> None:
     elif args.split == "rl":
         write_parquet(rl_rows(pairs), directory / "train.parquet")
     else:
-        num_train = max(1, int(TRAIN_SHARE * len(pairs)))
-        write_parquet(rm_rows(pairs[:num_train]), directory / "train.parquet")
-        write_parquet(rm_rows(pairs[num_train:]), directory / "test.parquet")
+        num_train, rows = max(1, int(TRAIN_SHARE * len(pairs))), kto_rows if args.split == "kto" else rm_rows
+        write_parquet(rows(pairs[:num_train]), directory / "train.parquet")
+        write_parquet(rows(pairs[num_train:]), directory / "test.parquet")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__, default_dir="~/data/full_hh_rlhf", default_source=DATA_SOURCE)
-    parser.add_argument("--split", choices=("sft", "rm", "rl"), required=True, help="what the rows are for")
+    parser.add_argument("--split", choices=("sft", "rm", "kto", "rl"), required=True, help="what the rows are for")
     args = parser.parse_args(argv)
     return run_command(lambda: write_split(args))
 

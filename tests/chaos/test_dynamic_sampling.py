@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl import main_ppo
 from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
 from tests.support.end_to_end.failing_runs import fault, hits, run_with
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
 SAME = ("critic/score/mean", "actor/grad_norm", "train/num_gen_batches", "async/age_mean", "training/epoch")
 REFILLS = {
@@ -22,8 +23,19 @@ REFILLS = {
 }
 MODES = {
     "synchronous": {},
-    "lag": {"trainer__lag": 2},
-    "kept groups": {"trainer__staleness": 2, "data__gen_batch_size": 2, "data__train_batch_size": 3},
+    "lag, selected samples": {
+        "trainer__lag": 2,
+        "algorithm__select_samples__k": 2,
+        "algorithm__select_samples__method": "random",
+        "algorithm__use_pf_ppo": True,
+        "algorithm__pf_ppo__reweight_method": "max_random",
+    },
+    "kept groups, shortest first": {
+        "trainer__staleness": 2,
+        "data__gen_batch_size": 2,
+        "data__train_batch_size": 3,
+        "algorithm__filter_groups__order": "shortest",
+    },
     "agent loops, partial": {
         "actor_rollout_ref__rollout__mode": "async",
         "trainer__lag": 2,
@@ -44,17 +56,17 @@ def coin(folder: Path) -> Path:
     return path
 
 
-def start(folder: Path, model: Path, *, kill: bool = False, **changes) -> int:
+def arguments(folder: Path, model: Path, **changes) -> list[str]:
     reward = {"custom_reward_function__path": coin(folder), "trainer__total_training_steps": 4}
-    environment = os.environ | {
-        "KILL_STEP": "3",
-        "KILL_BEFORE": "refill" if kill else "",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    words = settings(folder, model, **REFILLS | reward | changes)
-    command = [sys.executable, "-m", "tests.support.chaos.killed_trainer", *words]
-    return subprocess.run(command, env=environment, cwd=ROOT, timeout=500, capture_output=True).returncode
+    return settings(folder, model, **REFILLS | reward | changes)
+
+
+def run_and_die(folder: Path, model: Path, **changes) -> int:
+    """Run in a process of its own, which kills itself in the refill of step 3; return its exit code."""
+    variables = {"KILL_STEP": "3", "KILL_BEFORE": "refill", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.chaos.killed_trainer", *arguments(folder, model, **changes)]
+    done = subprocess.run(command, env=os.environ | variables, cwd=ROOT, timeout=1000, capture_output=True)
+    return done.returncode
 
 
 def assert_same_end(found: Path, wanted: Path, *, num_repeated: int) -> None:
@@ -71,10 +83,10 @@ def assert_same_end(found: Path, wanted: Path, *, num_repeated: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_in_the_middle_of_a_refill_and_resumed(tmp_path, tiny_qwen2, mode):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert start(whole, tiny_qwen2, **MODES[mode]) == 0
-    assert start(parts, tiny_qwen2, kill=True, **MODES[mode]) == -signal.SIGKILL
+    assert main_ppo.main(arguments(whole, tiny_qwen2, **MODES[mode])) == 0
+    assert run_and_die(parts, tiny_qwen2, **MODES[mode]) == -signal.SIGKILL
     assert sorted(p.name for p in (parts / "run").glob("global_step_?")) == ["global_step_1", "global_step_2"]
-    assert start(parts, tiny_qwen2, **MODES[mode]) == 0
+    assert main_ppo.main(arguments(parts, tiny_qwen2, **MODES[mode])) == 0
     assert_same_end(parts, whole, num_repeated=0)
 
 

@@ -83,7 +83,7 @@ def test_hellaswag_rows_hold_four_endings_and_the_number_of_the_right_one(tmp_pa
 
 
 def test_hh_rlhf_makes_rows_for_fine_tuning_for_a_reward_model_and_for_rl(tmp_path, capsys):
-    for split in ("sft", "rm", "rl"):
+    for split in ("sft", "rm", "kto", "rl"):
         assert full_hh_rlhf.main(["--split", split, "--local_dir", str(tmp_path), "--data_source", str(SAMPLES)]) == 0
     assert "4 of 5 pairs have a common prompt" in capsys.readouterr().out
     sft, rl = rows(tmp_path / "sft" / "train.parquet"), rows(tmp_path / "rl" / "train.parquet")
@@ -99,6 +99,10 @@ def test_hh_rlhf_makes_rows_for_fine_tuning_for_a_reward_model_and_for_rl(tmp_pa
     rm = rows(tmp_path / "rm" / "train.parquet"), rows(tmp_path / "rm" / "test.parquet")
     assert [len(part) for part in rm] == [3, 1]  # three quarters of four pairs, and the rest
     assert rm[1][0] == {"prompt": "\n\nHuman: Name a bird\n\nAssistant:", "chosen": " Wren.", "rejected": " Granite."}
+    kto = rows(tmp_path / "kto" / "train.parquet"), rows(tmp_path / "kto" / "test.parquet")
+    assert [len(part) for part in kto] == [6, 2]
+    assert [(row["completion"], row["label"]) for row in kto[1]] == [(" Wren.", True), (" Granite.", False)]
+    assert {row["prompt"] for row in kto[1]} == {"\n\nHuman: Name a bird\n\nAssistant:"}
 
 
 def test_hh_rlhf_reads_pairs_that_have_a_prompt_column(tmp_path):

@@ -98,9 +98,10 @@ def test_the_other_losses_learn_the_same_preference_and_micro_batches_change_not
     assert largest_difference(exported(tmp_path / "whole", 4), exported(tmp_path / "small", 4)) < 1e-6
 
 
-def test_kto_starts_at_one_half_and_reports_both_kinds_of_responses(tmp_path, tiny_qwen2):
+@pytest.mark.parametrize("rows", [labelled(), pairs()], ids=["labels", "pairs"])
+def test_kto_starts_at_one_half_and_reports_both_kinds_of_responses(tmp_path, tiny_qwen2, rows):
     settings = {"loss__loss_type": "kto", "trainer__total_training_steps": 2, "trainer__test_freq": 2}
-    first, last = run(tmp_path, tiny_qwen2, labelled(), **settings)
+    first, last = run(tmp_path, tiny_qwen2, rows, **settings)
     assert first["train/loss"] == pytest.approx(0.5, abs=1e-5) and first["kl"] == pytest.approx(0.0, abs=1e-4)
     for name in ("rewards/chosen", "rewards/rejected", "logps/chosen"):
         assert name in last and f"val/{name}" in last
@@ -163,7 +164,10 @@ def test_a_killed_run_ends_bit_equal_after_the_same_command(tmp_path, tiny_qwen2
     ("changes", "message"),
     [
         ({"loss__loss_type": "dppo"}, "loss.loss_type=dppo: there is no such loss; did you mean dpo?"),
-        ({"loss__loss_type": "kto"}, "has no column 'label' (data.label_key); it has prompt, chosen, rejected"),
+        (
+            {"loss__loss_type": "kto", "data__chosen_key": "best"},
+            "has no column 'label' (data.label_key); it has prompt, chosen, rejected",
+        ),
         ({"data__chosen_key": "best"}, "has no column 'best' (data.chosen_key)"),
         ({"data__max_length": 8}, "is longer than data.max_length=8"),
     ],

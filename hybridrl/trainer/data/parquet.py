@@ -44,6 +44,10 @@ class ParquetRows:
         number, offset = self._locate(row)
         return f"{self.files[number]} row {offset}"
 
+    def has(self, column: str) -> bool:
+        """Return whether every file has `column`."""
+        return all(column in table.column_names for table in self._tables)
+
     def require(self, column: str, key: str) -> None:
         """Raise DataError unless every file has `column`, the value of the setting `key`."""
         for file, table in zip(self.files, self._tables, strict=True):

@@ -165,18 +165,30 @@ class PairDataset(PreferenceDataset):
 
 
 class LabelDataset(PreferenceDataset):
-    """Single responses with a label, desirable or not. Arguments as for `PreferenceDataset`."""
+    """Single responses with a label, desirable or not. Arguments as for `PreferenceDataset`.
+
+    Files of pairs without a column of labels are read too: the chosen responses of all pairs, which are desirable, and
+    after them the rejected ones, so that rows of one prompt are not adjacent.
+    """
 
     config: DPODataConfig
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the files have pairs in place of labels."""
+        pair = self._rows.has(self.config.chosen_key) and self._rows.has(self.config.rejected_key)
+        return pair and not self._rows.has(self.config.label_key)
+
     def response_settings(self) -> tuple[str, ...]:
-        return ("completion_key",)
+        return ("chosen_key", "rejected_key") if self.has_pairs else ("completion_key",)
 
     def column_settings(self) -> tuple[str, ...]:
-        """Return all settings that name columns. The label is the first, because files of pairs lack it."""
-        return ("label_key", *super().column_settings())
+        """Return all settings that name columns, the label first."""
+        return (*(() if self.has_pairs else ("label_key",)), *super().column_settings())
 
     def _check(self) -> None:
+        if self.has_pairs:
+            return
         self._labels = [self._label(row, value) for row, value in self.column("label_key")]
         if len(set(self._labels)) == 1:
             logger.warning(
@@ -192,7 +204,13 @@ class LabelDataset(PreferenceDataset):
 
     def __getitem__(self, position: int) -> dict:
         """Return the sequence, and `label`: 1 if it is desirable, else 0."""
-        return super().__getitem__(position) | {"label": self._labels[self._selected_rows[position]]}
+        kind, place = divmod(position, len(self._selected_rows))
+        row = self._selected_rows[place]
+        label = 1 - kind if self.has_pairs else self._labels[row]
+        return {"sequences": [_sequence(*self._responses[kind][row])], "label": label}
+
+    def __len__(self) -> int:
+        return len(self._selected_rows) * len(self._responses)
 
     def collate(self, rows: list[dict]) -> DataProto:
         """Return a batch (B = N): the columns of `collate_sequences`, and the labels as `preferred` (B,) int64."""

@@ -124,9 +124,21 @@ def test_a_missing_column_is_named_with_its_setting(tmp_path, missing):
         PairDataset(write(tmp_path / "a.parquet", row), letter_tokenizer(PLAIN), CONFIG)
 
 
-def test_pairs_without_labels_are_refused_for_labels(tmp_path):
-    with pytest.raises(DataError, match=r"no column 'label' \(data.label_key\); it has prompt, chosen, rejected"):
-        LabelDataset(write(tmp_path / "a.parquet", pair()), letter_tokenizer(PLAIN), CONFIG)
+def test_labels_of_pairs_are_their_chosen_responses_and_then_their_rejected_ones(tmp_path):
+    file = write(tmp_path / "a.parquet", pair("a", "b", "c"), pair("d", "x" * 99, "y"), pair("e", "f", "g"))
+    dataset = LabelDataset(file, letter_tokenizer(PLAIN), DPODataConfig(max_length=64, truncation="filter"))
+    texts = ["<ua> <ab>", "<ue> <af>", "<ua> <ac>", "<ue> <ag>"]
+    assert [shown(dataset, row) for row in range(len(dataset))] == [[(ids(text), 2)] for text in texts]
+    batch = dataset.collate([dataset[row] for row in range(4)]).batch
+    assert batch["preferred"].tolist() == [1, 1, 0, 0] and "pair" not in batch.keys()
+
+
+@pytest.mark.parametrize("missing", ["label", "completion", "prompt"])
+def test_a_missing_column_of_labelled_responses_is_named(tmp_path, missing):
+    row = {"prompt": "hi", "completion": "yes", "label": True, "chosen": "yes"}
+    file = write(tmp_path / "a.parquet", {key: value for key, value in row.items() if key != missing})
+    with pytest.raises(DataError, match=rf"no column '{missing}' \(data.{missing}_key\); it has "):
+        LabelDataset(file, letter_tokenizer(PLAIN), CONFIG)
 
 
 @pytest.mark.parametrize("label", [None, "good", 0.5])
