@@ -14,6 +14,7 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.ppo.rewards import (
     NoRewardGuard,
     NoSignalWarning,
+    add_length_rewards,
     add_reward_baselines,
     add_reward_components,
     check_data_sources,
@@ -50,6 +51,17 @@ def scored(scores, uids, *, valid=None):
         tensors={"token_level_scores": scores_BR, "reward_valid": valid_B},
         non_tensors={"uid": np.array(uids, dtype=object)},
     )
+
+
+@pytest.mark.parametrize("extra", [{}, {"acc": [True, 1, 0.0, None]}])
+def test_length_rewards_are_added_to_the_last_token_of_right_responses(extra):
+    batch = scored([1.0, 1.0, -1.0, 5.0], ["a"] * 4, valid=[True, True, True, False])
+    mask_BR = torch.tensor([[1, 0], [1, 1], [1, 0], [1, 1]])
+    batch.batch["responses"], batch.batch["response_mask"] = torch.zeros(4, 2, dtype=torch.int64), mask_BR
+    batch.batch["attention_mask"] = torch.cat([torch.ones(4, 3, dtype=torch.int64), mask_BR], dim=1)
+    # One and two tokens: 1/2 and -1/2, for a wrong response at most 0, without a valid reward nothing.
+    assert add_length_rewards(batch, extra, coef=0.5) == [0.25, -0.25, 0.0, 0.0]
+    assert batch.batch["token_level_scores"].tolist() == [[0.25, 1.0], [0.0, 0.75], [0.0, -1.0], [0.0, 5.0]]
 
 
 def test_the_baseline_of_a_row_is_the_score_of_the_greedy_response_to_its_prompt():
