@@ -90,6 +90,9 @@ UNSUPPORTED = {
     ),
     "actor_rollout_ref.rollout.layered_summon_param": "weights are always sent one tensor at a time",
     "actor_rollout_ref.rollout.load_format": "the rollout's weights always come from the trainer",
+    "actor_rollout_ref.rollout.over_sample_rate": (
+        "set data.gen_batch_size above data.train_batch_size, and algorithm.filter_groups.order=shortest"
+    ),
     "actor_rollout_ref.rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length",
     "critic.checkpoint": _WHOLE,
     "critic.forward_max_token_len_per_gpu": _FORWARD,

@@ -58,8 +58,8 @@ def vapo(
 
     l_i is the number of row i's tokens: the weights of the TD errors sum to lam_alpha l_i, so a long response is not
     estimated from its last tokens' bias alone. The critic learns from `lam`, 1 in the paper. Advantages are whitened as
-    in `gae`. Not here: the pre-training of the critic, which is `trainer.critic_warmup`, and the likelihood loss of
-    right responses.
+    in `gae`. Not here: the pre-training of the critic, which is `trainer.critic_warmup`, and the likelihood of right
+    responses, which is `actor.positive_nll_coef`.
 
     Returns:
         Advantages and returns.
