@@ -13,10 +13,11 @@ from hybridrl.config.introspection import to_dict
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.sft import SupervisedConfig
 from hybridrl.config.schema.workers import ActorConfig, ActorRolloutRefConfig
 
 SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config", "megatron": "megatron"}
-"""Section of `actor_rollout_ref.actor` with the settings of each built-in engine."""
+"""Section with the settings of each built-in engine, of `actor_rollout_ref.actor` and of supervised programs."""
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 
 
@@ -29,6 +30,11 @@ def engine_settings(actor: ActorConfig) -> EngineSettings:
     if actor.strategy in SECTIONS:
         return getattr(actor, SECTIONS[actor.strategy])
     return _own_settings(actor.strategy, actor.engine_config, key=ACTOR)
+
+
+def supervised_engine_settings(config: SupervisedConfig) -> EngineSettings:
+    """Return the settings of the engine of a program that trains one model on fixed data."""
+    return getattr(config, SECTIONS[config.strategy])
 
 
 def ref_engine_settings(config: PPOConfig) -> EngineSettings:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.end_to_end.runs import largest_difference, train, weights
-from tests.support.workers.megatron_models import NEEDS_MEGATRON
+from tests.support.workers.megatron_models import NEEDS_MEGATRON, save_two_groups
 
 SAME = (
     "actor/pg_loss",
@@ -35,17 +35,8 @@ pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_qwen2, tiny_tokenizer, tmp_path_factory):
-    """The tiny model with two key-value heads, so that two processes can share its attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("two_groups")
-    config = AutoConfig.from_pretrained(tiny_qwen2, num_key_value_heads=2)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
+def model(tiny_qwen2, tmp_path_factory):
+    return save_two_groups(tiny_qwen2, tmp_path_factory.mktemp("two_groups"))
 
 
 @pytest.fixture(scope="module")

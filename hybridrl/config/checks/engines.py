@@ -14,6 +14,8 @@ from hybridrl.config.introspection import value_text
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.sft import SupervisedConfig
+from hybridrl.config.schema.workers import MegatronConfig, ModelConfig
 from hybridrl.errors import ConfigError
 
 
@@ -21,9 +23,7 @@ def engine_problems(config: PPOConfig) -> Problems:
     """Yield problems of the actor's engine, and settings of engines that are not used."""
     actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
     used = SECTIONS.get(actor.strategy)
-    for name in dict.fromkeys(SECTIONS.values()):
-        if name != used:
-            yield from _unused_problems(getattr(actor, name), key=f"{key}.{name}", strategy=actor.strategy)
+    yield from _unused_problems(actor, actor.strategy, prefix=f"{key}.")
     for name, values in ((key, actor.engine_config), ("critic", config.critic.engine_config)):
         if used and values:
             chosen = f"{key}.strategy={actor.strategy}"
@@ -38,12 +38,33 @@ def engine_problems(config: PPOConfig) -> Problems:
         yield from _layout_problems(config, settings)
 
 
-def _unused_problems(section: Any, *, key: str, strategy: str) -> Problems:
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if value != getattr(type(section)(), field.name):
-            chosen = f"actor_rollout_ref.actor.strategy={strategy}"
-            yield f"{key}.{field.name}={value}: has no effect with {chosen}; leave it out"
+def supervised_engine_problems(config: SupervisedConfig) -> Problems:
+    """Yield problems of the engine of a program that trains one model on fixed data."""
+    yield from _unused_problems(config, config.strategy, prefix="")
+    if SECTIONS[config.strategy] == "megatron":
+        layout, trainer = config.megatron, config.trainer
+        yield from _installation_problems(prefix="")
+        yield from checks.megatron.layout_problems(
+            layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key="megatron"
+        )
+        yield from _model_problems(config.model, layout, key="megatron", model_key="model")
+
+
+def _unused_problems(owner: Any, strategy: str, *, prefix: str) -> Problems:
+    """Yield settings of engines other than the chosen one.
+
+    Args:
+        owner: Has the sections of the built-in engines.
+        strategy: The chosen engine.
+        prefix: Of the owner's keys.
+    """
+    for name in dict.fromkeys(SECTIONS.values()):
+        section = getattr(owner, name)
+        for field in fields(section) if name != SECTIONS.get(strategy) else ():
+            value = getattr(section, field.name)
+            if value != getattr(type(section)(), field.name):
+                chosen = f"{prefix}strategy={strategy}"
+                yield f"{prefix}{name}.{field.name}={value}: has no effect with {chosen}; leave it out"
 
 
 def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
@@ -55,8 +76,8 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
         adapter = policy.model.lora_adapter_path
         what = f"lora_rank={policy.model.lora_rank}" if adapter is None else f"lora_adapter_path={adapter}"
         yield (
-            f"actor_rollout_ref.model.{what}: {chosen} does not train adapters, they need "
-            "actor_rollout_ref.actor.strategy=fsdp; use that, or leave it out"
+            f"actor_rollout_ref.model.{what}: {chosen} does not train adapters; set "
+            "actor_rollout_ref.actor.strategy=fsdp or megatron, or leave it out"
         )
     if policy.actor.strategy not in SECTIONS and size % settings.model_parallel_size:
         yield (
@@ -71,24 +92,36 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
 
 def _megatron_problems(config: PPOConfig) -> Problems:
     layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
-    if find_spec("megatron") is None:
-        yield (
-            "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed; in the checkout: "
-            "pip install -e '.[megatron]', or use fsdp"
-        )
+    yield from _installation_problems(prefix="actor_rollout_ref.actor.")
     yield from checks.megatron.layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
     policy = config.actor_rollout_ref.model
-    for path in {policy.path, config.critic.model.path, config.reward_model.model.path} - {None}:
+    yield from _model_problems(policy, layout, key=key, model_key="actor_rollout_ref.model")
+    for path in {config.critic.model.path, config.reward_model.model.path} - {None, policy.path}:
         if (model := checks.megatron.local_model_config(path)) is not None:
-            model |= dict(policy.override_config) if path == policy.path else {}
-            found = checks.megatron.model_problems(layout, model, key=key)
-            yield from (f"{path}: {problem}" for problem in found)
+            yield from (f"{path}: {problem}" for problem in checks.megatron.model_problems(layout, model, key=key))
     offload = config.critic.fsdp_config
     if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
         yield (
             f"critic.fsdp_config: offload is not supported with {key}.use_distributed_optimizer=true in this release; "
             "set that to false"
         )
+
+
+def _installation_problems(*, prefix: str) -> Problems:
+    if find_spec("megatron") is None:
+        yield (
+            f"{prefix}strategy=megatron: megatron-core is not installed; in the checkout: "
+            "pip install -e '.[megatron]', or use fsdp"
+        )
+
+
+def _model_problems(model: ModelConfig, layout: MegatronConfig, *, key: str, model_key: str) -> Problems:
+    """Yield why Megatron cannot train a model that is on this machine, or its adapters."""
+    if (found := checks.megatron.local_model_config(model.path)) is not None:
+        found |= dict(model.override_config)
+        yield from (f"{model.path}: {problem}" for problem in checks.megatron.model_problems(layout, found, key=key))
+        if model.lora_rank and model.lora_adapter_path is None:
+            yield from checks.megatron.adapted_expert_problems(found, model.target_modules, key=model_key)
 
 
 def critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:

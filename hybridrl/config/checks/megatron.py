@@ -5,7 +5,7 @@ it creates process groups. Imports no torch.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridrl.config.schema.workers import MegatronConfig
@@ -13,6 +13,7 @@ from hybridrl.config.schema.workers import MegatronConfig
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of megatron-core; only the factor can be set."""
+EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj"}
 SUPPORTED_VALUES = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -116,6 +117,23 @@ def _expert_problems(megatron: MegatronConfig, model: dict, *, key: str) -> Iter
         yield (
             f"{key}.expert_model_parallel_size={ep}: does not divide the model's num_experts={experts}; use a "
             "divisor of it"
+        )
+
+
+def adapted_expert_problems(model: dict, target_modules: Sequence[str], *, key: str) -> Iterator[str]:
+    """Yield adapters (LoRA) of experts or of their router, which Megatron's layers here do not have.
+
+    Args:
+        model: Content of the model's config.json.
+        target_modules: Last names of the layers that get adapters.
+        key: Name of the section with `target_modules` in messages.
+    """
+    experts = model.get("num_experts") or model.get("num_local_experts")
+    if experts and (named := sorted(set(target_modules) & EXPERT_LAYERS)):
+        yield (
+            f"{key}.target_modules=[{','.join(target_modules)}]: with strategy=megatron the {experts} experts and "
+            f"their router ({', '.join(named)}) get no adapters; name attention layers such as [q_proj,k_proj,v_proj,"
+            "o_proj], or use all-linear, which means them"
         )
 
 

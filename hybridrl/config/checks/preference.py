@@ -32,10 +32,11 @@ def check_rm_config(config: RMConfig) -> None:
     """Raise one ConfigError with all contradictions in `config`; return if there are none."""
     problems = [message for rule in SUPERVISED_RULES for message in rule(config)]
     problems += pair_budget_problems(config, rows=2)
-    if config.model.lora_rank:
+    if config.model.uses_lora:
+        path = config.model.lora_adapter_path
+        what = f"lora_rank={config.model.lora_rank}" if path is None else f"lora_adapter_path={path}"
         problems.append(
-            f"model.lora_rank={config.model.lora_rank}: main_rm trains a new score head, which adapters would leave "
-            "frozen; leave it out"
+            f"model.{what}: main_rm trains a new score head, which adapters would leave frozen; leave it out"
         )
     raise_problems(problems)
 
@@ -55,6 +56,11 @@ def loss_problems(config: DPOConfig, losses: Mapping[str, Any]) -> Problems:
             yield f"loss.{key}={value}: has no effect with loss.loss_type={name}, only with {', '.join(readers)}"
     if not losses[name].needs_reference and config.ref.fsdp_config.param_offload:
         yield f"ref.fsdp_config.param_offload=true: loss.loss_type={name} has no reference policy; leave it out"
+    elif config.model.uses_lora and config.ref.fsdp_config.param_offload:
+        yield (
+            "ref.fsdp_config.param_offload=true: with model.lora_rank the reference policy is the model without its "
+            "adapters, so there is no second copy to offload; leave it out"
+        )
     if not losses[name].is_paired and config.data.train_batch_size < 2:
         yield (
             f"data.train_batch_size={config.data.train_batch_size}: loss.loss_type={name} compares each prompt with "

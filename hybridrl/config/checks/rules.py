@@ -16,7 +16,7 @@ from hybridrl.config.build import raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
 from hybridrl.config.checks.adapters import adapter_problems
 from hybridrl.config.checks.distillation import distillation_problems
-from hybridrl.config.checks.engines import critic_engine_problems, engine_problems
+from hybridrl.config.checks.engines import critic_engine_problems, engine_problems, supervised_engine_problems
 from hybridrl.config.checks.estimators import estimator_setting_problems, gdpo_problems, scale_problems
 from hybridrl.config.checks.rollout import (
     Problems,
@@ -368,6 +368,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
 SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Problems], ...] = (
     data_file_problems,
     trained_model_path_problems,
+    supervised_engine_problems,
     adapter_problems,
     sft_token_budget_problems,
     world_size_problems,

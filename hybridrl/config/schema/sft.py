@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hybridrl.config.fields import section, setting
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import DYNAMIC, MICRO, FSDPConfig, ModelConfig, OptimConfig
+from hybridrl.config.schema.workers import DYNAMIC, MICRO, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class SupervisedConfig:
     data: SupervisedDataConfig = section(SupervisedDataConfig, "Rows.")
     model: ModelConfig = section(ModelConfig, "The model.")
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
+    strategy: str = setting("fsdp", "Training engine.", choices=("fsdp", "fsdp2", "megatron"))
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
     trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")
 

@@ -95,6 +95,7 @@ class FSDPConfig(CriticFSDPConfig, EngineSettings):
 
 @dataclass(frozen=True)
 class MegatronConfig(EngineSettings):
+    supports_lora = True
     tensor_model_parallel_size: int = setting(1, f"Tensor-parallel ranks. {MCORE}", ge=1)
     pipeline_model_parallel_size: int = setting(1, f"Pipeline stages. {MCORE}", ge=1)
     virtual_pipeline_model_parallel_size: int | None = setting(

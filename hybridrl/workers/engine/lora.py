@@ -3,7 +3,8 @@
 The layer computes with W + (alpha / rank) B A. An adapted layer is the original layer with two more parameters, so
 names, checkpoints and sharding do not change. Exports use `merged_weights`. Rollouts use them too, or they receive the
 frozen base once (`base_weights`) and then only `adapter_weights`, a few percent of the bytes. Nothing here is specific
-to a model family or to FSDP.
+to a model family. The Megatron engine shares the settings and the choice of layers; its layers are in
+`megatron/adapters.py`.
 """
 
 import contextlib
@@ -86,6 +87,41 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int, saved: Mapping[str,
         ConfigError: The model has no such target, the rank is higher than that of any of its layers, or the saved
             adapter does not fit the model.
     """
+    chosen, generator = chosen_layers(model, lora, saved), torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    for name, layer in chosen.items():
+        like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        layer.__class__ = LoRALinear
+        assert isinstance(layer, LoRALinear)
+        layer.lora_A = nn.Parameter(torch.empty(lora.rank, layer.in_features, **like))
+        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, **like))
+        layer.scale = lora.alpha / lora.rank
+        if not layer.weight.is_meta:
+            draw_A(layer.lora_A, generator)
+            if saved is not None:
+                layer.lora_A.data.copy_(saved[f"{name}.lora_A"])
+                layer.lora_B.data.copy_(saved[f"{name}.lora_B"])
+
+
+def draw_A(A: torch.Tensor, generator: torch.Generator) -> None:
+    """Draw a new A (r, in) as nn.Linear draws its weight, in place.
+
+    The layers of a model are drawn in the order of `chosen_layers`.
+    """
+    nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
+
+
+def chosen_layers(model: nn.Module, lora: LoRA, saved: Mapping[str, torch.Tensor] | None) -> dict[str, nn.Linear]:
+    """Return the layers that get adapters, by name, in the model's order.
+
+    Args:
+        model: A Hugging Face model, also on the meta device.
+        lora: Rank and layers.
+        saved: As for `add_adapters`.
+
+    Raises:
+        ConfigError: As for `add_adapters`.
+    """
     layers = _layers(model)
     chosen = _chosen(layers, lora.target_modules) if saved is None else _saved_layers(layers, saved, lora)
     largest = max(min(layers[name].in_features, layers[name].out_features) for name in chosen)
@@ -94,21 +130,7 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int, saved: Mapping[str,
             f"model.lora_rank={lora.rank}: no adapted layer has a rank above {largest}, so a higher one only costs "
             f"memory; set {largest} or less, or lora_rank=0 to train all weights"
         )
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    for name in chosen:
-        layer = layers[name]
-        like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-        layer.__class__ = LoRALinear
-        assert isinstance(layer, LoRALinear)
-        layer.lora_A = nn.Parameter(torch.empty(lora.rank, layer.in_features, **like))
-        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, **like))
-        layer.scale = lora.alpha / lora.rank
-        if not layer.weight.is_meta:
-            nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5), generator=generator)
-            if saved is not None:
-                layer.lora_A.data.copy_(saved[f"{name}.lora_A"])
-                layer.lora_B.data.copy_(saved[f"{name}.lora_B"])
+    return {name: layers[name] for name in chosen}
 
 
 def merged_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:

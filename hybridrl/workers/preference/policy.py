@@ -1,6 +1,7 @@
 """`PreferenceWorker`: one process of a policy that learns from preferences. `DPOTrainer` calls it."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -8,7 +9,7 @@ from hybridrl.algos.preference_losses import PREFERENCE_LOSSES, sequence_scores
 from hybridrl.config.schema.preference import DPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine.base import Engine
+from hybridrl.workers.engine.base import AdapterEngine, Engine
 from hybridrl.workers.engine_worker import make_engine, on_device
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.preference.losses import preference_loss
@@ -18,7 +19,8 @@ from hybridrl.workers.sft import SupervisedWorker
 class PreferenceWorker(SupervisedWorker):
     """One process of the trained policy and, if the loss needs one, of the frozen reference policy.
 
-    The reference is the model at `model.path`: a second copy of the weights without an optimizer.
+    The reference is the model at `model.path`: a second copy of the weights without an optimizer. A policy with
+    adapters is its own reference: the model without them.
 
     Args:
         config: Settings of the whole job.
@@ -36,28 +38,30 @@ class PreferenceWorker(SupervisedWorker):
         super().init_model(total_optimizer_steps)
         loss = PREFERENCE_LOSSES.lookup(self.config.loss.loss_type)
         self.sequences_per_row = 2 if loss.is_paired else 1
-        if loss.needs_reference:
-            offload = self.config.ref.fsdp_config.param_offload
-            settings = replace(self.config.fsdp_config, param_offload=offload, optimizer_offload=False)
+        if loss.needs_reference and not self.config.model.uses_lora:
+            settings = self._settings.with_offload(params=self.config.ref.fsdp_config.param_offload, optimizer=False)
             setup = self._engine_setup(total_optimizer_steps)
-            setup = replace(setup, settings=settings, optim=None, lora=None, gradient_checkpointing=False)
-            self.reference = self._set_up(make_engine("fsdp", setup))
+            setup = replace(setup, settings=settings, optim=None, gradient_checkpointing=False)
+            self.reference = self._set_up(make_engine(self.config.strategy, setup))
 
     @register(ENGINE_COMPUTE)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_sequence_log_probs` (B,) float32: the reference's summed log-probs of the responses."""
-        offload = self.config.ref.fsdp_config.param_offload
-        log_probs_B = self._sequence_log_probs(self.reference, data, offload=offload)
+        log_probs_B = self._reference_log_probs(data)
         return DataProto.from_dict(tensors={"ref_sequence_log_probs": log_probs_B})
 
     @register(ENGINE_COMPUTE)
     def compute_scores(self, data: DataProto) -> DataProto:
         """Return `scores` (B,) float32: summed log-probs of the responses under the policy, minus the reference's."""
-        offload = self.config.fsdp_config.param_offload
-        log_probs_B = self._sequence_log_probs(self.model, data, offload=offload)
-        ref_offload = self.config.ref.fsdp_config.param_offload
-        ref_B = self._sequence_log_probs(self.reference, data, offload=ref_offload)
-        return DataProto.from_dict(tensors={"scores": log_probs_B - ref_B})
+        log_probs_B = self._sequence_log_probs(self.model, data, offload=self._settings.param_offload)
+        return DataProto.from_dict(tensors={"scores": log_probs_B - self._reference_log_probs(data)})
+
+    def _reference_log_probs(self, data: DataProto) -> torch.Tensor:
+        if not self.config.model.uses_lora:
+            offload = self.config.ref.fsdp_config.param_offload
+            return self._sequence_log_probs(self.reference, data, offload=offload)
+        with cast(AdapterEngine, self.model).adapters_off():
+            return self._sequence_log_probs(self.model, data, offload=self._settings.param_offload)
 
     def _sequence_log_probs(self, engine: Engine, data: DataProto, *, offload: bool) -> torch.Tensor:
         with on_device(engine, self.device, params=offload):

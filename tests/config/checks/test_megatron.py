@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.config.checks.megatron import layout_problems, model_problems
+from hybridrl.config.checks.megatron import adapted_expert_problems, layout_problems, model_problems
 from hybridrl.config.schema.workers import MegatronConfig
 
 SIZES = {
@@ -122,6 +122,25 @@ def test_an_unsupported_or_indivisible_model_is_refused(layout, model, words):
 def test_a_supported_model_passes_with_tensor_and_pipeline_parallel_size_2(model):
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
     assert refusal(layout, model) == ""
+
+
+@pytest.mark.parametrize(
+    ("experts", "targets", "words"),
+    [
+        (4, ["q_proj", "up_proj"], "model.target_modules=[q_proj,up_proj]: with strategy=megatron the 4 experts and"),
+        (
+            4,
+            ["gate"],
+            "their router (gate) get no adapters; name attention layers such as [q_proj,k_proj,v_proj,o_proj]",
+        ),
+        (4, ["all-linear"], ""),
+        (4, ["q_proj", "o_proj"], ""),
+        (None, ["gate_proj", "down_proj"], ""),
+    ],
+)
+def test_adapters_of_experts_are_refused(experts, targets, words):
+    found = "\n".join(adapted_expert_problems({"num_experts": experts}, targets, key="model"))
+    assert words in found and bool(words) == bool(found)
 
 
 @pytest.mark.parametrize(

@@ -477,6 +477,14 @@ def test_a_megatron_layout_fits_the_local_model(check, tmp_path, layout, of_mode
         ("data.max_length=600 data.max_token_len_per_gpu=599", "one sequence may have data.max_length = 600 tokens"),
         ("data.max_length=600 data.max_token_len_per_gpu=600 loss.loss_type=kto", ""),
         ("trainer.lag=1", "has an effect in main_ppo only"),
+        ("model.lora_rank=4 ref.fsdp_config.param_offload=true", "so there is no second copy to offload"),
+        ("megatron.context_parallel_size=2", "has no effect with strategy=fsdp; leave it out"),
+        ("strategy=megatron fsdp_config.dtype=float32", "fsdp_config.dtype=float32: has no effect with strategy=mega"),
+        (
+            "strategy=megatron megatron.tensor_model_parallel_size=2",
+            "megatron: tensor_model_parallel_size=2 * pipeline",
+        ),
+        ("strategy=megatron model.lora_rank=4", ""),
     ],
 )
 def test_preference_learning_has_rules_of_its_own(tmp_path, words, expected):
@@ -506,4 +514,11 @@ def test_a_reward_model_has_no_adapters(tmp_path):
     assert check_rm_config(config) is None
     config = load_config(RMConfig, [*words, "model.lora_rank=4"], program="p", config_name="rm_trainer")
     with pytest.raises(ConfigError, match="model.lora_rank=4: main_rm trains a new score head"):
+        check_rm_config(config)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    config = load_config(
+        RMConfig, [*words, f"model.lora_adapter_path={tmp_path}"], program="p", config_name="rm_trainer"
+    )
+    with pytest.raises(ConfigError, match="model.lora_adapter_path=.*: main_rm trains a new score head"):
         check_rm_config(config)

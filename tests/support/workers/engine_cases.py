@@ -41,6 +41,7 @@ __all__ = [
     "save_scorer",
     "save_tiny_qwen2",
     "train",
+    "unset_engine",
     "whole_weights",
 ]
 WHOLE = MicroBatching()
@@ -58,11 +59,16 @@ def save_scorer(policy: str, path) -> str:
 
 
 def make_engine(path: str, **settings) -> FSDPEngine:
-    usual = {"kind": "causal_lm", "path": path, "optim": OPTIM, "grad_clip": 100.0, "total_steps": 10}
-    own = {field.name: settings.pop(field.name) for field in fields(FSDPConfig) if field.name in settings}
-    engine = FSDPEngine(EngineSetup(**usual | settings, settings=FSDPConfig(**own)))
+    engine = unset_engine(path, **settings)
     engine.setup()
     return engine
+
+
+def unset_engine(path: str, **settings) -> FSDPEngine:
+    """Return an engine that has not been set up: its `config` only."""
+    usual = {"kind": "causal_lm", "path": path, "optim": OPTIM, "grad_clip": 100.0, "total_steps": 10}
+    own = {field.name: settings.pop(field.name) for field in fields(FSDPConfig) if field.name in settings}
+    return FSDPEngine(EngineSetup(**usual | settings, settings=FSDPConfig(**own)))
 
 
 def train(

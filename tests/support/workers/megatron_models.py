@@ -134,6 +134,18 @@ def save_models(folder: Path, names: Sequence[str]) -> None:
         )
 
 
+def save_two_groups(model: Path, path: Path) -> Path:
+    """Write a model of these sizes with two key-value heads, which two processes can share, and the tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(model, num_key_value_heads=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(path)
+    return path
+
+
 def run_ranks(module: str, num_ranks: int, *words: object, log: Path, timeout_s: float) -> None:
     """Run `python -m module RANK NUM_RANKS words...` once per rank.
 

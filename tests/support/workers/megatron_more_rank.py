@@ -1,4 +1,4 @@
-"""One rank of two: the Megatron engine's heads, bfloat16, refusals, and checkpoints under another layout.
+"""One rank of two: the Megatron engine's heads, bfloat16, adapters, preferences, refusals, and checkpoints.
 
 Not a test file.
 
@@ -19,8 +19,10 @@ from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel
 from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import make_batch, num_response_tokens, train, whole_weights
+from tests.support.workers.megatron_lora_rank import compute
 from tests.support.workers.megatron_models import CP, MICRO, MOVES, PLAIN, POLICY, PP, SP, TP, value_loss
 from tests.support.workers.megatron_rank import make_engine, rows_of
+from tests.support.workers.preference_cases import LOSSES, REWARD, learn
 
 OFFLOADED = {"dtype": "bfloat16", "param_offload": True, "optimizer_offload": True}
 
@@ -53,6 +55,13 @@ def in_bfloat16(folder: Path) -> dict:
         critic.forward_backward(rows_of(critic, batch), MICRO, value_loss, outputs=("values",))
         found[f"bfloat16 critic, {name}"] = critic.optimizer_step()
         destroy_model_parallel()
+    return found
+
+
+def adapters(folder: Path) -> dict:
+    """Return what `megatron_lora_rank` computes under one layout."""
+    found = compute("TP2", folder)
+    destroy_model_parallel()
     return found
 
 
@@ -110,6 +119,17 @@ def snapshots(folder: Path) -> dict[str, bool]:
     return found
 
 
+def preferences(folder: Path) -> dict:
+    """Train with every preference loss, and a reward model, on two tensor-parallel processes."""
+
+    def make(path: str, kind: str):
+        return make_engine(path, TP, kind=kind)
+
+    found = {name: learn(make, str(folder / "qwen2"), name) for name in (*LOSSES, REWARD)}
+    destroy_model_parallel()
+    return found
+
+
 def refusals(folder: Path) -> dict[str, str]:
     batch = make_batch()
     engine = make_engine(str(folder / "qwen2"), TP)
@@ -152,6 +172,8 @@ def main(rank: int, world: int, folder: Path) -> None:
     found = {
         **heads(folder),
         **in_bfloat16(folder),
+        "adapters": adapters(folder),
+        "preferences": preferences(folder),
         "moves": moves(folder),
         "snapshots": snapshots(folder),
         "refusals": refusals(folder),

@@ -1,6 +1,6 @@
 """The Megatron engine on two real processes.
 
-Critic and reward model, bfloat16, checkpoints under another layout, refusals.
+Critic and reward model, bfloat16, adapters, preferences, checkpoints under another layout, refusals.
 """
 
 import json
@@ -12,8 +12,10 @@ import torch
 
 from tests.support.workers.engine_cases import VOCAB, make_batch, save_scorer, save_tiny_qwen2
 from tests.support.workers.engine_cases import make_engine as make_fsdp
+from tests.support.workers.megatron_lora_cases import adapters_by_fsdp, assert_adapters_equal, write_trained_adapter
 from tests.support.workers.megatron_models import MICRO, MOVES, NEEDS_MEGATRON, run_ranks, save_models, value_loss
 from tests.support.workers.megatron_parity import difference, hf_reference
+from tests.support.workers.preference_cases import LOSSES, REWARD, learn
 
 START_AND_RUN_S = 400
 LAYOUTS = ("TP2+SP", "PP2", "CP2")
@@ -26,6 +28,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("megatron_more")
     save_models(path, ["qwen2", "four layers"])
     save_scorer(str(path / "qwen2"), path / "scorer")
+    write_trained_adapter(path, "qwen2")
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     save_tiny_qwen2(path / "sliding", **window, layer_types=["full_attention", "sliding_attention"])
     shutil.copytree(path / "qwen2", path / "one word less")  # which padding for two processes makes up for
@@ -58,6 +61,29 @@ def test_scores_and_a_new_value_head_are_those_of_fsdp(folder, found, layout):
     torch.testing.assert_close(found[f"scores, {layout}"], expected["scores"], atol=1e-5, rtol=0)
     new = dict(make_fsdp(str(folder / "qwen2"), kind="value", optim=None).weights())["score.weight"]
     assert torch.equal(found[f"new head, {layout}"], new)
+
+
+def test_adapters_compute_and_train_as_under_fsdp(folder, found):
+    assert_adapters_equal(found["adapters"], adapters_by_fsdp(folder, "qwen2"))
+    assert found["adapters"]["resumes"]
+
+
+def test_peers_train_their_shards_of_new_adapters_alone(found):
+    # rank 2 of q (32 -> 32), v (32 -> 16), o (32 -> 32) and up (32 -> 64), two layers. Two peers: A of the
+    # column-parallel q, v and up and B of the row-parallel o are whole, the others halves.
+    assert found["adapters"]["trained"] == 2 * 2 * ((32 + 16) + (32 + 8) + (16 + 32) + (32 + 32))
+
+
+@pytest.mark.parametrize("name", [*LOSSES, REWARD])
+def test_preferences_are_learned_as_under_fsdp(folder, found, name):
+    def make(path, kind):
+        return make_fsdp(path, kind=kind)
+
+    its, expected = found["preferences"][name], learn(make, str(folder / "qwen2"), name)
+    assert its["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert its["losses"][0] - its["losses"][-1] > 1e-3  # so that the steps matter
+    assert its["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    assert difference(its["weights"], expected["weights"]) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2", "PP2"])

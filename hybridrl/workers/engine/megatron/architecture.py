@@ -56,6 +56,41 @@ class TensorMapping:
     shard_dim: int | None = None
 
 
+@dataclass(frozen=True)
+class AdaptableLayer:
+    """A Megatron layer that can get adapters, one for each of the Hugging Face layers that it joins.
+
+    Attributes:
+        name: Megatron name within a transformer layer.
+        hf_parent: Hugging Face name of the module that has the layers.
+        parts: Last names of the Hugging Face layers, in the order of the output.
+        shard_dim: Dimension of the weight that is sharded over tensor-parallel ranks: 0 (output) or 1 (input).
+    """
+
+    name: str
+    hf_parent: str
+    parts: tuple[str, ...]
+    shard_dim: int
+
+    def tensors(self) -> dict[str, TensorMapping]:
+        """Return the mappings of A (r, in) and B (out, r); the other one of the two is replicated."""
+        dims = {"lora_A": 1 if self.shard_dim == 1 else None, "lora_B": 0 if self.shard_dim == 0 else None}
+        return {
+            f"{self.name}.{part}.{tensor}": TensorMapping((f"{self.hf_parent}.{part}.{tensor}",), shard_dim=dim)
+            for part in self.parts
+            for tensor, dim in dims.items()
+        }
+
+
+ADAPTABLE = (
+    AdaptableLayer("self_attention.linear_qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), 0),
+    AdaptableLayer("self_attention.linear_proj", "self_attn", ("o_proj",), 1),
+    AdaptableLayer("mlp.linear_fc1", "mlp", ("gate_proj", "up_proj"), 0),
+    AdaptableLayer("mlp.linear_fc2", "mlp", ("down_proj",), 1),
+)
+"""Experts get none: their Hugging Face models keep all experts of a layer in one tensor, which is no linear layer."""
+
+
 def _mlp(prefix: str, megatron: str) -> dict[str, TensorMapping]:
     return {
         f"{megatron}linear_fc1.weight": TensorMapping(
@@ -87,6 +122,7 @@ LAYER_TENSORS = {
     "self_attention.k_layernorm.weight": TensorMapping(("self_attn.k_norm.weight",)),
     "mlp.router.weight": TensorMapping(("mlp.gate.weight",)),
     **_mlp("mlp.", "mlp."),
+    **{name: mapping for layer in ADAPTABLE for name, mapping in layer.tensors().items()},
 }
 EXPERT_TENSORS = {
     name: TensorMapping(mapping.hf_names, mapping.kind) for name, mapping in _mlp("", "").items()

@@ -7,6 +7,7 @@ the same loss.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,9 @@ from hybridrl.workers.engine.batching.layout import make_layout, placeholder_gri
 from hybridrl.workers.engine.batching.micro_batches import split_micro_batches
 from hybridrl.workers.engine.batching.outputs import check_outputs
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
-from hybridrl.workers.engine.hf_model import hf_config
+from hybridrl.workers.engine.hf_model import empty_model, hf_config
 from hybridrl.workers.engine.lr_schedule import learning_rate
+from hybridrl.workers.engine.megatron.adapters import adapters_off, add_adapters, gather_weights
 from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
 from hybridrl.workers.engine.megatron.hf_weights import HFCheckpointReader, gather_full_tensors, read_weights
@@ -34,6 +36,7 @@ from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenShar
 from hybridrl.workers.engine.megatron.network import Network
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
+from hybridrl.workers.engine.peft_format import read_adapter
 
 Outputs = dict[str, torch.Tensor]
 
@@ -68,7 +71,7 @@ class MegatronEngine:
         self._tied = config.kind == "causal_lm" and model.tie_word_embeddings
         stages = [None] if sizes.virtual_pipeline is None else list(range(sizes.virtual_pipeline))
         self.chunks = [Network(settings, model, kind=config.kind, vp_stage=stage).to(self._device) for stage in stages]
-        read_weights(self.chunks, HFCheckpointReader(config.path), kind=config.kind, tied=self._tied, seed=config.seed)
+        self._load_weights(model)
         self._sharding = TokenSharding(
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=sizes.context,
@@ -77,6 +80,18 @@ class MegatronEngine:
         self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
         self._make_optimizer()
         self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
+
+    def _load_weights(self, model: Any) -> None:
+        """Load this process's part of the model, and add its shards of the adapters."""
+        config = self.config
+        # Scores of an untrained head would be noise, as in `hf_model.load_model`.
+        new_head = config.kind == "value" or (config.kind == "score" and config.optim is not None)
+        tensors = HFCheckpointReader(config.path)
+        read_weights(self.chunks, tensors, kind=config.kind, tied=self._tied, seed=config.seed, new_head=new_head)
+        if config.lora is not None:
+            saved = None if config.lora.path is None else read_adapter(config.lora.path)
+            whole = empty_model(config, model, dtype=torch.float32)
+            add_adapters(self.chunks, whole, config.lora, seed=config.seed, saved=saved)
 
     def _make_optimizer(self) -> None:
         config = self.config
@@ -168,9 +183,15 @@ class MegatronEngine:
         self._drop_gradients(self._optimizer)
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes without its adapters."""
+        return adapters_off(self.chunks)
+
+    def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         self._load_to_device(params=True)
-        return gather_full_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
+        if (adapters := self.config.lora) is None:
+            return gather_full_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
+        return gather_weights(self.chunks, lora=lora, scale=adapters.alpha / adapters.rank, tied=self._tied)
 
     def save(self, directory: str) -> None:
         self._load_to_device(params=True, optimizer=True)

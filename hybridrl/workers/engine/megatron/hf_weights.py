@@ -77,10 +77,12 @@ def _files(path: str) -> dict[str, str]:
 
 
 @torch.no_grad()
-def read_weights(chunks: list[Network], tensors: HFCheckpointReader, *, kind: str, tied: bool, seed: int) -> None:
+def read_weights(
+    chunks: list[Network], tensors: HFCheckpointReader, *, kind: str, tied: bool, seed: int, new_head: bool = False
+) -> None:
     """Load this process's parts of the model.
 
-    A value head that the checkpoint lacks is drawn from `seed`, equal on all ranks.
+    With `new_head`, a head for values or scores that the checkpoint lacks is drawn from `seed`, equal on all ranks.
     """
     peers, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for chunk in chunks:
@@ -89,7 +91,7 @@ def read_weights(chunks: list[Network], tensors: HFCheckpointReader, *, kind: st
             names = (
                 ("model.embed_tokens.weight",) if tied and mapping.hf_names == ("lm_head.weight",) else mapping.hf_names
             )
-            if kind == "value" and names[0] in NEW_HEAD and names[0] not in tensors:
+            if new_head and names[0] in NEW_HEAD and names[0] not in tensors:
                 _init_head(names[0], parameter, deviation=chunk.init_std, seed=seed)
                 continue
             parts = [tensors[part] for part in names]
@@ -118,6 +120,7 @@ def gather_full_tensors(
     kind: str,
     tied: bool,
     value_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, full tensor) of all parameters, on every rank.
 
@@ -125,6 +128,7 @@ def gather_full_tensors(
 
     Args:
         value_of: Maps a parameter to the exported tensor of the same shape, for instance its gradient.
+        is_wanted: Of which Megatron names. Every rank passes the same function.
     """
     peers = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -133,7 +137,7 @@ def gather_full_tensors(
         name: parameter
         for chunk in chunks
         for name, parameter in named_megatron_parameters(chunk)
-        if not (tied and name == "output_layer.weight")
+        if is_wanted(name) and not (tied and name == "output_layer.weight")
     }
     table = [(name, tuple(parameter.shape), value_of(parameter).dtype) for name, parameter in own.items()]
     tables: list = [table] * stages

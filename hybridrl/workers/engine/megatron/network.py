@@ -46,6 +46,8 @@ class Network(GPTModel):
         self._padding_id = model.pad_token_id
         if self.pre_process and self._padding_id is not None:
             self.embedding.register_forward_hook(self._detach_padding, with_kwargs=True)
+        if self.pre_process and config.recompute_granularity is not None:
+            self.embedding.register_forward_hook(_require_gradient)
         if last and kind != "causal_lm":
             self.output_layer: Any = ScalarHead(config.hidden_size, bias=kind == "value")
         if last:
@@ -73,6 +75,16 @@ class Network(GPTModel):
         if self._gather:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         return (states.transpose(0, 1).flatten(0, 1).index_select(0, self.wanted_states)[:, None],)
+
+
+def _require_gradient(embedding: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Let a frozen embedding's output require a gradient.
+
+    Megatron's recomputation runs a block's backward only if an input of the block requires a gradient.
+    """
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
+    return output
 
 
 class ScalarHead(nn.Linear):
