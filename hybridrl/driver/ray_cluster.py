@@ -86,7 +86,7 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
 
 def existing_cluster(*, num_nodes: int = 1) -> str | None:
     """Return the address of the cluster that `start_ray` connects to; None if it starts one."""
-    address = os.environ.get("RAY_ADDRESS") or (AUTO if num_nodes > 1 and _cluster_started_here() else "local")
+    address = os.environ.get("RAY_ADDRESS") or (AUTO if num_nodes > 1 and cluster_started_here() else "local")
     return None if address == "local" else address
 
 
@@ -174,7 +174,7 @@ def find_cluster() -> str:
     """
     from ray._private.services import find_gcs_addresses
 
-    if started := _cluster_started_here():
+    if started := cluster_started_here():
         return started
     found = sorted(find_gcs_addresses())
     if len(found) == 1:
@@ -198,7 +198,7 @@ def clusters_here() -> list[str]:
     """Return the addresses, HOST:PORT, of the Ray clusters that this machine belongs to and that answer."""
     from ray._private.services import find_gcs_addresses
 
-    started = _cluster_started_here()
+    started = cluster_started_here()
     by_port = {address.rpartition(":")[2]: address for address in find_gcs_addresses() if _accepts(address)}
     return sorted((by_port | ({started.rpartition(":")[2]: started} if started else {})).values())
 
@@ -282,18 +282,23 @@ def read_auth_mode() -> None:
         ray._raylet.Config.initialize("")  # type: ignore[attr-defined] # compiled, without types
 
 
-def _cluster_started_here() -> str | None:
+def cluster_started_here() -> str | None:
     """Return the address of the cluster that `ray start` made this machine a part of, if it answers.
 
     Ray's own `auto` would also choose the private cluster of another run on this machine.
     """
+    address = address_of_last_start()
+    return address if address is not None and _accepts(address) else None
+
+
+def address_of_last_start() -> str | None:
+    """Return the address that `ray start` wrote down on this machine; its cluster may be gone."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # where Ray writes it
     try:
         with open(os.path.join(folder, "ray", "ray_current_cluster"), encoding="utf-8") as f:
-            address = f.read().strip()
+            return f.read().strip()
     except (OSError, ValueError):
         return None
-    return address if _accepts(address) else None
 
 
 def has_cuda_device() -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hybridrl.framework.context import Context, OfflineRLContext, OnlineRLContext
 from hybridrl.framework.events.event_loop import EventLoop
 from hybridrl.framework.events.labels import Role, VoidMiddleware
+from hybridrl.framework.experiment import ding_init
 from hybridrl.framework.stage import StageSpec, spec_of, stage
 from hybridrl.framework.step_timer import StepTimer
 from hybridrl.framework.task import Task, task
@@ -28,6 +29,7 @@ __all__ = [
     "StepTimer",
     "Task",
     "VoidMiddleware",
+    "ding_init",
     "spec_of",
     "stage",
     "task",

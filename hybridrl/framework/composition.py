@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.framework.context import Context
 from hybridrl.framework.events.labels import VoidMiddleware
 from hybridrl.framework.events.task_events import TaskEvents
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
@@ -32,6 +33,8 @@ STOP_TIMEOUT_S = 30.0  # wait for stages that still run in threads after a failu
 
 class Composition(TaskEvents):
     """Base class of `Task` that runs halves of stages, in the calling thread or in others."""
+
+    _threads: StageThreads  # of stages that overlap, or of async mode
 
     def _init_composition(self) -> None:
         self._pending: Pending = []  # stages of this step that wait for their second half
@@ -114,11 +117,14 @@ class Composition(TaskEvents):
         for wrapper in self._step_wrappers:
             fn = with_spec(wrapper(fn), spec_of(fn))
         outer = self._stack()
-        self._thread_state.stack = stack
-        try:
+        if outer is stack:
             suspended = start_stage(fn, ctx)
-        finally:
-            self._thread_state.stack = outer
+        else:
+            self._thread_state.stack = stack
+            try:
+                suspended = start_stage(fn, ctx)
+            finally:
+                self._thread_state.stack = outer
         if suspended is not None:
             stack.append(suspended)
         return suspended
@@ -175,6 +181,29 @@ class Composition(TaskEvents):
                     STOP_TIMEOUT_S,
                 )
         self._step_error = None
+
+
+class ForkingExecutor:
+    """Runs the stages of one step for an `OverlapPlan`; concurrent stages work on forks of its context."""
+
+    def __init__(self, owner: Composition, stages: tuple[StageFn, ...], ctx: Context) -> None:
+        self._owner, self._stages, self._ctx = owner, stages, ctx
+        self._forks: dict[int, Context] = {}
+
+    def run_inline(self, index: int) -> Pending:
+        return self._owner._start_in_thread(self._stages[index], self._ctx)
+
+    def submit(self, index: int) -> Future:
+        fork = self._forks[index] = self._ctx.fork()
+        return self._owner._threads.submit(functools.partial(self._owner._start_in_thread, self._stages[index], fork))
+
+    def result(self, index: int, future: Future) -> Pending:
+        pending = future.result()
+        self._ctx.join(self._forks.pop(index))
+        return pending
+
+    def cancel(self, futures: list[Future], error: BaseException) -> None:
+        self._owner._cancel(futures, error)
 
 
 def _without_void(fns: Iterable[StageFn]) -> list[StageFn]:

@@ -4,7 +4,8 @@ A `Task` makes one per step. It is not a store: whatever is not kept is dropped 
 """
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -12,16 +13,20 @@ INTERNAL_KEYS = ("_kept", "_fork_base")  # attributes that are not values of the
 MISSING = object()
 
 
-@dataclass(repr=False, eq=False)
+@dataclass(init=False, repr=False, eq=False)
 class Context:
     """Values of one step, by attribute or by item: `ctx.a` is `ctx["a"]`.
 
-    Any stage may add values. A context is picklable when its values are. A subclass must be a dataclass that can be
-    constructed without arguments, or `renew` fails. Its fields that last call `self.keep(...)` in `__post_init__`.
+    Any stage may add values, and so may the constructor: `Context(a=1)`. A context is picklable when its values are. A
+    subclass must be a dataclass that can be constructed without arguments, or `renew` fails. Its fields that last call
+    `self.keep(...)` in `__post_init__`.
     """
 
     total_step: int = 0  # completed steps before this one
     finish: bool = False  # set by a stage if this step is the last; never kept
+
+    def __init__(self, total_step: int = 0, finish: bool = False, **values: Any) -> None:
+        self.__dict__.update(total_step=total_step, finish=finish, **values)
 
     @property
     def step_number(self) -> int:
@@ -41,11 +46,13 @@ class Context:
         It has the same type, the kept values and the kept names; its `total_step` is one higher.
         """
         new = type(self)()
-        kept = self.__dict__.get("_kept", set())
-        new.keep(*kept)
-        for key in kept & vars(self).keys():
-            new[key] = self[key]
-        new.total_step = self.total_step + 1
+        old_values, values = self.__dict__, new.__dict__
+        if kept := old_values.get("_kept"):
+            new.keep(*kept)
+            for key in kept:
+                if key in old_values:
+                    values[key] = old_values[key]
+        values["total_step"] = old_values["total_step"] + 1
         return new
 
     def fork(self) -> Self:
@@ -103,9 +110,10 @@ class Context:
     def has_attr(self, key: str) -> bool:
         return key in self
 
-    def update(self, values: Mapping[str, Any]) -> None:
-        for key in values.keys():
-            self[key] = values[key]
+    def update(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **more: Any) -> None:
+        """Set several values, as `dict.update` does."""
+        for key, value in dict(values, **more).items():
+            self[key] = value
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove `key` and return its value.
@@ -118,6 +126,20 @@ class Context:
     def keys(self) -> list[str]:
         """Return the names of the values, so that `dict(ctx)` makes a copy."""
         return list(self)
+
+    def values(self) -> list[Any]:
+        """Return the values, in the order of `keys`."""
+        return [self[key] for key in self]
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return pairs of name and value."""
+        return [(key, self[key]) for key in self]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)  # `list` would ask for the length again
+
+    def __bool__(self) -> bool:
+        return True  # also before the first value
 
     def __getitem__(self, key: str) -> Any:
         return vars(self)[key]
@@ -151,39 +173,61 @@ def apply_changes(mine: MutableMapping, before: Mapping, theirs: Mapping) -> Non
 
 
 @dataclass(repr=False, eq=False)
-class OnlineRLContext(Context):
-    """The context of training on data that the current policy generated.
+class RLContext(Context):
+    """What both kinds of training share. DI-engine's names; this library's stages use `batch`, `metrics` and `timing`.
 
-    Kept from step to step: `train_iter`, `env_step`, `env_episode` and the last evaluation.
+    Kept from step to step: `train_iter`, the last evaluation and `wandb_url`.
     """
 
     batch: Any = None  # rows of this step; every stage adds its columns
     metrics: dict[str, float] = field(default_factory=dict)  # name -> value, logged once when the step ends
     timing: dict[str, float] = field(default_factory=dict)  # stage name -> seconds in this step, written by StepTimer
     train_iter: int = 0  # optimizer steps so far
-    env_step: int = 0  # environment steps so far; for a language model, generated tokens
-    env_episode: int = 0  # episodes so far; for a language model, responses
+    train_data: Any = None  # what the learner trains on in this step
+    train_output: Any = None  # what the learner returned
+    eval_value: float = -math.inf  # result of an evaluation in this step
+    eval_output: Any = field(default_factory=dict)  # what the evaluated policy returned
     last_eval_iter: int = -1  # train_iter at the last evaluation; -1 before the first
-    last_eval_value: float | None = None  # result of the last evaluation
+    last_eval_value: float = -math.inf  # result of the last evaluation
+    info_for_logging: dict[str, Any] = field(default_factory=dict)  # more values for a logger
+    wandb_url: str = ""
 
     def __post_init__(self) -> None:
-        self.keep("train_iter", "env_step", "env_episode", "last_eval_iter", "last_eval_value")
+        self.keep("train_iter", "last_eval_iter", "last_eval_value", "wandb_url")
 
 
 @dataclass(repr=False, eq=False)
-class OfflineRLContext(Context):
-    """The context of training on a fixed data set.
+class OnlineRLContext(RLContext):
+    """The context of training on data that the current policy generated.
 
-    Kept from step to step: `train_iter`, `train_epoch` and the last evaluation.
+    Kept as well: `env_step` and `env_episode`.
     """
 
-    batch: Any = None  # rows of this step; every stage adds its columns
-    metrics: dict[str, float] = field(default_factory=dict)  # name -> value, logged once when the step ends
-    timing: dict[str, float] = field(default_factory=dict)  # stage name -> seconds in this step, written by StepTimer
-    train_iter: int = 0  # optimizer steps so far
-    train_epoch: int = 0  # passes over the data so far
-    last_eval_iter: int = -1  # train_iter at the last evaluation; -1 before the first
-    last_eval_value: float | None = None  # result of the last evaluation
+    env_step: int = 0  # environment steps so far; for a language model, generated tokens
+    env_episode: int = 0  # episodes so far; for a language model, responses
+    collect_kwargs: dict[str, Any] = field(default_factory=dict)  # options of the policy while it collects
+    obs: Any = None  # observations of the environments
+    action: Any = None  # actions for them
+    inference_output: Any = None  # what the policy returned for the observations
+    trajectories: list | None = None  # collected transitions
+    episodes: list | None = None  # collected episodes
+    trajectory_end_idx: list[int] = field(default_factory=list)  # indices in `trajectories` where an episode ends
 
     def __post_init__(self) -> None:
-        self.keep("train_iter", "train_epoch", "last_eval_iter", "last_eval_value")
+        super().__post_init__()
+        self.keep("env_step", "env_episode")
+
+
+@dataclass(repr=False, eq=False)
+class OfflineRLContext(RLContext):
+    """The context of training on a fixed data set.
+
+    Kept as well: `train_epoch` and `trained_env_step`.
+    """
+
+    train_epoch: int = 0  # passes over the data so far
+    trained_env_step: int = 0  # samples of the data trained on so far
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keep("train_epoch", "trained_env_step")

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
@@ -17,13 +16,18 @@ from hybridrl.framework.stage import StageFn, StageSpec, spec_of
 RETURNED = object()  # returned by `next` for an exhausted generator
 
 
-@dataclass(eq=False, slots=True)
 class SuspendedStage:
     """A stage that has run its first half and waits with its second."""
 
-    spec: StageSpec
-    generator: Generator
-    ctx: Any
+    __slots__ = ("ctx", "fn", "generator")  # made once per stage and step
+
+    def __init__(self, fn: StageFn, generator: Generator, ctx: Any) -> None:
+        self.fn, self.generator, self.ctx = fn, generator, ctx
+
+    @property
+    def spec(self) -> StageSpec:
+        """The declaration of the stage."""
+        return spec_of(self.fn)
 
     def run(self) -> None:
         """Run the second half to its end.
@@ -48,15 +52,14 @@ def start_stage(fn: StageFn, ctx: Any) -> SuspendedStage | None:
 
     None means that there is no `yield`, or that it was not reached.
     """
-    spec = spec_of(fn)
     try:
         result = fn(ctx)
         if not isinstance(result, GeneratorType) or next(result, RETURNED) is RETURNED:
             return None
     except BaseException as error:
-        add_stage_note(error, spec, ctx)
+        add_stage_note(error, spec_of(fn), ctx)
         raise
-    return SuspendedStage(spec, result, ctx)
+    return SuspendedStage(fn, result, ctx)
 
 
 def add_stage_note(error: BaseException, spec: StageSpec, ctx: Any) -> None:
@@ -89,9 +92,12 @@ def resume_stages(pending: Pending) -> Pending:
 
     If one raises, the others are closed.
     """
-    with close_on_error(pending):
+    try:
         while pending:
             pending.pop().run()
+    except BaseException as error:
+        close_suspended(pending, error)
+        raise
     return pending
 
 

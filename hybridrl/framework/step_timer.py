@@ -3,7 +3,6 @@
 Runs in the process of the task. It is not a profiler: it measures whole stages only.
 """
 
-import contextlib
 import functools
 import logging
 import threading
@@ -23,7 +22,8 @@ class StepTimer:
     """Measures both halves of every stage, in seconds.
 
     Args:
-        print_per_step: If > 0, every so many steps the log gets one line per stage.
+        print_per_step: Every so many steps one line per stage is logged, and shown on stderr if logging is not set
+            up; 0 for none.
         smooth_window: The logged mean covers the latest `print_per_step * smooth_window` runs.
 
     Attributes:
@@ -33,7 +33,7 @@ class StepTimer:
     `ctx.timing[name]` is the time of this step so far, summed over all stages of that name.
     """
 
-    def __init__(self, print_per_step: int = -1, smooth_window: int = 10) -> None:
+    def __init__(self, print_per_step: int = 1, smooth_window: int = 10) -> None:
         self.print_per_step = print_per_step
         self.window = smooth_window * max(1, print_per_step)
         self.records: dict[str, deque[float]] = {}
@@ -42,54 +42,66 @@ class StepTimer:
 
     def __call__(self, fn: StageFn) -> StageFn:
         """Return `fn` with time measurement."""
-        name = spec_of(fn).name
+        name, clock = spec_of(fn).name, time.perf_counter
 
         @functools.wraps(fn)
         def timed(ctx: Any) -> Any:
-            start = time.perf_counter()
+            start = clock()
             try:
                 result = fn(ctx)
-            finally:
-                elapsed = self._add(ctx, name, start)
+            except BaseException:
+                self._add(ctx, name, clock() - start)
+                raise
             if isinstance(result, GeneratorType):
-                return self._timed_halves(ctx, name, result, elapsed)
-            self._record(ctx, name, elapsed)
+                return self._timed_halves(ctx, name, result)
+            elapsed = clock() - start
+            self._add(ctx, name, elapsed, run=elapsed)
             return result
 
         return timed
 
-    def _timed_halves(self, ctx: Any, name: str, halves: Generator, total: float) -> Generator[None, None, None]:
-        with contextlib.closing(halves):
-            while True:
-                start = time.perf_counter()
-                try:
-                    next(halves)
-                except StopIteration:
-                    break
-                finally:
-                    total += self._add(ctx, name, start)
+    def _timed_halves(self, ctx: Any, name: str, halves: Generator) -> Generator[None, None, None]:
+        clock, total = time.perf_counter, 0.0
+        start = clock()
+        try:
+            for _ in halves:
+                elapsed = clock() - start
+                total += elapsed
+                self._add(ctx, name, elapsed)
                 yield
-        self._record(ctx, name, total)
+                start = clock()
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):  # which comes at the yield, between two halves
+                self._add(ctx, name, clock() - start)
+            halves.close()
+            raise
+        elapsed = clock() - start
+        self._add(ctx, name, elapsed, run=total + elapsed)
 
-    def _add(self, ctx: Any, name: str, start: float) -> float:
-        elapsed = time.perf_counter() - start
-        timing = ctx.setdefault("timing", {})
+    def _add(self, ctx: Any, name: str, elapsed: float, run: float | None = None) -> None:
+        """Add the time of a half to that of the step, and record a complete run of `run` seconds."""
+        timing = ctx.timing if "timing" in ctx.__dict__ else ctx.setdefault("timing", {})
         with self._lock:
             timing[name] = timing.get(name, 0.0) + elapsed
-        return elapsed
-
-    def _record(self, ctx: Any, name: str, seconds: float) -> None:
-        self.last[name] = seconds
-        with self._lock:
+            if run is None:
+                return
+            self.last[name] = run
             record = self.records.get(name)
             if record is None:
                 record = self.records[name] = deque(maxlen=self.window)
-            record.append(seconds)
+            record.append(run)
         if self.print_per_step > 0 and ctx.total_step % self.print_per_step == 0:
-            logger.info(
-                "stage %s took %.1f ms, mean of the last %d runs %.1f ms",
-                name,
-                seconds * 1e3,
-                len(record),
-                fmean(record) * 1e3,
-            )
+            self._print(name, run, record)
+
+    def _print(self, name: str, seconds: float, record: deque[float]) -> None:
+        if not logger.isEnabledFor(logging.INFO) and logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)  # who asks for lines sees them, without any setting of logging
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+        logger.info(
+            "stage %s took %.1f ms, mean of the last %d runs %.1f ms",
+            name,
+            seconds * 1e3,
+            len(record),
+            fmean(tuple(record)) * 1e3,
+        )

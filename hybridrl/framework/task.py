@@ -1,7 +1,7 @@
 """The loop: runs stages in order over a context, step after step.
 
     with Task(ctx=OnlineRLContext()) as task:
-        task.use_wrapper(StepTimer())
+        task.use_wrapper(StepTimer(print_per_step=10))
         task.use(next_batch).use(generate).use(update)
         task.run(max_step=100)
 
@@ -23,13 +23,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from hybridrl.errors import ConfigError
-from hybridrl.framework.composition import Composition
+from hybridrl.framework.composition import Composition, ForkingExecutor
 from hybridrl.framework.context import Context
 from hybridrl.framework.events.event_loop import ListenerFn
 from hybridrl.framework.events.labels import Role, StageLabels, VoidMiddleware, labels_of
 from hybridrl.framework.overlap import DeviceSlots, OverlapPlan
 from hybridrl.framework.stage import StageFn, StageSpec, declared_spec, spec_of, with_spec
-from hybridrl.framework.stage_halves import Pending, close_on_error, resume_stages
+from hybridrl.framework.stage_halves import Pending, close_suspended, resume_stages
 
 logger = logging.getLogger(__name__)
 Wrapper = Callable[[StageFn], StageFn]
@@ -51,6 +51,9 @@ class Task(Composition, StageLabels):
         attach_callback: Called first, with the context of the group to which this process was attached.
         labels: Labels of this process in addition to those of `labels_of`.
         auto_sync_ctx: In a group of processes, send the context to the peers after every step.
+
+    Attributes:
+        running: Whether the task has not been stopped yet.
     """
 
     def __init__(
@@ -73,7 +76,10 @@ class Task(Composition, StageLabels):
         self._stages: list[StageFn] = []
         self._num_filtered = 0  # stages left out by filter_labels or void
         self._wrappers: list[Wrapper] = []
+        self.running = True
+        self._is_in_run = False
         self._step_done = False
+        self._by_hand = False  # the program ends steps itself, with `renew`
         self._exit_hooks: list[Callable[[], Any]] = []
         self._submitted: list[Future] = []  # stage halves that run in threads
         self._overlap: tuple[tuple[StageFn, ...], DeviceSlots, OverlapPlan] | None = None
@@ -99,8 +105,12 @@ class Task(Composition, StageLabels):
         labels: Iterable[str] | None = None,
         **options: Any,
     ) -> Self:
-        """Reset the task as if newly constructed, for the module's task: `with task.start(): ...`."""
+        """Reset the task as if newly constructed, for the module's task: `with task.start(): ...`.
+
+        As in DI-engine v0.5.3 no context is sent to the peers, unless `auto_sync_ctx=True` is given.
+        """
         self.stop()
+        options.setdefault("auto_sync_ctx", False)
         self.__init__(async_mode, n_async_workers, ctx=ctx, labels=labels, **options)  # type: ignore[misc]
         return self
 
@@ -116,14 +126,17 @@ class Task(Composition, StageLabels):
         """The specs of the stages, in order."""
         return [spec_of(fn) for fn in self._stages]
 
-    def use(self, fn: StageFn, filter_labels: Iterable[str] | None = None, *, lock: Any = False) -> Self:
+    def use(self, fn: StageFn, filter_labels: Any = None, *, lock: Any = False) -> Self:
         """Append a stage and return the task.
 
         Args:
             fn: The stage; a `VoidMiddleware` is left out.
-            filter_labels: Globs; the stage is left out where none of them matches a label of this process.
+            filter_labels: Globs; the stage is left out where none of them matches a label of this process. As in
+                DI-engine v0.5.3 a lock, or a bool, in this place is taken for `lock`.
             lock: A lock that the stage holds while it runs; True for the task's own.
         """
+        if isinstance(filter_labels, bool) or hasattr(filter_labels, "acquire"):
+            filter_labels, lock = None, filter_labels
         if isinstance(fn, VoidMiddleware) or (filter_labels and not self.match_labels(filter_labels)):
             self._num_filtered += 1
             return self
@@ -201,6 +214,15 @@ class Task(Composition, StageLabels):
                 "overlap= and async_mode=True both decide which stages run concurrently; give one of them"
             )
         self._start_stepping()
+        self._is_in_run = True
+        try:
+            self._run_steps(max_step, overlap)
+        finally:
+            self._is_in_run = False
+        if max_step > 0:
+            self._send_finish()
+
+    def _run_steps(self, max_step: int, overlap: DeviceSlots | None) -> None:
         for remaining in range(max_step, 0, -1):
             if self._step_done and not self._peer_finished:
                 self.renew()
@@ -210,12 +232,11 @@ class Task(Composition, StageLabels):
             if self.finish or remaining == 1:
                 self.finish = True
                 break
-        if max_step > 0:
-            self._send_finish()
 
     def _check_no_stages(self) -> None:
         if not self._num_filtered:
-            raise ConfigError("a task without stages cannot run; add some with use(fn)")
+            logger.warning("the task has no stages, so that run() returns at once; add some with use(fn)")
+            return
         labels = ", ".join(sorted(self.labels))
         logger.info("no stage of the task is for this process (labels %s); nothing to run", labels)
 
@@ -223,18 +244,33 @@ class Task(Composition, StageLabels):
         self._step_done = False
         if self._step_error is not None:
             self._wait_for_unfinished(stopping=False)
-        with close_on_error(self._pending):
+        try:
             if overlap is None:
-                for fn in tuple(self._stages):
-                    self.router.raise_failure()
-                    self.forward(fn)
+                self._forward_all()
             else:
                 self._forward_overlapped(overlap)
-            self.sync()
-            self.backward()
-            self.sync()
-            self.router.raise_failure()
+            self._run_second_halves()
+        except BaseException as error:
+            close_suspended(self._pending, error)
+            raise
         self._send_context()
+
+    def _forward_all(self) -> None:
+        router, pending = self.router, self._pending
+        for fn in tuple(self._stages):
+            if router.failure is not None:
+                router.raise_failure()
+            if self.async_mode:
+                self.forward(fn)
+            else:
+                self._start_stage(fn, self.ctx, pending)
+
+    def _run_second_halves(self) -> None:
+        if self._submitted:
+            self.sync()
+        if self._pending:
+            self.backward().sync()
+        self.router.raise_failure()
 
     def _forward_overlapped(self, slots: DeviceSlots) -> None:
         stages = tuple(self._stages)
@@ -242,7 +278,7 @@ class Task(Composition, StageLabels):
             self._overlap = stages, slots, OverlapPlan(self.stages, slots)
         plan = self._overlap[2]
         self._threads.resize(plan.num_threads)
-        pendings = plan.run(_ForkingExecutor(self, stages, self.ctx))
+        pendings = plan.run(ForkingExecutor(self, stages, self.ctx))
         self._pending += [suspended for pending in pendings for suspended in pending]
 
     def forward(
@@ -269,10 +305,12 @@ class Task(Composition, StageLabels):
     def backward(self, backward_stack: Pending | None = None, *, async_mode: bool | None = None) -> Self:
         """Run the suspended second halves, last stage first.
 
-        In async mode they are started in threads, and `sync` waits for them.
+        In async mode all first halves must have ended, so this waits for them. The second halves are started in
+        threads, and `sync` waits for them.
         """
         stack = self._stack() if backward_stack is None else backward_stack
         if stack is self._pending and (self.async_mode if async_mode is None else async_mode):
+            self.sync()
             while stack:
                 self._submitted.append(self._threads.submit(functools.partial(resume_stages, [stack.pop()])))
         else:
@@ -288,9 +326,32 @@ class Task(Composition, StageLabels):
         return self
 
     def renew(self) -> Self:
-        """Replace the context by that of the next step."""
+        """Replace the context by that of the next step.
+
+        In a loop by hand, `task.forward(fn); task.renew()`, this also ends the step as `run` does: second halves run,
+        the context is sent to the peers, and so is `finish`, which the next context keeps.
+        """
+        if self._is_in_run:
+            self.ctx = self.ctx.renew()
+            return self
+        self._end_step_by_hand()
+        finish = self.finish
         self.ctx = self.ctx.renew()
+        self._step_done = False
+        self.finish = finish or self._peer_finished
         return self
+
+    def _end_step_by_hand(self) -> None:
+        self._start_stepping()
+        try:
+            self._run_second_halves()
+        except BaseException as error:
+            close_suspended(self._pending, error)
+            raise
+        self._by_hand = True
+        self._send_context()
+        if self.finish:
+            self._send_finish()
 
     # -- stopping
 
@@ -313,6 +374,9 @@ class Task(Composition, StageLabels):
     ) -> None:
         failures: list[BaseException] = [] if error is None else [error]
         self._wait_for_unfinished(stopping=True)
+        if self._by_hand and error is None and not self.finish:
+            self._send_finish()
+        self.running = False
         hooks: list[Callable[[], Any]] = [*self._exit_hooks, functools.partial(self._local.emit, "exit")]
         self._exit_hooks = []
         while hooks:
@@ -325,29 +389,6 @@ class Task(Composition, StageLabels):
             failures[0].add_note(f"an exit hook failed too: {other!r}")
         if error is None and failures:
             raise failures[0]
-
-
-class _ForkingExecutor:
-    """Runs the stages of one step; concurrent stages work on forks of its context."""
-
-    def __init__(self, owner: Task, stages: tuple[StageFn, ...], ctx: Context) -> None:
-        self._owner, self._stages, self._ctx = owner, stages, ctx
-        self._forks: dict[int, Context] = {}
-
-    def run_inline(self, index: int) -> Pending:
-        return self._owner._start_in_thread(self._stages[index], self._ctx)
-
-    def submit(self, index: int) -> Future:
-        fork = self._forks[index] = self._ctx.fork()
-        return self._owner._threads.submit(functools.partial(self._owner._start_in_thread, self._stages[index], fork))
-
-    def result(self, index: int, future: Future) -> Pending:
-        pending = future.result()
-        self._ctx.join(self._forks.pop(index))
-        return pending
-
-    def cancel(self, futures: list[Future], error: BaseException) -> None:
-        self._owner._cancel(futures, error)
 
 
 task = Task()  # the task of this process, for programs with one loop: `with task.start(): ...`

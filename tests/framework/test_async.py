@@ -74,6 +74,22 @@ def test_second_halves_of_an_async_step_begin_when_all_first_halves_have_ended()
     assert log == ["first", "first", "second", "second"]
 
 
+@pytest.mark.parametrize("end", ["backward", "renew"])
+def test_a_loop_by_hand_waits_for_first_halves_before_the_second(end):
+    log = []
+
+    def layer(ctx):
+        time.sleep(0.02)
+        log.append("first")
+        yield
+        log.append("second")
+
+    with Task(async_mode=True) as task:
+        task.forward(layer)
+        task.backward().sync() if end == "backward" else task.renew()
+        assert log == ["first", "second"]
+
+
 def test_serial_keeps_its_order_in_async_mode():
     log = []
 

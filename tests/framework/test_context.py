@@ -1,11 +1,13 @@
 """Context: the values of a step, and which of them are kept."""
 
+import math
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.framework import Context, OnlineRLContext
+from hybridrl.framework import Context, OfflineRLContext, OnlineRLContext, ding_init
 
 
 def test_attributes_and_items_are_the_same_values():
@@ -17,6 +19,37 @@ def test_attributes_and_items_are_the_same_values():
     assert sorted(ctx) == ["batch", "finish", "scores", "total_step"]
     del ctx["scores"]
     assert "scores" not in ctx
+
+
+def test_a_context_is_made_and_read_like_a_dict():
+    ctx = Context(hello="world", finish=True)
+    assert ctx.hello == ctx["hello"] == "world" and ctx.finish and ctx.total_step == 0
+    assert len(ctx) == 3 == len(ctx.values()) and dict(ctx) == dict(ctx.items())
+    ctx.update({"a": 1}, b=2)
+    ctx.update([("c", 3)])
+    assert (ctx.a, ctx.b, ctx.c) == (1, 2, 3) and "hello" not in ctx.renew()
+    assert len(pickle.loads(pickle.dumps(ctx))) == 6 and bool(Context())
+
+
+@pytest.mark.parametrize(("kind", "own"), [(OnlineRLContext, "env_step"), (OfflineRLContext, "trained_env_step")])
+def test_a_program_of_di_engine_finds_its_fields_and_the_first_evaluation_is_the_best_so_far(kind, own):
+    ctx = kind()
+    assert ctx.eval_value == ctx.last_eval_value == -math.inf and ctx.last_eval_iter == -1
+    assert ctx.train_data is None and ctx.train_output is None and ctx.eval_output == ctx.info_for_logging == {}
+    ctx.eval_value, ctx.train_data, ctx.wandb_url = 0.5, [1], "w"
+    ctx.last_eval_value = max(ctx.last_eval_value, ctx.eval_value)
+    ctx[own] += 8
+    new = ctx.renew()
+    assert (new.last_eval_value, new.wandb_url, new[own]) == (0.5, "w", 8)
+    assert new.eval_value == -math.inf and new.train_data is None
+
+
+def test_an_online_context_has_the_fields_of_collectors():
+    ctx = OnlineRLContext()
+    assert ctx.collect_kwargs == {} and ctx.trajectory_end_idx == []
+    assert ctx.obs is ctx.action is ctx.inference_output is ctx.trajectories is ctx.episodes is None
+    ctx.collect_kwargs["eps"] = 0.1
+    assert ctx.renew().collect_kwargs == {}
 
 
 def test_a_missing_value_is_an_error_by_attribute_and_by_item():
@@ -66,6 +99,13 @@ def test_online_context_keeps_its_counters_and_drops_its_batch():
     new = ctx.renew().renew()
     assert (new.train_iter, new.env_step, new.last_eval_value, new.last_eval_iter) == (3, 100, 0.5, -1)
     assert new.batch is None and new.metrics == {} and new.timing == {}
+
+
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_ding_init_makes_the_folder_of_the_experiment(kind, tmp_path):
+    assert ding_init(kind(exp_name=str(tmp_path / "a" / "b"))).is_dir()
+    with pytest.raises(ValueError, match=r"cfg.exp_name=None must be the folder"):
+        ding_init(kind())
 
 
 @dataclass(repr=False, eq=False)

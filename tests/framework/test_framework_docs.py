@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl import framework
-from hybridrl.framework import Context, Parallel, Task
+from hybridrl.framework import Context, OnlineRLContext, Parallel, StepTimer, Task, ding_init
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "framework.md").read_text()
@@ -41,6 +41,26 @@ def test_a_block_with_processes_runs_as_a_script_that_starts_ray_itself(tmp_path
     run(f"python {tmp_path / 'program.py'}")
 
 
+@pytest.mark.slow
+def test_the_recipe_of_two_programs_runs_in_any_order(ray_cluster, tmp_path):
+    import ray
+
+    programs = dict(re.findall(r'```python title="(\w+).py"\n(.*?)```', TEXT, re.DOTALL))
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)}
+    running = {}
+    for name in ("collector", "learner"):  # the collector waits
+        (tmp_path / f"{name}.py").write_text(programs[name])
+        with open(tmp_path / f"{name}.log", "w") as log:
+            running[name] = subprocess.Popen(
+                [sys.executable, f"{name}.py"], cwd=tmp_path, env=environment, stdout=log, stderr=log
+            )
+    codes = {name: process.wait(timeout=200) for name, process in running.items()}
+    output = {name: (tmp_path / f"{name}.log").read_text() for name in running}
+    assert codes == {"collector": 0, "learner": 0}, output
+    assert re.search(r"the learner trained on \d+ batches", output["learner"])
+    assert "the collector received {'weight': " in output["collector"]
+
+
 def test_labels_come_from_the_environment():
     [line] = [line for line in COMMANDS if "HYBRIDRL_TASK_LABELS" in line]
     assert run(line) == "['gpu', 'spot', 'standalone']\n"
@@ -56,10 +76,25 @@ def test_all_names_in_the_table_exist():
     table = TEXT.partition("| in DI-engine | here |")[2].partition("\n\n")[0]
     here = " ".join(row for row in table.splitlines() if "not here" not in row)
     names = {name for code in re.findall(r"`([^`]*)`", here) for name in re.findall(r"[A-Za-z_]\w*", code)}
-    owners = (framework, Task(), Context(), Parallel(), Parallel)
+    owners = (framework, Task(), Context(), OnlineRLContext(), Parallel(), Parallel, framework.Role)
     arguments = {
-        name for call in (Task.__init__, Task.emit, Task.use, Parallel.runner) for name in call.__annotations__
+        name
+        for call in (Task.__init__, Task.emit, Task.use, Parallel.runner, StepTimer.__init__, ding_init)
+        for name in call.__annotations__
     }
-    not_identifiers = {"a", "False", "main", "n", "sync_parallel_ctx", "with"}
+    not_identifiers = {
+        "a",
+        "as",
+        "dict",
+        "exp_name",
+        "False",
+        "len",
+        "logging",
+        "main",
+        "n",
+        "sync_parallel_ctx",
+        "True",
+        "with",
+    }
     assert len(names) > 60
     assert {name for name in names if not any(hasattr(owner, name) for owner in owners)} - arguments == not_identifiers

@@ -1,6 +1,8 @@
 """StepTimer: seconds per stage."""
 
 import logging
+import subprocess
+import sys
 import time
 
 import pytest
@@ -73,7 +75,29 @@ def test_a_line_per_stage_every_few_steps(caplog):
     assert len(lines) == 2 and all(line.startswith("stage log took ") for line in lines)
 
 
-def test_it_is_silent_by_default(caplog):
+def test_zero_steps_print_nothing(caplog):
     with caplog.at_level(logging.DEBUG), Task() as task:
-        task.use_wrapper(StepTimer()).use(stage("a")(lambda ctx: None)).run(max_step=4)
+        task.use_wrapper(StepTimer(print_per_step=0)).use(stage("a")(lambda ctx: None)).run(max_step=4)
     assert not caplog.records
+
+
+PROGRAM = """
+import logging
+from hybridrl.framework import Task
+from hybridrl.framework.wrapper import StepTimer
+{settings}
+with Task() as task:
+    task.use_wrapper(StepTimer()).use(print).run(max_step=2)
+"""
+
+
+@pytest.mark.parametrize("settings", ["", "logging.basicConfig()", "logging.getLogger().setLevel(logging.INFO)"])
+def test_a_program_shows_its_lines_without_any_setting_of_logging(settings):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(settings=settings)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stderr.count("stage print took ") == 2

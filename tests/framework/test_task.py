@@ -1,8 +1,10 @@
 """Task: order of stages, steps, insertion and replacement, failures, events, exit hooks."""
 
+import threading
+
 import pytest
 
-from hybridrl.framework import Context, OnlineRLContext, StageSpec, Task, stage
+from hybridrl.framework import Context, OnlineRLContext, Role, StageSpec, Task, stage
 
 
 def _two_halves(name, log):
@@ -104,9 +106,81 @@ def test_a_second_yield_is_refused_because_the_rest_would_never_run():
     assert caught.value.__notes__ == ["in stage 'twice' of step 0"]
 
 
-def test_a_task_without_stages_does_not_spin():
-    with Task() as task, pytest.raises(ValueError, match="without stages"):
+def test_a_task_without_stages_returns_at_once_and_says_so(caplog):
+    with Task() as task:
         task.run()
+    assert "the task has no stages" in caplog.text and task.ctx.total_step == 0
+
+
+def test_a_task_is_running_until_it_stops_and_again_from_its_next_start():
+    own = Task()
+    with own:
+        assert own.running
+        own.use(_fail)
+    assert not own.running
+    with own.start():
+        assert own.running and own.stages == []
+
+
+def test_a_loop_by_hand_ends_its_steps_with_renew():
+    log = []
+    with Task(ctx=OnlineRLContext()) as task:
+        for _ in range(2):
+            task.forward(_two_halves("a", log))
+            task.forward(_plain("b", log))
+            task.renew()
+        assert log == ["a>", "b", "<a"] * 2 and task.ctx.total_step == 2
+        task.forward(lambda ctx: setattr(ctx, "finish", True))
+        task.renew()
+        assert task.finish and task.ctx.finish, "the loop looks at it after renew"
+        assert task.ctx.total_step == 3
+
+
+def test_renew_by_hand_closes_second_halves_when_one_of_them_fails():
+    log = []
+
+    def guarded(ctx):
+        try:
+            yield
+        finally:
+            log.append("closed")
+
+    def late(ctx):
+        yield
+        raise _OwnError
+
+    with Task() as task:
+        task.forward(guarded)
+        task.forward(late)
+        with pytest.raises(_OwnError):
+            task.renew()
+    assert log == ["closed"] and task.ctx.total_step == 0
+
+
+def test_a_stage_may_renew_the_context_in_the_middle_of_a_step():
+    log = []
+    with Task() as task:
+        task.use(_two_halves("a", log)).use(lambda ctx: task.renew() and None).use(_plain("b", log)).run(max_step=1)
+    assert log == ["a>", "b", "<a"] and task.ctx.total_step == 1
+
+
+@pytest.mark.parametrize("lock", [True, threading.Lock()])
+def test_a_lock_may_stand_in_the_second_place_as_in_di_engine(lock):
+    held = []
+    with Task() as task:
+        own = task._lock if lock is True else lock
+        task.use(lambda ctx: held.append(own.acquire(blocking=False) if lock is not True else True), lock)
+        task.use(lambda ctx: None, False).run(max_step=1)
+    assert held == [lock is True] and len(task.stages) == 2
+
+
+def test_roles_are_found_at_the_task():
+    with Task() as task:
+        task.add_role(task.role.LEARNER)
+        assert task.has_role(task.role.LEARNER) and not task.has_role(task.role.COLLECTOR)
+        assert {task.role.EVALUATOR, task.role.FETCHER} <= set(Role)
+        with pytest.raises(RuntimeError, match="no group"):
+            task.get_attch_to_len()
 
 
 def test_forward_and_backward_can_be_driven_by_hand():

@@ -16,6 +16,7 @@ ListenerFn = Callable[..., Any]
 # Limits of the buffer for late listeners, in case that no listener is ever registered.
 MAX_BUFFERED_EVENTS = 1000
 MAX_BUFFERED_BYTES = 256 * 1024**2
+LISTENER_NOTE = "in a listener of the event"
 
 
 class Listener:
@@ -50,6 +51,7 @@ class EventLoop:
     """
 
     _loops: dict[str, "EventLoop"] = {}
+    _origin = ""  # of its events, for the note
 
     def __init__(self, name: str = "default") -> None:
         self.name = name
@@ -95,7 +97,15 @@ class EventLoop:
             with self._lock:
                 self._listeners[event] = [entry for entry in self._listeners[event] if not entry.once]
         for entry in listeners:
-            entry(*args, **kwargs)
+            self._call(event, entry, args, kwargs)
+
+    def _call(self, event: str, listener: Listener, args: tuple, kwargs: dict) -> None:
+        try:
+            listener(*args, **kwargs)
+        except BaseException as error:
+            if not any(note.startswith(LISTENER_NOTE) for note in getattr(error, "__notes__", ())):
+                error.add_note(f"{LISTENER_NOTE} {event!r}{self._origin}")
+            raise
 
     def stop(self) -> None:
         """Remove every listener and the loop's name."""
@@ -122,6 +132,8 @@ class ReplayingLoop(EventLoop):
     every event exactly once. `stop_buffering` drops the buffer.
     """
 
+    _origin = " of a peer"
+
     def __init__(self, name: str, post: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(name)
         self._post = post
@@ -137,7 +149,7 @@ class ReplayingLoop(EventLoop):
         super().add(event, listener)
         for entry in tuple(self._buffer or ()):
             if entry.event == event:
-                listener(*entry.args, **entry.kwargs)
+                self._call(event, listener, entry.args, entry.kwargs)
 
     def off(self, event: str, fn: ListenerFn | None = None) -> None:
         super().off(event, fn)

@@ -46,10 +46,12 @@ class StageLabels:
     """Base class of `Task` for the labels and roles of its process.
 
     Attributes:
+        role: The enum of roles, so that programs may write `task.role.LEARNER`.
         labels: See `labels_of`.
         roles: Roles of the process; empty means all.
     """
 
+    role = Role
     labels: set[str]
     roles: set[Role]
 

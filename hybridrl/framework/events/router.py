@@ -6,6 +6,7 @@ process has no peers, and its router sends and receives nothing.
 
 import logging
 from collections.abc import Callable
+from typing import Self
 
 from hybridrl.framework.events.event_loop import ListenerFn
 
@@ -20,10 +21,11 @@ class Router:
         node_id: Number of the process in its group.
         name: Name of the process in messages.
         labels: Labels given to the runner.
+        retries: How often `main` was restarted here.
         attached_to: Names of the processes of other groups to which it is attached.
         message_bytes: Size of the message being handled, for listeners.
         failure: Exception of a listener that no call has raised yet.
-        on_failure: Functions to call when a listener fails.
+        finish_hooks: Functions that end the runs of the tasks in this process after their step.
     """
 
     def __init__(self) -> None:
@@ -31,10 +33,21 @@ class Router:
         self.node_id = 0
         self.name = "standalone"
         self.labels: frozenset[str] = frozenset()
+        self.retries = 0
         self.attached_to: tuple[str, ...] = ()
         self.message_bytes = 0
         self.failure: BaseException | None = None
-        self.on_failure: list[Callable[[], None]] = []
+        self.finish_hooks: list[Callable[[], None]] = []
+
+    def get_attch_to_len(self) -> int:
+        """Return the number of processes of other groups to which this one is attached; DI-engine's spelling."""
+        return len(self.attached_to)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: the runner that started the process closes its connections."""
 
     def __reduce__(self) -> tuple:
         return current_router, ()  # unpickles as the receiving process's own
@@ -45,7 +58,16 @@ class Router:
     def off(self, topic: str, fn: ListenerFn | None = None) -> None:
         """Do nothing: there are no listeners."""
 
-    def send(self, topic: str, args: tuple, kwargs: dict, *, newest_only: bool = False, retained: bool = False) -> None:
+    def send(
+        self,
+        topic: str,
+        args: tuple,
+        kwargs: dict,
+        *,
+        event: str = "",
+        newest_only: bool = False,
+        retained: bool = False,
+    ) -> None:
         """Raise the stored exception of a listener, if there is one.
 
         There is no peer to send to.
@@ -67,8 +89,14 @@ class Router:
         logger.error("%s: a listener failed: %r; the next emit or stage raises it", self.name, error, exc_info=error)
         if self.failure is None:
             self.failure = error
-        for hook in tuple(self.on_failure):
+        self.finish_tasks()
+
+    def finish_tasks(self) -> bool:
+        """End the runs of the tasks in this process after their step; return whether there are any."""
+        hooks = tuple(self.finish_hooks)
+        for hook in hooks:
             hook()
+        return bool(hooks)
 
     def raise_failure(self) -> None:
         """Raise a stored exception of a listener, once."""

@@ -87,6 +87,9 @@ class Mailbox:
 
     def end_step(self) -> None:
         """Drop events of earlier steps that were not claimed in this one."""
+        if not self._unclaimed:  # an event that arrives meanwhile counts for either step
+            self._step += 1
+            return
         with self._changed:
             for event, unclaimed in tuple(self._unclaimed.items()):
                 while unclaimed and unclaimed[0][0] < self._step:
@@ -94,6 +97,19 @@ class Mailbox:
                 if not unclaimed:
                     del self._unclaimed[event]
             self._step += 1
+
+
+def unpicklable_keys(ctx: Context) -> list[str]:
+    """Return the keys of a context whose values cannot be pickled."""
+    import cloudpickle
+
+    keys = []
+    for key, value in ctx.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            keys.append(repr(key))
+    return keys
 
 
 class TaskEvents:
@@ -111,6 +127,16 @@ class TaskEvents:
         """The router of this process; without peers all events are local."""
         return current_router()
 
+    def get_attch_to_len(self) -> int:
+        """Return the number of processes of other groups to which this one is attached; DI-engine's spelling.
+
+        Raises:
+            RuntimeError: The process belongs to no group.
+        """
+        if not self.router.is_active:
+            raise RuntimeError("get_attch_to_len: this process belongs to no group, so that it is attached to none")
+        return self.router.get_attch_to_len()
+
     def _init_events(self, *, auto_sync_ctx: bool) -> None:
         router = self.router
         self.parallel_ctx = Context()
@@ -126,11 +152,13 @@ class TaskEvents:
             self._topics = {EVENT: self._on_event, CONTEXT: self._on_context, FINISH: self._on_finish}
             for topic, fn in self._topics.items():
                 router.on(topic, fn)
-            router.on_failure.append(self._finish_early)
+            router.finish_hooks.append(self._finish_early)
 
     def _close_events(self) -> None:
         for topic, fn in self._topics.items():
             self.router.off(topic, fn)
+        if self._topics and self._finish_early in self.router.finish_hooks:
+            self.router.finish_hooks.remove(self._finish_early)
         self._topics = {}
 
     # -- for stages and the program
@@ -154,8 +182,16 @@ class TaskEvents:
         if self._remote is not None:
             self._remote.off(event, fn)
 
-    def emit(self, event: str, *args: Any, only_remote: bool = False, only_local: bool = False, **kwargs: Any) -> None:
-        """Send `event` to all listeners.
+    def emit(
+        self,
+        event: str,
+        *args: Any,
+        only_remote: bool = False,
+        only_local: bool = False,
+        newest_only: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Send `event` to all listeners. It never waits for a peer.
 
         When this returns, local listeners have run, and the arguments in their present state are sent to the peers. An
         exception of a local listener is raised here, that of a peer's listener in the peer.
@@ -165,6 +201,8 @@ class TaskEvents:
             *args: Positional arguments of the listeners.
             only_remote: Do not call local listeners.
             only_local: Do not send to peers.
+            newest_only: Replace earlier events of this name that a peer has not handled yet, such as old weights.
+                Without it a peer handles all of them, up to the limits of `message_queue.py`.
             **kwargs: Keyword arguments of the listeners.
         """
         if only_remote and only_local:
@@ -172,9 +210,9 @@ class TaskEvents:
                 f"emit({event!r}) with only_remote and only_local reaches no listener; give one of them or none"
             )
         if self.router.is_active and not only_local:
-            self.router.send(EVENT, (event, args, kwargs), {})
+            self.router.send(EVENT, (event, args, kwargs, newest_only), {}, event=event, newest_only=newest_only)
         if not only_remote:
-            self._mailbox.put(event, args, kwargs)
+            self._mailbox.put(event, args, kwargs, newest_only=newest_only)
             self._local.emit(event, *args, **kwargs)
 
     def wait_for(
@@ -231,18 +269,18 @@ class TaskEvents:
 
     # -- from peers, in the router's thread
 
-    def _on_event(self, event: str, args: tuple, kwargs: dict) -> None:
+    def _on_event(self, event: str, args: tuple, kwargs: dict, newest_only: bool) -> None:
         # Events with listeners may be large, weights for instance: of these only the newest is kept for `wait_for`.
-        has_listener = event == SYNC_EVENT or (self._remote is not None and self._remote.has_listener(event))
-        self._mailbox.put(event, args, kwargs, newest_only=has_listener)
+        has_listener = self._remote is not None and self._remote.has_listener(event)
+        self._mailbox.put(event, args, kwargs, newest_only=newest_only or has_listener)
         if self._remote is not None:
             self._remote.emit_and_buffer(
-                event, args, kwargs, num_bytes=self.router.message_bytes, newest_only=event == SYNC_EVENT
+                event, args, kwargs, num_bytes=self.router.message_bytes, newest_only=newest_only
             )
 
     def _on_context(self, ctx: Context) -> None:
         self.parallel_ctx = ctx
-        self._on_event(SYNC_EVENT, (ctx,), {})
+        self._on_event(SYNC_EVENT, (ctx,), {}, newest_only=True)
         if ctx.finish:
             self._finish_early()
 
@@ -269,11 +307,19 @@ class TaskEvents:
     def _send_context(self) -> None:
         self._mailbox.end_step()
         if self.router.is_active and self._auto_sync_ctx:
-            self.router.send(CONTEXT, (self.ctx,), {}, newest_only=True, retained=True)
+            try:
+                self.router.send(CONTEXT, (self.ctx,), {}, newest_only=True, retained=True)
+            except Exception as error:
+                if keys := unpicklable_keys(self.ctx):
+                    error.add_note(
+                        f"after a step the context is sent to the peers, and its {', '.join(keys)} cannot be pickled; "
+                        "remove it in a last stage with ctx.pop(...), or send no contexts: Task(auto_sync_ctx=False)"
+                    )
+                raise
 
     def _send_finish(self) -> None:
         if self.router.is_active:
-            self.router.send(FINISH, (), {}, retained=True)
+            self.router.send(FINISH, (), {}, newest_only=True, retained=True)  # so that it is never dropped
             self.router.flush()
             self.router.raise_failure()
 

@@ -1,33 +1,28 @@
-"""The processes of `Parallel.runner`: start, connect, await and kill them.
+"""The processes of `Parallel.runner`: start, connect and await them.
 
-`MemberGroup` runs in the process that called the runner. `GroupMember` is the Ray actor in each process. It runs `main`
-in one thread and receives messages in another. A process that raises or dies ends the group at once. Where retries are
-left it restarts instead: after an exception in the same process, after a death in a new one of the same name.
+`MemberGroup` runs in the process that called the runner. `GroupMember` is the Ray actor in each process. A process that
+raises or dies ends the group (`group_end.py`). Where retries are left it restarts instead: after an exception in the
+same process, after a death in a new one of the same name.
 """
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import cloudpickle
-
-from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
-from hybridrl.framework.parallel.inbox import Message
-from hybridrl.framework.parallel.router import peer_router
+from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.framework.parallel.group_end import allow_exit, end_mains, kill
+from hybridrl.framework.parallel.group_member import INBOX, NAMESPACE, GroupMember, on_inbox_thread
 from hybridrl.single_controller.awaiting import register_actors, wait_all
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "hybridrl"  # Ray namespace of the processes' names; worker groups use it too
-INBOX = "inbox"  # Ray concurrency group of one thread, for methods that run while `main` does
 START_TIMEOUT_S = 300.0  # to start a process and import the program; more means that a node does not answer
-EXIT_TIMEOUT_S = 20.0  # to flush files at exit before the kill, and again for the kill to take effect
 POLL_PERIOD_S = 60.0  # longest single wait for a result
+SEARCH_PERIOD_S = 0.2  # between two looks for a group that is not running yet
 
 
 @dataclass(frozen=True)
@@ -39,6 +34,8 @@ class GroupPlan:
         program: cloudpickle of (main, args, kwargs).
         peers: Node id -> ids of the processes to which it is linked.
         attach_to: Names of other groups, or of single processes of them.
+        attach_timeout_s: How long to wait for them.
+        exit_timeout_s: How long `main` may go on when another process has failed.
         options: Options of the Ray actors.
     """
 
@@ -47,6 +44,8 @@ class GroupPlan:
     peers: Mapping[int, Sequence[int]]
     labels: frozenset[str] = frozenset()
     attach_to: Sequence[str] = ()
+    attach_timeout_s: float = 0.0
+    exit_timeout_s: float = 0.0
     max_retries: float = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the Ray actors
 
@@ -60,13 +59,14 @@ class GroupPlan:
 
 
 class MemberGroup:
-    """The running processes of a plan; leaving its `with` block kills them."""
+    """The running processes of a plan; leaving its `with` block ends them."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
         self.members: dict[int, Any] = {}  # node id -> Ray actor
         self._attached: dict[str, Any] = {}  # name -> Ray actor of another group
         self._retries = dict.fromkeys(plan.peers, 0)
+        self._running: dict[Any, int] = {}  # reference to the result of `main` -> node id
 
     def run(self) -> list:
         """Call `main` in every process and return the results, in the order of the plan.
@@ -76,20 +76,20 @@ class MemberGroup:
         Raises:
             WorkerLost: A process died. An exception of `main` keeps its type and has its traceback in the notes.
         """
-        self._attached = _find_members(self.plan.attach_to)
+        self._attached = find_members(self.plan.attach_to, timeout_s=self.plan.attach_timeout_s)
         self._start(self.plan.peers)
         for node_id in self.plan.peers:
             self._connect(node_id)
-        running = {self._call_main(node_id): node_id for node_id in self.plan.peers}
+        self._running = {self._call_main(node_id): node_id for node_id in self.plan.peers}
         results: dict[int, Any] = {}
-        while running:
-            for reference in _next_ready(list(running)):
-                node_id = running.pop(reference)
+        while self._running:
+            for reference in _next_ready(list(self._running)):
+                node_id = self._running.pop(reference)
                 try:
                     [results[node_id]] = self._values([reference], [node_id], "main")
                 except Exception as error:
                     self._recover(node_id, error)
-                    running[self._call_main(node_id)] = node_id
+                    self._running[self._call_main(node_id)] = node_id
         return [results[node_id] for node_id in self.plan.peers]
 
     def _start(self, node_ids: Iterable[int]) -> None:
@@ -111,10 +111,10 @@ class MemberGroup:
         """
         member, name = self.members[node_id], self.plan.member_name(node_id)
         peers = {self.plan.member_name(peer): self.members[peer] for peer in self.plan.peers[node_id]} | self._attached
-        self._values([_on_inbox_thread(member.connect).remote(peers)], [node_id], "connect")
+        self._values([on_inbox_thread(member.connect).remote(peers)], [node_id], "connect")
         for peer in peers.values():
             with contextlib.suppress(WorkerLost):  # reported by the wait for its `main`
-                self._values([_on_inbox_thread(peer.connect).remote({name: member})], [node_id], "connect")
+                self._values([on_inbox_thread(peer.connect).remote({name: member})], [node_id], "connect")
 
     def _call_main(self, node_id: int) -> Any:
         return self.members[node_id].run.remote(self._retries[node_id])
@@ -133,7 +133,7 @@ class MemberGroup:
             self._retries[node_id],
         )
         if isinstance(error, WorkerLost):
-            _kill({self.plan.member_name(node_id): self.members[node_id]})  # frees its name
+            kill({self.plan.member_name(node_id): self.members[node_id]})  # frees its name
             self._start([node_id])
         self._connect(node_id)
 
@@ -143,16 +143,17 @@ class MemberGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            _allow_exit(list(self.members.values()))
-        _kill({self.plan.member_name(node_id): node for node_id, node in self.members.items()})
-        PROCESS.forget_actors([node._actor_id.hex() for node in self.members.values()])
-
-
-def _on_inbox_thread(method: Any) -> Any:
-    """Return the remote method bound to the inbox thread, so that it runs while `main` does."""
-    return method.options(concurrency_group=INBOX)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        members = {self.plan.member_name(node_id): node for node_id, node in self.members.items()}
+        try:
+            unfinished: set[str] = set()
+            if error is not None:
+                running = {reference: self.plan.member_name(node_id) for reference, node_id in self._running.items()}
+                unfinished = end_mains(running, members, error, timeout_s=self.plan.exit_timeout_s)
+            allow_exit([node for name, node in members.items() if name not in unfinished])
+        finally:
+            kill(members)
+            PROCESS.forget_actors([node._actor_id.hex() for node in self.members.values()])
 
 
 def _next_ready(references: list) -> list:
@@ -172,7 +173,7 @@ def _start_process(name: str, options: Mapping[str, Any]) -> Any:
         **options,
     }
     try:
-        return ray.remote(**chosen)(GroupMember).options(name=name, namespace=NAMESPACE).remote()
+        return ray.remote(**chosen)(GroupMember).options(name=name, namespace=NAMESPACE).remote(name)
     except ValueError as error:
         if "already taken" not in str(error):
             raise
@@ -181,129 +182,48 @@ def _start_process(name: str, options: Mapping[str, Any]) -> Any:
         ) from None
 
 
-def _find_members(targets: Sequence[str]) -> dict[str, Any]:
-    """Return the running processes of these groups, or of these names.
+def find_members(targets: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
+    """Wait for the processes of these groups, or of these names, and return them: name -> Ray actor.
 
     Raises:
-        PlacementError: One of them is not running.
+        PlacementError: One of them is not running after `timeout_s`.
     """
-    import ray
-
-    names = (
-        [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == NAMESPACE]
-        if targets
-        else []
-    )
     found: dict[str, Any] = {}
+    deadline = time.monotonic() + timeout_s
     for target in targets:
-        members = [name for name in names if name == target or name.startswith(f"{target}/node-")]
-        if not members:
-            groups = sorted({name.rpartition("/node-")[0] for name in names if "/node-" in name})
-            raise PlacementError(
-                f"attach_to={target!r} is not running on this cluster; there are {', '.join(groups) or 'no groups'}"
-            )
-        found |= {name: ray.get_actor(name, namespace=NAMESPACE) for name in members}
+        is_first = True
+        while not (members := _members_of(target)):
+            if time.monotonic() >= deadline:
+                raise PlacementError(
+                    f"attach_to={target!r} is not running on this cluster after {timeout_s:g} s; there are "
+                    f"{', '.join(_running_groups()) or 'no groups'}. Both programs need the same Ray cluster: start "
+                    "one with `ray start --head`, and set RAY_ADDRESS=HOST:PORT for both"
+                )
+            if is_first:
+                logger.warning("waiting up to %g s for attach_to=%r, which is not running yet", timeout_s, target)
+            is_first = False
+            time.sleep(SEARCH_PERIOD_S)
+        found |= members
     return found
 
 
-def _allow_exit(members: list) -> None:
-    """Let idle processes exit by themselves, so that their exit handlers run."""
+def _members_of(target: str) -> dict[str, Any]:
     import ray
 
-    ray.wait(
-        [member.__ray_terminate__.remote() for member in members],
-        num_returns=len(members),
-        timeout=EXIT_TIMEOUT_S,
-        fetch_local=False,
-    )
+    members = {}
+    for name in _member_names():
+        if name == target or name.startswith(f"{target}/node-"):
+            with contextlib.suppress(ValueError):  # it has just ended
+                members[name] = ray.get_actor(name, namespace=NAMESPACE)
+    return members
 
 
-def _kill(members: Mapping[str, Any]) -> None:
-    """Kill processes and return when all their names are free again.
+def _running_groups() -> list[str]:
+    return sorted({name.rpartition("/node-")[0] for name in _member_names()})
 
-    Raises:
-        CallTimeout: A process is still registered after `EXIT_TIMEOUT_S`.
-    """
+
+def _member_names() -> list[str]:
     import ray
 
-    for member in members.values():
-        ray.kill(member, no_restart=True)
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
-    for name in members:
-        while _is_running(name):
-            if time.monotonic() > deadline:
-                raise CallTimeout(
-                    f"{name} was killed and is still registered after {EXIT_TIMEOUT_S:g} s; is its node reachable?"
-                )
-            time.sleep(0.01)
-
-
-def _is_running(name: str) -> bool:
-    import ray
-
-    try:
-        ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
-
-
-# -- the actor in each process
-
-
-class GroupMember:
-    """Ray actor in each process of a group.
-
-    `MemberGroup` calls all methods but `deliver`, which the peers call. The constructor does nothing; `setup` loads the
-    user's function, so that an error in the user's module keeps its type.
-    """
-
-    def setup(self, program: bytes, node_id: int, name: str, labels: Iterable[str], attached_to: Iterable[str]) -> int:
-        """Load `program` and start to accept messages; return the process id.
-
-        Args:
-            program: cloudpickle of (main, args, kwargs).
-            node_id: Number of the process in its group.
-            name: Name of the process.
-            labels: Labels of the group.
-            attached_to: Names of the attached processes.
-        """
-        peer_router().activate(node_id, name=name, labels=labels, attached_to=attached_to)
-        self._program = program
-        cloudpickle.loads(program)  # raises import errors here, and completes slow imports before any `main` starts
-        return os.getpid()
-
-    def connect(self, peers: Mapping[str, Any]) -> None:
-        """Add peers, given as name -> Ray actor of this class."""
-        for name, peer in peers.items():
-            peer_router().connect(name, peer.deliver.options(concurrency_group=INBOX).remote)
-
-    def deliver(self, stream: str, number: int, message: Message) -> None:
-        """Accept a message from a peer."""
-        peer_router().deliver(stream, number, message)
-
-    def run(self, retries: int) -> Any:
-        """Call `main` with fresh copies of its arguments and return the result."""
-        main, args, kwargs = cloudpickle.loads(self._program)
-        router = peer_router()
-        router.start_run(retries)
-        try:
-            result = _call(main, args, kwargs)
-        except BaseException as error:
-            try:
-                router.finish_run()
-            except BaseException as previous:  # probably the cause
-                if previous is not error:
-                    error.add_note(f"a listener failed before: {previous!r}")
-            raise
-        router.finish_run()
-        return result
-
-
-def _call(main: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    try:
-        return main(*args, **kwargs)
-    except SystemExit as error:  # Ray would end the process
-        if error.code in (None, 0):
-            return None
-        raise RuntimeError(f"main called sys.exit({error.code!r})") from error
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and "/node-" in actor["name"]]

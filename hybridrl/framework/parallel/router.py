@@ -12,13 +12,16 @@ from typing import Any
 
 from hybridrl.framework.events.event_loop import ListenerFn, ReplayingLoop
 from hybridrl.framework.events.router import Router, install_router
-from hybridrl.framework.parallel.inbox import Inbox, Link, Message
+from hybridrl.framework.parallel.inbox import Inbox
 from hybridrl.framework.parallel.message import serialize
+from hybridrl.framework.parallel.message_queue import Message
+from hybridrl.framework.parallel.outbox import Link, Outbox
 
 logger = logging.getLogger(__name__)
 
 # Listeners are quick; one that takes longer is in a deadlock.
 LISTENER_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 5.0  # for messages that still wait for a slow peer when `main` has ended
 
 
 class PeerRouter(Router):
@@ -27,17 +30,13 @@ class PeerRouter(Router):
     Messages of one sender are handled in the order in which they were sent, in the router's own thread. Messages that
     arrive before their first listener are buffered. An exception of a listener is raised by the next call that can
     raise it: `emit`, the next stage of a task, or the end of `main`.
-
-    Attributes:
-        retries: How often `main` was restarted here.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.retries = 0
-        self._links: dict[str, Link] = {}
+        self._outbox = Outbox()
         self._retained: dict[str, Message] = {}  # topic -> message for peers that connect later
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.Lock()  # all peers receive the messages of several threads in the same order
         self._inbox: Inbox | None = None
         self._topics = ReplayingLoop("router", self.post)
 
@@ -56,9 +55,7 @@ class PeerRouter(Router):
         """
         link = Link(peer, stream=f"{self.name}#{uuid.uuid4().hex}", deliver=deliver)
         with self._send_lock:
-            self._links[peer] = link
-            for message in self._retained.values():
-                link.send(message)
+            self._outbox.connect(peer, link, tuple(self._retained.values()))
 
     def deliver(self, stream: str, number: int, message: Message) -> None:
         """Accept a message from a peer."""
@@ -72,8 +69,9 @@ class PeerRouter(Router):
 
     def finish_run(self) -> None:
         """Remove all listeners after `main`, and raise a failure that was not raised yet."""
+        self._outbox.drain(DRAIN_TIMEOUT_S)
         failure, self.failure = self.failure, None
-        self.on_failure.clear()
+        self.finish_hooks.clear()
         self._topics = ReplayingLoop("router", self.post)
         if failure is not None:
             raise failure
@@ -92,33 +90,61 @@ class PeerRouter(Router):
         """Remove `fn`, or every listener, from the topics that match the glob `topic`."""
         self._topics.off(topic, fn)
 
-    def emit(self, topic: str, *args: Any, **kwargs: Any) -> None:
-        """Send the arguments, in their present state, to all peers but not to this process."""
-        self.send(topic, args, kwargs)
+    def emit(self, topic: str, *args: Any, newest_only: bool = False, **kwargs: Any) -> None:
+        """Send the arguments, in their present state, to all peers but not to this process.
 
-    def send(self, topic: str, args: tuple, kwargs: dict, *, newest_only: bool = False, retained: bool = False) -> None:
-        """Send a message to all peers.
+        With `newest_only` they replace those of earlier calls that a peer has not handled yet.
+        """
+        self.send(topic, args, kwargs, newest_only=newest_only)
+
+    def register_rpc(self, name: str, fn: ListenerFn) -> None:
+        """Call `fn` whenever a peer calls `send_rpc(name)`, in place of an earlier function.
+
+        A name of DI-engine v0.2.3, as is `send_rpc`.
+        """
+        self.off(name)
+        self.on(name, fn)
+
+    def unregister_rpc(self, name: str) -> None:
+        """Remove the function of `register_rpc`."""
+        self.off(name)
+
+    def send_rpc(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Have all peers call the function that they registered as `name`."""
+        self.send(name, args, kwargs)
+
+    def send(
+        self,
+        topic: str,
+        args: tuple,
+        kwargs: dict,
+        *,
+        event: str = "",
+        newest_only: bool = False,
+        retained: bool = False,
+    ) -> None:
+        """Send a message to all peers, without waiting for them.
 
         Args:
             topic: Topic of the message.
             args: Positional arguments of the listeners.
             kwargs: Keyword arguments of the listeners.
-            newest_only: An older message that was not handled yet may be dropped.
+            event: Name within the topic.
+            newest_only: An older message of this topic and event that was not handled yet may be dropped.
             retained: Peers that connect later receive it first.
         """
         self.raise_failure()
-        if not self._links and not (retained and self.is_active):
+        if not len(self._outbox) and not (retained and self.is_active):
             return
         try:
-            message = Message(topic, serialize((args, kwargs)), newest_only)
+            message = Message(topic, serialize((args, kwargs)), event, newest_only)
         except Exception as error:
-            error.add_note(f"{self.name} cannot send its event {topic!r}: all arguments must be picklable")
+            error.add_note(f"{self.name} cannot send its event {event or topic!r}: all arguments must be picklable")
             raise
         with self._send_lock:
             if retained:
                 self._retained[topic] = message
-            for link in self._links.values():
-                link.send(message)
+            self._outbox.send(message)
 
     def post(self, function: Callable[[], None]) -> None:
         """Call `function` in the thread that handles messages, after the waiting ones.

@@ -12,17 +12,17 @@ The processes are Ray actors, on this machine or on the cluster of `RAY_ADDRESS`
 communicate through `task.emit`, `task.on` and `task.parallel_ctx`.
 """
 
-import contextlib
 import logging
 import math
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
 from hybridrl.framework.events.labels import environment_labels
 from hybridrl.framework.parallel.process_group import GroupPlan, MemberGroup
+from hybridrl.framework.parallel.ray_session import ray_session
 from hybridrl.framework.parallel.router import PeerRouter, peer_router
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Parallel:
         labels: Iterable[str] = (),
         node_ids: int | Sequence[int] | None = None,
         attach_to: Sequence[str] = (),
+        attach_timeout_s: float = 60.0,
+        exit_timeout_s: float = 10.0,
         auto_recover: bool = False,
         max_retries: float = math.inf,
         name: str | None = None,
@@ -57,8 +59,9 @@ class Parallel:
         """Return a function of (main, *args, **kwargs) that runs `main` in every process.
 
         It returns the results of `main(*args, **kwargs)`. A single process without a name and without `attach_to` is
-        the calling one: `main` runs here, standalone, without Ray. The first failure of a process is raised. No process
-        is left running, neither after a failure nor at the end.
+        the calling one: `main` runs here, standalone, without Ray. The first failure of a process is raised, after the
+        others had `exit_timeout_s` for the rest of their step, their exit hooks and `finally` blocks. No process is
+        left running, neither after a failure nor at the end.
 
         Args:
             n_parallel_workers: Number of processes.
@@ -67,7 +70,10 @@ class Parallel:
             labels: Labels of every task in the processes, in addition to `distributed` and `node.N`.
             node_ids: The numbers N, or the first of them; default 0, 1, 2, ...
             attach_to: Names of running groups, or of single processes of them (`learner/node-0`), which are linked with
-                every process of this group.
+                every process of this group. They may start later.
+            attach_timeout_s: How long to wait for the groups of `attach_to`.
+            exit_timeout_s: How long the processes may go on after a failure of one of them, and after Ctrl-C. After
+                half of it `main` is interrupted.
             auto_recover: Restart a process that raises or dies.
             max_retries: Maximum number of restarts per process.
             name: Name of the group, for `attach_to` of others.
@@ -78,6 +84,8 @@ class Parallel:
 
         Raises:
             WorkerLost: A process died.
+            ConfigError: RAY_ADDRESS names no Ray cluster that accepts this process.
+            PlacementError: A group of `attach_to` did not start in time.
         """
         _check_sockets(mq_type, socket_arguments)
         ids = _node_ids(n_parallel_workers, node_ids)
@@ -94,10 +102,12 @@ class Parallel:
                 links,
                 frozenset(labels) | environment_labels(),
                 tuple(attach_to),
+                attach_timeout_s,
+                exit_timeout_s,
                 retries,
                 {"num_cpus": num_cpus, "num_gpus": num_gpus, **(options or {})},
             )
-            with _ray_session(), MemberGroup(plan) as group:
+            with ray_session(attach_to, timeout_s=attach_timeout_s), MemberGroup(plan) as group:
                 return group.run()
 
         return run
@@ -161,18 +171,3 @@ def _run_in_process(main: Callable, args: tuple, kwargs: Mapping[str, Any], *, m
                 raise
             router.retries += 1
             logger.warning("main failed with %r; restarting it, retry %d", error, router.retries, exc_info=error)
-
-
-@contextlib.contextmanager
-def _ray_session() -> Iterator[None]:
-    """Use the running Ray, or start one and stop it afterwards."""
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(include_dashboard=False, logging_level=logging.WARNING)
-    try:
-        yield
-    finally:
-        ray.shutdown()

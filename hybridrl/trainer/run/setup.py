@@ -174,7 +174,7 @@ def run_stages(
         wrappers: Applied to every stage of the run.
     """
     with Task(ctx=BatchContext(first_step=first_step)) as task:
-        task.use_wrapper(StepTimer())
+        task.use_wrapper(StepTimer(print_per_step=0))
         if is_recording():
             task.use_wrapper(StageTracer(first_step=first_step))
         for fn in stages:

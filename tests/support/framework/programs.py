@@ -162,8 +162,8 @@ def fail(kind, node_id, times=1):
         if kind == "exit":
             raise SystemExit(3)
         raise LookupError("no such thing")
-    if times == 1:
-        time.sleep(1000)
+    while times == 1:
+        time.sleep(0.01)  # until it is interrupted
     return os.getpid(), router.retries
 
 
@@ -207,6 +207,93 @@ def emit_unpicklable():
     Parallel().emit("e", (i for i in range(3)))
 
 
+def send_unpicklable_context():
+    with Task() as loop:
+        loop.use(lambda ctx: ctx.update(rows=[1], reader=(i for i in range(3)))).run()
+
+
+def end_with_the_group(folder, kind):
+    """Node 1 raises when the others are at work, if `kind` is "raise"; the others leave files when they end."""
+    node = Parallel().node_id
+    if node == 1 and kind == "raise":
+        wait_until(lambda: len(list(folder.glob("started-*"))) == 2)
+        raise LookupError("no such thing")
+    try:
+        if node == 2:  # a loop that knows nothing of the group
+            (folder / "started-2").touch()
+            while True:
+                time.sleep(0.01)
+        with Task() as loop:
+            loop.on_exit(lambda: (folder / f"hook-{node}").write_text(str(loop.ctx.total_step)))
+            loop.use(lambda ctx: (folder / f"started-{node}").touch() or time.sleep(0.01)).run()
+    finally:
+        (folder / f"finally-{node}").touch()
+
+
+def state_of(process):
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def emit_to_a_stopped_peer(steps):
+    """Node 0 stops the process of node 1, runs all its steps, and lets it go on.
+
+    Returns what node 1 received.
+    """
+    weights, counts = [], []
+    with Task() as loop:
+        if loop.router.node_id == 0:
+            (peer,), _ = loop.wait_for("process", timeout=DEADLINE_S, ignore_timeout_exception=False)
+            os.kill(peer, signal.SIGSTOP)
+            wait_until(lambda: state_of(peer) == "T")
+
+            def work(ctx):
+                ctx.step = ctx.total_step
+                loop.emit("weights", ctx.total_step, newest_only=True)
+                loop.emit("count", ctx.total_step)
+
+            try:
+                loop.use(work).run(max_step=steps)
+                return state_of(peer)
+            finally:
+                os.kill(peer, signal.SIGCONT)
+        loop.on("weights", weights.append)
+        loop.on("count", counts.append)
+        loop.emit("process", os.getpid())
+        loop.use(lambda ctx: time.sleep(0.01)).run()
+        return weights, counts, loop.parallel_ctx.get("step")
+
+
+def loop_by_hand(steps):
+    """Node 0 loops by hand and leaves; node 1 runs until it does. Returns steps and the received contexts' steps."""
+    received = []
+    with Task() as loop:
+        loop.on("sync_parallel_ctx", lambda ctx: received.append(ctx.get("mine")))
+
+        def halves(ctx):
+            yield
+            ctx.mine = ctx.total_step
+
+        if loop.router.node_id == 0:
+            for _ in range(steps):
+                loop.forward(halves)
+                loop.renew()
+        else:
+            loop.use(lambda ctx: time.sleep(0.01)).run()
+        return loop.ctx.total_step, received
+
+
+def call_by_name():
+    """Call a function of the peers with the names of DI-engine v0.2.3; return what this process received."""
+    received = []
+    with Parallel() as router:
+        router.register_rpc("add", received.append)
+        router.send_rpc("add", router.node_id)
+        wait_until(lambda: received)
+        router.unregister_rpc("add")
+        return received, router.get_attch_to_len()
+
+
 def learner(steps):
     """Run a group of one until it has received `steps` events of attached processes."""
     received = []
@@ -236,3 +323,14 @@ def env_labels():
 def start_slowly(seconds):
     time.sleep(seconds)
     return time.time()
+
+
+def fail_beside_a_sleeper():
+    router = Parallel()
+    if router.node_id == 0:
+        router.emit("asleep", newest_only=True)
+        time.sleep(1000)  # nothing interrupts it
+    asleep = []
+    router.on("asleep", lambda: asleep.append(True))
+    wait_until(lambda: asleep)
+    raise LookupError("no such thing")
