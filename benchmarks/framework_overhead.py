@@ -46,7 +46,7 @@ def call_in_task(fn: Callable, stages: int, steps: int, *, timer: bool) -> Calla
     def run() -> None:
         with Task(ctx=OnlineRLContext()) as task:
             if timer:
-                task.use_wrapper(StepTimer())
+                task.use_wrapper(StepTimer(print_per_step=0))
             for _ in range(stages):
                 task.use(fn)
             task.run(max_step=steps)
