@@ -1,7 +1,7 @@
 """Watch the Ray cluster that this process started on this machine, and kill what is frozen in it.
 
 Ray notices an ended process of its own within a minute, a frozen one never. Used by the cluster holder, and by programs
-without a supervisor.
+without a supervisor: these end with the cluster, because nothing is left to train with.
 """
 
 import logging
@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from typing import NoReturn
 
+from hybridrl.driver.termination import is_terminating
 from hybridrl.system.child_guard import children_of
 from hybridrl.system.process_stat import STOPPED, read_process_stat
 
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 POLL_PERIOD_S = 0.5
 # 6 s: the master reports and kills frozen workers after 4.5 s. Ctrl-Z stops this process, too, which counts nothing.
 MAX_STOPPED_POLLS = 12
+TERMINATION_TIMEOUT_S = 10.0
+EXIT_CODE = 1  # of a program that ends with its cluster
 ESSENTIAL = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}  # as the kernel names them
 
 
@@ -75,9 +79,9 @@ class ClusterWatch:
 
 
 def watch_in_thread() -> None:
-    """Watch the cluster of this process until it is lost, and kill what is left of it.
+    """Watch the cluster of this process, and end the process with one error when the cluster is lost.
 
-    Pending calls then fail: Ray reports the losses to its callers.
+    The end is immediate: Ray calls of other threads would wait for a minute, until Ray itself ends the process.
     """
     watch = ClusterWatch()
 
@@ -85,10 +89,28 @@ def watch_in_thread() -> None:
         while not (lost := watch.check()):
             time.sleep(POLL_PERIOD_S)
         if sys.modules["ray"].is_initialized():  # it is not while Ray shuts down
-            logger.warning("%s has ended; stopping the Ray cluster of this machine", lost)
             watch.kill_rest()
+            if is_terminating():  # the same signal may have ended Ray's processes
+                time.sleep(TERMINATION_TIMEOUT_S)  # the main thread says what it has committed
+            _end_program(lost)
 
     threading.Thread(target=run, name="cluster-watch", daemon=True).start()
+
+
+def _end_program(lost: str) -> NoReturn:
+    """End this process without its exit handlers, some of which call Ray; and Ray's processes that it started."""
+    sys.stdout.flush()
+    logs = "/tmp/ray"
+    if (node := getattr(sys.modules["ray"]._private.worker, "_global_node", None)) is not None:
+        logs = node.get_logs_dir_path()
+        with suppress(Exception):  # whatever Ray says about what is left of it
+            node.kill_all_processes(check_alive=False)
+    sys.stderr.write(
+        f"error: {lost} on this machine has ended, and the workers and the master with it; Ray's logs are in {logs}; "
+        "start the same command again; training resumes from what it has committed\n"
+    )
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
 
 
 def _command_name(pid: int) -> str:

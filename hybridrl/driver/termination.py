@@ -116,6 +116,12 @@ class TerminationSignal:
             os._exit(EXIT_CODE)
 
 
+def is_terminating() -> bool:
+    """Return whether a run of this process has received SIGTERM. May be called in any thread."""
+    run = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return isinstance(run, TerminationSignal) and run.received
+
+
 @contextlib.contextmanager
 def acknowledged_interrupts(*, enabled: bool = True) -> Iterator[None]:
     """Acknowledge Ctrl-C with a line at once, in the block and, after a Ctrl-C, to the end of this process.

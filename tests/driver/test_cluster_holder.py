@@ -84,12 +84,17 @@ def test_a_frozen_holder_ends_with_its_parent(held):
 
 
 @pytest.mark.timeout(180)
-def test_a_program_without_a_supervisor_leaves_nothing_of_a_cluster_whose_gcs_froze():
-    command = [sys.executable, "-m", "tests.support.driver.lost_cluster"]
+@pytest.mark.parametrize(("how", "number"), [("program", "SIGSTOP"), ("submit", "SIGKILL")])
+def test_a_program_without_a_supervisor_ends_with_its_cluster_and_one_error(how, number):
+    command = [sys.executable, "-m", "tests.support.driver.lost_cluster", how, number]
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
-        pids = [int(pid) for pid in program.stdout.readline().split()]
         try:
+            pids = [int(pid) for pid in program.stdout.readline().split()]
+            err = program.communicate(timeout=120)[1]
+            assert program.returncode == 1, err
+            assert err.count("error: ") == 1 and err.splitlines()[-1].startswith("error: Ray's GCS on this machine has")
+            assert "Traceback" not in err and "start the same command again" in err
             for pid in pids:
-                wait_until_gone(pid, within_s=45.0)
+                wait_until_gone(pid)
         finally:
             program.kill()

@@ -15,6 +15,7 @@ from hybridrl.driver.termination import (
     Terminated,
     TerminationSignal,
     acknowledged_interrupts,
+    is_terminating,
     keep_sigterm_handler,
 )
 
@@ -30,7 +31,7 @@ def test_outside_of_training_sigterm_raises_at_once():
         terminate()
     assert raised.value.code == EXIT_CODE == 143 and sigterm.received and signal.getsignal(signal.SIGTERM) is before
     with sigterm.handle_sigterm():
-        assert not sigterm.received  # a new outermost block starts unset
+        assert not sigterm.received and not is_terminating()  # a new outermost block starts unset
 
 
 def test_in_training_the_first_sigterm_is_deferred_and_the_second_raises(caplog):
@@ -38,7 +39,7 @@ def test_in_training_the_first_sigterm_is_deferred_and_the_second_raises(caplog)
     sigterm = TerminationSignal()
     with pytest.raises(Terminated), sigterm.handle_sigterm(), sigterm.defer_sigterm(grace_s=60):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert sigterm.received
+        assert sigterm.received and is_terminating()
         with pytest.raises(Terminated):
             sigterm.raise_if_received()
         until = time.monotonic() + 5

@@ -1,22 +1,40 @@
-"""A program without a supervisor whose Ray loses its GCS: `python -m tests.support.driver.lost_cluster`.
+"""A program without a supervisor whose Ray loses its GCS: `python -m tests.support.driver.lost_cluster HOW SIGNAL`.
 
-Prints the ids of all processes of its cluster, then waits to be ended.
+HOW is `program` or `submit`: what starts the cluster. Prints the ids of all processes of its cluster, then waits for a
+task that does not end.
 """
 
 import os
 import signal
+import sys
 import time
 
 from hybridrl.driver.cluster_watch import ClusterWatch
 from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.master.jobs.submit import connect
 
-if __name__ == "__main__":
-    start_ray()
+
+def wait_for_ever() -> None:
+    import ray
+
+    @ray.remote
+    def sleep() -> None:
+        time.sleep(1000)
+
+    reference = sleep.remote()
     watch = ClusterWatch()
     while len(found := watch._processes()) < 4:  # GCS, raylet, two agents
         time.sleep(0.1)
     time.sleep(1.0)
-    print(*watch._processes(), flush=True)
+    print(*{*found, *watch._others}, flush=True)
     [gcs] = [pid for pid, name in watch._essential.items() if "GCS" in name]
-    os.kill(gcs, signal.SIGSTOP)
-    time.sleep(120)
+    os.kill(gcs, signal.Signals[sys.argv[2]])
+    ray.get(reference)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "program":
+        start_ray()
+    else:
+        connect(blocking=True)
+    wait_for_ever()
