@@ -52,15 +52,18 @@ def ray_cluster() -> Iterator[None]:
     """A Ray cluster on this machine for the whole session, without dashboard."""
     import ray
 
+    from hybridrl.driver.ray_cluster import patient_start
+
     started = not ray.is_initialized()
     if started:
-        ray.init(
-            address="local",
-            num_cpus=NUM_CPUS,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+        with patient_start():
+            ray.init(
+                address="local",
+                num_cpus=NUM_CPUS,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
     yield
     if started:
         ray.shutdown()

@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +26,8 @@ from hybridrl.errors import ConfigError
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
 OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text takes megabytes
+START_TIMEOUT_S = 100.0  # of a local cluster's node: less than `CLUSTER_TIMEOUT_S` of the driver that waits for it
+NODE_POLL_PERIOD_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # a cluster answers within milliseconds, on a busy machine within a second
 SIGNAL_PERIOD_S = 0.2  # a signal right before a wait is handled after it
@@ -110,15 +112,42 @@ def start_local_cluster() -> str:
     """Start a Ray cluster on this machine that ends with this process, and return its address, HOST:PORT."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=None if has_cuda_device() else OBJECT_STORE_BYTES,
-    )
+    with patient_start():
+        ray.init(
+            address="local",
+            num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=None if has_cuda_device() else OBJECT_STORE_BYTES,
+        )
     return ray.get_runtime_context().gcs_address
+
+
+@contextlib.contextmanager
+def patient_start() -> Iterator[None]:
+    """Let `ray.init` in the block wait `START_TIMEOUT_S` for the node that it starts.
+
+    Ray's own limit is a constant of 30 s, which a busy machine exceeds: the node starts a few Python processes first.
+    """
+    from ray._private import services
+
+    get_node, until = services.get_node, time.monotonic() + START_TIMEOUT_S
+
+    def wait_for_node(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return get_node(*args, **kwargs)
+            except RuntimeError:  # not there yet
+                if time.monotonic() > until:
+                    raise
+                time.sleep(NODE_POLL_PERIOD_S)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def connect(

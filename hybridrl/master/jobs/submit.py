@@ -190,7 +190,7 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         ray_cluster.connect(address, setting=setting, hint=hint, code_paths=code_paths)
     else:
         job_config = JobConfig(_py_driver_sys_path=list(code_paths))
-        with keep_sigterm_handler():  # Ray's own would end the process at once
+        with keep_sigterm_handler(), ray_cluster.patient_start():  # Ray's own handler would end the process at once
             ray.init("local", include_dashboard=False, logging_level=logging.ERROR, job_config=job_config)
         watch_in_thread()
 
