@@ -58,8 +58,8 @@ def run_program(
             about = f"; {_progress(directory, newest_checkpoint)}" if log_directory else ""
             sys.stderr.write(f"terminated{about} ({format_error(error)})\n")
             return EXIT_CODE
-        expected = isinstance(error, HybridRLError) and directory is None
-        sys.stderr.write(f"{format_error(error)}\n" + ("" if expected else f"{_save_traceback(error, directory)}\n"))
+        more = _traceback_or_its_place(error, directory, newest_checkpoint)
+        sys.stderr.write(f"{format_error(error)}\n" + (f"{more}\n" if more else ""))
         return 1
 
 
@@ -79,17 +79,31 @@ def format_error(error: Exception) -> str:
     return f"error: {name}{error}" + (f" ({notes})" if notes else "")
 
 
-def _save_traceback(error: Exception, directory: str | None) -> str:
+def _traceback_or_its_place(
+    error: Exception, directory: str | None, newest_checkpoint: Callable[[str], str | None]
+) -> str:
+    """Return the traceback if there is no directory that takes it, else where it is and what the next run starts from.
+
+    An error of hybridrl's own needs no traceback: without a directory the text is empty.
+    """
+    is_own = isinstance(error, HybridRLError)
     text = getattr(error, "remote_traceback", "") + "".join(traceback.format_exception(error))
     if directory is None or not os.path.isdir(directory):
-        return text
+        return "" if is_own and directory is None else text
     path = os.path.join(directory, "error.log")
     try:
         with open(path, "w", encoding="utf-8") as f:
             f.write(text)
-    except OSError:  # the disk may be full: perhaps that is the error to save
-        return text
-    return f"the full traceback is in {path}"
+    except OSError as refused:  # the disk may be full: perhaps that is the error to save
+        if not is_own:
+            return text
+        place = f"{path} cannot be written ({refused.strerror})"
+    else:
+        place = f"the full traceback is in {path}"
+    try:
+        return f"{place}; {_progress(directory, newest_checkpoint)}"
+    except Exception:  # of the storage, and perhaps the error itself
+        return place
 
 
 def set_up_logging() -> None:

@@ -12,6 +12,8 @@ from hybridrl.driver.program import run_program
 from hybridrl.errors import CheckpointError, PlacementError
 from hybridrl.trainer.checkpoint.store import CheckpointStore, newest_checkpoint
 
+ROOT = Path(__file__).parents[2]
+
 
 def interrupt():
     raise KeyboardInterrupt
@@ -70,16 +72,40 @@ def test_a_job_that_no_machine_can_hold_is_a_mistake_in_the_command(tmp_path, ca
     assert capsys.readouterr().err == "no node can hold 99 worker processes\n"
 
 
-def test_the_traceback_of_a_run_is_saved_in_its_directory(tmp_path, capsys):
-    assert run_program(fail, log_directory=lambda: str(tmp_path)) == 1
-    assert capsys.readouterr().err.splitlines()[1] == f"the full traceback is in {tmp_path}/error.log"
+@pytest.mark.parametrize(("steps", "outlook"), [((), "nothing was committed"), ((2,), "{}/global_step_2 is committed")])
+def test_the_traceback_of_a_run_is_saved_in_its_directory_and_the_next_run_is_announced(
+    tmp_path, capsys, steps, outlook
+):
+    commit(tmp_path, *steps)
+    assert run_program(fail, log_directory=lambda: str(tmp_path), newest_checkpoint=newest_checkpoint) == 1
+    last = capsys.readouterr().err.splitlines()[1]
+    assert last.startswith(f"the full traceback is in {tmp_path}/error.log; {outlook.format(tmp_path)}")
+    assert "the next run " in last
     assert "CheckpointError: global_step_4 is damaged" in (tmp_path / "error.log").read_text()
 
 
-@pytest.mark.parametrize("program", ["hybridrl.main_ppo", "hybridrl.main_sft"])
-def test_ctrl_c_while_libraries_are_imported_is_no_traceback(program):
+def test_an_error_of_ours_stays_short_where_no_traceback_can_be_saved(tmp_path, capsys):
+    (tmp_path / "error.log").mkdir()  # so that nothing can be written there, like on a full disk
+    assert run_program(fail, log_directory=lambda: str(tmp_path)) == 1
+    error, last = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: global_step_4 is damaged")
+    assert last.startswith(f"{tmp_path}/error.log cannot be written (Is a directory); nothing was committed")
+    assert run_program(break_down, log_directory=lambda: str(tmp_path)) == 1
+    assert "in break_down" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "model_key"),
+    [("hybridrl.main_ppo", "actor_rollout_ref.model.path"), ("hybridrl.main_sft", "model.path")],
+)
+def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path, tiny_qwen2, program, model_key):
+    words = [
+        f"data.train_files={ROOT / 'README.md'}",
+        f"{model_key}={tiny_qwen2}",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", program],
+        [sys.executable, "-m", program, *words],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
