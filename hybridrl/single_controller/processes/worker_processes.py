@@ -23,6 +23,10 @@ from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.worker import RankInfo
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
+SETUP_HINT = (
+    "; a process imports its libraries in this time, so the machine may be overloaded: let it run less beside this "
+    "job, or lower the number of processes, and start the same command again"
+)
 # Starting a process and importing torch takes seconds; minutes mean that the node does not answer.
 START_TIMEOUT_S = 300.0
 
@@ -150,7 +154,7 @@ class WorkerProcesses:
             host.setup.remote(pickled_recipes, rank_info, environment)
             for host, rank_info in zip(self.hosts, self.rank_infos, strict=True)
         ]
-        self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s)
+        self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
 
     def _node_devices(self, pool: RayResourcePool, *, timeout_s: float) -> list[dict[str, list[str]] | None]:
         """Return the devices that each rank sees, if it sees those of its node; else None.
@@ -183,7 +187,7 @@ class WorkerProcesses:
             self.rank_infos[rank] = replace(self.rank_infos[rank], devices=devices[rank])
         recipes = cloudpickle.dumps(recipe.recipes)
         calls = [self.hosts[rank].setup.remote(recipes, self.rank_infos[rank], recipe.environment) for rank in ranks]
-        process_ids = wait_all(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s)
+        process_ids = wait_all(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
         for rank, process_id in zip(ranks, process_ids, strict=True):
             self.process_ids[rank] = process_id
 
