@@ -10,6 +10,7 @@
     ├── PlacementError           the cluster cannot hold the requested resources
     ├── StaleWeightsError        a rollout does not have the weights that were pushed
     ├── WorkerLost               a worker process was lost: role, rank, method
+    │   └── ConnectionLost       it lives, but lost a connection of a collective call
     ├── RequestFailed            a rollout process could not serve one request; others go on
     ├── ObjectLost               an object was lost with the memory of its node
     ├── CallTimeout              a call did not return before its timeout (also a TimeoutError)
@@ -77,6 +78,16 @@ class WorkerLost(HybridRLError):
 
     def __str__(self) -> str:
         return f"worker {self.role}-{self.rank} was lost while running {self.method}(): {self.cause}"
+
+
+class ConnectionLost(WorkerLost):
+    """A worker lives, but its connection to another process of a collective call has ended.
+
+    What is connected to it has to be restarted, like the process of a lost worker.
+    """
+
+    def __str__(self) -> str:
+        return f"worker {self.role}-{self.rank} was cut off while running {self.method}(): {self.cause}"
 
 
 class RequestFailed(HybridRLError):

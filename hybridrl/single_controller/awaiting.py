@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import CallTimeout, ObjectLost, WorkerLost
+from hybridrl.errors import CallTimeout, ConnectionLost, ObjectLost, WorkerLost
 from hybridrl.single_controller.call_chain import waiting_for
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.monitoring.lost_workers import await_report, lost_reason
@@ -34,6 +34,10 @@ RAY_OUT_OF_MEMORY = re.compile(r"killed due to the node running low on memory.*?
 RAY_CONNECTION_ENDED = "connection error code 2"  # all that Ray observes of a killed process
 RAY_NODE_DIED = "node has died"
 RAY_UNAVAILABLE = "is temporarily unavailable"  # the cause is not known to Ray yet
+# Texts of torch.distributed: gloo's transport names its file, NCCL the reason. The type is RuntimeError or a subclass.
+BROKEN_CONNECTION = re.compile(
+    r"/gloo/transport/\w+/[^\]]*\] *(?P<gloo>.*?)(\. |$)|remote process exited or there was a network error"
+)
 CALLED_FROM = "\n\nThis method was called from:\n\n"  # between the remote tracebacks of two workers
 OBJECT_LOST_HINT = (
     "an argument or a result was in the memory of a node that is gone; "
@@ -102,6 +106,7 @@ def wait_all(
 
     Raises:
         WorkerLost: a worker process died; names role, rank and method.
+        ConnectionLost: a WorkerLost whose process lives, but was disconnected in a collective call.
         CallTimeout: past `timeout_s`; names the ranks without a result.
         CallCycle: a worker cannot start the call, because it waits for the call that waits here.
         Exception: raised in a worker, with its own type.
@@ -174,6 +179,8 @@ class _ResultReader:
             self.raise_if_worker_lost([other for other in rank_of if other != reference], rank_of, error)
             if isinstance(error, OwnerDiedError):
                 raise ObjectLost(f"{self.role}-{rank_of[reference]}, {self.method}(): {OWNER_LOST_HINT}") from None
+            if cause := broken_connection(error):
+                raise ConnectionLost(self.role, rank_of[reference], self.method, cause) from error
             raise
 
     def value(self, reference: Any, rank: int) -> Any:
@@ -219,6 +226,13 @@ class _ResultReader:
                     raise lost from error
                 except Exception:  # another consequence or another user error: the first one is reported
                     continue
+
+
+def broken_connection(error: BaseException) -> str:
+    """Return what a collective call says about a connection that has ended; "" for any other error."""
+    if not isinstance(error, RuntimeError) or (found := BROKEN_CONNECTION.search(str(error))) is None:
+        return ""
+    return f"a connection of its process group has ended ({found['gloo'] or found[0]})"
 
 
 def unwrap_ray_error(error: "RayTaskError") -> BaseException:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hybridrl.errors import WorkerLost
-from hybridrl.single_controller.awaiting import describe_exit_report
+from hybridrl.single_controller.awaiting import broken_connection, describe_exit_report
 from hybridrl.single_controller.monitoring.lost_workers import mark_lost
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -63,3 +63,28 @@ def test_a_call_fails_at_once_when_its_worker_is_marked_lost_and_the_replacement
         assert str(caught.value) == "worker adder-0 was lost while running doze(): its machine does not answer"
         group.respawn(0)
         assert group.own([4]) == [40]
+
+
+GLOO = (
+    "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3473. "
+    "This is typically caused by a remote worker crashing."
+)
+NCCL = "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error, NCCL version 2.21.5"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (
+            RuntimeError(GLOO),
+            "a connection of its process group has ended (Connection closed by peer [127.0.0.1]:3473)",
+        ),
+        (RuntimeError(NCCL), "a connection of its process group has ended (remote process exited or there was"),
+        (ConnectionResetError(104, "Connection reset by peer"), ""),  # of the user's own code
+        (RuntimeError("Connection closed by peer"), ""),
+        (ValueError(GLOO), ""),
+    ],
+)
+def test_a_broken_process_group_is_told_from_other_errors(error, cause):
+    found = broken_connection(error)
+    assert found.startswith(cause) and bool(found) == bool(cause)
