@@ -29,10 +29,19 @@ REPLACED_TIMEOUT_S = 60.0
 
 
 class RoleProcesses:
-    """The processes of a role at one epoch, as a worker group of this process."""
+    """The processes of a role at one epoch, as a worker group of this process.
+
+    Attributes:
+        ready_at: By rank, when the process was ready at the latest, of this process's monotonic clock.
+    """
 
     def __init__(self, roster: Roster) -> None:
-        self.epoch, self.since, self.endpoints = roster.epoch, roster.since, roster.endpoints
+        now = time.monotonic()
+        self.epoch, self.ready_at, self.endpoints = (
+            roster.epoch,
+            [now - s for s in roster.ready_for_s],
+            roster.endpoints,
+        )
         self.group: WorkerGroup = roster.handle.to_group()
         self.names = list(roster.handle.names)
         # Endpoints that are functions of a module are not in the worker's class.
@@ -76,7 +85,7 @@ class RoleCall:
         method: Name of the endpoint.
         ranks: Whom it calls.
         args, kwargs: By rank.
-        began: Seconds since the epoch.
+        began: Of the monotonic clock.
         deadline: As `time.monotonic()` counts; None for no limit.
         references: Rank -> reference to its output.
         answers: The futures of the outputs, in the order of `ranks`.
@@ -90,7 +99,7 @@ class RoleCall:
     ranks: Sequence[int]
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[dict[str, Any]]
-    began: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     references: dict[int, Any] = field(default_factory=dict)
     answers: Sequence["Future[Any]"] = ()
@@ -133,7 +142,7 @@ class RoleCall:
         except Exception as error:  # the role did not come back, or the job has ended
             raise loss_account(lost) from error
         replaced = [rank for rank in self.ranks if now.names[rank] != before.names[rank]]
-        again = [r for r in replaced if self.invocation.idempotent or now.since[r] < self.began]
+        again = [r for r in replaced if self.invocation.idempotent or now.ready_at[r] < self.began]
         if lost.rank not in again or self.num_sends >= MAX_SENDS:
             raise loss_account(lost)
         self.num_sends += 1

@@ -222,11 +222,15 @@ def test_callbacks_that_wait_for_further_calls_end_also_if_all_threads_are_in_on
 # -- losses
 
 
-def test_a_lost_process_ends_the_future_with_the_masters_words_and_nothing_runs_twice(job, group):
-    future = group.call("waits")
+@pytest.mark.parametrize("clock_step_s", [0.0, -3600.0])
+def test_a_lost_process_ends_the_future_with_the_masters_words_and_nothing_runs_twice(
+    job, group, monkeypatch, clock_step_s
+):
+    future, clock = group.call("waits"), time.time
     old = job.group("rollout")
     while sum(worker.calls for worker in old.workers) < 4:
         time.sleep(0.01)
+    monkeypatch.setattr(time, "time", lambda: clock() + clock_step_s)  # the machine's clock is set meanwhile
     old.lose(2)
     job.restart("rollout")
     with pytest.raises(WorkerLost, match="rollout-2 was lost .*in the master's words"):

@@ -6,11 +6,11 @@ It starts them, finds lost ones, restarts them, and keeps the roster of each rol
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.errors import WorkerLost
+from hybridrl.errors import ConnectionLost, WorkerLost
 from hybridrl.master.jobs.entry_worker import INTERRUPT, LIST, RUN
 from hybridrl.master.jobs.job_handle import GroupHandle
 from hybridrl.master.jobs.recipes import EntryRecipe
@@ -57,6 +57,7 @@ class RoleProcesses:
         self._pools: dict[str, Any] = {}
         self._labels: dict[str, Mapping[str, str]] = {}  # node -> labels, of all machines seen so far
         self._rosters: dict[str, Roster] = {}  # of the roles that are not being restarted
+        self._ready_at: dict[str, list[float]] = {}  # by role and rank, of the monotonic clock
         self._suspects: set[str] = set()  # roles of which a lookup has found a dead process
 
     def launch(self, recipes: Mapping[str, EntryRecipe]) -> None:
@@ -65,7 +66,7 @@ class RoleProcesses:
         plan = add_trainer_process(pack_plan(self._plan, self._spec, self._poll_nodes()))
         self._pools = make_pools(plan)
         self.groups = launch(plan, recipes, self._pools)
-        now = time.time()
+        now = time.monotonic()
         for role, group in self.groups.items():
             self._declare_endpoints(role, group)
             self._publish(role, [now] * group.world_size)
@@ -119,12 +120,13 @@ class RoleProcesses:
         roster = self._rosters.get(role)
         if roster is None or role in self._suspects:
             return RosterAnswer(RosterState.RESTARTING)
-        if self._pinged(((role, rank) for rank in range(len(roster.since))), ROSTER_CHECK_TIMEOUT_S):
+        if self._pinged(((role, rank) for rank in range(len(roster.ready_for_s))), ROSTER_CHECK_TIMEOUT_S):
             self._suspects.add(role)  # the supervisor's loop restarts it
             return RosterAnswer(RosterState.RESTARTING)
-        return RosterAnswer(RosterState.READY, roster)
+        now = time.monotonic()
+        return RosterAnswer(RosterState.READY, replace(roster, ready_for_s=[now - at for at in self._ready_at[role]]))
 
-    def _publish(self, role: str, since: list[float]) -> None:
+    def _publish(self, role: str, ready_at: list[float]) -> None:
         group, recipe = self.groups[role], self.recipes[role]
         endpoints = dict(recipe.endpoints)
         if recipe.is_callable and role != TRAINER:  # a trainer is constructed later
@@ -135,7 +137,9 @@ class RoleProcesses:
             except WorkerLost:  # the supervisor's loop finds it
                 logger.warning("%s-0 was lost before it listed its endpoints", role)
         self._suspects.discard(role)
-        self._rosters[role] = Roster(self.restarts[role], GroupHandle.from_group(group), since, endpoints)
+        self._ready_at[role] = ready_at
+        handle, ready_for_s = GroupHandle.from_group(group), [0.0] * group.world_size
+        self._rosters[role] = Roster(self.restarts[role], handle, ready_for_s, endpoints)
 
     # -- losses
 
@@ -152,7 +156,7 @@ class RoleProcesses:
         return found
 
     def find_dead(self, raised: Exception | None, *, except_for: Iterable[Position]) -> dict[Position, WorkerLost]:
-        """Return the dead processes: (role, rank) -> error. Busy processes are not dead.
+        """Return the dead processes, and those that are cut off: (role, rank) -> error. Busy processes are not dead.
 
         Args:
             raised: The exception that a call raised. If it is one of the losses, it is returned for its process.
@@ -168,7 +172,7 @@ class RoleProcesses:
         self._suspects.clear()
         reported = {position: lost for position, lost in self._reported().items() if position not in ignored}
         dead = reported | self._pinged(positions, DEATH_CHECK_TIMEOUT_S)
-        if isinstance(raised, WorkerLost) and (raised.role, raised.rank) in dead:
+        if isinstance(raised, WorkerLost) and ((raised.role, raised.rank) in dead or _is_cut_off(raised, positions)):
             dead[raised.role, raised.rank] = raised
         return dead
 
@@ -220,8 +224,8 @@ class RoleProcesses:
         Returns when the master knows the new processes.
         """
         group, timeout_s = self.groups[role], None if role == TRAINER else self._spec.role(role).restart_timeout_s
-        before = self._rosters.pop(role, None)
-        since = before.since if before is not None else [0.0] * group.world_size
+        self._rosters.pop(role, None)
+        ready_at = self._ready_at.get(role, [0.0] * group.world_size)
         self.restarts[role] += 1
         slots = f"{role}-{','.join(map(str, ranks))}"
         master.send(WarningRaised(slots, f"restart number {self.restarts[role]}: {why}"))
@@ -234,8 +238,8 @@ class RoleProcesses:
             group.processes.rebuild(**deadline)
         else:
             group.processes.respawn(*ranks, **deadline)
-        now = time.time()
-        self._publish(role, [now if rank in ranks else its for rank, its in enumerate(since)])
+        now = time.monotonic()
+        self._publish(role, [now if rank in ranks else its for rank, its in enumerate(ready_at)])
         logger.warning("%s was restarted in %.1f s at step %d because %s", slots, time.monotonic() - start, step, why)
         wait_until(lambda: _knows(master, role, {rank: group.process_ids[rank] for rank in ranks}), JOIN_TIMEOUT_S)
 
@@ -249,6 +253,10 @@ def add_trainer_process(plan: Plan) -> Plan:
     process = ProcessPlan(TRAINER, (TRAINER,), ((0, 0),), bundle, environment=driver.environment)
     pool = PoolPlan(TRAINER, (driver.reservation,))
     return replace(plan, processes=(*plan.processes, process), pools=(*plan.pools, pool), driver=None)
+
+
+def _is_cut_off(raised: WorkerLost, positions: Collection[Position]) -> bool:
+    return isinstance(raised, ConnectionLost) and (raised.role, raised.rank) in positions
 
 
 def _knows(master: MasterClient, role: str, process_ids: Mapping[int, int]) -> bool:

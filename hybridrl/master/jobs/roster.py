@@ -50,13 +50,14 @@ class Roster:
     Attributes:
         epoch: Number of restarts of the role. Another epoch has at least one other process.
         handle: The processes, as a group.
-        since: By rank, when the process was ready, in seconds since 1970.
+        ready_for_s: By rank, for how long the process had been ready when the supervisor answered. The clocks of two
+            machines differ, and any of them may be set.
         endpoints: Name -> invocation, of the methods and functions that the processes offer.
     """
 
     epoch: int
     handle: GroupHandle
-    since: list[float]
+    ready_for_s: list[float]
     endpoints: dict[str, Invocation] = field(default_factory=dict)
 
 

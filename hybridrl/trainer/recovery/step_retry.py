@@ -126,15 +126,16 @@ class StepRetry:
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
-        start, self._newest, self._trainer.global_steps = time.time(), snapshot.step, snapshot.step
+        detected_at, start = time.time(), time.monotonic()
+        self._newest = self._trainer.global_steps = snapshot.step
         self._rewind([], snapshot)
-        seconds, attempt = time.time() - start, self._trainer.context.lifecycle.attempt
+        seconds, attempt = time.monotonic() - start, self._trainer.context.lifecycle.attempt
         logger.warning("driver attempt %d resumed at the end of step %d after %.1f s", attempt, snapshot.step, seconds)
         self._record(
             {
                 "step": snapshot.step + 1,
                 "lost": [master.TRAINER],
-                "detected_at": start,
+                "detected_at": detected_at,
                 "seconds": seconds,
                 "back_at_step": snapshot.step,
             }
@@ -156,9 +157,10 @@ class StepRetry:
 
     def _recover(self, lost: WorkerLost, snapshot: StepSnapshot) -> None:
         """Rebuild lost roles, including any lost during recovery; raises WorkerLost beyond the limits."""
-        detected_at, step, losses = time.time(), self._trainer.global_steps, [lost]
+        detected_at, start = time.time(), time.monotonic()
+        step, losses = self._trainer.global_steps, [lost]
         self._rewind(losses, snapshot)
-        seconds = time.time() - detected_at
+        seconds = time.monotonic() - start
         self._recoveries, self._seconds = self._recoveries + 1, self._seconds + seconds
         logger.warning(
             "recovered: all roles are at the end of step %d (%.1f s); retrying step %d",

@@ -327,7 +327,9 @@ class FromJob:
         write_line(self.job, *callers.describe_loss())
         after = callers.call_counters()[0]
         kept = [old == new for old, new in zip(before[1], after[1], strict=True)]
-        write_line(self.job, before[0], after[0], kept, roster.since[1] == lookup_roster("counter").since[1])
+        write_line(
+            self.job, before[0], after[0], kept, roster.ready_for_s[1] <= lookup_roster("counter").ready_for_s[1]
+        )
         try:
             counters.execute_rank(0, "process")
         except WorkerLost as lost:

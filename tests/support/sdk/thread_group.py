@@ -102,7 +102,7 @@ class ThreadJob:
     def _roster(self, role: str, epoch: int) -> Roster:
         cls, size = self.roles[role]
         handle = ThreadHandle(ThreadWorkerGroup(cls, role=role, world_size=size), epoch)
-        return Roster(epoch, handle, [time.time()] * size, dict(handle.group.invocations))
+        return Roster(epoch, handle, [0.0] * size, dict(handle.group.invocations))
 
     def group(self, role: str) -> ThreadWorkerGroup:
         return self.rosters[role].handle.group
@@ -112,7 +112,8 @@ class ThreadJob:
 
     def lookup_roster(self, role: str) -> Roster:
         self.lookups += 1
-        return self.rosters[role]
+        roster = self.rosters[role]
+        return replace(roster, ready_for_s=[time.monotonic() - roster.handle.ready_at] * len(roster.ready_for_s))
 
     def register_queue(self, name: str, process: str) -> None:
         assert self.queues.setdefault(name, process) == process
@@ -136,7 +137,7 @@ class ThreadHandle:
     """What a roster has as its handle."""
 
     def __init__(self, group: ThreadWorkerGroup, epoch: int) -> None:
-        self.group, self.role = group, group.role
+        self.group, self.role, self.ready_at = group, group.role, time.monotonic()
         self.names = [f"threads-1/{group.role}-{rank}.{epoch}" for rank in range(group.world_size)]
 
     def to_group(self) -> ThreadWorkerGroup:
