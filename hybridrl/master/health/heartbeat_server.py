@@ -9,7 +9,7 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,18 @@ HELLO_BYTES, HELLO_TIMEOUT_S = 4096, 5.0
 MAX_WITHOUT_HELLO = 1024  # the oldest ones are closed; all processes of a large job may connect at once
 MAX_ACCEPTS = 64  # per poll, so that new connections do not delay the messages of old ones
 ACCEPT_PAUSE_S = 1.0  # after the process ran out of file descriptors
+LOOPBACK = "127.0.0.1"
+
+
+def needed_host(node_host: str, nodes: Iterable[Mapping[str, Any]]) -> str:
+    """Return where a master has to listen: on its machine alone as long as the cluster has no other.
+
+    Args:
+        node_host: Address of the master's node.
+        nodes: What `ray.nodes()` returns.
+    """
+    is_alone = all(node["NodeManagerAddress"] == node_host for node in nodes if node["Alive"])
+    return LOOPBACK if is_alone else node_host
 
 
 @dataclass(eq=False)
@@ -50,14 +62,27 @@ class Connection:
 class HeartbeatServer:
     """Listens at `host` on a free port. Rejects processes whose first message lacks the token."""
 
+    host: str
+    port: int
+
     def __init__(self, host: str, *, token: str) -> None:
         self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._without_hello: dict[Connection, None] = {}  # oldest first
+        self._listen(host)
+
+    def move(self, host: str) -> None:
+        """Listen at another address. Connections of the old one stay."""
+        if not self._accept_again_at:
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listen(host)
+
+    def _listen(self, host: str) -> None:
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
+        self.host, self.port = host, self._listener.getsockname()[1]
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._without_hello: dict[Connection, None] = {}  # oldest first
         self._accept_again_at = 0.0  # of the monotonic clock; 0 while accepting
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridrl.errors import CallTimeout
 from hybridrl.master.health.hang_detector import HangDetector
-from hybridrl.master.health.heartbeat_server import Connection, HeartbeatServer
+from hybridrl.master.health.heartbeat_server import LOOPBACK, Connection, HeartbeatServer, needed_host
 from hybridrl.master.health.monitor import Monitor
 from hybridrl.master.health.process_record import ProcessRecord
 from hybridrl.master.service.journal import JournaledState, JournalEntry, history
@@ -86,8 +86,8 @@ class MasterLoop:
 
         self.journal = JournaledState(journal)
         self._token = secrets.token_hex(16)
-        self._host = ray.util.get_node_ip_address()
-        self.server = HeartbeatServer(self._host, token=self._token)
+        self._node_host = ray.util.get_node_ip_address()
+        self.server = HeartbeatServer(needed_host(self._node_host, ray.nodes()), token=self._token)
         self.machine_id = machine_id()
         self._nodes: dict[str, dict[str, Any]] = {}  # node id -> its entry in `ray.nodes()`
         run_directory = os.path.dirname(os.path.abspath(journal))
@@ -110,7 +110,7 @@ class MasterLoop:
 
     @property
     def address(self) -> tuple[str, int, str]:
-        return self._host, self.server.port, self._token
+        return self.server.host, self.server.port, self._token
 
     def enqueue(self, event: Event) -> None:
         """Queue an event for the master's thread."""
@@ -285,6 +285,8 @@ class MasterLoop:
             return
         self._last_node_poll = time.monotonic()
         self._nodes = {node["NodeID"]: node for node in ray.nodes()}
+        if self.server.host != needed_host(self._node_host, self._nodes.values()) != LOOPBACK:
+            self.server.move(self._node_host)
         for node_id, node in self._nodes.items():
             if not node["Alive"] and node_id not in self._dead_nodes:
                 self._dead_nodes.add(node_id)

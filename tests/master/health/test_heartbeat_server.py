@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hybridrl.master.health import heartbeat_server
-from hybridrl.master.health.heartbeat_server import HeartbeatServer
+from hybridrl.master.health.heartbeat_server import LOOPBACK, HeartbeatServer, needed_host
 
 TOKEN = "the token of this job"
 GARBAGE = {
@@ -115,3 +115,35 @@ def test_out_of_file_descriptors_the_job_is_heard_and_later_ones_are_accepted(se
         assert "critic-0" in dict(messages(server, seconds=1.0))
         for connection in late:
             connection.close()
+
+
+def node(address, *, alive=True):
+    return {"NodeManagerAddress": address, "Alive": alive}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ([node("10.0.0.1")], LOOPBACK),
+        ([node("10.0.0.1"), node("10.0.0.1")], LOOPBACK),  # two nodes of one machine
+        ([node("10.0.0.1"), node("10.0.0.2", alive=False)], LOOPBACK),
+        ([node("10.0.0.1"), node("10.0.0.2")], "10.0.0.1"),
+    ],
+)
+def test_a_master_listens_beyond_its_machine_only_if_the_cluster_has_another(nodes, host):
+    assert needed_host("10.0.0.1", nodes) == host
+
+
+def test_a_server_that_moves_keeps_its_connections_and_closes_the_old_address(server):
+    with connect(server, hello("actor-0")) as actor:
+        assert len(messages(server)) == 1
+        old_port = server.port
+        server.move("127.0.0.2")
+        assert server.host == "127.0.0.2"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", old_port), timeout=5)
+        with socket.create_connection((server.host, server.port), timeout=5) as critic:
+            critic.sendall(hello("critic-0"))
+            actor.sendall(line({"beat": 1}))
+            assert sorted(slot for slot, _ in messages(server)) == ["actor-0", "critic-0"]
+        assert len(server) == 2
