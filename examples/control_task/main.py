@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hybridrl.driver.program import run_program
 from hybridrl.master.jobs.builder import Job
 from hybridrl.sdk import DLJobBuilder
 
@@ -44,5 +45,5 @@ def build(args: argparse.Namespace | None = None) -> Job:
 
 if __name__ == "__main__":
     sys.path.insert(0, ROOT)
-    args = parse_args()
-    sys.exit(build(args).submit("control-task", dry_run=args.dry_run))
+    args, codes = parse_args(), []
+    sys.exit(run_program(lambda: codes.append(build(args).submit("control-task", dry_run=args.dry_run))) or codes[0])

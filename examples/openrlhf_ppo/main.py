@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hybridrl.driver.program import run_program
 from hybridrl.master.jobs.builder import Job
 from hybridrl.sdk import RLJobBuilder, RLRoleType
 
@@ -80,4 +81,5 @@ def submit(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, ROOT)
-    sys.exit(submit(parse_args()))
+    codes: list[int] = []
+    sys.exit(run_program(lambda: codes.append(submit(parse_args()))) or codes[0])

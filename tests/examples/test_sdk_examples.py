@@ -16,11 +16,11 @@ pytestmark = pytest.mark.timeout(300)
 SUBMIT = (sys.executable, "-m", "hybridrl.main_job", ROOT / "examples/openrlhf_ppo/main.py")
 
 
-def run(*command, folder=ROOT):
+def run(*command, folder=ROOT, code=0):
     python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = os.environ | {"PYTHONPATH": python_path, "PYTHON": sys.executable}
     done = subprocess.run([*map(str, command)], cwd=folder, env=variables, timeout=280, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -44,6 +44,11 @@ def test_the_dry_run_of_ppo_prints_the_job_and_its_six_roles():
     assert all(re.search(rf"^{role} ", out, re.MULTILINE) for role in ("actor", "critic", "reward", "reference"))
     without = run("bash", "examples/openrlhf_ppo/run.sh", "--dry-run", "--init_kl_coef", 0)
     assert "reference" not in without
+
+
+def test_a_mistake_in_the_command_of_a_program_is_one_line():
+    out = run(sys.executable, "-m", "examples.openrlhf_ppo.main", "--dry-run", "--actor_num_nodes", "0", code=2)
+    assert out == "role 'actor': num_nodes=0 must be a whole number, 1 or more\n"
 
 
 def test_ppo_is_submitted_from_its_file():
