@@ -5,8 +5,9 @@
 
 import pytest
 
+from tests.support.blind.clarity import find_unclear
 from tests.support.blind.drill import Drills, judge
-from tests.support.blind.plan import KINDS, OF_KIND, PROCESSES, Drill, draw_drill
+from tests.support.blind.plan import HARMS, KINDS, OF_KIND, PRIVILEGED, PROCESSES, SURROUNDINGS, Drill, draw_drill
 from tests.support.blind.processes import Process, classify
 from tests.support.blind.runs import available_kinds
 from tests.support.blind.stage import Outcome
@@ -28,7 +29,7 @@ def test_a_run_with_blind_faults_ends_as_the_calm_one_or_resumes_to_its_end(dril
     if kind not in available_kinds():
         pytest.skip(f"{kind} cannot run here")
     seed = FIRST_SEED + KINDS.index(kind)
-    verdict = drills.run(draw_drill(seed, kinds=[kind], with_surroundings=drills.apart))
+    verdict = drills.run(draw_drill(seed, kinds=[kind], possible=drills.possible))
     print(f"\n{verdict.line}")
     assert verdict.is_clean, verdict.line
 
@@ -40,7 +41,7 @@ def test_a_drill_is_a_function_of_its_seed_and_every_process_and_harm_comes_up()
     assert {drill.kind for drill in drawn} == set(KINDS)
     faults = [fault for drill in drawn for fault in drill.faults]
     assert {fault.process for fault in faults} == {*PROCESSES, "job supervisor", ""}
-    assert {fault.how for fault in faults} == {"kill", "freeze", "pause", "memory", "disk", "network"}
+    assert {fault.how for fault in faults} == {*HARMS, *SURROUNDINGS}
     assert {len(drill.faults) for drill in drawn} == {1, 2, 3}
     for drill in drawn:
         chosen = OF_KIND.get(drill.kind, PROCESSES)
@@ -49,10 +50,10 @@ def test_a_drill_is_a_function_of_its_seed_and_every_process_and_harm_comes_up()
 
 def test_without_roots_rights_the_rest_of_a_drill_is_the_same():
     for seed in range(200):
-        whole, rest = draw_drill(seed), draw_drill(seed, with_surroundings=False)
+        whole, rest = draw_drill(seed), draw_drill(seed, possible=())
         assert [fault.at for fault in whole.faults] == [fault.at for fault in rest.faults]
         for one, other in zip(whole.faults, rest.faults, strict=True):
-            assert other.process and (one == other or not one.process)
+            assert other.process and other.how not in PRIVILEGED and (one == other or one.how in PRIVILEGED)
 
 
 def test_processes_are_known_by_their_place_and_their_command():
@@ -92,6 +93,7 @@ def test_processes_are_known_by_their_place_and_their_command():
         (Outcome(code=0, left=["7 T ray::IDLE"]), None, CALM, "LEFT"),
         (Outcome(code=0, shared_memory=["plasma"]), None, CALM, "LEFT in /dev/shm"),
         (Outcome(code=1, has_traceback=True), ENDED, CALM, "TRACEBACK"),
+        (Outcome(code=1, unclear="no error"), ENDED, CALM, "UNCLEAR"),
         (RESUMED, RESUMED, CALM, "NOT RESUMED"),
         (RESUMED, Outcome(code=None, last_line="step 3/16"), CALM, "NOT RESUMED"),
         (Outcome(code=None, hanging=["7 S driver"]), None, CALM, "HANGS"),
@@ -102,3 +104,34 @@ def test_what_is_not_clean_is_called_so(first, again, end, verdict):
     assert found.startswith(verdict) and (found in ("equal", "resumed equal")) == (
         verdict in ("equal", "resumed equal")
     )
+
+
+LOST = "error: worker actor-0 was lost in step 3; resume with the same command"
+SAVED = "the full traceback is in /run/error.log"
+NEW_JOB = "the driver (attempt 1) cannot repair the job; the supervisor starts a new job from the newest checkpoint"
+SPENT = (
+    "the driver (attempt 4) was lost; the limit is 3 losses, so the program ends; resume with trainer.resume_mode=auto"
+)
+CORE = "[2026-11-22 16:15:37,800 E 5 153] rpc_client.h:204: Failed to connect to GCS within 60 seconds."
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "found"),
+    [
+        (["step 2/16", LOST, SAVED], 1, ""),
+        ([LOST, SAVED, NEW_JOB, "step 3/16", LOST, SAVED], 1, ""),  # the first one was answered
+        ([LOST, SAVED, SPENT], 137, ""),
+        ([SPENT], 137, ""),
+        (["trainer.lag=-1: set it to 0 or more"], 2, ""),
+        ([LOST, LOST], 1, "2 errors"),
+        ([LOST, "shutting down"], 1, "the error is not the end"),
+        (["error: it failed"], 1, "no way out"),
+        (["step 2/16"], 1, "no error"),
+        ([], 1, "no error"),
+        ([LOST, "Traceback (most recent call last):"], 1, "not our words"),
+        ([LOST, CORE], 1, "not our words"),
+    ],
+)
+def test_one_clear_error_is_told_from_everything_else(lines, code, found):
+    unclear = find_unclear("\n".join(lines) + "\n\n", code)
+    assert unclear.startswith(found) and bool(unclear) == bool(found)

@@ -26,13 +26,22 @@ OF_KIND = {  # kinds of runs that have other processes
     "sft": UNSUPERVISED,
     "job": UNSUPERVISED | {"job supervisor": 3},
 }
-HARMS = {"kill": 8, "freeze": 6, "pause": 6, "memory": 2}
+HARMS = {
+    "kill": 8,
+    "freeze": 6,
+    "pause": 6,
+    "memory": 2,  # its next allocation of address space fails
+    "oom": 2,  # the kernel kills it when it needs another page
+    "reset": 3,  # its TCP connections are aborted
+}
 OF_PROCESS = {  # who starts the run also ends a frozen program; a whole node freezes only in a data centre
     "program": {"kill": 1, "pause": 1},
     "node": {"kill": 2, "pause": 1},
 }
-SURROUNDINGS = {"disk": 1, "network": 1}  # harm that no process is chosen for; needs root
-SURROUNDING_SHARE = 0.1
+SURROUNDINGS = {"full disk": 2, "slow disk": 2, "network": 2, "clock": 2}  # harm that no process is chosen for
+SURROUNDING_SHARE = 0.2
+PRIVILEGED = ("oom", "reset", *SURROUNDINGS)  # what not every machine can do: see `surroundings.possible_harms`
+CLOCK_STEP_S = 86400.0  # limit, in both directions
 KINDS = ("ppo", "lag", "async", "sft", "megatron", "job")
 NUM_FAULTS = (1, 1, 1, 2, 2, 3)
 PAUSE_S = (0.2, 15.0)  # limits: shorter and longer than what detectors call frozen
@@ -50,7 +59,8 @@ class Fault:
         process: Key of `PROCESSES`; "" for a harm to the surroundings.
         draw: Number in [0, 1) that chooses one of several processes of this name.
         how: Key of `HARMS` or `SURROUNDINGS`.
-        seconds: How long a pause, a full disk or a cut network lasts; 0 for other harm.
+        seconds: How long a pause, a full or slow disk or a cut network lasts, or by how much the clock is set; 0 for
+            other harm.
     """
 
     at: float
@@ -77,31 +87,34 @@ class Drill:
         return cls(content["seed"], content["kind"], tuple(Fault(**fault) for fault in content["faults"]))
 
 
-def draw_drill(seed: int, *, kinds: Collection[str] = KINDS, with_surroundings: bool = True) -> Drill:
+def draw_drill(seed: int, *, kinds: Collection[str] = KINDS, possible: Collection[str] = PRIVILEGED) -> Drill:
     """Return the drill of this seed.
 
     Args:
         seed: Any integer.
         kinds: Kinds of runs to choose from.
-        with_surroundings: Whether disk and network may fail, too. Does not change the rest of the drill.
+        possible: Those of `PRIVILEGED` that this machine can do. Does not change the rest of the drill.
     """
     chance = random.Random(f"blind drill {seed}")
     kind = chance.choice(sorted(kinds))
     times = [chance.uniform(EARLIEST, LATEST) for _ in range(chance.choice(NUM_FAULTS))]
     if chance.random() < TOGETHER_SHARE:
         times = [times[0]] * len(times)
-    faults = [_draw_fault(chance, kind, at, with_surroundings=with_surroundings) for at in sorted(times)]
+    faults = [_draw_fault(chance, kind, at, possible=possible) for at in sorted(times)]
     return Drill(seed, kind, tuple(faults))
 
 
-def _draw_fault(chance: random.Random, kind: str, at: float, *, with_surroundings: bool) -> Fault:
+def _draw_fault(chance: random.Random, kind: str, at: float, *, possible: Collection[str]) -> Fault:
     process = _weighted(chance, OF_KIND.get(kind, PROCESSES))
     how = _weighted(chance, OF_PROCESS.get(process, HARMS))
     draw, seconds = chance.random(), round(chance.uniform(*PAUSE_S), 2)
     around, is_around = _weighted(chance, SURROUNDINGS), chance.random() < SURROUNDING_SHARE
-    if is_around and with_surroundings:
-        process, how = "", around
-    return Fault(round(at, 4), process, round(draw, 4), how, seconds if how == "pause" or not process else 0.0)
+    step_s = round(chance.uniform(-CLOCK_STEP_S, CLOCK_STEP_S))
+    if is_around and around in possible:
+        return Fault(round(at, 4), "", round(draw, 4), around, step_s if around == "clock" else seconds)
+    if how in PRIVILEGED and how not in possible:
+        how = "kill"
+    return Fault(round(at, 4), process, round(draw, 4), how, seconds if how == "pause" else 0.0)
 
 
 def _weighted(chance: random.Random, weights: dict[str, int]) -> str:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.blind.surroundings import reset_connections, starve
+
 WORDS = {  # part of the command line -> what the process is
     "raylet/raylet": "raylet",
     "gcs/gcs_server": "gcs",
@@ -113,15 +115,20 @@ def _below(root: int, below: Mapping[int, Process]) -> set[int]:
     return found
 
 
-def harm(pid: int, how: str) -> None:
-    """Do it; a process that has ended meanwhile is left alone."""
+def harm(pid: int, how: str) -> bool:
+    """Do it; a process that has ended meanwhile is left alone. Returns False if there was nothing to harm."""
     with suppress(ProcessLookupError):
+        if how == "reset":
+            return reset_connections(pid) > 0
         if how == "kill":
             os.kill(pid, signal.SIGKILL)
         elif how in ("freeze", "pause"):
             os.kill(pid, signal.SIGSTOP)
+        elif how == "oom":
+            starve(pid)
         else:
             _forbid_memory(pid)
+    return True
 
 
 def resume(pid: int) -> None:

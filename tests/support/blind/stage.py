@@ -9,6 +9,7 @@ network do not fail.
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -21,14 +22,23 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.support.blind.clarity import find_unclear
 from tests.support.blind.plan import START_SHARE, Drill, Fault
 from tests.support.blind.processes import classify, descendants, harm, read_process, resume
+from tests.support.blind.surroundings import (
+    change_loopback,
+    clock_environment,
+    cut_network,
+    fill_disk,
+    mount_disk,
+    remove_memory_groups,
+    set_clock,
+    slow_down_disk,
+)
 
 POLL_PERIOD_S = 0.04
 APPEAR_TIMEOUT_S = 60.0  # for a process that is to be harmed
 LEAVE_TIMEOUT_S = 30.0  # for what the run started, after its end
-RERUN_DEADLINE_S = 300.0
-DISK_BYTES = 400 * 1024**2  # of the run's directory
 SHM_BYTES = 2 * 1024**3
 SHM = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
@@ -46,6 +56,7 @@ class Scene:
         steps: Number of steps of the run.
         start_s, step_s: Durations of the calm run: until its first step was complete, and per step.
         deadline_s: After so long the run counts as hanging.
+        rerun_deadline_s: The same, for the command started again.
         drill: As JSON.
         apart: Whether this runs in namespaces of its own.
     """
@@ -57,6 +68,7 @@ class Scene:
     start_s: float
     step_s: float
     deadline_s: float
+    rerun_deadline_s: float
     drill: str
     apart: bool
 
@@ -66,6 +78,7 @@ class Outcome:
     """What was observed. `code` is None if the run was still there at its deadline.
 
     start_s: Seconds until the first step was complete; 0 if there was none.
+    unclear: What is wrong with the error of a failed run; "" if nothing is.
     """
 
     code: int | None = None
@@ -75,6 +88,7 @@ class Outcome:
     left: list[str] = field(default_factory=list)
     shared_memory: list[str] = field(default_factory=list)
     has_traceback: bool = False
+    unclear: str = ""
     last_line: str = ""
     hanging: list[str] = field(default_factory=list)
 
@@ -99,43 +113,52 @@ class Stage:
         self._program = 0
         self._status: int | None = None
         self._undo: list[tuple[float, Callable[[], None]]] = []
-        self._output = Path(scene.folder) / f"{name}.log"
+        self._start = time.monotonic()
+        self._disk = Path(scene.folder) / "disk"
+        self._output, self._errors = (Path(scene.folder) / f"{name}.{end}" for end in ("log", "err"))
         self._reached = [0.0]  # seconds at which steps 0, 1, 2, ... were complete
         self._due: dict[Fault, float] = {}
 
     def run(self, *, deadline_s: float) -> Outcome:
         shared_before = _shared_memory()
-        with open(self._output, "wb") as file:
-            start = time.monotonic()
+        with open(self._output, "wb") as output, open(self._errors, "wb") as errors:
+            self._start = time.monotonic()
             self._program = subprocess.Popen(
                 self.scene.command,
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self.scene.environment,
+                stdout=output,
+                stderr=errors,
+                env=os.environ | self.scene.environment | self._clock(),
                 start_new_session=True,
             ).pid
-            while self._status is None and time.monotonic() < start + deadline_s:
-                self._act(time.monotonic() - start)
+            while self._status is None and self._now() < deadline_s:
+                self._act(self._now())
                 self._reap()
                 time.sleep(POLL_PERIOD_S)
-        self.outcome.seconds = round(time.monotonic() - start, 1)
+        self.outcome.seconds = round(self._now(), 1)
         if self._status is None:
             self.outcome.hanging = self._labels()
         else:
             self.outcome.code = os.waitstatus_to_exitcode(self._status)
             self.outcome.left = self._leftovers()
+        self._undo_until(math.inf)
         self._end_all()
-        for _, undo in self._undo:
-            undo()
+        remove_memory_groups()
         self.outcome.shared_memory = sorted(_shared_memory() - shared_before)
         self._read()
         return self.outcome
 
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    def _clock(self) -> dict[str, str]:
+        is_set = any(fault.how == "clock" for fault in self.faults)
+        return clock_environment(Path(self.scene.folder)) if is_set else {}
+
     def _note_steps(self, now: float) -> None:
         """Note the steps that have completed since the last call. A run that goes back a step does not count again."""
-        text = self._output.read_text(errors="replace")
-        run = Path(self.scene.folder) / "disk" / "run"
+        text = self._text()
+        run = self._disk / "run"
         numbers = [*STEP_LINE.findall(text), *(path.name.rpartition("_")[2] for path in run.glob("global_step_*"))]
         newest = max((int(number) for number in numbers if number.isdigit()), default=0)
         if newest and not self.outcome.start_s:
@@ -153,9 +176,7 @@ class Stage:
     def _act(self, now: float) -> None:
         """Undo and do what is due."""
         self._note_steps(now)
-        for entry in [entry for entry in self._undo if entry[0] <= now]:
-            self._undo.remove(entry)
-            entry[1]()
+        self._undo_until(now)
         for fault in [fault for fault in self.faults if fault in self._due or self._is_due(fault, now)]:
             due = self._due.setdefault(fault, now)
             if not fault.process:
@@ -166,6 +187,11 @@ class Stage:
                 self.outcome.hits.append(f"{self._when(now)}: no {fault.process}")
             self.faults.remove(fault)
 
+    def _undo_until(self, now: float) -> None:
+        for entry in [entry for entry in self._undo if entry[0] <= now]:
+            self._undo.remove(entry)
+            entry[1]()
+
     def _when(self, now: float) -> str:
         return f"{now:.1f} s, after step {len(self._reached) - 1}"
 
@@ -175,7 +201,8 @@ class Stage:
             return False
         chosen = found if fault.process == "node" else [found[int(fault.draw * len(found))]]
         for pid in chosen:
-            harm(pid, fault.how)
+            if not harm(pid, fault.how):
+                return False
             if fault.how == "pause":
                 self._undo.append((now + fault.seconds, lambda pid=pid: resume(pid)))  # type: ignore[misc]
         length = f" {fault.seconds:g} s" if fault.seconds else ""
@@ -185,17 +212,13 @@ class Stage:
 
     def _harm_surroundings(self, fault: Fault, now: float) -> None:
         self.outcome.hits.append(f"{self._when(now)}: {fault.how} {fault.seconds:g} s")
-        if fault.how == "network":
-            subprocess.run(["ip", "link", "set", "lo", "down"], check=True, timeout=10)
-            restore = ["ip", "link", "set", "lo", "up"]
-            self._undo.append((now + fault.seconds, lambda: subprocess.run(restore, check=True, timeout=10)))  # type: ignore[arg-type,return-value]
-            return
-        ballast = Path(self.scene.folder) / "disk" / "ballast"
-        with suppress(OSError), open(ballast, "wb") as file:
-            while True:
-                file.write(bytes(1024**2))
-                file.flush()
-        self._undo.append((now + fault.seconds, lambda: ballast.unlink(missing_ok=True)))
+        if fault.how == "clock":
+            set_clock(Path(self.scene.folder), fault.seconds)
+        elif fault.how == "network":
+            self._undo.append((now + fault.seconds, cut_network()))
+        else:
+            harm_disk = slow_down_disk if fault.how == "slow disk" else fill_disk
+            self._undo.append((now + fault.seconds, harm_disk(self._disk)))
 
     def _reap(self) -> None:
         """Collect processes that have ended: orphans come to this process."""
@@ -207,6 +230,7 @@ class Stage:
     def _leftovers(self) -> list[str]:
         until = time.monotonic() + LEAVE_TIMEOUT_S
         while (left := self._labels()) and time.monotonic() < until:
+            self._undo_until(self._now())
             self._reap()
             time.sleep(POLL_PERIOD_S)
         return left
@@ -223,10 +247,21 @@ class Stage:
             time.sleep(POLL_PERIOD_S)
 
     def _read(self) -> None:
-        text = self._output.read_text(errors="replace")
+        text = self._text()
         self.outcome.has_traceback = TRACEBACK.search(text) is not None
         lines = [line for line in text.splitlines() if line.strip()]
         self.outcome.last_line = next((line for line in reversed(lines) if "error" in line), lines[-1] if lines else "")
+        if self.outcome.code and not self._is_killed():
+            self.outcome.unclear = find_unclear(self._errors.read_text(errors="replace"), self.outcome.code)
+
+    def _text(self) -> str:
+        return self._output.read_text(errors="replace") + self._errors.read_text(errors="replace")
+
+    def _is_killed(self) -> bool:
+        """Return whether the program itself was killed by a drill: nobody is left to say why."""
+        return self.outcome.code == -signal.SIGKILL and any(
+            f"{how} program" in hit for hit in self.outcome.hits for how in ("kill", "oom")
+        )
 
 
 def _shared_memory() -> set[str]:
@@ -238,9 +273,10 @@ def set_up(scene: Scene) -> None:
     disk.mkdir(exist_ok=True)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if scene.apart:
-        for size, where in ((SHM_BYTES, SHM), (DISK_BYTES, disk)):
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], check=True, timeout=10)
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
+        size = ["-t", "tmpfs", "-o", f"size={SHM_BYTES}"]
+        subprocess.run(["mount", *size, "tmpfs", str(SHM)], check=True, timeout=10)
+        mount_disk(disk)
+        change_loopback("up")
 
 
 def keep(scene: Scene) -> None:
@@ -256,7 +292,7 @@ def main(scene_path: str, result_path: str) -> None:
     first = Stage(scene, name="run", faults=drill.faults).run(deadline_s=scene.deadline_s)
     result = {"first": asdict(first), "again": None}
     if first.code is not None and first.code != 0:
-        result["again"] = asdict(Stage(scene, name="again", faults=()).run(deadline_s=RERUN_DEADLINE_S))
+        result["again"] = asdict(Stage(scene, name="again", faults=()).run(deadline_s=scene.rerun_deadline_s))
     keep(scene)
     Path(result_path).write_text(json.dumps(result))
 
