@@ -235,6 +235,11 @@ def _ends(points: Series) -> Series:
 
 # -- drawing
 
+PANEL_INCHES = (6.4, 3.8)
+SIDE_INCHES, ABOVE_INCHES, BELOW_INCHES = 0.85, 0.35, 0.95  # around each panel, for labels, title and legend
+TITLE_INCHES = 0.3  # of the picture
+LEGEND_HEIGHT = -0.2  # its upper edge in heights of the panel: below the label of the axis
+
 
 def _draw(history: History, panels: Sequence[Panel], path: Path, *, title: str, has_progress: bool) -> None:
     from matplotlib.figure import Figure  # without pyplot, which would look for a window system
@@ -242,9 +247,22 @@ def _draw(history: History, panels: Sequence[Panel], path: Path, *, title: str, 
     count = len(panels) + has_progress
     columns = 2 if count > 1 else 1
     rows = -(-count // columns)
-    figure = Figure(figsize=(6.4 * columns, 3.8 * rows), layout="constrained")
+    width, height = PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows
+    figure = Figure(figsize=(width, height))
     wide_last = count % columns != 0  # an odd number of panels: the last one takes the whole row
-    grid = figure.add_gridspec(rows, columns)
+    # Fixed margins: a layout that is computed from the drawn texts draws everything twice and takes a second.
+    inner_width = (width - 2 * SIDE_INCHES * columns) / columns
+    inner_height = (height - (ABOVE_INCHES + BELOW_INCHES) * rows - TITLE_INCHES) / rows
+    grid = figure.add_gridspec(
+        rows,
+        columns,
+        left=SIDE_INCHES / width,
+        right=1 - SIDE_INCHES / width,
+        bottom=BELOW_INCHES / height,
+        top=1 - (ABOVE_INCHES + TITLE_INCHES) / height,
+        wspace=2 * SIDE_INCHES / inner_width,
+        hspace=(ABOVE_INCHES + BELOW_INCHES) / inner_height,
+    )
     cells = [
         grid[i // columns, :] if wide_last and i == count - 1 else grid[i // columns, i % columns] for i in range(count)
     ]
@@ -271,7 +289,7 @@ def _draw_progress(axes: Any, history: History) -> None:
     _cut_margin_below_zero(axes, [*([training] if training else []), *validations.items()])
     labels += ["validation"] if validations else []
     _finish(axes, title=" and ".join(labels).capitalize(), unit=labels[0] if len(labels) == 1 else " / ".join(labels))
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, LEGEND_HEIGHT), ncols=3, frameon=False)
 
 
 def _draw_panel(axes: Any, history: History, panel: Panel) -> None:
@@ -291,7 +309,9 @@ def _draw_panel(axes: Any, history: History, panel: Panel) -> None:
     _finish(axes, title=panel.title, unit=axes.get_ylabel())
     handles = [handle for side, _, _ in sides for handle in side.get_legend_handles_labels()[0]]
     # Below the plot: inside, it would cover curves of one of the axes.
-    axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
+    axes.legend(
+        handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, LEGEND_HEIGHT), ncols=4, frameon=False
+    )
 
 
 def _curves(history: History, names: Sequence[tuple[str, str]]) -> list[tuple[str, Series]]:
