@@ -6,8 +6,10 @@ is valid. Hydra is imported inside functions, so that worker processes, which ne
 """
 
 import argparse
+import contextlib
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -155,22 +157,66 @@ def _read_override(schema: type, word: str, *, folder: Path) -> str:
 
 def _compose(schema: type, overrides: list[str], *, name: str, folder: Path) -> dict[str, Any]:
     """Return defaults, chosen YAML and overrides merged in this order, interpolations resolved."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     name = name.removesuffix(".yaml")
+    if folder == PRESETS and all(word.startswith("++") and "@" not in word.partition("=")[0] for word in overrides):
+        try:
+            return _resolved(_with_overrides(_composed_preset(schema, name), overrides))
+        except OmegaConfBaseException:  # Hydra raises it again, with the override
+            pass
+    with _one_line_errors(name, folder):
+        return _resolved(_compose_by_hydra(schema, overrides, name=name, folder=folder))
+
+
+def _resolved(config: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+
+
+@functools.cache
+def _composed_preset(schema: type, name: str) -> dict[str, Any]:
+    """Return a built-in preset over the defaults, interpolations unresolved; composing it takes most of the time."""
+    from omegaconf import OmegaConf
+
+    composed = OmegaConf.to_container(_compose_by_hydra(schema, [], name=name, folder=PRESETS))
+    return cast(dict[str, Any], composed)
+
+
+def _with_overrides(preset: dict[str, Any], overrides: list[str]) -> Any:
+    """Return the preset with overrides `++key=value`, as Hydra applies them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(preset)
+    for override in OverridesParser.create().parse_overrides(overrides):
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
+    return config
+
+
+def _compose_by_hydra(schema: type, overrides: list[str], *, name: str, folder: Path) -> Any:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
     home, other = _split_directories(name, folder)
     defaults = to_dict(schema())
     ConfigStore.instance().store(name=DEFAULTS_NODE, node=defaults)
+    with initialize_config_dir(config_dir=str(home), version_base=HYDRA_VERSION):
+        chosen = compose(name, overrides=[f'hydra.searchpath=["file://{other}"]', *overrides])
+        return OmegaConf.merge(defaults, chosen)
+
+
+@contextlib.contextmanager
+def _one_line_errors(name: str, folder: Path) -> Iterator[None]:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        with initialize_config_dir(config_dir=str(home), version_base=HYDRA_VERSION):
-            chosen = compose(name, overrides=[f'hydra.searchpath=["file://{other}"]', *overrides])
-        merged = OmegaConf.to_container(OmegaConf.merge(defaults, chosen), resolve=True, throw_on_missing=True)
-        return cast(dict[str, Any], merged)
+        yield
     except UnicodeDecodeError as error:
+        home, _ = _split_directories(name, folder)
         raise ConfigError(f"configuration {name}: {home / name}.yaml is not text in UTF-8 ({error.reason})") from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"configuration {name}: {_one_line(error)}") from None

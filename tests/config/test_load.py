@@ -1,11 +1,17 @@
 """The command line: accepted and refused arguments, and the messages."""
 
+from pathlib import Path
+
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from hybridrl.config import PPOConfig, SFTConfig, load_config
+from hybridrl.config import load as load_module
 from hybridrl.config.plugs import REWARD_MANAGERS
 from hybridrl.errors import ConfigError
+
+FREQUENT = (Path(__file__).parent / "frequent_overrides.txt").read_text().split()
 
 
 def load(*argv, schema=PPOConfig, config_name="ppo_trainer"):
@@ -32,6 +38,27 @@ def conf(tmp_path):
 def test_without_overrides_the_config_is_the_schema():
     assert load() == PPOConfig()
     assert load(schema=SFTConfig, config_name="sft_trainer") == SFTConfig()
+
+
+@pytest.mark.parametrize("preset", ["ppo_trainer", "grpo_trainer", "local_debug"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        [f"++{word}" for word in FREQUENT],
+        ["++data.train_files=[a,b]", "++data.train_files=c", "++trainer.seed=${trainer.total_training_steps}"],
+        ["++algorithm.filter_groups={enable: true}", "++algorithm.filter_groups.metric=acc"],
+        ["++custom_reward_function.kwargs.deep.er=1", "++custom_reward_function.kwargs={other: [1, {two: 3}]}"],
+        ["++trainer.project_name='a ${data.train_files}'", "++data.train_files=null"],
+    ],
+)
+def test_overrides_of_a_preset_are_applied_as_hydra_applies_them(preset, words):
+    composed = load_module._compose_by_hydra(PPOConfig, words, name=preset, folder=load_module.PRESETS)
+    fast = load_module._compose(PPOConfig, words, name=preset, folder=load_module.PRESETS)
+    assert fast == OmegaConf.to_container(composed, resolve=True)
+    assert load_module._compose(PPOConfig, [], name=preset, folder=load_module.PRESETS) == OmegaConf.to_container(
+        load_module._compose_by_hydra(PPOConfig, [], name=preset, folder=load_module.PRESETS), resolve=True
+    )  # nothing of the overrides is kept for the next config
 
 
 @pytest.mark.parametrize(
