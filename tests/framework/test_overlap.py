@@ -74,20 +74,33 @@ def _nap(name, *, reads=(), writes=()):
     return stage(name, reads=reads, writes=writes)(work)
 
 
-def test_three_independent_stages_take_the_time_of_one_and_the_timer_is_right():
-    timer = StepTimer()
-    seconds = {}
-    for kind, overlap in {"serial": None, "overlapped": {}}.items():
-        with Task(ctx=OnlineRLContext(batch={})) as task:
-            task.use_wrapper(timer)
-            for name in "abc":
-                task.use(_nap(name, writes=name))
-            start = time.perf_counter()
-            task.run(max_step=1, overlap=overlap)
-            seconds[kind] = time.perf_counter() - start
-        assert task.ctx.batch == {"a": "a", "b": "b", "c": "c"}
-        assert all(NAP <= task.ctx.timing[name] < 2 * NAP for name in "abc")
-    assert seconds["serial"] >= 3 * NAP and seconds["overlapped"] < 2 * NAP
+@pytest.mark.parametrize("overlap", [None, {}], ids=["serial", "overlapped"])
+def test_three_independent_stages_run_at_once_if_they_may_and_the_timer_is_right(overlap):
+    running, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(1 if overlap is None else 3)
+
+    def nap(name):
+        def work(ctx):
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            together.wait(60)
+            time.sleep(NAP)
+            with lock:
+                running -= 1
+            ctx.batch[name] = name
+
+        return stage(name, writes=name)(work)
+
+    with Task(ctx=OnlineRLContext(batch={})) as task:
+        task.use_wrapper(StepTimer())
+        for name in "abc":
+            task.use(nap(name))
+        start = time.perf_counter()
+        task.run(max_step=1, overlap=overlap)
+        elapsed = time.perf_counter() - start
+    assert task.ctx.batch == {"a": "a", "b": "b", "c": "c"} and most == (1 if overlap is None else 3)
+    assert all(NAP <= task.ctx.timing[name] <= elapsed for name in "abc")
 
 
 def test_a_stage_starts_when_its_own_inputs_are_ready():
@@ -140,19 +153,23 @@ def test_second_halves_run_in_reverse_order_whichever_first_half_ended_first():
 
 
 def test_the_first_exception_is_raised_at_once_and_dependent_stages_never_run():
-    log = []
+    log, released, ended = [], threading.Event(), threading.Event()
+
+    def slow(ctx):
+        released.wait(60)
+        ended.set()
 
     def fail(ctx):
         raise KeyError("x")
 
     with Task() as task:
-        task.use(_nap("a", writes="a")).use(stage("fail", writes="b")(fail))
+        task.use(stage("a", writes="a")(slow)).use(stage("fail", writes="b")(fail))
         task.use(stage("c", reads="b")(lambda ctx: log.append("c")))
         task.ctx.batch = {}
-        start = time.perf_counter()
         with pytest.raises(KeyError) as caught:
             task.run(max_step=1, overlap={})
-        assert time.perf_counter() - start < NAP / 2
+        assert not ended.is_set()
+        released.set()
     assert log == [] and caught.value.__notes__ == ["in stage 'fail' of step 0"]
 
 

@@ -31,10 +31,15 @@ def answer(what, argument=None):
     if what == "exit":
         os._exit(argument)
     if what.startswith("note and"):
+        again = os.path.exists(argument)
         with open(argument, "a") as file:
             file.write(f"{os.getpid()} ")
-    if what == "note and sleep":
-        time.sleep(1)
+    if what == "note and hang at first" and not again:
+        time.sleep(600)
+    if what == "meet":
+        open(os.path.join(argument, str(os.getpid())), "w").close()
+        while len(os.listdir(argument)) < 2:
+            time.sleep(0.01)
     if what == "note and die":
         os.kill(os.getpid(), 9)
     if what == "segfault":
@@ -117,13 +122,12 @@ def test_no_calls_give_no_results(pool):
     assert pool().map([]) == []
 
 
-def test_calls_of_one_batch_are_spread_over_the_processes(pool):
+def test_calls_of_one_batch_are_spread_over_the_processes(pool, tmp_path):
     scores = pool(num_processes=2)
     assert scores.check() is None
     scores.map([call("echo")] * 8)
-    start = time.monotonic()
-    scores.map([call("sleep", 0.5)] * 8)  # one after the other: 4 s
-    assert time.monotonic() - start < 3.5
+    met = scores.map([call("meet", str(tmp_path))] * 8)  # each process waits for the other one
+    assert [result.failure for result in met] == [None] * 8
     assert (
         len({result.value for result in scores.map([call("sleep", 0.05), call("pid")] * 20) if result.value != 0.05})
         == 2
@@ -136,7 +140,7 @@ def test_a_call_that_takes_too_long_fails_alone_and_on_time(pool, hanging):
     (before,) = scores.map([call("pid")])
     start = time.monotonic()
     results = scores.map([call("echo", 1), call("echo", 2), hanging, call("echo", 3), call("pid")])
-    assert LIMIT_S <= time.monotonic() - start < 10
+    assert LIMIT_S <= time.monotonic() - start < 60
     assert [result.failure for result in results] == [None, None, "timeout", None, None]
     assert results[2].reason == "it was not done after 0.5 s and was killed"
     assert [result.value for result in results[:4]] == [1, 2, None, 3]
@@ -162,9 +166,9 @@ def test_finished_calls_of_a_chunk_are_not_run_again(pool, tmp_path):
 
 
 def test_what_a_hanging_function_started_is_killed_with_it(pool, tmp_path):
-    (result,) = pool(timeout_s=LIMIT_S).map([call("start a child and hang", str(tmp_path / "pid"))])
+    (result,) = pool(timeout_s=2.0).map([call("start a child and hang", str(tmp_path / "pid"))])
     assert result.failure == "timeout"
-    assert wait_until_gone([int((tmp_path / "pid").read_text())], 5) == []
+    assert wait_until_gone([int((tmp_path / "pid").read_text())], 60) == []
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_large_arguments_and_results_pass(pool):
 
 
 def test_a_process_that_is_stopped_in_the_middle_of_a_transfer_is_replaced_and_its_call_runs_again(pool):
-    scores = pool(timeout_s=1.0)
+    scores = pool(timeout_s=3.0)
     (pid,) = (result.value for result in scores.map([call("pid")]))
     time.sleep(0.3)  # it reports that it is idle only after its last result
     os.kill(pid, signal.SIGSTOP)
@@ -237,7 +241,7 @@ def test_a_call_whose_process_somebody_else_ends_runs_once_more(pool, tmp_path, 
 
     harmer = threading.Thread(target=harm_first)
     harmer.start()
-    results = pool(timeout_s=2.0).map([call("note and sleep", str(tmp_path / "pids")), call("echo", 2)])
+    results = pool(timeout_s=3.0).map([call("note and hang at first", str(tmp_path / "pids")), call("echo", 2)])
     harmer.join(10)
     assert [(result.failure, result.value) for result in results] == [(None, str(tmp_path / "pids")), (None, 2)]
     assert len(set((tmp_path / "pids").read_text().split())) == 2
@@ -264,8 +268,12 @@ def test_cheap_calls_do_not_cost_a_round_trip_each(pool):
     calls = [call("echo", number) for number in range(20_000)]
     scores.map(calls[:1000])
     start = time.monotonic()
+    for each in calls[:1000]:
+        scores.map([each])
+    round_trips = time.monotonic()
     assert [result.value for result in scores.map(calls)] == list(range(20_000))
-    assert time.monotonic() - start < 4  # alone on the machine: 0.3 s; one round trip each would be about 3 s there
+    # alone on the machine: 0.15 s for 1000 round trips, 0.3 s for all calls at once
+    assert time.monotonic() - round_trips < 20 * (round_trips - start)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +322,7 @@ def test_a_pool_that_is_garbage_collected_leaves_no_process(path):
     scores = ScoreProcessPool(FunctionAddress(path, "answer", arguments=("what",)))
     (pid,) = (result.value for result in scores.map([call("pid")]))
     del scores
-    assert wait_until_gone([pid], 5) == []
+    assert wait_until_gone([pid], 60) == []
 
 
 PARENT = """
@@ -358,11 +366,11 @@ def test_children_idle_and_busy_end_when_the_parent_is_killed(how, tmp_path):
     assert all(map(is_alive, pids))
     parent.kill()
     parent.wait(timeout=10)
-    assert wait_until_gone(pids, 10) == []
+    assert wait_until_gone(pids, 60) == []
 
 
 def test_children_end_when_the_parent_ends(tmp_path):
     parent = start_parent("script", "end", tmp_path)
     pid = int(parent.stdout.readline())
     assert parent.wait(timeout=30) == 0
-    assert wait_until_gone([pid], 5) == []
+    assert wait_until_gone([pid], 60) == []

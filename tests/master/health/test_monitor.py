@@ -13,7 +13,7 @@ from hybridrl.master.state.reducer import JobState, WorkerState
 from hybridrl.master.state.tables import WorkerPhase
 from hybridrl.system.process_stat import ProcessStat
 
-SILENT_S = 0.2
+SILENT_S = 0.6  # much longer than the steps of a test before its silence
 
 
 @pytest.fixture

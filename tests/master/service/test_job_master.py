@@ -16,6 +16,7 @@ from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.cluster import NAMESPACE
 from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.system.process_stat import STOPPED, read_process_stat
 from tests.support.master.monitored_process import describe, monitored_adders, wait_for, wait_until_gone
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -39,11 +40,8 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
         call = group.execute_rank_async(0, "doze", 3.0)
         seen = wait_for(client, lambda seen: seen["beats"]["adder-0"]["doing"] == "adder.doze")
         group.fetch([call])
-    assert (
-        wait_until_gone(
-            client.run, *(worker["pid"] for slot, worker in seen["workers"].items() if slot != "trainer"), seen["pid"]
-        )
-        < 10
+    wait_until_gone(
+        client.run, *(worker["pid"] for slot, worker in seen["workers"].items() if slot != "trainer"), seen["pid"]
     )
     state, _ = replay(str(tmp_path / client.run))
     assert (state.state, state.reason) == (JobPhase.SUCCEEDED, "done")
@@ -53,11 +51,10 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
 
 def test_a_driver_finds_busy_processes_without_calling_them(tmp_path):
     with monitored_adders(tmp_path, num_ranks=2) as (client, group):
-        busy = [group.execute_rank_async(rank, "doze", 30.0) for rank in range(2)]
+        busy = [group.execute_rank_async(rank, "doze", 80.0) for rank in range(2)]
         wait_for(client, lambda seen: all(seen["beats"][f"adder-{rank}"]["doing"] == "adder.doze" for rank in range(2)))
-        start = time.monotonic()
         workers = describe(client)["workers"]
-        assert time.monotonic() - start < 5 and not ray.wait(busy, timeout=0)[0]
+        assert not ray.wait(busy, timeout=0)[0]
         here = ray.get_runtime_context().get_node_id()
         for rank, (name, pid) in enumerate(zip(group.worker_names, group.process_ids, strict=True)):
             found = workers[f"adder-{rank}"]
@@ -176,11 +173,11 @@ def test_reports_never_block_and_arrive_after_the_master_was_frozen(tmp_path):
     with MasterClient(job="job", run="job-d", journal=str(tmp_path)) as client:
         pid = wait_for(client, lambda seen: "trainer" in seen["beats"])["pid"]
         os.kill(pid, signal.SIGSTOP)
-        start = time.perf_counter()
+        while read_process_stat(pid).state != STOPPED:
+            time.sleep(0.01)
         for step in range(1, 101):
             client.report_step(step)
-        seconds = time.perf_counter() - start
+        assert read_process_stat(pid).state == STOPPED  # nobody has read a report yet
         os.kill(pid, signal.SIGCONT)
-        assert seconds < 0.5  # 5 ms each, on a busy machine
         assert wait_for(client, lambda seen: seen["step"] == 100)["pid"] == pid
     assert [entry.event.step for entry in history(str(tmp_path)) if hasattr(entry.event, "step")] == list(range(1, 101))
