@@ -14,40 +14,43 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "tensordict", "ray", "transformers", "vllm", "megatron", "datasets", "matplotlib")
 
 
-def loaded_after(statement: str) -> set[str]:
-    code = f"import json, sys; {statement}; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    return set(json.loads(out.stdout))
-
-
-@pytest.mark.parametrize(
-    ("statement", "allowed"),
-    [
-        ("import hybridrl", set()),
-        ("import hybridrl.framework", set()),
-        ("import hybridrl.master.jobs.builder", set()),
-        ("import hybridrl.sdk", set()),
-        ("from hybridrl.sdk import RLJobBuilder, FutureSequence", set()),
-        (
-            "from hybridrl.sdk import BaseTrainer, BaseWorkload, RoleGroup, current_worker, rpc, trainer_invocation",
-            set(),
-        ),
-        ("import reward_score", set()),
-        ("import hybridrl.config", set()),
-        ("import hybridrl.single_controller.processes.worker_host", set()),
-        ("from hybridrl.single_controller import Dispatch, RayWorkerGroup, Worker, register", set()),
-        ("from hybridrl import DataProto", {"torch", "tensordict"}),
-        ("import hybridrl.main_ppo", set()),
-        ("import hybridrl.main_sft", set()),
-        ("import hybridrl.main_distill", set()),
-        ("import hybridrl.main_dpo", set()),
-        ("import hybridrl.main_rm", set()),
-        ("import hybridrl.main_job", set()),
-        ("import hybridrl.cli", set()),
-    ],
+LIGHT = (
+    "import hybridrl",
+    "import hybridrl.framework",
+    "import hybridrl.master.jobs.builder",
+    "import hybridrl.sdk",
+    "from hybridrl.sdk import RLJobBuilder, FutureSequence",
+    "from hybridrl.sdk import BaseTrainer, BaseWorkload, RoleGroup, current_worker, rpc, trainer_invocation",
+    "import reward_score",
+    "import hybridrl.config",
+    "import hybridrl.single_controller.processes.worker_host",
+    "from hybridrl.single_controller import Dispatch, RayWorkerGroup, Worker, register",
+    "import hybridrl.main_ppo",
+    "import hybridrl.main_sft",
+    "import hybridrl.main_distill",
+    "import hybridrl.main_dpo",
+    "import hybridrl.main_rm",
+    "import hybridrl.main_job",
+    "import hybridrl.cli",
 )
-def test_an_import_loads_only_the_heavy_packages_it_needs(statement, allowed):
-    assert loaded_after(statement) <= allowed
+TORCH = ("from hybridrl import DataProto",)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """The heavy packages that are loaded after each statement and those before it, in one process."""
+    code = (
+        "import json, sys\nfound = {}\nfor statement in sys.argv[1:]:\n    exec(statement)\n"
+        f"    found[statement] = [m for m in {HEAVY!r} if m in sys.modules]\nprint(json.dumps(found))"
+    )
+    command = [sys.executable, "-c", code, *LIGHT, *TORCH]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, cwd=ROOT)
+    return {statement: set(packages) for statement, packages in json.loads(out.stdout).items()}
+
+
+@pytest.mark.parametrize("statement", LIGHT + TORCH)
+def test_an_import_loads_only_the_heavy_packages_it_needs(loaded, statement):
+    assert loaded[statement] <= ({"torch", "tensordict"} if statement in TORCH else set())
 
 
 COMMANDS = {
@@ -95,10 +98,18 @@ def test_a_run_in_one_process_needs_neither_ray_nor_the_master(tmp_path, tiny_qw
     subprocess.run([sys.executable, "-c", code, *words], timeout=100, check=True, cwd=ROOT)
 
 
+WORKER = "hybridrl.single_controller.processes.worker_host, torch"
+
+
 @pytest.mark.parametrize(
-    "module", ["hybridrl.main_ppo, torch", "hybridrl.single_controller.processes.worker_host, torch"]
+    ("module", "chosen", "policy"),
+    [
+        ("hybridrl.main_ppo, torch", None, "PASSIVE"),
+        (WORKER, None, "PASSIVE"),
+        (WORKER, "ACTIVE", "ACTIVE"),
+        pytest.param("hybridrl.main_ppo, torch", "ACTIVE", "ACTIVE", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize(("chosen", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_idle_threads_of_torch_sleep_unless_the_user_says_otherwise(module, chosen, policy):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"OMP_DISPLAY_ENV": "TRUE"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})

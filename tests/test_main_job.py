@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli, main_job
+from tests.support.driver.one_process import run_in_one_process
 from tests.support.driver.ray_head import own, ray_head
 from tests.test_cli_docs import texts_of
 
@@ -93,21 +94,19 @@ def test_a_job_has_the_name_of_its_file_or_the_given_one(file, capsys, monkeypat
     assert capsys.readouterr().out.startswith(f"{name}: 3 placement groups")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--name", "a/b"], "--name='a/b': a job's name has letters"),
-        (["--no-wait"], "blocking=False (--no-wait): a local cluster ends with this process"),
-        (["--check", "--dry-run"], "no module named 'project'"),
-        (["--address", "127.0.0.1:1"], "--address=127.0.0.1:1: no Ray cluster answers there ("),
-    ],
-)
-def test_a_job_that_cannot_start_is_refused_in_one_line(file, tmp_path, words, message):
+def test_a_job_that_cannot_start_is_refused_in_one_line(file, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, "-m", "hybridrl.main_job", str(file), *words]
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run(command, timeout=100, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+    refusals = {
+        ("--name", "a/b"): "--name='a/b': a job's name has letters",
+        ("--no-wait",): "blocking=False (--no-wait): a local cluster ends with this process",
+        ("--check", "--dry-run"): "no module named 'project'",
+        ("--address", "127.0.0.1:1"): "--address=127.0.0.1:1: no Ray cluster answers there (",
+    }
+    program = "import sys; from hybridrl.main_job import main; sys.exit(main({}))"
+    codes = [program.format([str(file), *words]) for words in refusals]
+    ends = run_in_one_process(codes, environment=environment, cwd=tmp_path)
+    for message, done in zip(refusals.values(), ends, strict=True):
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
 
 
 @pytest.mark.timeout(300)
@@ -133,8 +132,9 @@ def test_a_python_file_is_submitted_and_its_processes_and_end_are_found(tmp_path
         while not journals.is_dir():  # the master makes it
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        while "is succeeded" not in job("status", journals):
+        while not out.exists() or "is succeeded" not in job("status", journals):
             assert time.monotonic() < deadline
+            time.sleep(0.5)
         assert out.read_text() == "42"
         while job("ls").partition(" at ")[0] != "no job runs on the Ray cluster":  # its master ends a moment later
             assert time.monotonic() < deadline

@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
+from tests.support.driver.one_process import run_in_one_process
 from tests.support.driver.ray_head import free_port, own, ray_head
 
 SUBMIT = (
@@ -33,11 +33,14 @@ TOKEN = "0123456789abcdef" * 4
 LS = "import sys; from hybridrl.cli import main; sys.exit(main(['job', 'ls']))"
 
 
+def variables(**changes):
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | changes
+
+
 def start(code, **environment):
-    base = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env=base | environment,
+        env=variables(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,19 +59,16 @@ def start_ray_elsewhere(num_nodes, **environment):
     return run(START.format(num_nodes=num_nodes), **environment)
 
 
-@pytest.mark.parametrize(
-    ("code", "way_out"), [(START.format(num_nodes=1), "unset RAY_ADDRESS"), (LS, "--address"), (SUBMIT, "ray start")]
-)
-def test_an_address_where_nothing_answers_is_one_line_at_once(code, way_out, tmp_path):
+def test_an_address_where_nothing_answers_is_one_line_at_once(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     (tmp_path / "echo.py").write_text("")
-    began = time.monotonic()
-    done = run(code, RAY_ADDRESS=address)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(
-        f"RAY_ADDRESS={address}: no Ray cluster answers there ([Errno 111] Connection refused"
-    )
-    assert way_out in done.stderr and time.monotonic() - began < 30  # of which the imports take the most
+    ways_out = {LS: "--address", SUBMIT: "ray start", START.format(num_nodes=1): "unset RAY_ADDRESS"}
+    for done in run_in_one_process(list(ways_out), environment=variables(RAY_ADDRESS=address), cwd=tmp_path):
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+        assert done.stderr.startswith(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ([Errno 111] Connection refused"
+        )
+        assert ways_out[done.args] in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -78,17 +78,16 @@ def test_a_program_that_waits_for_a_silent_address_ends_by_a_signal(number):
         listener.settimeout(60)
         for _ in range(2):  # the first connection is closed at once, the second one is the client's
             listener.accept()
-        began = time.monotonic()
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == (143 if number == signal.SIGTERM else 130) and time.monotonic() - began < 5
+    assert process.returncode == (143 if number == signal.SIGTERM else 130)
     assert err.splitlines()[-1] == ("terminated" if number == signal.SIGTERM else "interrupted")
 
 
 def test_a_cluster_that_requires_a_token_says_how_to_get_in():
     with tempfile.TemporaryDirectory() as elsewhere, ray_head(token=TOKEN) as (folder, address):
-        for code in (LS, START.format(num_nodes=1)):
-            done = run(code, **own(folder), RAY_ADDRESS=address)
+        codes = [LS, START.format(num_nodes=1)]
+        for done in run_in_one_process(codes, environment=variables(**own(folder), RAY_ADDRESS=address)):
             assert done.returncode == 2 and "Traceback" not in done.stderr
             assert f"RAY_ADDRESS={address}: the Ray cluster there requires a token; set RAY_AUTH_MODE=" in done.stderr
         token = {"RAY_AUTH_MODE": "token"}
@@ -100,7 +99,7 @@ def test_a_cluster_that_requires_a_token_says_how_to_get_in():
         assert done.returncode == 2 and "refuses the token in ~/.ray/auth_token" in done.stderr
 
 
-def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_does_not():
+def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_starts_its_own():
     with ray_head() as (folder, address):
         for num_nodes, named in ((2, {}), (1, {"RAY_ADDRESS": address})):
             done = start_ray_elsewhere(num_nodes, **own(folder), **named)
@@ -109,7 +108,8 @@ def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_jo
                 rf"connected to the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr
             )
         done = start_ray_elsewhere(1, **own(folder))
-    assert done.returncode == 0 and "'mark'" not in done.stdout
+    address = re.search(r"Ray runs at ([0-9.]+:\d+): hybridrl job ls --address \1\n", done.stderr)
+    assert done.returncode == 0 and "'mark'" not in done.stdout and address, done.stderr
 
 
 def test_a_job_of_several_machines_without_a_cluster_is_refused_unless_it_says_local():
@@ -123,8 +123,8 @@ def test_a_job_of_several_machines_without_a_cluster_is_refused_unless_it_says_l
 
 def test_with_two_clusters_on_the_machine_no_command_picks_one_and_both_are_named():
     with ray_head() as (folder, address), ray_head() as (_, other):
-        for code in (LS, LS.replace("'ls'", "'status', 'job-1'"), LS.replace("'ls'", "'stop', 'job-1'")):
-            done = run(code, **own(folder))
+        codes = [LS, LS.replace("'ls'", "'status', 'job-1'"), LS.replace("'ls'", "'stop', 'job-1'")]
+        for done in run_in_one_process(codes, environment=variables(**own(folder))):
             assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
             assert "Ray clusters run on this machine: " in done.stderr and "--address HOST:PORT" in done.stderr
             for port in (address.rpartition(":")[2], other.rpartition(":")[2]):
@@ -132,10 +132,3 @@ def test_with_two_clusters_on_the_machine_no_command_picks_one_and_both_are_name
         done = run(LS.replace("'ls'", f"'ls', '--address', '{other}'"), **own(folder))
     printed = rf"no job runs on the Ray cluster at [0-9.]+:{other.rpartition(':')[2]}\n"
     assert done.returncode == 0 and re.fullmatch(printed, done.stdout), done.stderr
-
-
-def test_a_run_prints_the_address_of_the_cluster_that_it_starts():
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
-        done = start_ray_elsewhere(1, **own(folder))
-    address = re.search(r"Ray runs at ([0-9.]+:\d+): hybridrl job ls --address \1\n", done.stderr)
-    assert done.returncode == 0 and address, done.stderr

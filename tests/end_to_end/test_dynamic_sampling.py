@@ -53,6 +53,21 @@ def run(folder: Path, model: Path, **changes) -> list[dict]:
     return train(folder, model, **CHANGES | {"custom_reward_function__path": coin(folder)} | changes)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tiny_qwen2):
+    """Returns the folder of the uninterrupted run of a mode, which runs once for all tests."""
+    folders: dict[str, Path] = {}
+
+    def of(mode: str) -> Path:
+        if mode not in folders:
+            folder = tmp_path_factory.mktemp("whole")
+            run(folder, tiny_qwen2, **MODES[mode])
+            folders[mode] = folder
+        return folders[mode]
+
+    return of
+
+
 def samples(folder: Path, step: int) -> list[dict]:
     """Return the rollouts of all generation batches of a step."""
     paths = sorted((folder / "rollouts").glob(f"{step}.*jsonl"))
@@ -73,9 +88,9 @@ def assert_accounted_for(folder: Path, *, size: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_batches_are_full_of_groups_that_differ_and_every_prompt_is_accounted_for(tmp_path, tiny_qwen2, mode):
-    rows = run(tmp_path, tiny_qwen2, **MODES[mode])
-    steps = assert_accounted_for(tmp_path, size=4)
+def test_batches_are_full_of_groups_that_differ_and_every_prompt_is_accounted_for(whole, mode):
+    rows = metrics(whole(mode) / "run")
+    steps = assert_accounted_for(whole(mode), size=4)
     assert len(rows) == len(steps) == 5
     assert max(row["train/num_gen_batches"] for row in rows) > 1
     for row, entry in zip(rows, steps, strict=True):
@@ -116,8 +131,7 @@ def test_without_equal_groups_the_run_is_the_one_without_a_filter(tmp_path, tiny
 
 
 @pytest.mark.parametrize("mode", ["small generation batches", "lag", "kept", "curriculum"])
-def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(tmp_path, tiny_qwen2, mode):
-    run(tmp_path / "whole", tiny_qwen2, **MODES[mode])
+def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(tmp_path, tiny_qwen2, whole, mode):
     run(tmp_path / "parts", tiny_qwen2, trainer__save_freq=2, **MODES[mode])
     folder = tmp_path / "parts/run/global_step_2"
     kept = json.loads((folder / "trainer.json").read_text())["surplus"]["rows"]
@@ -125,13 +139,14 @@ def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(tmp_path,
     changes = CHANGES | {"custom_reward_function__path": coin(tmp_path / "again")} | MODES[mode]
     again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"]
     assert main_ppo.main([*settings(tmp_path / "again", tiny_qwen2, **changes), *again]) == 0
-    assert numbers(metrics(tmp_path / "again/run")) == numbers(metrics(tmp_path / "whole/run"))[2:]
-    policies = [weights(tmp_path / name / "run/global_step_5", tmp_path / f"{name}_hf") for name in ("whole", "again")]
+    assert numbers(metrics(tmp_path / "again/run")) == numbers(metrics(whole(mode) / "run"))[2:]
+    ends = {"whole": whole(mode), "again": tmp_path / "again"}
+    policies = [weights(folder / "run/global_step_5", tmp_path / f"{name}_hf") for name, folder in ends.items()]
     assert largest_difference(*policies) == 0
 
 
-def test_kept_groups_are_trained_before_they_are_too_old(tmp_path, tiny_qwen2):
-    rows = run(tmp_path, tiny_qwen2, **MODES["kept"])
+def test_kept_groups_are_trained_before_they_are_too_old(tmp_path, tiny_qwen2, whole):
+    rows = metrics(whole("kept") / "run")
     assert max(row["training/filter_groups/kept_groups"] for row in rows) > 0
     assert {row["async/age_max"] for row in rows} == {0.0, 1.0}
     dropped = run(tmp_path / "dropped", tiny_qwen2, data__gen_batch_size=7)  # synchronous: none is kept

@@ -24,19 +24,27 @@ def ages(rows: list[dict], name: str = "async/age_max") -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def test_a_batch_is_exactly_as_many_versions_old_as_the_lag(tmp_path, tiny_qwen2):
-    assert ages(train(tmp_path / "0", tiny_qwen2, **STEPS)) == []
+@pytest.fixture(scope="module")
+def level(tmp_path_factory, tiny_qwen2):
+    """The metrics of the synchronous run."""
+    return train(tmp_path_factory.mktemp("level"), tiny_qwen2, **STEPS)
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory, tiny_qwen2):
+    """The metrics of a run with a lag of 1."""
+    return train(tmp_path_factory.mktemp("behind"), tiny_qwen2, trainer__lag=1, **STEPS)
+
+
+def test_a_batch_is_exactly_as_many_versions_old_as_the_lag(tmp_path, tiny_qwen2, level):
+    assert ages(level) == []
     rows = train(tmp_path / "2", tiny_qwen2, trainer__lag=2, **STEPS)
     assert ages(rows) == [0, 1, 2, 2, 2] == ages(rows, "async/age_mean")
     assert ages(rows, "async/off_policy_fraction") == [0, 1, 1, 1, 1]
     assert [row["training/global_step"] for row in rows if "training/global_step" in row] == [1, 2, 3, 4, 5]
 
 
-def test_with_a_lag_only_the_first_step_equals_the_synchronous_one(tmp_path, tiny_qwen2):
-    behind, level = (
-        train(tmp_path / "1", tiny_qwen2, trainer__lag=1, **STEPS),
-        train(tmp_path / "0", tiny_qwen2, **STEPS),
-    )
+def test_with_a_lag_only_the_first_step_equals_the_synchronous_one(behind, level):
     assert behind[0]["actor/grad_norm"] == level[0]["actor/grad_norm"]
     assert behind[2]["actor/grad_norm"] != level[2]["actor/grad_norm"]
 
@@ -83,9 +91,9 @@ def test_a_resumed_run_continues_with_the_pending_batches(tmp_path, tiny_qwen2, 
     assert largest_difference(*policies) == 0
 
 
-def test_a_bound_on_staleness_is_kept_by_waiting_or_by_dropping_tokens(tmp_path, tiny_qwen2):
+def test_a_bound_on_staleness_is_kept_by_waiting_or_by_dropping_tokens(tmp_path, tiny_qwen2, behind):
     waiting = train(tmp_path / "wait", tiny_qwen2, trainer__lag=3, trainer__staleness=1, **STEPS)
-    assert numbers(waiting) == numbers(train(tmp_path / "1", tiny_qwen2, trainer__lag=1, **STEPS))
+    assert numbers(waiting) == numbers(behind)
     changes = STEPS | {"trainer__lag": 3, "trainer__partial_rollout": "true"}
     dropping = train(tmp_path / "drop", tiny_qwen2, trainer__staleness=2, trainer__stale_tokens="drop", **changes)
     keeping = train(tmp_path / "keep", tiny_qwen2, **changes)
@@ -137,15 +145,14 @@ REPLAY = STEPS | {
 }
 
 
-def test_replayed_groups_are_added_to_a_batch_up_to_an_age(tmp_path, tiny_qwen2):
+def test_replayed_groups_are_added_to_a_batch_up_to_an_age(tmp_path, tiny_qwen2, level):
     rows = train(tmp_path / "replay", tiny_qwen2, actor_rollout_ref__rollout__calculate_log_probs="true", **REPLAY)
     assert ages(rows, "replay/rows") == [0, 6, 6, 6, 6], "two groups of three"
     assert ages(rows)[0] == 0 and 1 <= max(ages(rows)) <= 3
     assert all(0 < share < 1 for share in ages(rows, "async/off_policy_fraction")[1:])
-    plain = train(tmp_path / "plain", tiny_qwen2, **STEPS)
-    assert rows[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=1e-5)
-    assert abs(rows[1]["actor/grad_norm"] / plain[1]["actor/grad_norm"] - 1) > 0.01
-    assert rows[1]["critic/score/mean"] == plain[1]["critic/score/mean"], "the curve is that of new samples"
+    assert rows[0]["actor/grad_norm"] == pytest.approx(level[0]["actor/grad_norm"], rel=1e-5)
+    assert abs(rows[1]["actor/grad_norm"] / level[1]["actor/grad_norm"] - 1) > 0.01
+    assert rows[1]["critic/score/mean"] == level[1]["critic/score/mean"], "the curve is that of new samples"
 
 
 def test_a_resumed_run_replays_what_the_whole_one_replays(tmp_path, tiny_qwen2):

@@ -97,9 +97,10 @@ def test_two_ranks_on_ray_take_the_same_steps_as_one_process(tmp_path, tiny_qwen
 
 
 @pytest.mark.timeout(300)
-def test_ppo_with_critic_reference_and_reward_model_on_their_own_processes(
-    tmp_path, tiny_qwen2, tiny_classifier, ray_cluster
-):
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_ppo_with_critic_reference_and_reward_model(tmp_path, tiny_qwen2, tiny_classifier, request, backend):
+    if backend == "ray":  # where they have processes of their own
+        request.getfixturevalue("ray_cluster")
     rows = train(
         tmp_path,
         tiny_qwen2,
@@ -110,8 +111,8 @@ def test_ppo_with_critic_reference_and_reward_model_on_their_own_processes(
         reward_model__model__path=tiny_classifier,
         critic__optim__lr=1e-3,
         trainer__critic_warmup=1,
-        trainer__backend="ray",
-        trainer__colocate="device",
+        trainer__backend=backend,
+        trainer__colocate="device" if backend == "ray" else "process",
         trainer__rollout_data_dir=tmp_path / "rollouts",
         trainer__validation_data_dir=tmp_path / "val",
     )
@@ -173,7 +174,7 @@ def test_samples_whose_reward_fails_are_counted_and_left_out(tmp_path, tiny_qwen
         tmp_path,
         tiny_qwen2,
         custom_reward_function__path=reward,
-        reward_model__timeout_s=0.3,
+        reward_model__timeout_s=1.0,
         trainer__val_before_train=False,
         trainer__test_freq=-1,
         data__shuffle=False,

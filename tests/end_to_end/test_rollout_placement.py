@@ -131,15 +131,13 @@ PLACEMENTS = {
         TENSOR_PARALLEL: 2,
     },
 }
-QUICK = ("hybrid",)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "placement", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PLACEMENTS]
-)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_vllm_generates_what_hf_generates(placement, model_path, through_hf, tmp_path, ray_cluster):
     batch = generated(
         tmp_path / placement.split(",")[0], model_path, actor_rollout_ref__rollout__name="vllm", **PLACEMENTS[placement]

@@ -1,6 +1,7 @@
 """Every example, and every command of the README, runs unchanged on the tiny model."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli, main_ppo
+from tests.support.driver.one_process import run_in_one_process
 from tests.support.end_to_end.runs import metrics, settings, train
 
 ROOT = Path(__file__).parents[2]
@@ -21,13 +23,21 @@ def run(*command: object, **environment: object) -> str:
     return done.stdout
 
 
-def test_a_custom_trainer_changes_and_adds_stages(tmp_path, tiny_qwen2):
-    run(sys.executable, "examples/custom_trainer.py", *settings(tmp_path, tiny_qwen2))
+def run_here(monkeypatch, example: str, *words: str) -> None:
+    """Run a file of the examples as a program, in this process: starting another one takes most of the time."""
+    monkeypatch.setattr(sys, "argv", [example, *words])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / example), run_name="__main__")
+    assert not end.value.code
+
+
+def test_a_custom_trainer_changes_and_adds_stages(tmp_path, tiny_qwen2, monkeypatch):
+    run_here(monkeypatch, "examples/custom_trainer.py", *settings(tmp_path, tiny_qwen2))
     assert 0 < metrics(tmp_path / "run")[1]["train/rows_with_signal"] <= 1
 
 
-def test_a_custom_worker_adds_a_method(tmp_path, tiny_qwen2):
-    run(sys.executable, "examples/custom_worker.py", *settings(tmp_path, tiny_qwen2))
+def test_a_custom_worker_adds_a_method(tmp_path, tiny_qwen2, monkeypatch):
+    run_here(monkeypatch, "examples/custom_worker.py", *settings(tmp_path, tiny_qwen2))
     assert metrics(tmp_path / "run")[1]["actor/weight_norm"] > 0
 
 
@@ -78,16 +88,17 @@ def test_gsm8k_is_one_command_line_and_resumes_by_the_same_command(tmp_path, tin
 
 
 def test_a_checkpoint_is_exported_by_a_command(tmp_path, tiny_qwen2):
-    train(tmp_path, tiny_qwen2)
-    out = run(sys.executable, "-m", "hybridrl.cli", "export", tmp_path / "run/global_step_2", tmp_path / "model")
+    train(tmp_path, tiny_qwen2, trainer__total_training_steps=1, trainer__test_freq=-1)
+    out = run(sys.executable, "-m", "hybridrl.cli", "export", tmp_path / "run/global_step_1", tmp_path / "model")
     assert "exported" in out and (tmp_path / "model" / "model.safetensors").exists()
 
 
-def test_help_and_resolved_settings_start_nothing(tmp_path):
-    assert "data.train_batch_size" in run(sys.executable, "-m", "hybridrl.main_ppo", "--help")
-    assert "adv_estimator: grpo" in run(
-        sys.executable, "-m", "hybridrl.main_ppo", "--cfg", "job", "algorithm.adv_estimator=grpo"
-    )
+def test_help_and_resolved_settings_start_nothing():
+    program = "import sys; sys.modules['ray'] = None; from hybridrl.main_ppo import main; sys.exit(main({}))"
+    arguments = (["--help"], ["--cfg", "job", "algorithm.adv_estimator=grpo"])
+    shown, resolved = run_in_one_process([program.format(words) for words in arguments])
+    assert "data.train_batch_size" in shown.stdout and "adv_estimator: grpo" in resolved.stdout
+    assert shown.returncode == resolved.returncode == 0
 
 
 def test_existing_files_are_overwritten_neither_by_export_nor_by_the_quick_start(tmp_path, capsys):

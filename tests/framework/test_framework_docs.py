@@ -35,6 +35,7 @@ def test_a_block_runs_as_it_stands(ray_cluster, number):
     exec(compile(BLOCKS[number], f"block {number} of docs/framework.md", "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_a_block_with_processes_runs_as_a_script_that_starts_ray_itself(tmp_path):
     [block] = [block for block in BLOCKS if "topology" in block]
     (tmp_path / "program.py").write_text(block)

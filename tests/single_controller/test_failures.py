@@ -30,13 +30,22 @@ def pool():
         yield pool
 
 
-def test_a_death_in_a_collective_is_reported_instead_of_the_errors_of_its_peers(pool):
+@pytest.fixture(scope="module")
+def healthy(ray_cluster):
+    """One group for the tests that leave it unharmed."""
+    with (
+        RayResourcePool([2], name_prefix="healthy") as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="twin", name_prefix="same", share=0.5) as group,
+    ):
+        yield group
+
+
+def test_a_death_in_a_collective_is_reported_instead_of_the_errors_of_its_peers(pool, tmp_path):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="waiter") as group:
-        group.sleep_async(0)
-        victim = group.process_ids[1]
-        subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {victim}"])
+        victim, path = group.process_ids[1], tmp_path / "the first collective has ended"
+        subprocess.Popen(["sh", "-c", f"until [ -e '{path}' ]; do sleep 0.1; done; sleep 0.5; kill -9 {victim}"])
         with pytest.raises(WorkerLost, match=r"worker waiter-1 was lost while running reduce_until_killed\(\)"):
-            group.reduce_until_killed(1)
+            group.reduce_until_killed(1, str(path))
 
 
 def test_a_timeout_of_a_peer_is_taken_for_a_consequence_of_the_death(pool):
@@ -79,13 +88,9 @@ def test_a_group_that_could_not_start_leaves_no_process_and_frees_its_share(pool
         assert len(group.pid()) == 2
 
 
-def test_the_error_for_a_name_in_use_says_what_to_do(pool):
-    recipe = RayClassWithInitArgs(Doubler)
-    with (
-        RayWorkerGroup(pool, recipe, role="twin", name_prefix="same", share=0.5),
-        pytest.raises(PlacementError, match="'same/twin-0' is running on this cluster already; attach to it"),
-    ):
-        RayWorkerGroup(pool, recipe, role="twin", name_prefix="same", share=0.5)
+def test_the_error_for_a_name_in_use_says_what_to_do(pool, healthy):
+    with pytest.raises(PlacementError, match="'same/twin-0' is running on this cluster already; attach to it"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="twin", name_prefix="same", share=0.5)
 
 
 def test_a_liveness_check_reports_a_death_between_calls(pool):
@@ -93,7 +98,7 @@ def test_a_liveness_check_reports_a_death_between_calls(pool):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="watched") as group:
         group.start_worker_aliveness_check(0.1, on_lost=reported.append)
         os.kill(group.process_ids[1], signal.SIGKILL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not reported and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [(lost.role, lost.rank) for lost in reported] == [("watched", 1)]
@@ -108,12 +113,9 @@ def test_attaching_names_a_missing_process_and_refuses_no_names():
         RayWorkerGroup.from_detached()
 
 
-def test_attaching_to_half_of_a_group_is_refused(pool):
-    with (
-        RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="half", name_prefix="half") as group,
-        pytest.raises(PlacementError, match=r"are the ranks \[0\] of 2; name every process of the group once"),
-    ):
-        RayWorkerGroup.from_detached(worker_names=group.worker_names[:1])
+def test_attaching_to_half_of_a_group_is_refused(healthy):
+    with pytest.raises(PlacementError, match=r"are the ranks \[0\] of 2; name every process of the group once"):
+        RayWorkerGroup.from_detached(worker_names=healthy.worker_names[:1])
 
 
 def processes_of(job: str) -> list[str]:
@@ -134,10 +136,8 @@ def test_ctrl_c_ends_a_waiting_driver_and_leaves_no_process_and_no_reservation(t
         assert driver.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     assert len(processes_of("interrupted")) == 2
-    start = time.monotonic()
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(timeout=60) == 130
-    assert time.monotonic() - start < 30  # 2 s on an idle machine
+    assert driver.wait(timeout=45) == 130  # its workers would sleep for 50 s
     assert processes_of("interrupted") == []
     leftover = [
         pg
@@ -147,12 +147,11 @@ def test_ctrl_c_ends_a_waiting_driver_and_leaves_no_process_and_no_reservation(t
     assert leftover == []
 
 
-def test_a_received_batch_may_be_written_to(pool):
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="writer") as group:
-        data = DataProto.from_dict({"x": torch.arange(6)})
-        out = group.pass_on(data)
-        out.batch["x"].add_(1)
-        assert out.batch["x"].tolist() == [1, 2, 3, 4, 5, 6] and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
+def test_a_received_batch_may_be_written_to(healthy):
+    data = DataProto.from_dict({"x": torch.arange(6)})
+    out = healthy.pass_on(data)
+    out.batch["x"].add_(1)
+    assert out.batch["x"].tolist() == [1, 2, 3, 4, 5, 6] and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.timeout(300)  # four processes start one after the other

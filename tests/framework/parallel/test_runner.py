@@ -16,6 +16,11 @@ from tests.support.framework import programs
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
+def slow(*values):
+    """A case of which `make test` has others: its processes take seconds to start."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def actors_left():
     import ray
 
@@ -81,7 +86,12 @@ def test_topologies(topology, expected):
 
 
 @pytest.mark.parametrize(
-    ("topology", "expected"), [("mesh", [[1, 2], [0, 2], [0, 1]]), ("star", [[1, 2], [0], [0]]), ("alone", [[]] * 3)]
+    ("topology", "expected"),
+    [
+        slow("mesh", [[1, 2], [0, 2], [0, 1]]),
+        ("star", [[1, 2], [0], [0]]),
+        slow("alone", [[]] * 3),
+    ],
 )
 def test_the_topology_decides_which_peers_receive_events(topology, expected):
     assert Parallel.runner(3, topology=topology)(programs.received_from) == expected
@@ -90,7 +100,7 @@ def test_the_topology_decides_which_peers_receive_events(topology, expected):
 # -- messages
 
 
-@pytest.mark.parametrize("late", [0.0, 0.5])
+@pytest.mark.parametrize("late", [slow(0.0), 0.5])
 def test_no_message_is_lost_and_those_of_each_sender_arrive_in_order(late):
     for node, received in enumerate(Parallel.runner(3)(programs.greet, 60, late)):
         assert received == {sender: [] if sender == node else list(range(60)) for sender in range(3)}
@@ -114,8 +124,9 @@ def test_the_context_of_a_step_reaches_the_peers_and_the_newest_wins():
     assert all(train_iter == step + 1 and weight == step for step, train_iter, weight in seen)
 
 
-@pytest.mark.parametrize("kind", ["ctx", "task"])
-@pytest.mark.parametrize("topology", ["mesh", "star"])
+@pytest.mark.parametrize(
+    ("kind", "topology"), [("ctx", "star"), ("task", "mesh"), slow("ctx", "mesh"), slow("task", "star")]
+)
 def test_a_process_that_finishes_ends_the_run_of_all(kind, topology):
     steps = Parallel.runner(3, topology=topology)(programs.finish_by, kind)
     assert steps[1] == 3 and max(steps) < 10_000
@@ -137,8 +148,8 @@ def test_a_process_without_stages_ends_at_once_and_ends_no_other():
 def test_a_failed_process_ends_the_group_at_once(kind, error):
     start = time.monotonic()
     with pytest.raises(error) as caught:
-        Parallel.runner(3)(programs.fail, kind, 1)
-    assert time.monotonic() - start < 30, "the others would have run for 1000 s"
+        Parallel.runner(2)(programs.fail, kind, 1)
+    assert time.monotonic() - start < 100, "the other would have run for 1000 s"
     assert "node-1" in caught.value.__notes__[-1]
     if kind == "raise":
         assert "programs.py" in caught.value.__notes__[-1] and "no such thing" in str(caught.value)
@@ -148,7 +159,7 @@ def test_a_failed_process_ends_the_group_at_once(kind, error):
         assert "sys.exit(3)" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill"])
+@pytest.mark.parametrize("kind", [slow("raise"), "kill"])
 def test_a_failed_process_restarts_and_reconnects_to_its_peers(kind):
     (retries, received, _), (retries_1, _, process) = Parallel.runner(2, auto_recover=True)(programs.recover, kind)
     assert (retries, retries_1) == (0, 1) and received == [process], "the peer receives events of the restarted process"
@@ -184,8 +195,16 @@ def test_what_cannot_be_pickled_is_named(program, hint):
     assert any(hint in note for note in caught.value.__notes__)
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt here, also in a test run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("kind", ["raise", "interrupt"])
-def test_exit_hooks_and_finally_blocks_of_the_others_run_when_the_group_ends(kind, tmp_path):
+def test_exit_hooks_and_finally_blocks_of_the_others_run_when_the_group_ends(kind, tmp_path, ctrl_c):
     def interrupt():
         programs.wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 3)
         os.kill(os.getpid(), signal.SIGINT)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -14,6 +15,8 @@ from hybridrl.errors import CallTimeout
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.single_controller.worker import Worker
+
+PEERS_SLEEP_S = 80.0  # of a rank that fails: who waits for all ranks waits for so long
 
 
 class Adder(Worker):
@@ -55,17 +58,17 @@ class Adder(Worker):
         dist.all_reduce(total)
         return total.item()
 
-    @register(Dispatch.ONE_TO_ALL, timeout_s=30)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=100)
     def fail_on(self, rank: int) -> None:
         if self.rank == rank:
             raise KeyError(f"planted on {rank}")
-        time.sleep(20)
+        time.sleep(PEERS_SLEEP_S)
 
-    @register(Dispatch.ONE_TO_ALL, timeout_s=30)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=100)
     def die_on(self, rank: int) -> None:
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(20)
+        time.sleep(PEERS_SLEEP_S)
 
     @register(Dispatch.ONE_TO_ALL, timeout_s=30)
     def give_up_on(self, rank: int) -> None:
@@ -82,7 +85,7 @@ class Adder(Worker):
     @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
     def sleep_on(self, rank: int) -> None:
         if self.rank == rank:
-            time.sleep(2)
+            time.sleep(10)
 
     @register(Dispatch.ONE_TO_ALL)
     def announce(self, tensor_parallel: int) -> None:
@@ -138,6 +141,12 @@ class Waiter(Worker):
         time.sleep(seconds)
         return self.rank
 
+    @register(Dispatch.ONE_TO_ALL, concurrency=4, blocking=False)
+    def meet_in_thread(self, count: int) -> int:
+        """Return when `count` calls run at once."""
+        self.__dict__.setdefault("meeting", threading.Barrier(count)).wait(60)
+        return self.rank
+
     @register(Dispatch.ONE_TO_ALL)
     async def fail_async(self) -> None:
         raise KeyError("planted in a coroutine")
@@ -172,14 +181,16 @@ class Waiter(Worker):
     def roles_in_process(self) -> list[str]:
         return sorted(self.fused_worker_dict)
 
-    @register(Dispatch.ONE_TO_ALL, timeout_s=60)
-    def reduce_until_killed(self, victim: int) -> None:
-        """All other ranks wait in a collective that the victim never joins."""
+    @register(Dispatch.ONE_TO_ALL, timeout_s=90)
+    def reduce_until_killed(self, victim: int, path: str = "") -> None:
+        """All other ranks wait in a collective that the victim never joins; the victim creates the file `path`."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         dist.all_reduce(torch.zeros(1))
         if self.rank == victim:
-            time.sleep(50)
+            if path:
+                open(path, "w").close()
+            time.sleep(80)
         dist.all_reduce(torch.zeros(1))
 
     @register(Dispatch.ONE_TO_ALL, timeout_s=60)

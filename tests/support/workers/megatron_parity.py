@@ -12,6 +12,7 @@ PPO, the losses of actor (clipped surrogate, entropy bonus, KL) and critic are c
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,19 +42,15 @@ COMPARED = ("logits", *POLICY, "gradients", "weights", "ppo")
 TITLES = ("logits", "log-probs", "entropy", "gradients", f"parameters, {STEPS} steps", "losses, PPO")
 
 
-def compare(folder: Path, case: str, expected: dict) -> tuple[dict[str, float], dict]:
-    """Run a case on processes of its own.
+def run_cases(folder: Path, cases: Sequence[str]) -> None:
+    """Run cases of the same number of processes, one after the other, in the same processes."""
+    [num_ranks] = {CASES[case][0] for case in cases}
+    module, log = "tests.support.workers.megatron_rank", folder / f"{cases[0]}.log"
+    run_ranks(module, num_ranks, folder, *cases, log=log, timeout_s=LIMIT_S)
 
-    Returns the largest differences from `expected`, by quantity, and the results of rank 0.
-    """
-    run_ranks(
-        "tests.support.workers.megatron_rank",
-        CASES[case][0],
-        folder,
-        case,
-        log=folder / f"{case}.log",
-        timeout_s=LIMIT_S,
-    )
+
+def compare(folder: Path, case: str, expected: dict) -> tuple[dict[str, float], dict]:
+    """Return the largest differences of a case that has been run from `expected`, and the results of its rank 0."""
     found = torch.load(folder / f"{case}.pt")
     number = found["outputs"].pop("number")
     differences = {
@@ -179,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         expected = {model: hf_reference(folder, model) | {"ppo": hf_ppo_losses(folder, model)} for model in models}
         for case in chosen:
             processes, model, _, _ = CASES[case]
+            run_cases(folder, [case])
             differences, _ = compare(folder, case, expected[model])
             print(
                 f"| {case} | {processes} | {model} | {' | '.join(f'{differences[name]:.1e}' for name in COMPARED)} |",

@@ -1,10 +1,10 @@
-"""One rank of the Megatron engine tests: train and compute under one layout, and write the results.
+"""One rank of the Megatron engine tests: train and compute under one layout after the other, and write the results.
 
 Not a test file.
 
-    python -m tests.support.workers.megatron_rank RANK WORLD FOLDER CASE
+    python -m tests.support.workers.megatron_rank RANK WORLD FOLDER CASE...
 
-FOLDER contains the models. The ranks add a file store, and rank 0 `CASE.pt`.
+FOLDER contains the models. The ranks add a file store per case, and rank 0 `CASE.pt`.
 """
 
 import sys
@@ -24,6 +24,7 @@ from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 from hybridrl.workers.engine.megatron.engine import MegatronEngine, finalize_model_grads
 from hybridrl.workers.engine.megatron.hf_weights import gather_full_tensors
 from hybridrl.workers.engine.megatron.local_tokens import LocalTokens
+from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel
 from tests.support.workers.engine_cases import OPTIM, make_batch, num_response_tokens, policy_loss, train, whole_weights
 from tests.support.workers.engine_cases import gradients as fsdp_gradients
 from tests.support.workers.engine_cases import make_engine as make_fsdp
@@ -163,15 +164,18 @@ def compute(case: str, folder: Path) -> dict:
     }
 
 
-def main(rank: int, world: int, folder: Path, case: str) -> None:
+def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"{case} store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=150))
-    found = compute(case, folder)
-    if rank == 0:
-        torch.save(found, folder / f"{case}.pt")
-    dist.barrier()
+    for case in cases:
+        store = dist.FileStore(str(folder / f"{case} store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=150))
+        found = compute(case, folder)
+        if rank == 0:
+            torch.save(found, folder / f"{case}.pt")
+        dist.barrier()
+        destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -9,7 +9,7 @@ python -m tests.support.workers.megatron_parity                              pri
 import pytest
 
 from tests.support.workers.megatron_models import CASES, NEEDS_MEGATRON, save_models
-from tests.support.workers.megatron_parity import LIMIT_S, compare, hf_ppo_losses, hf_reference
+from tests.support.workers.megatron_parity import LIMIT_S, compare, hf_ppo_losses, hf_reference, run_cases
 
 QUICK = ("TP2", "PP2, untied, packed", "CP2", "qwen3_moe, EP2")
 ATOL = 1e-5
@@ -37,13 +37,28 @@ def references(folder):
     return of
 
 
+@pytest.fixture(scope="module")
+def run(folder):
+    """Runs a case. The first of `QUICK` runs all of them: starting their processes takes most of the time."""
+    done: set[str] = set()
+
+    def at_once(case: str) -> None:
+        if case not in done:
+            cases = QUICK if case in QUICK else (case,)
+            run_cases(folder, cases)
+            done.update(cases)
+
+    return at_once
+
+
 def cases() -> list:
     return [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 @pytest.mark.parametrize("case", cases())
-def test_a_layout_computes_and_trains_as_the_plain_model_does(folder, references, case):
+def test_a_layout_computes_and_trains_as_the_plain_model_does(folder, references, run, case):
     expected = references(CASES[case][1])
+    run(case)
     differences, found = compare(folder, case, expected)
     for name, value in differences.items():
         assert value < ATOL, (name, differences)
