@@ -16,7 +16,7 @@ def started(*command):
     return subprocess.Popen(command)
 
 
-def until(true, timeout_s=20):
+def until(true, timeout_s=60):
     end = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < end

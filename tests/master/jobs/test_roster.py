@@ -68,7 +68,7 @@ def test_a_stop_ends_what_a_role_runs_by_system_exit(tmp_path):
     running = job.resource(**SMALL).build().submit("stops", blocking=False, journal=str(tmp_path))
     wait_until(lambda: out.exists() and out.read_text() == "works")
     running.stop("requested by a test")
-    assert running.wait(timeout_s=10) == 143 and out.read_text() == "left"
+    assert running.wait(timeout_s=60) == 143 and out.read_text() == "left"
 
 
 def test_a_process_outside_of_a_job_has_no_context():

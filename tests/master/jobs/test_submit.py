@@ -90,7 +90,7 @@ def test_a_job_in_the_background_can_be_stopped_and_two_of_one_name_run_at_once(
     wait_until(lambda: out1.exists() and out2.exists())
     assert first.name != second.name and not first.is_finished()
     first.stop("requested by a test")
-    assert first.wait(timeout_s=10) == 143 and out1.read_text() == "waiting"
+    assert first.wait(timeout_s=60) == 143 and out1.read_text() == "waiting"
     state, _ = replay(first.journal)
     assert (state.state, state.reason) == (JobPhase.STOPPED, "requested by a test")
     wait_until(lambda: not left_of(first.name))
@@ -108,7 +108,7 @@ def test_hybridrl_job_stops_a_submitted_job_and_its_trainer_can_clean_up(tmp_pat
     wait_until(lambda: "trainer.run for" in status(running.name, None))  # with the next heartbeat
     assert re.search(r"^trainer-0 +alive", status("found", None), re.MULTILINE)
     assert stop("found", None, timeout_s=60) == f"{running.name} has ended\n"
-    assert running.wait(timeout_s=10) == 143 and (tmp_path / "out").read_text().split() == ["works", "leaves"]
+    assert running.wait(timeout_s=60) == 143 and (tmp_path / "out").read_text().split() == ["works", "leaves"]
     assert "StopRequested" in logs(running.journal, None)
     wait_until(lambda: not left_of("found-"))
 

@@ -36,7 +36,7 @@ def test_reset_ends_the_recording_and_the_event_loop_and_empties_the_tables(tmp_
     loop = PROCESS.event_loop
     PROCESS.reset()
     assert not is_recording() and not PROCESS.addresses and not PROCESS.lost_reasons
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while loop.is_running() and time.monotonic() < until:
         time.sleep(0.01)
     assert not loop.is_running()

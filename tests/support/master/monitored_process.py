@@ -45,7 +45,7 @@ def wait_for(client, condition, *, timeout_s=60):
         time.sleep(0.01)
 
 
-def wait_until_gone(run, *process_ids, timeout_s=20):
+def wait_until_gone(run, *process_ids, timeout_s=60):
     """Wait until the run's master and these processes are gone; return the seconds."""
     start = time.monotonic()
     while run in list_masters() or any(read_process_stat(pid).state for pid in process_ids):
