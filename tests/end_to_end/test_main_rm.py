@@ -48,6 +48,7 @@ def test_a_margin_that_is_reached_is_no_reason_to_go_on(tmp_path, tiny_qwen2):
     assert step["train/loss"] < 1e-6 and step["train/grad_norm"] < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_take_the_same_steps_as_one(tmp_path, tiny_qwen2, ray_cluster):
     settings = {"trainer__total_training_steps": 3, "trainer__test_freq": 3, "optim__lr": 1e-4}

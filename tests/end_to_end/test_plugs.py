@@ -36,17 +36,22 @@ def registries_as_they_were():
         registry.update(entries)
 
 
-def test_an_estimator_and_a_loss_from_a_file_work_on_ray(tmp_path, tiny_qwen2, ray_cluster):
+def test_on_ray_files_of_formulas_work_and_external_lib_runs_in_every_process(tmp_path, tiny_qwen2, ray_cluster):
     (tmp_path / "formulas.py").write_text(CODE)
+    (tmp_path / "ours.py").write_text(
+        f"import os, pathlib\n(pathlib.Path({str(tmp_path)!r}) / f'seen_{{os.getpid()}}').touch()\n"
+    )
     (row,) = train(
         tmp_path,
         tiny_qwen2,
         algorithm__path=tmp_path / "formulas.py",
         algorithm__adv_estimator="threes",
         actor_rollout_ref__actor__policy_loss__loss_mode="nothing",
+        actor_rollout_ref__model__external_lib=tmp_path / "ours.py",
         trainer__backend="ray",
         **SHORT,
     )
+    assert len(list(tmp_path.glob("seen_*"))) == 2  # the driver and its one worker
     assert row["critic/advantages/mean"] == 3 and row["actor/pg_loss"] == 0 and row["actor/grad_norm"] == 0
 
 
@@ -63,17 +68,3 @@ def test_a_loss_registered_only_in_the_driver_is_refused_before_generation(tmp_p
 def test_the_error_for_a_missing_file_names_its_key(tmp_path, tiny_qwen2, capsys, key):
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), f"{key}=nowhere.py"]) == 2
     assert f"{key}=nowhere.py: no file nowhere.py" in capsys.readouterr().err
-
-
-def test_external_lib_runs_before_a_model_is_read_in_every_process(tmp_path, tiny_qwen2, ray_cluster):
-    (tmp_path / "ours.py").write_text(
-        f"import os, pathlib\n(pathlib.Path({str(tmp_path)!r}) / f'seen_{{os.getpid()}}').touch()\n"
-    )
-    train(
-        tmp_path,
-        tiny_qwen2,
-        actor_rollout_ref__model__external_lib=tmp_path / "ours.py",
-        trainer__backend="ray",
-        **SHORT,
-    )
-    assert len(list(tmp_path.glob("seen_*"))) == 2  # the driver and its one worker

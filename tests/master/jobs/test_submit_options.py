@@ -105,7 +105,11 @@ def test_keywords_without_effect_are_logged_once_each(caplog):
             "tests.support.master.sample_job:Ader", "has no 'Ader'; did you mean Adder", marks=pytest.mark.slow
         ),
         ("/no/such/program.py -x", "role 'a': there is no file /no/such/program.py in "),
-        ("tests.support.master.sample_job:Trainer", "role 'a': Trainer requires the argument 'job'"),
+        pytest.param(
+            "tests.support.master.sample_job:Trainer",
+            "role 'a': Trainer requires the argument 'job'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_checked_dry_run_refuses_what_cannot_be_loaded_before_it_prints(entry, message, capsys):
