@@ -8,14 +8,18 @@ import os
 os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"
 )  # before torch is imported
+# Ray starts its workers with nice 15: beside another busy test file they would hardly run.
+os.environ["RAY_worker_niceness"] = "0"
 os.environ["HYBRIDRL_CHECK_STAGES"] = "1"  # every stage is compared with its declaration, see run/column_check.py
 
+import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, whatever ran before it in this process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

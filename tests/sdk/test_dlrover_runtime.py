@@ -195,9 +195,9 @@ def test_a_queue_is_in_order_and_waits_for_room_and_for_elements(job, as_worker)
         time.sleep(0.01)
     assert [one.done() for one in putting][2:] == [False, False]
     assert held.get(2) + held.get(2) == [0, 1, 2, 3]
-    assert [one.result(5) for one in putting] == [None] * 4
+    assert [one.result(60) for one in putting] == [None] * 4
     threading.Timer(0.1, other.put, ["late"]).start()
-    assert held.get(1, timeout_s=5) == ["late"]
+    assert held.get(1, timeout_s=60) == ["late"]
 
 
 def test_a_queue_names_what_is_waited_for(job, as_worker):

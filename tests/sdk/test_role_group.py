@@ -95,7 +95,7 @@ def test_call_gives_a_real_future_of_the_outputs_by_rank(group):
     assert future.result() == [(rank, ([1, 2, 3, 4],), {"key": 5}) for rank in range(4)]
     done = threading.Event()
     group.call("whoami").add_done_callback(lambda _: done.set())
-    assert done.wait(5)
+    assert done.wait(60)
     assert group.call("coroutine", 1).result() == [1] * 4
 
 
@@ -119,11 +119,9 @@ def test_batches_are_cut_in_balance_and_come_back_in_order(group):
     assert list(outputs) == ["0:a!?", "0:b!?", "1:c!?", "2:d!?", "3:e!?"] and outputs[-1] == "3:e!?"
     assert list(group.call_batch(generate, 2, ("a", "b"))) == ["0:a", "1:b"]
     assert len(group.call_batch(generate, 0, [])) == 0
-    assert group.call_batch("whoami", 4, [1, 2, 3, 4], key=list("abcd"))._parts[1].result() == (
-        1,
-        ([2],),
-        {"key": ["b"]},
-    )
+    parts = group.call_batch("whoami", 4, [1, 2, 3, 4], key=list("abcd"))._parts
+    answers = [part.result() for part in parts]  # of all: a job that ends leaves calls without an answer
+    assert answers[1] == (1, ([2],), {"key": ["b"]})
 
 
 def test_a_future_sequence_may_be_the_next_calls_argument(group):
@@ -152,10 +150,10 @@ def test_reading_part_of_a_batch_waits_for_its_process_only(job, group):
     gates = [worker.gate for worker in job.group("rollout").workers]
     gates[0].set()
     parts = [actor.call("waits") for actor in group]
-    assert parts[0].result(5) == 0 and not parts[1].done()
+    assert parts[0].result(60) == 0 and not parts[1].done()
     for gate in gates:
         gate.set()
-    assert [part.result(5) for part in parts] == [0, 1, 2, 3]
+    assert [part.result(60) for part in parts] == [0, 1, 2, 3]
 
 
 def test_calls_have_the_endpoints_deadline_or_the_groups(group):
@@ -196,12 +194,12 @@ def test_on_an_event_loop_a_call_is_refused_with_the_way_out(group):
 
 
 def test_many_pending_calls_have_few_threads_and_all_end(job, group):
-    before = threading.active_count()
+    before, others = threading.active_count(), len(PENDING)
     futures = [group[number % 4].call("waits") for number in range(400)]
     assert len(PENDING) >= 396 and threading.active_count() - before <= 4 + MAX_THREADS + 1
     for worker in job.group("rollout").workers:
         worker.gate.set()
-    assert [future.result(30) for future in futures] == [0, 1, 2, 3] * 100 and len(PENDING) == 0
+    assert [future.result(60) for future in futures] == [0, 1, 2, 3] * 100 and len(PENDING) <= others
     assert threading.active_count() - before <= 4 + MAX_THREADS + 1
 
 
@@ -246,7 +244,7 @@ def test_a_call_to_processes_that_were_replaced_before_it_is_sent_again(job, gro
         old.lose(rank)
     job.restart("rollout")
     time.sleep(0.02)
-    assert group.call("unmarked", 1).result(5) == [1, 2, 3, 4] and job.lookups == 2
+    assert group.call("unmarked", 1).result(60) == [1, 2, 3, 4] and job.lookups == 2
     assert list(group.call_batch(generate, 2, ["a", "b"])) == ["0:a", "1:b"]
 
 
@@ -262,7 +260,7 @@ def test_an_idempotent_call_waits_for_the_new_process_and_is_sent_again(job, gro
     while not job.group("rollout").workers[1].calls:
         time.sleep(0.01)
     job.group("rollout").workers[1].gate.set()
-    assert future.result(5) == 1
+    assert future.result(60) == 1
 
 
 def test_a_call_that_ends_its_process_each_time_is_not_sent_forever(job, group):
