@@ -298,7 +298,7 @@ class DAPORewardManager(RewardManager):
 
     With l = overlong_buffer.len: score + min(-(length - (max_response_length - l)) / l * penalty_factor, 0). Adds
     `overlong_reward` (the penalty) and `overlong` (whether there was one) to extra. Applied only if
-    overlong_buffer.enable.
+    overlong_buffer.enable. As in verl, the score without the penalty becomes `acc` if the function returns no more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -309,11 +309,12 @@ class DAPORewardManager(RewardManager):
 
     def adjust(self, scores: list[SampleScore], lengths_B: torch.Tensor) -> list[SampleScore]:
         buffer, limit = self.overlong_buffer, self.max_response_length
+        scored = [score.with_accuracy() for score in scores]
         if buffer is None or not buffer.enable or limit is None:
-            return scores
+            return scored
         excess_B = (lengths_B - (limit - buffer.len)).double()
         penalties_B = (-excess_B / buffer.len * buffer.penalty_factor).clamp(max=0)
-        return [score.with_penalty(penalty) for score, penalty in zip(scores, penalties_B.tolist(), strict=True)]
+        return [score.with_penalty(penalty) for score, penalty in zip(scored, penalties_B.tolist(), strict=True)]
 
 
 def response_lengths(data: DataProto) -> torch.Tensor:

@@ -26,6 +26,10 @@ class SampleScore:
     def valid(self) -> bool:
         return self.failure is None
 
+    def with_accuracy(self) -> "SampleScore":
+        """Return this score with its value as the extra value `acc`, if it is valid and has no extra values."""
+        return self if self.extra or not self.valid else replace(self, extra={"acc": self.value})
+
     def with_penalty(self, penalty: float) -> "SampleScore":
         """Return this score with a length penalty (at most 0) added and recorded; a failed sample stays failed."""
         extra = {**self.extra, "overlong_reward": penalty, "overlong": penalty < 0}

@@ -315,10 +315,18 @@ def test_the_dapo_penalty_equals_numbers_worked_out_by_hand(manager):
     dapo = manager(lambda **_: 1.0, cls=DAPORewardManager, max_response_length=6, overlong_buffer=buffer)
     output = dapo(make_batch(["5", "5 5", "5 5 5", "5 5 5 5 5"]))  # with EOS 2, 3, 4, 6 tokens
     assert output.reward_tensor.sum(-1).tolist() == [1.0, 0.875, 0.75, 0.5]
-    assert output.extra == {"overlong_reward": [0.0, -0.125, -0.25, -0.5], "overlong": [False, True, True, True]}
+    penalties = {"overlong_reward": [0.0, -0.125, -0.25, -0.5], "overlong": [False, True, True, True]}
+    assert output.extra == {"acc": [1.0] * 4} | penalties
 
 
-def test_dapo_without_penalty_is_the_naive_manager_and_a_failed_sample_stays_without_score(manager, scripted):
+def test_dapo_names_a_plain_score_acc_and_keeps_what_a_function_returns(manager):
+    plain = manager(lambda **_: 0.5, cls=DAPORewardManager)(make_batch(["5"]))
+    own = manager(lambda **_: {"score": 0.5, "acc": 1.0}, cls=DAPORewardManager)(make_batch(["5"]))
+    failed = manager(lambda **_: float("nan"), cls=DAPORewardManager)(make_batch(["5"]))
+    assert (plain.extra, own.extra, failed.extra) == ({"acc": [0.5]}, {"acc": [1.0]}, {})
+
+
+def test_dapo_without_penalty_scores_as_the_naive_manager_and_a_failed_sample_stays_without_score(manager, scripted):
     batch = make_batch(["5", "boom boom boom", "boom"])
     plain = manager(scripted)(batch)
     off = manager(scripted, cls=DAPORewardManager, max_response_length=6, overlong_buffer=OverlongBufferConfig(len=4))(
