@@ -1,5 +1,6 @@
 """The table of columns and the list of stages agree, whatever the settings."""
 
+import functools
 import itertools
 
 import pytest
@@ -36,6 +37,7 @@ DISTRIBUTIONS = [
 CORRECTION = "algorithm.rollout_correction"
 
 
+@functools.cache
 def stages_of(*words: str):
     settings = ["actor_rollout_ref.rollout.n=2", "trainer.n_gpus_per_node=2"]
     settings += [word for group in words for word in group.split()]
