@@ -9,7 +9,7 @@ os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"
 )  # before torch is imported
 # Ray starts its workers with nice 15: beside another busy test file they would hardly run.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
 os.environ["HYBRIDRL_CHECK_STAGES"] = "1"  # every stage is compared with its declaration, see run/column_check.py
 
 import random
@@ -64,18 +64,15 @@ def ray_cluster() -> Iterator[None]:
     """A Ray cluster on this machine for the whole session, without dashboard."""
     import ray
 
-    from hybridrl.driver.ray_cluster import patient_start
-
     started = not ray.is_initialized()
     if started:
-        with patient_start():
-            ray.init(
-                address="local",
-                num_cpus=NUM_CPUS,
-                include_dashboard=False,
-                log_to_driver=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
     yield
     if started:
         ray.shutdown()
