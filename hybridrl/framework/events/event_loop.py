@@ -122,6 +122,7 @@ class BufferedEvent:
     args: tuple
     kwargs: dict
     num_bytes: int
+    key: str
 
 
 class ReplayingLoop(EventLoop):
@@ -156,7 +157,14 @@ class ReplayingLoop(EventLoop):
         self._post(lambda: EventLoop.off(self, event, fn))  # listeners whose registration is still queued
 
     def emit_and_buffer(
-        self, event: str, args: tuple, kwargs: dict, *, num_bytes: int = 0, newest_only: bool = False
+        self,
+        event: str,
+        args: tuple,
+        kwargs: dict,
+        *,
+        num_bytes: int = 0,
+        newest_only: bool = False,
+        key: str = "",
     ) -> None:
         """Emit, and buffer the event for late listeners.
 
@@ -165,14 +173,16 @@ class ReplayingLoop(EventLoop):
             args: Positional arguments of the listeners.
             kwargs: Keyword arguments of the listeners.
             num_bytes: Size of the event, for the limit of the buffer.
-            newest_only: Replace buffered events of the same name.
+            newest_only: Replace buffered events of the same name and key.
+            key: Part of the name that listeners do not choose by.
         """
         if self._buffer is not None:
-            self._add_to_buffer(BufferedEvent(event, args, kwargs, num_bytes), newest_only=newest_only)
+            self._add_to_buffer(BufferedEvent(event, args, kwargs, num_bytes, key), newest_only=newest_only)
         self.emit(event, *args, **kwargs)
 
     def _add_to_buffer(self, new: BufferedEvent, *, newest_only: bool) -> None:
-        buffered = [entry for entry in self._buffer or () if not (newest_only and entry.event == new.event)]
+        same = new.event, new.key
+        buffered = [entry for entry in self._buffer or () if not (newest_only and (entry.event, entry.key) == same)]
         free_bytes = MAX_BUFFERED_BYTES - sum(entry.num_bytes for entry in buffered) - new.num_bytes
         while buffered and (free_bytes < 0 or len(buffered) >= MAX_BUFFERED_EVENTS):
             dropped = buffered.pop(0)

@@ -168,7 +168,12 @@ class PeerRouter(Router):
     def _on_message(self, message: Message, args: tuple, kwargs: dict) -> None:
         self.message_bytes = message.contents.num_bytes
         self._topics.emit_and_buffer(
-            message.topic, args, kwargs, num_bytes=message.contents.num_bytes, newest_only=message.newest_only
+            message.topic,
+            args,
+            kwargs,
+            num_bytes=message.contents.num_bytes,
+            newest_only=message.newest_only,
+            key=message.event,
         )
 
 

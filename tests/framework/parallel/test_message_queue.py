@@ -8,6 +8,7 @@ from hybridrl.framework.parallel import message_queue
 from hybridrl.framework.parallel.inbox import Inbox
 from hybridrl.framework.parallel.message import SerializedMessage, serialize
 from hybridrl.framework.parallel.message_queue import Message, MessageQueue
+from hybridrl.framework.parallel.router import PeerRouter
 
 
 def message(event, value=None, *, newest_only=False, num_bytes=1):
@@ -73,3 +74,15 @@ def test_a_slow_listener_gets_the_newest_and_every_message_that_is_not_replaced(
     go.set()
     inbox.flush(60)
     assert received == [("first", 0), ("weights", 4), ("count", 5)]
+
+
+def test_before_the_first_listener_a_newest_event_replaces_those_of_its_own_name_alone():
+    router, received = PeerRouter(), []
+    router.activate(0, name="test/node-0", labels=(), attached_to=())
+    entries = [("batch", 0, False), ("weights", 1, True), ("batch", 2, False), ("weights", 3, True)]
+    for number, (event, value, newest_only) in enumerate(entries):
+        router.deliver("a", number, message(event, (event, value), newest_only=newest_only))
+    router.flush()
+    router.on("task.event", received.append)
+    router.flush()
+    assert received == [("batch", 0), ("batch", 2), ("weights", 3)]
