@@ -374,11 +374,11 @@ class Task(Composition, StageLabels):
     ) -> None:
         failures: list[BaseException] = [] if error is None else [error]
         self._wait_for_unfinished(stopping=True)
-        if self._by_hand and error is None and not self.finish:
-            self._send_finish()
         self.running = False
         hooks: list[Callable[[], Any]] = [*self._exit_hooks, functools.partial(self._local.emit, "exit")]
         self._exit_hooks = []
+        if self._by_hand and error is None and not self.finish:
+            hooks.append(self._send_finish)  # it may raise what a listener has raised; the others run all the same
         while hooks:
             try:
                 hooks.pop()()

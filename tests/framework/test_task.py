@@ -5,6 +5,9 @@ import threading
 import pytest
 
 from hybridrl.framework import Context, OnlineRLContext, Role, StageSpec, Task, stage
+from hybridrl.framework.events.router import current_router, install_router
+from hybridrl.framework.events.task_events import FINISH
+from hybridrl.framework.parallel.router import PeerRouter
 
 
 def _two_halves(name, log):
@@ -155,6 +158,27 @@ def test_renew_by_hand_closes_second_halves_when_one_of_them_fails():
         with pytest.raises(_OwnError):
             task.renew()
     assert log == ["closed"] and task.ctx.total_step == 0
+
+
+def test_a_listener_that_failed_at_the_end_of_a_loop_by_hand_skips_no_exit_hook():
+    log, before, router = [], current_router(), PeerRouter()
+
+    def deliver(stream, number, message):
+        if message.topic == FINISH:
+            router.post(lambda: _fail(None))  # in the thread of listeners
+        return number
+
+    router.activate(0, name="test/node-0", labels=(), attached_to=())
+    router.connect("test/node-1", deliver)
+    install_router(router)
+    try:
+        with pytest.raises(_OwnError), Task() as task:
+            task.on_exit(lambda: log.append("saved"))
+            task.forward(lambda ctx: None)
+            task.renew()
+        assert log == ["saved"] and not task.running and router.finish_hooks == []
+    finally:
+        install_router(before)
 
 
 def test_a_stage_may_renew_the_context_in_the_middle_of_a_step():
