@@ -69,17 +69,22 @@ class HeartbeatServer:
         self._token = token
         self._selector = selectors.DefaultSelector()
         self._without_hello: dict[Connection, None] = {}  # oldest first
-        self._listen(host)
+        self._listen(host, socket.create_server((host, 0), backlog=1024))
 
     def move(self, host: str) -> None:
-        """Listen at another address. Connections of the old one stay."""
+        """Listen at another address. Connections of the old one stay.
+
+        Raises:
+            OSError: It is not possible there; the server listens where it did.
+        """
+        listener = socket.create_server((host, 0), backlog=1024)
         if not self._accept_again_at:
             self._selector.unregister(self._listener)
         self._listener.close()
-        self._listen(host)
+        self._listen(host, listener)
 
-    def _listen(self, host: str) -> None:
-        self._listener = socket.create_server((host, 0), backlog=1024)
+    def _listen(self, host: str, listener: socket.socket) -> None:
+        self._listener = listener
         self._listener.setblocking(False)
         self.host, self.port = host, self._listener.getsockname()[1]
         self._selector.register(self._listener, selectors.EVENT_READ)

@@ -285,12 +285,12 @@ class MasterLoop:
             return
         self._last_node_poll = time.monotonic()
         self._nodes = {node["NodeID"]: node for node in ray.nodes()}
-        if self.server.host != needed_host(self._node_host, self._nodes.values()) != LOOPBACK:
-            self.server.move(self._node_host)
         for node_id, node in self._nodes.items():
             if not node["Alive"] and node_id not in self._dead_nodes:
                 self._dead_nodes.add(node_id)
                 self.monitor.mark_node_lost(node_id, f"its node {node['NodeManagerAddress']} is gone")
+        if self.server.host != needed_host(self._node_host, self._nodes.values()) != LOOPBACK:
+            self.server.move(self._node_host)
 
     def _report_lost_worker(self, lost: WorkerFailed) -> None:
         """Make all processes' pending calls to this worker fail now, with the reason of its end.

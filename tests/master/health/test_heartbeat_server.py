@@ -147,3 +147,11 @@ def test_a_server_that_moves_keeps_its_connections_and_closes_the_old_address(se
             actor.sendall(line({"beat": 1}))
             assert sorted(slot for slot, _ in messages(server)) == ["actor-0", "critic-0"]
         assert len(server) == 2
+
+
+def test_a_server_that_cannot_move_listens_where_it_did(server):
+    for _ in range(2):
+        with pytest.raises(OSError):
+            server.move("192.0.2.1")  # of no machine (RFC 5737)
+    with connect(server, hello("actor-0")):
+        assert dict(messages(server)).keys() == {"actor-0"}
