@@ -99,17 +99,20 @@ def watch_in_thread() -> None:
 
 def _end_program(lost: str) -> NoReturn:
     """End this process without its exit handlers, some of which call Ray; and Ray's processes that it started."""
-    sys.stdout.flush()
+    with suppress(Exception):  # whoever read it may be gone; this process must end all the same
+        sys.stdout.flush()
     logs = "/tmp/ray"
     if (node := getattr(sys.modules["ray"]._private.worker, "_global_node", None)) is not None:
         logs = node.get_logs_dir_path()
         with suppress(Exception):  # whatever Ray says about what is left of it
             node.kill_all_processes(check_alive=False)
-    sys.stderr.write(
+    text = (
         f"error: {lost} on this machine has ended, and the workers and the master with it; Ray's logs are in {logs}; "
         "start the same command again; training resumes from what it has committed\n"
     )
-    sys.stderr.flush()
+    with suppress(Exception):
+        sys.stderr.write(text)
+        sys.stderr.flush()
     os._exit(EXIT_CODE)
 
 

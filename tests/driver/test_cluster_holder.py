@@ -101,3 +101,27 @@ def test_a_program_without_a_supervisor_ends_with_its_cluster_and_one_error(how,
                 wait_until_gone(pid, within_s=90.0)
         finally:
             program.kill()
+
+
+def test_a_program_whose_reader_is_gone_ends_with_its_cluster_all_the_same():
+    code = "import ray; from hybridrl.driver import cluster_watch as w; print('step 1'); w._end_program('a raylet')"
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": ""}}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **options) as program:
+        program.stdout.close()  # the line waits in the program's buffer
+        err = program.stderr.read()
+    assert program.returncode == 1 and err.startswith("error: a raylet on this machine has ended") and "\n" in err
+    assert "Traceback" not in err
+
+
+def test_a_holder_whose_parent_is_gone_does_not_wait_for_ray_to_start():
+    start = "lambda: (print('starts', flush=True), time.sleep(1000))"
+    code = "import sys, time; from hybridrl.driver.cluster_holder import hold_cluster as hold; "
+    code += f"hold({start}, ready=1, alive=0, mask=set(), ignored=())"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes) as holder:
+        try:
+            assert holder.stdout.readline() == "starts\n"
+            holder.stdin.close()
+            assert holder.wait(timeout=60) == 0
+        finally:
+            holder.kill()
