@@ -35,8 +35,10 @@ RAY_CONNECTION_ENDED = "connection error code 2"  # all that Ray observes of a k
 RAY_NODE_DIED = "node has died"
 RAY_UNAVAILABLE = "is temporarily unavailable"  # the cause is not known to Ray yet
 # Texts of torch.distributed: gloo's transport names its file, NCCL the reason. The type is RuntimeError or a subclass.
+# A failed check of gloo, such as for an unknown GLOO_SOCKET_IFNAME, is the user's to correct.
 BROKEN_CONNECTION = re.compile(
-    r"/gloo/transport/\w+/[^\]]*\] *(?P<gloo>.*?)(\. |$)|remote process exited or there was a network error"
+    r"\[(?!enforce fail)[^\]]*/gloo/transport/\w+/[^\]]*\] *(?P<gloo>.*?)(\. |$)"
+    r"|remote process exited or there was a network error"
 )
 CALLED_FROM = "\n\nThis method was called from:\n\n"  # between the remote tracebacks of two workers
 OBJECT_LOST_HINT = (
@@ -231,6 +233,8 @@ class _ResultReader:
 def broken_connection(error: BaseException) -> str:
     """Return what a collective call says about a connection that has ended; "" for any other error."""
     if not isinstance(error, RuntimeError) or (found := BROKEN_CONNECTION.search(str(error))) is None:
+        return ""
+    if "Timed out" in found[0]:  # the peer may be slow, or in another collective call
         return ""
     return f"a connection of its process group has ended ({found['gloo'] or found[0]})"
 

@@ -69,6 +69,10 @@ GLOO = (
     "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3473. "
     "This is typically caused by a remote worker crashing."
 )
+GLOO_CHECK = (
+    "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. "
+    "Unable to find address for: eth9"
+)
 NCCL = "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error, NCCL version 2.21.5"
 
 
@@ -82,6 +86,7 @@ NCCL = "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a n
         (RuntimeError(NCCL), "a connection of its process group has ended (remote process exited or there was"),
         (ConnectionResetError(104, "Connection reset by peer"), ""),  # of the user's own code
         (RuntimeError("Connection closed by peer"), ""),
+        (RuntimeError(GLOO_CHECK), ""),
         (ValueError(GLOO), ""),
     ],
 )
