@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.framework import Context, OfflineRLContext, OnlineRLContext, ding_init
+from hybridrl.framework.events.task_events import unpicklable_keys
 
 
 def test_attributes_and_items_are_the_same_values():
@@ -133,3 +134,7 @@ def test_repr_names_the_keys_and_not_the_values():
     ctx = Context()
     ctx.batch = "a very long batch"
     assert "batch" in repr(ctx) and "a very long" not in repr(ctx) and "_kept" not in repr(ctx)
+
+
+def test_what_cannot_be_pickled_is_found_beside_a_value_of_any_name():
+    assert unpicklable_keys(Context(items=[1], keys=2, reader=(i for i in ()))) == ["'reader'"]

@@ -104,9 +104,9 @@ def unpicklable_keys(ctx: Context) -> list[str]:
     import cloudpickle
 
     keys = []
-    for key, value in ctx.items():
+    for key in ctx:
         try:
-            cloudpickle.dumps(value)
+            cloudpickle.dumps(ctx[key])  # not `ctx.items()`: a value may have this name
         except Exception:
             keys.append(repr(key))
     return keys
