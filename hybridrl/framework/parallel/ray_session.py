@@ -6,7 +6,14 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from hybridrl.driver.ray_cluster import AUTO, address_of_last_start, cluster_started_here, connect, find_cluster
+from hybridrl.driver.ray_cluster import (
+    AUTO,
+    address_of_last_start,
+    cluster_started_here,
+    connect,
+    find_cluster,
+    patient_start,
+)
 from hybridrl.errors import PlacementError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +48,8 @@ def ray_session(attach_to: Sequence[str] = (), *, timeout_s: float = 0.0) -> Ite
             _wait_for_cluster(attach_to, timeout_s)
         address = AUTO if attach_to or _is_cluster_here() else "local"
     if address == "local":
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        with patient_start():
+            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     else:
         connect(address, setting=setting)
     try:
