@@ -64,6 +64,7 @@ class MemberGroup:
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
         self.members: dict[int, Any] = {}  # node id -> Ray actor
+        self._set_up: set[int] = set()  # node ids; another process may still wait for its resources
         self._attached: dict[str, Any] = {}  # name -> Ray actor of another group
         self._retries = dict.fromkeys(plan.peers, 0)
         self._running: dict[Any, int] = {}  # reference to the result of `main` -> node id
@@ -103,6 +104,7 @@ class MemberGroup:
             for i in node_ids
         ]
         self._values(setups, list(node_ids), "setup")
+        self._set_up.update(node_ids)
 
     def _connect(self, node_id: int) -> None:
         """Link a process with its peers in both directions.
@@ -145,12 +147,13 @@ class MemberGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         members = {self.plan.member_name(node_id): node for node_id, node in self.members.items()}
+        set_up = {self.plan.member_name(node_id): self.members[node_id] for node_id in self._set_up}
         try:
             unfinished: set[str] = set()
             if error is not None:
                 running = {reference: self.plan.member_name(node_id) for reference, node_id in self._running.items()}
                 unfinished = end_mains(running, members, error, timeout_s=self.plan.exit_timeout_s)
-            allow_exit([node for name, node in members.items() if name not in unfinished])
+            allow_exit([node for name, node in set_up.items() if name not in unfinished])
         finally:
             kill(members)
             PROCESS.forget_actors([node._actor_id.hex() for node in self.members.values()])
@@ -191,20 +194,31 @@ def find_members(targets: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     deadline = time.monotonic() + timeout_s
     for target in targets:
-        is_first = True
-        while not (members := _members_of(target)):
-            if time.monotonic() >= deadline:
-                raise PlacementError(
-                    f"attach_to={target!r} is not running on this cluster after {timeout_s:g} s; there are "
-                    f"{', '.join(_running_groups()) or 'no groups'}. Both programs need the same Ray cluster: start "
-                    "one with `ray start --head`, and set RAY_ADDRESS=HOST:PORT for both"
-                )
-            if is_first:
-                logger.warning("waiting up to %g s for attach_to=%r, which is not running yet", timeout_s, target)
-            is_first = False
-            time.sleep(SEARCH_PERIOD_S)
+        if not _members_of(target) and timeout_s:
+            logger.warning("waiting up to %g s for attach_to=%r, which is not running yet", timeout_s, target)
+        if not (members := _wait_for_members(target, deadline)):
+            raise PlacementError(
+                f"attach_to={target!r} is not running on this cluster after {timeout_s:g} s; there are "
+                f"{', '.join(_running_groups()) or 'no groups'}. Both programs need the same Ray cluster: start "
+                "one with `ray start --head`, and set RAY_ADDRESS=HOST:PORT for both"
+            )
         found |= members
     return found
+
+
+def _wait_for_members(target: str, deadline: float) -> dict[str, Any]:
+    """Return the processes of a group when two looks find the same ones; what is there at the deadline.
+
+    A group that starts registers its processes one after the other, within milliseconds.
+    """
+    before: dict[str, Any] = {}
+    while True:
+        members = _members_of(target)
+        is_complete = target in members or (members and members.keys() == before.keys())
+        if is_complete or time.monotonic() >= deadline:
+            return members
+        before = members
+        time.sleep(SEARCH_PERIOD_S)
 
 
 def _members_of(target: str) -> dict[str, Any]:
