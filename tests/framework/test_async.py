@@ -125,23 +125,25 @@ def test_the_first_exception_ends_the_step_at_once_and_stop_waits_for_the_other_
 
 
 def test_later_failures_become_notes_of_the_first_and_their_generators_are_closed():
-    closed, failing = threading.Event(), threading.Event()
+    closed = threading.Event()
+
+    def wait_for_the_first():
+        until = time.monotonic() + LIMIT_S
+        while task._step_error is None and time.monotonic() < until:
+            time.sleep(0.01)
 
     def guarded(ctx):
-        failing.wait(LIMIT_S)
-        time.sleep(5 * NAP)
+        wait_for_the_first()
         try:
             yield
         finally:
             closed.set()
 
     def fail_late(ctx):
-        failing.wait(LIMIT_S)
-        time.sleep(5 * NAP)
+        wait_for_the_first()
         raise OSError("disk full")
 
     def fail(ctx):
-        failing.set()
         raise _OwnError
 
     with Task(async_mode=True) as task:
