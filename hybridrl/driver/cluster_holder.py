@@ -47,13 +47,26 @@ def hold_cluster(
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a holder that is frozen then finds that its parent is gone
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # a worker whose raylet is gone stays below this process
+    started = threading.Event()
+    threading.Thread(target=_end_early, args=(alive, started), name="early-end", daemon=True).start()
     os.write(ready, json.dumps(_answer(start)).encode())
+    started.set()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     lost = _wait(alive, ClusterWatch())
     if not lost:
         _shut_down_ray()
     _kill_all()
     os._exit(EXIT_LOST if lost else 0)  # skips the exit handlers of imported libraries
+
+
+def _end_early(alive: int, started: threading.Event) -> None:
+    """End this process if the parent is gone before the cluster has started, which may take minutes or fail."""
+    while not started.wait(POLL_PERIOD_S):
+        if select.select([alive], [], [], 0)[0]:
+            _kill_all()
+            time.sleep(POLL_PERIOD_S)  # the main thread may have been starting another process
+            _kill_all()
+            os._exit(0)
 
 
 def _answer(start: Callable[[], str]) -> dict[str, object]:
