@@ -251,6 +251,7 @@ def test_a_connection_that_sends_no_request_is_closed(site, monkeypatch):
 
 def test_connections_above_the_limit_are_refused(site, monkeypatch):
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
+    wait_until(lambda: open_connections(site) == 0)  # those of the tests before
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(site.connect())
