@@ -270,10 +270,13 @@ def test_cheap_calls_do_not_cost_a_round_trip_each(pool):
     start = time.monotonic()
     for each in calls[:1000]:
         scores.map([each])
-    round_trips = time.monotonic()
-    assert [result.value for result in scores.map(calls)] == list(range(20_000))
-    # alone on the machine: 0.15 s for 1000 round trips, 0.3 s for all calls at once
-    assert time.monotonic() - round_trips < 20 * (round_trips - start)
+    round_trips_s, at_once_s = time.monotonic() - start, []
+    for _ in range(3):
+        start = time.monotonic()
+        assert [result.value for result in scores.map(calls)] == list(range(20_000))
+        at_once_s.append(time.monotonic() - start)
+    # alone on the machine: 0.15 s for 1000 round trips, 0.3 s at once; a round trip each would be 20 times the former
+    assert min(at_once_s) < 10 * round_trips_s
 
 
 @pytest.mark.parametrize(
