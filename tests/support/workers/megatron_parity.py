@@ -37,7 +37,7 @@ from tests.support.workers.megatron_models import (
     save_models,
 )
 
-LIMIT_S = 240
+LIMIT_S = 400
 COMPARED = ("logits", *POLICY, "gradients", "weights", "ppo")
 TITLES = ("logits", "log-probs", "entropy", "gradients", f"parameters, {STEPS} steps", "losses, PPO")
 

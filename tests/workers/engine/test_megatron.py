@@ -45,8 +45,8 @@ def run(folder):
     def at_once(case: str) -> None:
         if case not in done:
             cases = QUICK if case in QUICK else (case,)
+            done.update(cases)  # also if one fails: the files of its processes are in the way of a second attempt
             run_cases(folder, cases)
-            done.update(cases)
 
     return at_once
 

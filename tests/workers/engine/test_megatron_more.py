@@ -17,7 +17,7 @@ from tests.support.workers.megatron_models import MICRO, MOVES, NEEDS_MEGATRON, 
 from tests.support.workers.megatron_parity import difference, hf_reference
 from tests.support.workers.preference_cases import LOSSES, REWARD, learn
 
-START_AND_RUN_S = 400
+START_AND_RUN_S = 600
 LAYOUTS = ("TP2+SP", "PP2", "CP2")
 
 pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(START_AND_RUN_S + 60)]
