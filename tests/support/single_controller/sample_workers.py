@@ -82,7 +82,7 @@ class Adder(Worker):
     def doze(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=2)
     def sleep_on(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(10)
