@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from hybridrl.config.schema.ppo import FilterGroupsConfig
-from hybridrl.errors import DataError
+from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import response_lengths
 from hybridrl.trainer.checkpoint.ledger_audit import KEPT, TRAINED, Outcomes
@@ -132,10 +132,20 @@ class GroupFilter:
             return {"rows": 0}
         os.makedirs(directory, exist_ok=True)
         self.kept.save_to_disk(os.path.join(directory, FILE))
-        return {"rows": len(self.kept)}
+        return {"rows": len(self.kept), "n": self.n}
 
     def load(self, directory: str, state: Mapping[str, int] | None) -> None:
-        """Replace the kept groups by those that `save` wrote; without state there are none."""
+        """Replace the kept groups by those that `save` wrote; without state there are none.
+
+        Raises:
+            CheckpointError: They have another number of samples.
+        """
+        if state and state["rows"] and state.get("n", self.n) != self.n:
+            raise CheckpointError(
+                f"{directory} has {state['rows'] // state['n']} groups that were kept for the next step, of "
+                f"{state['n']} samples each, and actor_rollout_ref.rollout.n={self.n}: set it to {state['n']}, or "
+                "resume from a checkpoint without kept groups (training/filter_groups/kept_groups=0)"
+            )
         self.kept = DataProto.load_from_disk(os.path.join(directory, FILE)) if state and state["rows"] else None
 
 
@@ -223,12 +233,14 @@ class StepGroups:
         return batch
 
     def _in_order(self, groups: DataProto) -> DataProto:
+        """Return all groups, those of the step first; both parts in the order in which they were drawn."""
         if self._filter.config.order == "drawn":
             return groups
         n, num_kept = self._filter.n, 0 if self._filter.kept is None else len(self._filter.kept) // self._filter.n
         lengths = response_lengths(groups).reshape(-1, n).amax(-1)
         lengths[:num_kept] = -1
-        order = lengths.argsort(stable=True)
+        by_length, size = lengths.argsort(stable=True), self._filter.batch_size
+        order = torch.cat([by_length[:size].sort().values, by_length[size:].sort().values])
         return groups.select_idxs((order[:, None] * n + torch.arange(n)).reshape(-1))
 
     def _group_ages(self, groups: DataProto) -> torch.Tensor:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.schema.ppo import FilterGroupsConfig
-from hybridrl.errors import DataError
+from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.checkpoint.ledger_audit import audit
 from hybridrl.trainer.data.prompt_loader import ROW
@@ -184,13 +184,14 @@ def test_over_sampling_trains_on_the_groups_that_are_complete_first_and_filters_
     # The longest responses of the groups have 3, 2, 1 and 2 tokens.
     batch = with_lengths(generated([(1, 1), (0, 0), (0, 1), (2, 2)], version=3), [1, 3, 2, 1, 1, 1, 2, 2])
     assert groups.add(batch, {}, epoch=0)
-    assert rows(groups.take()) == [2, 1]
-    assert groups.outcomes == {"0": {"trained": [2, 1], "kept": [3, 0]}}
+    # In the order in which they were drawn: sorted ones would make the first mini-batch that of the shortest responses.
+    assert rows(groups.take()) == [1, 2]
+    assert groups.outcomes == {"0": {"trained": [1, 2], "kept": [0, 3]}}
     # Kept groups come before shorter ones: no group is put off for ever.
     following = found.begin(version=4)
     following.add(with_lengths(generated([(1, 1), (1, 1)], first_row=8, version=4), [1, 1, 1, 1]), {}, epoch=0)
-    assert rows(following.take()) == [3, 0]
-    assert following.outcomes["0"] == {"trained": [3, 0], "kept": [8, 9]}
+    assert rows(following.take()) == [0, 3]
+    assert following.outcomes["0"] == {"trained": [0, 3], "kept": [8, 9]}
 
 
 def test_over_sampling_drops_the_rest_in_a_synchronous_run():
@@ -199,3 +200,16 @@ def test_over_sampling_drops_the_rest_in_a_synchronous_run():
     assert groups.add(with_lengths(generated([(0, 1), (0, 0), (1, 0)]), [3, 3, 1, 1, 2, 2]), {}, epoch=0)
     assert rows(groups.take()) == [2]
     assert groups.outcomes == {"0": {"filtered": [1], "trained": [2], "surplus": [0]}}
+
+
+def test_kept_groups_are_refused_by_a_run_with_another_number_of_samples(tmp_path):
+    found = GroupFilter(FilterGroupsConfig(enable=True), n=N, batch_size=1, max_age=1, pad_token_id=9)
+    groups = found.begin(version=0)
+    groups.add(generated([(0, 1), (1, 0), (0, 1)]), {}, epoch=0)
+    groups.take()
+    state = found.save(str(tmp_path))
+    other = GroupFilter(FilterGroupsConfig(enable=True), n=4, batch_size=1, max_age=1, pad_token_id=9)
+    with pytest.raises(CheckpointError, match=r"has 2 groups .* of 2 samples each, and actor_rollout_ref.rollout.n=4"):
+        other.load(str(tmp_path), state)
+    other.load(str(tmp_path), {"rows": 0})
+    assert other.kept is None
