@@ -1,7 +1,7 @@
 """Rules of the settings that decide which samples a step trains on."""
 
 from hybridrl.config.checks.rollout import Problems
-from hybridrl.config.schema.ppo import PFPPOConfig, PPOConfig, SelectSamplesConfig
+from hybridrl.config.schema.ppo import AlgorithmConfig, PFPPOConfig, PPOConfig, SelectSamplesConfig
 
 
 def sampling_problems(config: PPOConfig) -> Problems:
@@ -59,14 +59,9 @@ def _selection_problems(config: PPOConfig) -> Problems:
         )
     if chosen is None and method != SelectSamplesConfig().method:
         yield f"algorithm.select_samples.method={method}: has no effect without algorithm.select_samples.k; set k"
-    for key, default in vars(PFPPOConfig()).items():
-        value = getattr(algorithm.pf_ppo, key)
-        if value != default and not algorithm.use_pf_ppo:
-            yield f"algorithm.pf_ppo.{key}={value}: has no effect; set algorithm.use_pf_ppo=true, or leave it out"
-    power, weights = algorithm.pf_ppo.weight_pow, algorithm.pf_ppo.reweight_method
-    if power != PFPPOConfig().weight_pow and weights != "pow":
-        yield f"algorithm.pf_ppo.weight_pow={power}: only algorithm.pf_ppo.reweight_method=pow reads it; leave it out"
+    yield from _pf_ppo_problems(algorithm)
     if config.distillation.task_rewards:
+        yield from _length_reward_problems(config)
         return
     scored = {
         "algorithm.select_samples.k": chosen,
@@ -77,3 +72,32 @@ def _selection_problems(config: PPOConfig) -> Problems:
     for key, value in scored.items():
         if value:
             yield f"{key}={value}: needs scores, which a distillation without task rewards has not; leave it out"
+
+
+def _pf_ppo_problems(algorithm: AlgorithmConfig) -> Problems:
+    changed = {key: value for key, value in vars(algorithm.pf_ppo).items() if value != getattr(PFPPOConfig(), key)}
+    if not algorithm.use_pf_ppo:
+        for key, value in changed.items():
+            yield f"algorithm.pf_ppo.{key}={value}: has no effect; set algorithm.use_pf_ppo=true, or leave it out"
+    elif "weight_pow" in changed and algorithm.pf_ppo.reweight_method != "pow":
+        yield (
+            f"algorithm.pf_ppo.weight_pow={changed['weight_pow']}: only algorithm.pf_ppo.reweight_method=pow reads it; "
+            "leave it out"
+        )
+
+
+def _length_reward_problems(config: PPOConfig) -> Problems:
+    coef, name = config.reward_model.length_reward_coef, config.algorithm.adv_estimator
+    keys = config.algorithm.gdpo_reward_keys
+    if not coef:
+        return
+    setting = f"reward_model.length_reward_coef={coef}"
+    if config.actor_rollout_ref.rollout.n == 1:
+        yield (
+            f"{setting}: it compares several samples of a prompt; set actor_rollout_ref.rollout.n=2 or more, or leave "
+            "it out"
+        )
+    if name == "gdpo" and not {"score", "length_reward"} & set(keys):
+        yield f"{setting}: gdpo reads only algorithm.gdpo_reward_keys={keys}; add length_reward there, or leave it out"
+    if name == "maxrl":
+        yield f"{setting}: maxrl needs rewards of 0 or more, and long responses lose; leave it out"

@@ -146,6 +146,19 @@ def check(tmp_path):
             "algorithm.pf_ppo.weight_pow=3.0: only algorithm.pf_ppo.reweight_method=pow reads it",
         ),
         (
+            "reward_model.length_reward_coef=0.2",
+            "reward_model.length_reward_coef=0.2: it compares several samples of a prompt; set actor_rollout_ref",
+        ),
+        (
+            "reward_model.length_reward_coef=0.2 actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=gdpo "
+            "algorithm.gdpo_reward_keys=[format]",
+            "length_reward_coef=0.2: gdpo reads only algorithm.gdpo_reward_keys=['format']; add length_reward there",
+        ),
+        (
+            "reward_model.length_reward_coef=0.2 actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=maxrl",
+            "reward_model.length_reward_coef=0.2: maxrl needs rewards of 0 or more",
+        ),
+        (
             "distillation.enabled=true distillation.distillation_loss.use_task_rewards=false algorithm.use_pf_ppo=true "
             "distillation.teacher_models.teacher_model.model_path=some/model",
             "algorithm.use_pf_ppo=True: needs scores, which a distillation without task rewards has not",
@@ -363,6 +376,7 @@ def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, p
         "reward_model.overlong_buffer.enable=true reward_model.reward_manager=dapo "
         "reward_model.overlong_buffer.len=512",
         "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "data.gen_batch_size=2048 algorithm.filter_groups.order=shortest trainer.staleness=1",
     ],
 )
 def test_a_valid_config_passes(check, words):
