@@ -117,14 +117,18 @@ class ReplayBuffer:
         return [{"version": group.version, "uses": group.uses} for group in self._groups]
 
     def load(self, directory: str, state: Iterable[dict[str, Any]] | None) -> None:
-        """Replace the groups by those that `save` wrote; without state the buffer is empty."""
+        """Replace the groups by those that `save` wrote; without state the buffer is empty.
+
+        A group keeps the number of samples with which it was saved.
+        """
         entries = list(state or ())
         self._groups.clear()
         if not entries:
             return
         rows = DataProto.load_from_disk(os.path.join(directory, FILE))
+        size = len(rows) // len(entries)
         for i, entry in enumerate(entries):
-            own = torch.arange(i * self.n, (i + 1) * self.n)
+            own = torch.arange(i * size, (i + 1) * size)
             self._groups.append(SampleGroup(rows.select_idxs(own), entry["version"], entry["uses"]))
 
 

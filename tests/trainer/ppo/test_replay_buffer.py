@@ -107,6 +107,14 @@ def test_a_loaded_buffer_samples_what_the_saved_one_samples(tmp_path, widths):
             assert all(torch.equal(left.batch[name], right.batch[name]) for name in ("responses", "token_level_scores"))
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_run_with_another_number_of_samples_loads_whole_groups(tmp_path, n):
+    replay, other = buffer(), ReplayBuffer(ReplayConfig(groups=2), n=n, staleness=3, pad_token_id=PAD)
+    replay.add(samples(step=1, groups=2))
+    other.load(str(tmp_path / "replay"), replay.save(str(tmp_path / "replay")))
+    assert sorted(marks(other.sample(version=1, seed=0))) == [100, 101, 102, 103]
+
+
 def test_an_empty_buffer_can_be_saved_and_loaded(tmp_path):
     assert buffer().save(str(tmp_path / "replay")) == []
     buffer().load(str(tmp_path / "replay"), [])
