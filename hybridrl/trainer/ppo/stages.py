@@ -64,7 +64,7 @@ def _estimator_needs(config: PPOConfig) -> tuple[str, ...]:
 
 def filters_groups(config: PPOConfig) -> bool:
     """Return whether a step chooses among the groups that it generates: by their rewards, or by their lengths."""
-    return config.algorithm.filter_groups.enable or config.algorithm.filter_groups.order != "drawn"
+    return config.algorithm.filter_groups.chooses
 
 
 def samples_per_group(config: PPOConfig) -> int:
@@ -157,6 +157,8 @@ class OptionalColumns:
         squares: Of the actor, written with its log-probs.
         estimator: Read by `adv` for the estimator, besides scores and values.
         ages: Versions that decide which tokens are too old to train.
+        drawn: Scores by which PF-PPO draws the rows of both updates.
+        right: Scores that say which responses are right, read by `update_actor`.
     """
 
     sampled: tuple[str, ...]
@@ -174,6 +176,8 @@ class OptionalColumns:
     squares: tuple[str, ...]
     estimator: tuple[str, ...]
     ages: tuple[str, ...]
+    drawn: tuple[str, ...]
+    right: tuple[str, ...]
 
 
 def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColumns:
@@ -204,6 +208,8 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
         squares=squares,
         estimator=(*components, *baselines, *((c.OLD_LOG_PROBS, *squares, *weights) if squares else ())),
         ages=(c.WEIGHTS_VERSION, *versions) if drops_tokens else (),
+        drawn=(c.TOKEN_LEVEL_SCORES,) if algorithm.use_pf_ppo else (),
+        right=(c.TOKEN_LEVEL_SCORES,) if config.actor_rollout_ref.actor.positive_nll_coef else (),
     )
 
 

@@ -121,8 +121,8 @@ class RayPPOTrainer(PPOLoop):
         stored = samples + rewarded + has.baselines
         scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.advised, *has.values, *has.estimator)
         old = (c.OLD_LOG_PROBS, *has.squares)
-        trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages)
-        to_actor, to_critic = (*trained, *actor_input(has)), (*trained, *CRITIC_INPUT)
+        trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages, *has.drawn)
+        to_actor, to_critic = (*trained, *actor_input(has), *has.right), (*trained, *CRITIC_INPUT)
         return [
             # 1. Prompts of the step that is `trainer.lag` ahead.
             Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),

@@ -79,6 +79,20 @@ def test_settings_add_and_remove_stages():
     assert more == ["next_batch", "gen", "reward", "filter_groups", "select_samples", "replay", *models, *outputs]
 
 
+@pytest.mark.parametrize(
+    ("setting", "readers"),
+    [
+        ("algorithm.use_pf_ppo=false", set()),
+        ("algorithm.use_pf_ppo=true", {"update_actor", "update_critic"}),
+        ("actor_rollout_ref.actor.positive_nll_coef=0.1", {"update_actor"}),
+    ],
+)
+def test_updates_that_use_scores_say_that_they_read_them(setting, readers):
+    stages = stages_of("algorithm.adv_estimator=gae", setting)
+    found = {spec.name for spec in stages if "token_level_scores" in spec.reads}
+    assert found - {"adv"} == readers
+
+
 def test_a_distillation_without_rewards_has_no_stage_of_its_estimator():
     without = "distillation.enabled=true distillation.distillation_loss.use_task_rewards=false"
     names = [spec.name for spec in stages_of("algorithm.adv_estimator=remax", without)]
