@@ -147,7 +147,7 @@ class PolicyLossConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     strategy: str = plug("fsdp", "Training engine.", ENGINES)
-    ppo_mini_batch_size: int = setting(256, "Prompts of one optimizer step (each with its rollout.n samples).", gt=0)
+    ppo_mini_batch_size: int = setting(256, "Prompts of one optimizer step, each with its trained samples.", gt=0)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(False, DYNAMIC)
     ppo_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
@@ -160,7 +160,7 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
     loss_agg_mode: str = setting(
         "token-mean",
-        "How token losses become one number; gspo is always seq-mean-token-mean.",
+        "How token losses become one number; gspo, geo_mean and sapo always use seq-mean-token-mean.",
         choices=("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     )
     loss_scale_factor: int | None = setting(
