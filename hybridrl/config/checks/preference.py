@@ -58,8 +58,8 @@ def loss_problems(config: DPOConfig, losses: Mapping[str, Any]) -> Problems:
         yield f"ref.fsdp_config.param_offload=true: loss.loss_type={name} has no reference policy; leave it out"
     elif config.model.uses_lora and config.ref.fsdp_config.param_offload:
         yield (
-            "ref.fsdp_config.param_offload=true: with model.lora_rank the reference policy is the model without its "
-            "adapters, so there is no second copy to offload; leave it out"
+            "ref.fsdp_config.param_offload=true: with adapters (model.lora_rank, model.lora_adapter_path) the "
+            "reference policy is the model without them, so there is no second copy to offload; leave it out"
         )
     if not losses[name].is_paired and config.data.train_batch_size < 2:
         yield (
