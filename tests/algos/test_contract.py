@@ -12,13 +12,14 @@ import torch
 
 from hybridrl.algos import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridrl.algos.advantages import get_adv_estimator
+from hybridrl.algos.distillation import DIVERGENCES
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, get_policy_loss
 from hybridrl.algos.preference_losses import PREFERENCE_LOSSES, sequence_scores
 from hybridrl.config.schema.distillation import DistillationConfig, DistillationLossConfig
 from hybridrl.config.schema.rollout_correction import RolloutCorrectionConfig, correction_plan
 from hybridrl.config.schema.workers import ActorConfig, PolicyLossConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.losses import DIVERGENCES, GlobalCounts, actor_loss, critic_loss, sft_loss
+from hybridrl.workers.losses import GlobalCounts, actor_loss, critic_loss, sft_loss
 from tests.support.algos.contract import (
     LOSS_SETTINGS,
     NON_NEGATIVE_SCORES,
@@ -143,6 +144,7 @@ def rows_of(name: str, advantages_BT: torch.Tensor) -> dict[str, torch.Tensor]:
         "entropy": torch.rand(B, T, dtype=F64),
         "values": torch.randn(B, T, dtype=F64),
         "returns": torch.randn(B, T, dtype=F64),
+        "nll_weights": torch.rand(B, dtype=F64) * (torch.arange(B) % 2),
     }
 
 
@@ -203,7 +205,7 @@ def modes_of(loss: str) -> Sequence[str]:
 def test_no_cut_of_the_rows_changes_a_loss_its_statistics_or_its_gradient(loss, mode):
     columns = rows_of(loss, torch.randn(B, T, dtype=F64))
     terms = {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_type": KL_KINDS[MODES.index(mode) % len(KL_KINDS)]}
-    config = actor_config(loss, mode, **terms)
+    config = actor_config(loss, mode, positive_nll_coef=0.1, **terms)
     assert_no_cut_changes_it(lambda counts: actor_loss(config, counts), columns)
 
 
