@@ -226,7 +226,7 @@ def async_problems(config: PPOConfig) -> Problems:
             f"trainer.replay.groups={trainer.replay.groups}: limit the age of replayed samples with "
             f"trainer.staleness above trainer.lag={trainer.lag}, not {bound}"
         )
-    reuses_samples = trainer.replay.groups or config.algorithm.filter_groups.enable
+    reuses_samples = trainer.replay.groups or config.algorithm.filter_groups.chooses
     if bound is not None and bound > trainer.lag and not reuses_samples:
         yield f"trainer.staleness={bound}: no token gets older than trainer.lag={trainer.lag}; leave it out"
     if bound is not None and bound < trainer.lag and trainer.stale_tokens == "drop" and not trainer.partial_rollout:

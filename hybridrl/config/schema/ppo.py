@@ -40,6 +40,11 @@ class FilterGroupsConfig:
         choices=("drawn", "shortest"),
     )
 
+    @property
+    def chooses(self) -> bool:
+        """Whether a step trains on some of the groups that it generates, and may keep others for the next one."""
+        return self.enable or self.order != "drawn"
+
 
 @dataclass(frozen=True)
 class SelectSamplesConfig:
