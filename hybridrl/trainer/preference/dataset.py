@@ -85,6 +85,17 @@ class PreferenceDataset:
         """Return an error with file and row."""
         return DataError(f"{self._rows.location(row)}: {problem}")
 
+    def check_pairs(self) -> None:
+        """Raise DataError for a pair of equal responses, which is no preference."""
+        pairs = zip(self.column("chosen_key"), self.column("rejected_key"), strict=True)
+        equal = [row for (row, chosen), (_, rejected) in pairs if chosen == rejected]
+        if equal:
+            raise self.error(
+                equal[0],
+                f"columns {self.config.chosen_key!r} and {self.config.rejected_key!r} are equal ({len(equal)} of "
+                f"{len(self._rows)} rows are), which is no preference; remove these rows",
+            )
+
     def _tokenize(self, key: str) -> list[Tokens]:
         prompts = self._rows.values(self.config.prompt_key, batch=TOKENIZE_ROWS, limit=len(self._rows))
         responses = self._rows.values(getattr(self.config, key), batch=TOKENIZE_ROWS, limit=len(self._rows))
@@ -129,14 +140,7 @@ class PairDataset(PreferenceDataset):
         return getattr(self.config, "margin_key", None)
 
     def _check(self) -> None:
-        pairs = zip(self.column("chosen_key"), self.column("rejected_key"), strict=True)
-        equal = [row for (row, chosen), (_, rejected) in pairs if chosen == rejected]
-        if equal:
-            raise self.error(
-                equal[0],
-                f"columns {self.config.chosen_key!r} and {self.config.rejected_key!r} are equal ({len(equal)} of "
-                f"{len(self._rows)} rows are), which is no preference; remove these rows",
-            )
+        self.check_pairs()
         self._margins = (
             [self._margin(row, value) for row, value in self.column("margin_key")] if self._margin_key else []
         )
@@ -188,6 +192,7 @@ class LabelDataset(PreferenceDataset):
 
     def _check(self) -> None:
         if self.has_pairs:
+            self.check_pairs()
             return
         self._labels = [self._label(row, value) for row, value in self.column("label_key")]
         if len(set(self._labels)) == 1:

@@ -133,6 +133,12 @@ def test_labels_of_pairs_are_their_chosen_responses_and_then_their_rejected_ones
     assert batch["preferred"].tolist() == [1, 1, 0, 0] and "pair" not in batch.keys()
 
 
+def test_a_pair_of_equal_responses_has_no_labels(tmp_path):
+    file = write(tmp_path / "a.parquet", pair(), pair("a", "b", "b"))
+    with pytest.raises(DataError, match="a.parquet row 1: columns 'chosen' and 'rejected' are equal"):
+        LabelDataset(file, letter_tokenizer(PLAIN), CONFIG)
+
+
 @pytest.mark.parametrize("missing", ["label", "completion", "prompt"])
 def test_a_missing_column_of_labelled_responses_is_named(tmp_path, missing):
     row = {"prompt": "hi", "completion": "yes", "label": True, "chosen": "yes"}
