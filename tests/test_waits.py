@@ -29,7 +29,7 @@ EXCEPTIONS = {
     "framework/composition.py": {"future.result()": DONE},
     "framework/overlap.py": {"wait(running, return_when=FIRST_COMPLETED)": STAGES},
     "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},
-    "framework/task.py": {"future.result()": DONE},
+    "framework/parallel/outbox.py": {"self._changed.wait()": IDLE},
     "framework/threads.py": {"calls.get()": IDLE, "wait(futures, return_when=FIRST_EXCEPTION)": STAGES},
     "master/jobs/submit.py": {"running.wait()": SERVICE, "self._outcome.result()": SERVICE},
     "master/service/job_master.py": {"self._queue.get()": DONE},

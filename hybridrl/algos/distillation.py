@@ -11,6 +11,8 @@ vocabulary. Everything is differentiable in the student's log-probs and in nothi
 tokens (`aggregate.agg_loss`), and which tokens count.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from hybridrl.algos.kl import kl_penalty
@@ -138,3 +140,12 @@ def _with_tail(log_probs_CV: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor
     tail_C1 = others_CV.logsumexp(dim=1, keepdim=True).clamp(min=NO_MASS)
     empty = ids_CK.size(1) == log_probs_CV.size(1)
     return torch.cat([log_probs_CV.gather(1, ids_CK), torch.full_like(tail_C1, NO_MASS) if empty else tail_C1], dim=1)
+
+
+DIVERGENCES: Mapping[str, Callable[..., torch.Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "forward_kl_topk": forward_kl_topk,
+    "reverse_kl_topk": reverse_kl_topk,
+}
+"""Divergences (C,) that read more of the teacher than the sampled token's log-prob, by the name of the setting."""
