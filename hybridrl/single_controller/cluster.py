@@ -5,6 +5,7 @@ raylet port answers at once.
 """
 
 import socket
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,11 +13,21 @@ from hybridrl.errors import CallTimeout
 
 # One Ray namespace for all drivers: in a driver's own namespace no other driver could find its actors.
 NAMESPACE = "hybridrl"
+LOOPBACK = "127.0.0.1"
 MASTER = "master"
 JOB_SUPERVISOR = "supervisor"  # of a submitted job: the process that starts and restarts the job's other processes
 # Its concurrency groups: for calls of the trainer, and for processes that look up a role's processes.
 PROGRESS_GROUP, RECOVERY_GROUP, ROSTER_GROUP = "progress", "recovery", "roster"
 CONNECT_TIMEOUT_S = 1.0  # the kernel accepts a connection, however busy the node is
+
+
+def node_address() -> str:
+    """Return the address at which other nodes reach this process; the loopback address without a Ray cluster."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return LOOPBACK
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def master_name(run: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from hybridrl.config.engines import engine_settings
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.single_controller.cluster import node_address
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers import weight_transfer
@@ -81,7 +82,8 @@ class WeightPushMixin(EngineWorker):
             return None
         if self._sender is not None:
             self._sender.close()
-        host, _ = self.get_master_addr_port()
+        # The ranks' own address may be the loopback one, which rollouts on another machine cannot reach.
+        host = self.get_master_addr_port()[0] if transport == "shared_memory" else node_address()
         self._sender = self._make_sender(transport, host=host, num_receivers=num_receivers)
         return self._sender.address
 

@@ -24,7 +24,7 @@ import cloudpickle
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.call_chain import Awaited, CallHeader, CallInProgress, CallLink, executing
-from hybridrl.single_controller.cluster import slot_from_name
+from hybridrl.single_controller.cluster import LOOPBACK, node_address, slot_from_name
 from hybridrl.single_controller.endpoints import find_function
 from hybridrl.single_controller.invocation import CONTROL, MAGIC_ATTR, Invocation, endpoints_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
@@ -33,7 +33,6 @@ from hybridrl.single_controller.references import materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.system.rendezvous import reserve_address
 
-LOOPBACK = "127.0.0.1"
 MAX_REPORTED_CALLS = 50  # per heartbeat
 
 
@@ -77,7 +76,7 @@ class WorkerHost:
         Args:
             one_machine: All ranks are on this machine, so no other one needs to reach the port.
         """
-        return reserve_address(LOOPBACK if one_machine else _node_address())
+        return reserve_address(LOOPBACK if one_machine else node_address())
 
     def reserved_devices(self) -> dict[str, list[str]]:
         """Return the ids of the devices that Ray reserved for this process, by Ray's names of their resources."""
@@ -313,14 +312,6 @@ def _node() -> str:
 
     node: str = ray.get_runtime_context().get_node_id()
     return node
-
-
-def _node_address() -> str:
-    """Return the address that Ray uses for this node, which other nodes can therefore reach."""
-    import ray
-
-    address: str = ray.util.get_node_ip_address()
-    return address
 
 
 # Ray's name of a resource -> the variables that restrict the devices a process sees.
