@@ -40,7 +40,7 @@ def test_a_lost_node_is_reported_in_six_seconds_and_its_workers_move_without_its
     assert all(account.startswith("its node ") for account in seen["master"]["accounts"])
     assert len(set(seen["rebuilt"]["nodes"])) == 1
     assert "was in the memory of a node that is gone; restart the run" in seen["object"]["text"]
-    assert seen["object"]["seconds"] < 30  # when Ray has detected it
+    assert seen["object"]["seconds"] < 60  # when Ray has detected it: it asks the lost node after 10 s, and 20 s later
     assert seen["new"]["sizes"] == [2_000_000, 2_000_000]
 
 

@@ -17,6 +17,7 @@ import time
 from hybridrl.framework.stage import spec_of
 
 LOG = os.environ.get("DRIVER_FAULTS_LOG", "")
+PLANTING = threading.Lock()  # stages may start at the same time, and one kill counts for one fault
 
 
 def plant(task, trainer):
@@ -29,15 +30,16 @@ def with_faults(fn, trainer):
     @functools.wraps(fn)
     def run(ctx):
         step = trainer.global_steps + (name == "next_batch")  # that stage counts it up
-        for number, fault in enumerate(json.loads(os.environ["DRIVER_FAULTS"])):
-            if (fault["step"], fault["stage"]) == (step, name) and number not in planted():
-                log_fault(
-                    {"number": number, "at": time.time() + fault["after_s"], "pids": worker_pids(trainer), **fault}
-                )
-                if fault["after_s"] == 0:  # a thread may start so late that the next stage counts its fault as planted
-                    hit(fault, trainer)
-                else:
-                    threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
+        with PLANTING:
+            for number, fault in enumerate(json.loads(os.environ["DRIVER_FAULTS"])):
+                if (fault["step"], fault["stage"]) == (step, name) and number not in planted():
+                    log_fault(
+                        {"number": number, "at": time.time() + fault["after_s"], "pids": worker_pids(trainer), **fault}
+                    )
+                    if fault["after_s"] == 0:  # a timer's thread may start when the next stage runs
+                        hit(fault, trainer)
+                    else:
+                        threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
         return fn(ctx)
 
     return run
