@@ -3,22 +3,24 @@
 `DataProto` (`batch.py`) adds how a batch is made, converted and merged, and what its columns are called.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
 from hybridrl.data_plane import columns
 from hybridrl.data_plane.chunking import AUTO_PADDING_KEY, DataProtoConfig, even_bounds
 from hybridrl.data_plane.columns import RowIndex
 from hybridrl.data_plane.merging import select_entries
-from hybridrl.data_plane.row_iterator import iterate_mini_batches
 from hybridrl.data_plane.sharing import CopyOnWrite
 from hybridrl.errors import DataError
+
+B = TypeVar("B")
 
 
 @dataclass
@@ -238,3 +240,29 @@ class Rows(CopyOnWrite):
         return self._split_at(
             [(start, min(start + split_size, len(self))) for start in range(0, len(self), split_size)]
         )
+
+
+def iterate_mini_batches(
+    num_rows: int,
+    select: Callable[[list[int]], B],
+    *,
+    size: int,
+    epochs: int,
+    seed: int | None,
+    loader_kwargs: Mapping[str, Any] | None,
+) -> Iterator[B]:
+    """Return an iterator over `select(row numbers)`, `size` rows at a time, `epochs` times.
+
+    Args:
+        size: Must divide `num_rows`, else ValueError.
+        seed: Seed of the order; None uses torch's own.
+        loader_kwargs: Arguments of torch's DataLoader; `{"shuffle": True}` shuffles the rows.
+    """
+    if size < 1 or num_rows % size:
+        raise ValueError(
+            f"{num_rows} rows cannot be iterated in mini-batches of {size}; pad them to a multiple of it first"
+        )
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    rows: Any = range(num_rows)  # the loader draws row numbers; a mini-batch's rows are then selected at once
+    loader = DataLoader(rows, size, collate_fn=select, generator=generator, **(loader_kwargs or {}))
+    return (mini_batch for _ in range(epochs) for mini_batch in loader)

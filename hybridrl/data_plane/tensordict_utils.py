@@ -31,7 +31,7 @@ from hybridrl.data_plane.columns import (
 )
 from hybridrl.data_plane.conversion import non_tensor_stack, plain_value
 from hybridrl.data_plane.merging import concat_columns, list_of_dict_to_dict_of_list, union_tensor_dict
-from hybridrl.data_plane.row_iterator import iterate_mini_batches
+from hybridrl.data_plane.rows import iterate_mini_batches
 from hybridrl.errors import DataError
 
 __all__ = [
