@@ -138,8 +138,15 @@ class GroupFilter:
         """Replace the kept groups by those that `save` wrote; without state there are none.
 
         Raises:
-            CheckpointError: They have another number of samples.
+            CheckpointError: They have another number of samples, or these settings never train them.
         """
+        if state and state["rows"] and not self.config.chooses:
+            raise CheckpointError(
+                f"{directory} has {state['rows']} samples that were kept for the next step, and "
+                "algorithm.filter_groups.enable=false never trains them: set it to true (or "
+                "algorithm.filter_groups.order=shortest) as in the run that kept them, or resume from a checkpoint "
+                "without kept groups (training/filter_groups/kept_groups=0)"
+            )
         if state and state["rows"] and state.get("n", self.n) != self.n:
             raise CheckpointError(
                 f"{directory} has {state['rows'] // state['n']} groups that were kept for the next step, of "

@@ -202,7 +202,7 @@ def test_over_sampling_drops_the_rest_in_a_synchronous_run():
     assert groups.outcomes == {"0": {"filtered": [1], "trained": [2], "surplus": [0]}}
 
 
-def test_kept_groups_are_refused_by_a_run_with_another_number_of_samples(tmp_path):
+def test_kept_groups_are_refused_by_a_run_that_cannot_train_them(tmp_path):
     found = GroupFilter(FilterGroupsConfig(enable=True), n=N, batch_size=1, max_age=1, pad_token_id=9)
     groups = found.begin(version=0)
     groups.add(generated([(0, 1), (1, 0), (0, 1)]), {}, epoch=0)
@@ -211,5 +211,10 @@ def test_kept_groups_are_refused_by_a_run_with_another_number_of_samples(tmp_pat
     other = GroupFilter(FilterGroupsConfig(enable=True), n=4, batch_size=1, max_age=1, pad_token_id=9)
     with pytest.raises(CheckpointError, match=r"has 2 groups .* of 2 samples each, and actor_rollout_ref.rollout.n=4"):
         other.load(str(tmp_path), state)
+    off = GroupFilter(FilterGroupsConfig(), n=N, batch_size=1, max_age=1, pad_token_id=9)
+    with pytest.raises(
+        CheckpointError, match=r"has 4 samples .* algorithm.filter_groups.enable=false never trains them"
+    ):
+        off.load(str(tmp_path), state)
     other.load(str(tmp_path), {"rows": 0})
     assert other.kept is None
