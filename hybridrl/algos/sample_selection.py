@@ -1,4 +1,6 @@
-"""Which of the scored samples a step trains on: k of the n samples of each prompt, or rows drawn again by reward.
+"""Which of the scored samples a step trains on.
+
+These are k of the n samples of each prompt, or rows drawn again by reward.
 
 Shape letters: G groups, N samples of each, k of them chosen, B rows. Scores of invalid samples are not read. An invalid
 sample is chosen only if its group has fewer than k valid ones.
@@ -7,6 +9,8 @@ sample is chosen only if its group has fewer than k valid ones.
 from collections.abc import Callable
 
 import numpy as np
+
+from hybridrl.errors import DataError
 
 EQUAL = 1e-12  # relative difference below which two variances are equal
 MAX_WEIGHT, OTHER_WEIGHT = 0.4, 0.1  # of max_random: those of verl
@@ -91,11 +95,20 @@ def pf_ppo_weights(scores_B: np.ndarray, *, method: str, weight_pow: float = 2.0
         scores_B: Scores of valid rows.
         method: `pow`, `max_min` or `max_random`.
         weight_pow: Exponent of `pow`.
+
+    Raises:
+        DataError: A power exceeds float64.
     """
     scores_B = scores_B.astype(np.float64)
     is_max_B = scores_B == scores_B.max(initial=-np.inf)
     if method == "pow":
-        weights_B = np.abs(scores_B) ** weight_pow
+        with np.errstate(over="ignore"):
+            weights_B = np.abs(scores_B) ** weight_pow
+        if not np.isfinite(weights_B.sum()):
+            raise DataError(
+                f"algorithm.pf_ppo.weight_pow={weight_pow:g}: scores up to {np.abs(scores_B).max():g} to this power "
+                "exceed float64; choose a smaller power or scale the scores"
+            )
     elif method == "max_min":
         weights_B = (is_max_B | (scores_B == scores_B.min(initial=np.inf))).astype(np.float64)
     else:
@@ -104,7 +117,10 @@ def pf_ppo_weights(scores_B: np.ndarray, *, method: str, weight_pow: float = 2.0
 
 
 def draw_rows(weights_B: np.ndarray, *, seed: int) -> np.ndarray:
-    """Return B rows drawn with replacement, (B,) int64; the probability of a row is its share of the weights."""
+    """Return B rows drawn with replacement, (B,) int64.
+
+    The probability of a row is its share of the weights.
+    """
     if not len(weights_B):
         return np.zeros(0, dtype=np.int64)
     return np.random.default_rng(seed).choice(len(weights_B), size=len(weights_B), p=weights_B / weights_B.sum())
