@@ -121,7 +121,10 @@ def main() -> None:
 
 
 def train_all(out: Path, names: Sequence[str], seeds: Sequence[int], *, steps: int) -> None:
-    """Train what is not finished; one seed after the other, so that a part of the runs has every algorithm."""
+    """Train what is not finished, one seed after the other.
+
+    So a part of the runs has every algorithm.
+    """
     for seed in seeds:
         quickstart = out / f"seed_{seed}"
         if not sft_model(quickstart).is_dir():
@@ -198,7 +201,10 @@ def spread(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """Draw one plot per algorithm: its mean and its range over the seeds, before a grey line that is the first's."""
+    """Draw one plot per algorithm: its mean and its range over the seeds.
+
+    The grey line behind is the first algorithm's mean.
+    """
     from matplotlib.figure import Figure  # without pyplot, which would look for a window system
 
     shown = {name: runs for name, runs in curves.items() if runs}

@@ -1,4 +1,4 @@
-"""Print the CPU seconds of every estimator, policy loss and aggregation on tensors of a given size, with one thread.
+"""Print the CPU seconds of every estimator, policy loss and aggregation, with one thread.
 
     python benchmarks/algorithms_time.py --rows 8192 --tokens 4096
     python benchmarks/algorithms_time.py --rows 2048 --tokens 4096 --only gae grpo
@@ -78,7 +78,7 @@ def estimator_calls(c: dict[str, torch.Tensor]) -> dict[str, Callable[[], object
 
 
 def loss_calls(c: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
-    """Return a call of each policy loss with its backward pass, of the value loss, and of each aggregation."""
+    """Return calls of policy losses with backward pass, of the value loss, and of aggregations."""
     old_BT, mask_BT, advantages_BT = c["log_probs"], c["mask"].float(), c["values"]
     num_tokens, num_seqs = loss_counts(mask_BT)
 

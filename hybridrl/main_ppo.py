@@ -124,7 +124,10 @@ def _run_program(
 
 
 def load_driver() -> None:
-    """Import what a driver on Ray needs, so that every fork of this process is a driver that is ready."""
+    """Import what a driver on Ray needs.
+
+    Every fork of this process is then a driver that is ready.
+    """
     _ = hybridrl.RayPPOTrainer, hybridrl.ActorRolloutRefWorker, rewards.load_reward_manager, run_files.report_run
     _ = single_controller.RayWorkerGroup, single_controller.launch, master.plan_job, driver.start_ray
     _ = recovery.run_under_master, recovery.load_supervised_state, engine.check_model

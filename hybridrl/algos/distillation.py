@@ -18,7 +18,10 @@ import torch
 from hybridrl.algos.kl import kl_penalty
 
 NO_MASS = -1000.0
-"""Log-prob of a tail without tokens. Its probability is exactly 0 in float32; with -inf, p log p would be NaN."""
+"""Log-prob of a tail without tokens.
+
+Its probability is exactly 0 in float32; with -inf, p log p would be NaN.
+"""
 
 
 def sampled_token_loss(
@@ -116,7 +119,10 @@ def top_ids(log_probs_CV: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def top_log_probs(log_probs_CV: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of these tokens, and in the last column that of all others together, (C, K + 1)."""
+    """Return the log-probs of these tokens and of all others together, (C, K + 1).
+
+    The last column is that of the others.
+    """
     return _with_tail(log_probs_CV, ids_CK)
 
 
@@ -134,7 +140,10 @@ def _at_least(limit: float | None, *log_probs: torch.Tensor) -> tuple[torch.Tens
 
 
 def _with_tail(log_probs_CV: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of these tokens and of the rest. The rest is summed itself: 1 - sum_k would cancel."""
+    """Return the log-probs of these tokens and of the rest.
+
+    The rest is summed itself: 1 - sum_k would cancel.
+    """
     ids_CK = ids_CK.long()
     others_CV = log_probs_CV.scatter(1, ids_CK, NO_MASS)
     tail_C1 = others_CV.logsumexp(dim=1, keepdim=True).clamp(min=NO_MASS)
@@ -148,4 +157,7 @@ DIVERGENCES: Mapping[str, Callable[..., torch.Tensor]] = {
     "forward_kl_topk": forward_kl_topk,
     "reverse_kl_topk": reverse_kl_topk,
 }
-"""Divergences (C,) that read more of the teacher than the sampled token's log-prob, by the name of the setting."""
+"""Divergences (C,) by the name of the setting.
+
+They read more of the teacher than the log-prob of the sampled token.
+"""

@@ -16,7 +16,10 @@ from hybridrl.algos.shapes import check_same_shape
 WHITEN_EPS = 1e-8
 """Added to the variance before the root, as in verl: values that are all equal become 0, not NaN."""
 CPU_PART_ELEMENTS = 2**17
-"""Values of one part of `row_parts` on a CPU: 0.5 MiB of float32. Its intermediate results stay in the cache."""
+"""Values of one part of `row_parts` on a CPU: 0.5 MiB of float32.
+
+Its intermediate results stay in the cache.
+"""
 
 
 def row_parts(like_BT: torch.Tensor) -> Iterator[slice]:

@@ -41,7 +41,9 @@ class RewardMoments:
         self.count = total
 
     def normalise(self, scores_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        """Return token rewards (B, T) that sum to (R - mean) / std in each row; rows without a token get 0.
+        """Return token rewards (B, T) that sum to (R - mean) / std in each row.
+
+        A row without a token gets 0.
 
         r_t = score_t / std - 1[t is the last token on the mask] mean / std
         """

@@ -138,7 +138,10 @@ def _key(field: Field, hint: Any, *, prefix: str) -> SettingSpec:
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:
-    """Return (True, X) for `X | None`, and (False, X) for any other type X. X may be `float | str`."""
+    """Return (True, X) for `X | None`, and (False, X) for any other type X.
+
+    X may be `float | str`.
+    """
     if not isinstance(hint, UnionType) or NoneType not in get_args(hint):
         return False, hint
     return True, functools.reduce(operator.or_, (arg for arg in get_args(hint) if arg is not NoneType))

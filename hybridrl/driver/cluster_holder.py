@@ -1,4 +1,4 @@
-"""The process that holds the Ray cluster of this machine: it starts the cluster, watches it, and stops it.
+"""The process that starts, watches and stops the Ray cluster of this machine.
 
 The supervisor of a driver forks it (`supervisor.py`), so that the cluster outlives the driver. It ends with the
 supervisor, or when Ray's own processes are lost: Ray would let everybody wait for a minute, or for ever if they are
@@ -60,7 +60,10 @@ def hold_cluster(
 
 
 def _end_early(alive: int, started: threading.Event) -> None:
-    """End this process if the parent is gone before the cluster has started, which may take minutes or fail."""
+    """End this process if the parent is gone before the cluster has started.
+
+    The start may take minutes or fail.
+    """
     while not started.wait(POLL_PERIOD_S):
         if select.select([alive], [], [], 0)[0]:
             _kill_all()

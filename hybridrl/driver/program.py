@@ -82,9 +82,10 @@ def format_error(error: Exception) -> str:
 def _traceback_or_its_place(
     error: Exception, directory: str | None, newest_checkpoint: Callable[[str], str | None]
 ) -> str:
-    """Return the traceback if there is no directory that takes it, else where it is and what the next run starts from.
+    """Return the traceback, or the place where it is saved.
 
-    An error of hybridrl's own needs no traceback: without a directory the text is empty.
+    With the place comes what the next run starts from. An error of hybridrl's own needs no traceback: without a
+    directory the text is empty.
     """
     is_own = isinstance(error, HybridRLError)
     text = getattr(error, "remote_traceback", "") + "".join(traceback.format_exception(error))

@@ -214,7 +214,10 @@ def find_cluster() -> str:
 
 
 def check_only_cluster() -> None:
-    """Raise ConfigError if several Ray clusters run on this machine, so that none of them is meant for certain."""
+    """Raise ConfigError if several Ray clusters run on this machine.
+
+    None of them is meant for certain.
+    """
     found = clusters_here()
     if len(found) > 1:
         raise ConfigError(

@@ -32,7 +32,7 @@ def save_command(directory: str) -> None:
 
 
 def without_secret(word: str) -> str:
-    """Return a word of a command line, with `HIDDEN` in place of a value that looks like a secret."""
+    """Return a word of a command line, a value that looks like a secret as `HIDDEN`."""
     found = SECRET_SETTING.match(word) or SECRET_ENTRY.match(word)
     return f"{found['key']}={HIDDEN}" if found else word
 

@@ -124,7 +124,9 @@ def is_terminating() -> bool:
 
 @contextlib.contextmanager
 def acknowledged_interrupts(*, enabled: bool = True) -> Iterator[None]:
-    """Acknowledge Ctrl-C with a line at once, in the block and, after a Ctrl-C, to the end of this process.
+    """Acknowledge Ctrl-C in the block with a line at once.
+
+    After a Ctrl-C that goes on to the end of this process.
 
     The first one raises KeyboardInterrupt. The next one changes nothing, because the workers are being stopped then,
     which takes seconds on Ray. The third one ends the process. Where Python's own handler is not installed, or not

@@ -79,7 +79,7 @@ class StepTimer:
         self._add(ctx, name, elapsed, run=total + elapsed)
 
     def _add(self, ctx: Any, name: str, elapsed: float, run: float | None = None) -> None:
-        """Add the time of a half to that of the step, and record a complete run of `run` seconds."""
+        """Add the time of a half to the step's, and record a complete run of `run` seconds."""
         timing = ctx.timing if "timing" in ctx.__dict__ else ctx.setdefault("timing", {})
         with self._lock:
             timing[name] = timing.get(name, 0.0) + elapsed

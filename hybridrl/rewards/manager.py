@@ -148,7 +148,10 @@ class RewardManager:
         return self.processes.check()
 
     def check_source(self, data_source: str) -> str | None:
-        """Return why no row of this data source can be scored, or None: a custom function decides for itself."""
+        """Return why no row of this data source can be scored, or None.
+
+        A custom function decides for itself.
+        """
         if not self._built_in or reward_score.has_score_function(data_source):
             return None
         return reward_score.unknown_source_text(data_source)

@@ -129,7 +129,9 @@ class ScoreProcessPool:
         return next(filter(None, failures), None)
 
     def _replace(self, process: ScoreProcess, job: "ScoreJob") -> LoadFailure | None:
-        """Record the running call as failed and requeue the others; start a new process if this one had loaded.
+        """Record the running call as failed and requeue the others.
+
+        Starts a new process if this one had loaded.
 
         A call whose process was killed or stopped by somebody else runs once more: the sample is not to blame.
         """
@@ -218,7 +220,7 @@ class ScoreJob:
 
 
 def _call_name(number: int, call: Mapping[str, Any]) -> str:
-    """Return how the log names a call: its row in the batch, its data source, and its index in the data."""
+    """Return how the log names a call: by row, data source and index in the data."""
     info = call.get("extra_info")
     index = info.get("index") if isinstance(info, Mapping) else None
     known = {"data_source": call.get("data_source"), "index": index}

@@ -27,7 +27,10 @@ class SampleScore:
         return self.failure is None
 
     def with_accuracy(self) -> "SampleScore":
-        """Return this score with its value as the extra value `acc`, if it is valid and has no extra values."""
+        """Return this score with its value as the extra value `acc`.
+
+        An invalid score, or one with extra values, is returned as it is.
+        """
         return self if self.extra or not self.valid else replace(self, extra={"acc": self.value})
 
     def with_penalty(self, penalty: float) -> "SampleScore":

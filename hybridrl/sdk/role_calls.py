@@ -118,7 +118,10 @@ class RoleCall:
         PENDING.add(PendingCall(self.answers, self.deadline, lambda: any(map(group.is_lost, references)), resolve))
 
     def outputs(self) -> list[Any]:
-        """Return the outputs, by rank, of a call that `watch` has found to be decided; raise the first failure."""
+        """Return the outputs, by rank, of a call that `watch` has found to be decided.
+
+        Raises the first failure.
+        """
         group, answers = self.processes.group, dict(zip(self.ranks, self.answers, strict=True))
         silent = [rank for rank, answer in answers.items() if not answer.done()]
         failed = any(answer.done() and answer.exception() is not None for answer in self.answers)

@@ -139,7 +139,10 @@ def wait_all(
 
 
 def call_timeout(role: str, silent: Sequence[int], method: str, timeout_s: float, hint: str) -> CallTimeout:
-    """Report to the master that these ranks have not answered in time, and return the error. hint: see `wait_all`."""
+    """Report to the master that these ranks have not answered in time, and return the error.
+
+    For `hint` see `wait_all`.
+    """
     report_call_timeout(role, list(silent), method, timeout_s)
     names = ", ".join(map(str, silent))
     text = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{hint}"

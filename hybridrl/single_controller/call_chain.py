@@ -226,7 +226,9 @@ class Blocker(NamedTuple):
 
 
 def raise_if_deadlock(call: CallInProgress) -> None:
-    """Raise CallCycle if calls of several chains wait for each other, and this is the one of them that shall raise it.
+    """Raise CallCycle if calls of several chains wait for each other.
+
+    Only one of the calls raises it.
 
     The waits are followed twice. What was the same both times has waited at one time in between.
     """
@@ -244,7 +246,10 @@ def raise_if_deadlock(call: CallInProgress) -> None:
 
 
 def _blockers_back_to(call: CallInProgress) -> tuple[Blocker, ...] | None:
-    """Return who keeps the call waiting, each the one before it, up to the call itself; None if it is no part."""
+    """Return who keeps the call waiting, each the one before it, up to the call itself.
+
+    Returns None if the call is part of no such circle.
+    """
     seen: set[str] = set()
     paths: list[tuple[tuple[Blocker, ...], Awaited]] = [((), awaited) for awaited in list(call.waits)]
     while paths:

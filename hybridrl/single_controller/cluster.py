@@ -95,7 +95,9 @@ def alive_nodes(node_ids: Collection[str]) -> set[str]:
 
 
 def get_value(reference: Any, *, what: str, timeout_s: float, hint: str = "") -> Any:
-    """Return the value behind one reference that belongs to no worker group, such as the answer of a master.
+    """Return the value behind one reference that belongs to no worker group.
+
+    The answer of a master is an example.
 
     Args:
         what: name of the value, for the error.

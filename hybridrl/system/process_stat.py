@@ -1,4 +1,4 @@
-"""Kernel state of a process of this machine: whether it is there, whether it is stopped, how much CPU it used."""
+"""Kernel state of a process of this machine: there, stopped, and CPU used."""
 
 import os
 from typing import NamedTuple

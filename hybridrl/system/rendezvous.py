@@ -1,4 +1,6 @@
-"""The address at which rank 0 of a group listens for torch.distributed: reserved when the group is set up.
+"""The address at which rank 0 of a group listens for torch.distributed.
+
+It is reserved when the group is set up.
 
     host, port = reserve_address("127.0.0.1")    # in rank 0's process, before the other ranks get the address
     listener = take_listener(port)               # there, when the process group is made

@@ -55,7 +55,9 @@ def required_path(path: str | None) -> str:
 
 
 def lora_of(model: ModelConfig) -> LoRA | None:
-    """Return the LoRA settings of a model, those of a saved adapter if it continues from one. None without LoRA.
+    """Return the LoRA settings of a model, those of a saved adapter if it continues from one.
+
+    None without LoRA.
 
     Raises:
         ConfigError: The saved adapter cannot be read.

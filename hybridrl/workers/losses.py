@@ -45,7 +45,10 @@ class GlobalCounts:
 
 
 DIVERGENCE = "divergence"
-"""Output of the student: its divergence from the teacher, which needs the log-probs of more than the sampled token."""
+"""Output of the student: its divergence from the teacher.
+
+It needs the log-probs of more than the sampled token.
+"""
 
 
 def student_terms(config: DistillationConfig) -> dict[str, TokenTerm]:

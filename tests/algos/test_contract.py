@@ -46,7 +46,10 @@ def response_mask() -> torch.Tensor:
 
 
 def pad(values: torch.Tensor, *, left: int, right: int) -> torch.Tensor:
-    """Return a (B, T) column with NaN, or 0 in a column of integers, on both sides; others unchanged."""
+    """Return a (B, T) column with NaN, or 0 in a column of integers, on both sides.
+
+    Others unchanged.
+    """
     if values.ndim < 2 or values.shape[1] != T:
         return values
     filling = math.nan if values.is_floating_point() else 0

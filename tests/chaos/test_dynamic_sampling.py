@@ -62,7 +62,10 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
 
 
 def run_and_die(folder: Path, model: Path, **changes) -> int:
-    """Run in a process of its own, which kills itself in the refill of step 3; return its exit code."""
+    """Run in a process of its own, which kills itself in the refill of step 3.
+
+    Return its exit code.
+    """
     variables = {"KILL_STEP": "3", "KILL_BEFORE": "refill", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.support.chaos.killed_trainer", *arguments(folder, model, **changes)]
     done = subprocess.run(command, env=os.environ | variables, cwd=ROOT, timeout=1000, capture_output=True)

@@ -79,7 +79,10 @@ def numbers(rows: list[dict]) -> list[list]:
 
 
 def assert_accounted_for(folder: Path, *, size: int) -> list[dict]:
-    """Check the ledger: batches are full, and no prompt is used twice or forgotten; return the lines of the steps."""
+    """Check the ledger: batches are full, and no prompt is used twice or forgotten.
+
+    Return the lines of the steps.
+    """
     entries = read_ledger(str(folder / "run" / FILE))
     result = audit(entries)
     assert result.problems() == []

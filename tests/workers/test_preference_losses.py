@@ -15,7 +15,10 @@ LENGTHS = torch.tensor([2, 5, 4, 3])
 
 
 def rows() -> DataProto:
-    """Two pairs: rows 0 and 2 are the chosen ones. Scores against the reference are 1, 3, 2 and -1."""
+    """Two pairs: rows 0 and 2 are the chosen ones.
+
+    Scores against the reference are 1, 3, 2 and -1.
+    """
     tensors = {
         "response_mask": (torch.arange(5) < LENGTHS[:, None]).long(),
         "pair": torch.tensor([4, 4, 9, 9]),

@@ -6,7 +6,10 @@ Shape letters: b rows, T response tokens, L tokens of a block, N blocks.
 import torch
 
 BLOCK = 64
-"""Tokens of a block. Two levels of 64 cover 4096 tokens; the products need 2 L operations per token."""
+"""Tokens of a block.
+
+Two levels of 64 cover 4096 tokens; the products need 2 L operations per token.
+"""
 
 
 class TokenOrder:

@@ -201,7 +201,10 @@ def response_scores(rewards_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[to
 
 
 def on_every_token(advantages_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return each row's advantage on all of its tokens, 0 off the mask, (B, T) with the dtype of `advantages_B`."""
+    """Return each row's advantage on all of its tokens, (B, T).
+
+    It is 0 off the mask. The dtype is that of `advantages_B`.
+    """
     return torch.where(mask_BT, advantages_B[:, None], torch.zeros((), dtype=advantages_B.dtype))
 
 

@@ -38,7 +38,9 @@ def star(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_kept(kept_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Return weights (B,) float64, 0 for rows that are not kept, that make a mean over all tokens one over kept ones.
+    """Return weights (B,) float64 that make a mean over all tokens one over kept ones.
+
+    Rows that are not kept have weight 0.
 
     The mean of the weights over all tokens is 1, or 0 if no token is kept.
     """

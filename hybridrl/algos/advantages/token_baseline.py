@@ -10,7 +10,10 @@ from hybridrl.algos.advantages.estimator import register_adv_est
 from hybridrl.algos.advantages.temporal import reward_to_go
 
 WEIGHT_EPS = 1e-8
-"""Added to a sum of weights, as in verl: where the policy is certain of every token, the baseline is 0."""
+"""Added to a sum of weights, as in verl.
+
+So the baseline is 0 where the policy is certain of every token.
+"""
 NEEDS = ("old_log_probs_BT", "sum_pi_squared_BT")
 
 

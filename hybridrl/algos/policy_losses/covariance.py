@@ -96,7 +96,9 @@ def _order_free_mean(values_N: torch.Tensor) -> torch.Tensor:
 def select_by_rank(
     old_log_probs_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor, *, ratio: float
 ) -> torch.Tensor:
-    """Return the k = max(1, floor(ratio N)) of the N tokens on the mask with the largest covariance, (B, T) bool.
+    """Return which tokens on the mask have the largest covariance, (B, T) bool.
+
+    Of N tokens on the mask, k = max(1, floor(ratio N)) are selected.
 
     All tokens that are equal to the k-th are selected, so that order decides nothing. A covariance that is not above 0
     is never selected: it does not lower the entropy. verl takes the k largest of a micro-batch whatever their sign.
@@ -119,7 +121,9 @@ def select_at_random(
     high: float,
     keys_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """Return k = max(1, floor(ratio N)) tokens with low < covariance < high, (B, T) bool; fewer if there are fewer.
+    """Return k = max(1, floor(ratio N)) tokens with low < covariance < high, (B, T) bool.
+
+    There may be fewer such tokens.
 
     Those with the smallest keys, of which `token_keys` makes random ones. verl draws from torch's global generator, so
     that its choice depends on what else was drawn, and on the cut into micro-batches.
@@ -140,7 +144,9 @@ def _num_selected(mask_BT: torch.Tensor, ratio: float) -> int:
 def token_keys(
     input_ids_BL: torch.Tensor, attention_mask_BL: torch.Tensor, *, num_columns: int, seed: int
 ) -> torch.Tensor:
-    """Return a pseudo-random key (B, num_columns) int64 per response token: a hash of its row, its column and seed.
+    """Return a pseudo-random key (B, num_columns) int64 per response token.
+
+    It is a hash of the token's row, its column and the seed.
 
     A row is identified by its tokens (prompt and response) and their order, so padding, the order of rows and their
     distribution over ranks change nothing. Equal rows get equal keys.

@@ -1,4 +1,6 @@
-"""Rejection: leave out of the loss the tokens or sequences that are too far from the policy that is trained.
+"""Rejection: leave tokens or sequences out of the loss.
+
+These are too far from the policy that is trained.
 
 Shape letters: B rows, T response tokens, N rows with a token. Nothing here has a gradient. Weights (`weights.py`)
 correct a sample; a rejection removes it. Both may be used together.
@@ -75,7 +77,10 @@ DIVERGENCES: Mapping[str, tuple[Estimator, Reduction | None]] = {
     "seq_max_k2": (_k2, _max),
     "seq_max_k3": (_k3, _max),
 }
-"""Kind -> estimate of a token's divergence, and how a row's tokens become one number; None: each token has its own."""
+"""Kind -> estimate of a token's divergence, and how a row's tokens become one number.
+
+With None each token has its own number.
+"""
 
 
 def rejection_mask(

@@ -13,7 +13,10 @@ from hybridrl.algos.shapes import check_same_shape
 
 LEVELS = ("token", "sequence")
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp, as in verl: e^20 is far above any threshold and still a float32."""
+"""Log-ratios are clamped to +-20 before exp, as in verl.
+
+e^20 is far above any threshold and still a float32.
+"""
 MIN_MEAN_WEIGHT = 1e-8
 """Below it, weights are not divided by their mean; verl's value."""
 
@@ -80,7 +83,9 @@ def log_ratio(
 def normalize_weights(
     weights_BT: torch.Tensor, mask_BT: torch.Tensor, *, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights divided by their mean, and the mean: w / mean(w), so that the batch keeps its step size.
+    """Return the weights divided by their mean, w / mean(w), and the mean.
+
+    So the batch keeps its step size.
 
     The mean is over tokens, and with level = sequence over rows, of the given batch. A mean of at most 1e-8 divides
     nothing, and 1 is returned in its place. Apply it after the threshold.
@@ -157,7 +162,10 @@ def _row_stats(means_N: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the means of the rows with a token on the mask, float64; a single nan if there is none."""
+    """Return the means of the rows with a token on the mask, float64.
+
+    Without such a row it is a single nan.
+    """
     has_token_B = mask_BT.bool().any(dim=1)
     means_N = masked_mean(values_BT.double(), mask_BT, dim=1)[has_token_B]
     return means_N if len(means_N) else means_N.new_full((1,), math.nan)

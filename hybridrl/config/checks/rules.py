@@ -182,7 +182,7 @@ def reward_problems(config: PPOConfig) -> Problems:
 
 
 def dataset_class_problems(config: PPOConfig) -> Problems:
-    """Yield a class of dataset or sampler with a path and no name, or a name and no path."""
+    """Yield dataset or sampler classes of which only the path or only the name is given."""
     custom = config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         absent = "path" if custom.path is None else "name"

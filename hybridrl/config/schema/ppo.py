@@ -42,7 +42,10 @@ class FilterGroupsConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether a step trains on some of the groups that it generates, and may keep others for the next one."""
+        """Whether a step trains on some of the groups that it generates.
+
+        It may keep others for the next step.
+        """
         return self.enable or self.order != "drawn"
 
 

@@ -172,7 +172,10 @@ def read_bounds(value: float | str, *, key: str) -> tuple[float | None, float]:
 
 
 def split_list(values: list[Any] | None) -> list[Any]:
-    """Return the entries of a list, where one text may have several, separated by commas, as verl writes them."""
+    """Return the entries of a list whose texts may have several, separated by commas.
+
+    verl's command lines write them so.
+    """
     entries: list[Any] = []
     for value in values or []:
         entries += [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else [value]

@@ -30,7 +30,10 @@ class SFTDataConfig(SupervisedDataConfig):
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """What main_sft, main_dpo and main_rm have in common: one trained model, and rows that are there from the start."""
+    """What main_sft, main_dpo and main_rm have in common.
+
+    They train one model, on rows that are there from the start.
+    """
 
     data: SupervisedDataConfig = section(SupervisedDataConfig, "Rows.")
     model: ModelConfig = section(ModelConfig, "The model.")

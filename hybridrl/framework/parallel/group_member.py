@@ -1,4 +1,7 @@
-"""The Ray actor in each process of a group: it runs `main` in one thread and receives messages in another."""
+"""The Ray actor in each process of a group.
+
+It runs `main` in one thread and receives messages in another.
+"""
 
 import ctypes
 import logging
@@ -86,7 +89,10 @@ class GroupMember:
         return result
 
     def finish(self, reason: str) -> None:
-        """End the runs of the tasks here after their step, because the group ends; without a task interrupt `main`."""
+        """End the runs of the tasks here after their step, because the group ends.
+
+        Interrupts `main` if there is no task.
+        """
         if not peer_router().finish_tasks():
             self.interrupt()
         elif self._main_thread is not None:

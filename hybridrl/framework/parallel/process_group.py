@@ -207,7 +207,9 @@ def find_members(targets: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
 
 
 def _wait_for_members(target: str, deadline: float) -> dict[str, Any]:
-    """Return the processes of a group when two looks find the same ones; what is there at the deadline.
+    """Return the processes of a group when two looks find the same ones.
+
+    At the deadline it returns what is there.
 
     A group that starts registers its processes one after the other, within milliseconds.
     """

@@ -26,7 +26,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def needed_host(node_host: str, nodes: Iterable[Mapping[str, Any]]) -> str:
-    """Return where a master has to listen: on its machine alone as long as the cluster has no other.
+    """Return the address at which a master has to listen.
+
+    It is the loopback address while the cluster has no other machine.
 
     Args:
         node_host: Address of the master's node.

@@ -201,7 +201,10 @@ class DLJobBuilder(RoleBuilder):
         return self._set("device_per_node", num)
 
     def device_type(self, device_type: str = "GPU") -> Self:
-        """Set the kind of device: GPU, TPU, NPU; CPU, where one device is one core; AUTO, what the cluster has."""
+        """Set the kind of device: GPU, TPU, NPU, CPU or AUTO.
+
+        A CPU device is one core. AUTO takes what the cluster has.
+        """
         return self._set("device_type", device_type.upper())
 
     def config(self, config: Any) -> Self:

@@ -156,7 +156,9 @@ class RoleProcesses:
         return found
 
     def find_dead(self, raised: Exception | None, *, except_for: Iterable[Position]) -> dict[Position, WorkerLost]:
-        """Return the dead processes, and those that are cut off: (role, rank) -> error. Busy processes are not dead.
+        """Return the dead processes, and those that are cut off: (role, rank) -> error.
+
+        Busy processes are not dead.
 
         Args:
             raised: The exception that a call raised. If it is one of the losses, it is returned for its process.

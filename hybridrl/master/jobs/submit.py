@@ -87,7 +87,9 @@ class RunningJob:
         return bool(ray.wait([self.outcome], timeout=0)[0])
 
     def restart(self) -> None:
-        """End all processes of the job and start it again from its last commit, as after a loss of its supervisor.
+        """End all processes of the job and start it again from its last commit.
+
+        A loss of its supervisor has the same effect.
 
         Raises:
             ConfigError: If the job has ended.

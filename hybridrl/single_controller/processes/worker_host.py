@@ -71,7 +71,9 @@ class WorkerHost:
         self.ready: set[str] = set()
 
     def rendezvous(self, one_machine: bool = False) -> tuple[str, int]:
-        """Return host and port at which rank 0 of a group listens; this process holds the port from now on.
+        """Return host and port at which rank 0 of a group listens.
+
+        This process holds the port from now on.
 
         Args:
             one_machine: All ranks are on this machine, so no other one needs to reach the port.

@@ -1,4 +1,6 @@
-"""What a step ledger adds up to: every step and every prompt exactly once, or one sentence for each that is not.
+"""Check a step ledger: every step and every prompt stands in it exactly once.
+
+For each that does not, the audit has one sentence.
 
 Pure functions on the entries that `step_ledger.read_ledger` returns. Called by the command of `step_ledger.py` and by
 tests.

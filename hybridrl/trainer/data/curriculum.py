@@ -23,7 +23,7 @@ MIN_WEIGHT = 0.05  # of a prompt that is always or never solved, relative to one
 
 
 class SuccessRateSampler:
-    """The rows of an epoch, drawn one after the other without replacement, with weights 4 p (1 - p).
+    """The rows of an epoch, drawn without replacement, with weights 4 p (1 - p).
 
     Row i has the key e_i / w_i with e_i from an exponential distribution; the smallest key of the rows that are left is
     next. This is weighted sampling without replacement (Efraimidis and Spirakis, 2006). e depends on seed and epoch

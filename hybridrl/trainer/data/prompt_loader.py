@@ -213,7 +213,10 @@ class NoPrompts:
         self._position: dict = {}
 
     def batch_sizes(self, num_batches: int) -> list[int]:
-        """Return the number of rows of each of a run's first batches: one, because a schedule needs a step."""
+        """Return the number of rows of each of a run's first batches.
+
+        There are no prompts; each batch counts as one row, because a schedule needs a step.
+        """
         return [1] * num_batches
 
     def next_batch(self) -> DataProto:

@@ -94,7 +94,10 @@ def rows_of_teachers(batch: DataProto, config: DistillationConfig) -> dict[str, 
 
 
 def teacher_metrics(batch: DataProto) -> dict[str, float]:
-    """Return `distillation/kl`, the mean of log s - log p over the sampled tokens: an estimate of the reverse KL."""
+    """Return `distillation/kl`, an estimate of the reverse KL.
+
+    It is the mean of log s - log p over the sampled tokens.
+    """
     columns = batch.batch
     mask_BT = columns["response_mask"]
     difference_BT = columns["old_log_probs"] - columns["teacher_log_prob"]

@@ -86,7 +86,10 @@ def _training_rows(batch: DataProto, config: PPOConfig, *, step: int) -> torch.T
 
 
 def has_tokens(data: DataProto, *, step: int) -> bool:
-    """Return whether any token is left to train on, and log a warning if there are rows, and none is."""
+    """Return whether any token is left to train on.
+
+    Logs a warning if there are rows without such a token.
+    """
     left = bool(data.batch["response_mask"].any()) if len(data) else False
     if len(data) and not left:
         logger.warning(

@@ -156,7 +156,9 @@ class RMTrainer(PairTrainer):
 
 
 def mismatched_rows(batch: DataProto, *, max_length: int) -> DataProto:
-    """Return a batch with each prompt and the response of the next row; the last row takes the first one's.
+    """Return a batch with each prompt and the response of the next row.
+
+    The last row takes the first one's.
 
     Args:
         batch: A batch of `LabelDataset`, padded on the right.

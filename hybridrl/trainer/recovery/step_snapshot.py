@@ -1,4 +1,4 @@
-"""Step snapshots: the state at the end of a step, held in memory for a retry of the next one.
+"""Step snapshots: the state at the end of a step, in memory, for retries.
 
 A supervised driver can be restarted. Its snapshots outlive it, see `supervised_state.py`. Used by the trainers and by
 `StepRetry`, in the driver.
@@ -55,7 +55,10 @@ class ResumeState:
         return snapshot
 
     def call_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
-        """Call a method on all ranks of the groups, and wait for all; the results outlive a supervised driver."""
+        """Call a method on all ranks of the groups, and wait for all.
+
+        The results outlive a supervised driver.
+        """
         return wait_for_parts({role: getattr(group, method).submit() for role, group in groups.items()})
 
     def store(self, snapshot: StepSnapshot) -> None:

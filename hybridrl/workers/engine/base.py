@@ -28,7 +28,9 @@ and micro-batches, because engines sum gradients.
 
 @dataclass(frozen=True)
 class TokenTerm:
-    """A further output of a causal model: what `fn` makes of its log-probs over the vocabulary, for response tokens.
+    """A further output of a causal model, for response tokens.
+
+    It is what `fn` makes of the log-probs over the vocabulary.
 
     Attributes:
         fn: Called with log-probs (C, V) of C tokens and their entries of the columns; returns (C,) or (C, K). It treats

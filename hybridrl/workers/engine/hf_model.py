@@ -47,7 +47,10 @@ def overridden_config(path: str, override_config: dict, *, trust_remote_code: bo
 
 
 def vocabulary_size(path: str, *, trust_remote_code: bool) -> int:
-    """Return the number of outputs of the causal language model at `path`; often more than its tokenizer has tokens."""
+    """Return the number of outputs of the causal language model at `path`.
+
+    Often more than its tokenizer has tokens.
+    """
     return int(overridden_config(path, {}, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
 
 

@@ -161,7 +161,10 @@ def adapter_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, t
 
 
 def unscaled_adapter_weights(model: nn.Module, gather: GatherFn) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield {layer}.lora_A and {layer}.lora_B as they are trained, so that W + scale B A is the new weight."""
+    """Yield {layer}.lora_A and {layer}.lora_B as they are trained.
+
+    The new weight is W + scale B A.
+    """
     for name, layer in _adapted(model).items():
         yield f"{name}.lora_A", gather(layer.lora_A.detach())
         yield f"{name}.lora_B", gather(layer.lora_B.detach())

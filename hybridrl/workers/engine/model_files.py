@@ -30,7 +30,7 @@ def check_model(
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Return if the model at `path` can be loaded and has an embedding for every token of the tokenizer.
+    """Check that a model loads and has an embedding for every token of the tokenizer.
 
     Args:
         path: Directory, or a name of the Hugging Face hub.
@@ -110,7 +110,10 @@ def _check_vocabulary(tokenizer: Any, size: int | None, setting: str) -> None:
 
 
 def required_ids(tokenizer: Any) -> set[int]:
-    """Return the ids that any run needs: of the plain vocabulary, of padding and end, and of the chat template."""
+    """Return the token ids that any run needs.
+
+    They are those of the plain vocabulary, of padding and end, and of the chat template.
+    """
     added = set(tokenizer.get_added_vocab().values())
     ids = {number for number in tokenizer.get_vocab().values() if number not in added}
     ids |= {number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id) if number is not None}

@@ -67,7 +67,10 @@ def policy_scores(log_probs_B: torch.Tensor, rows: DataProto, loss: PreferenceLo
 
 
 def split_pairs(values_B: torch.Tensor, rows: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values (N,) of the chosen and of the rejected rows, pair by pair, whatever the order of the rows."""
+    """Return the values (N,) of the chosen and of the rejected rows, pair by pair.
+
+    The order of the rows does not matter.
+    """
     order_B = torch.argsort(2 * rows.batch[PAIR] + 1 - rows.batch["preferred"])
     sorted_B = values_B[order_B.to(values_B.device)]
     return sorted_B[0::2], sorted_B[1::2]

@@ -49,7 +49,10 @@ def run_settings(*names: str) -> dict[str, object]:
 
 
 def column(name: str, rows: int, tokens: int) -> torch.Tensor:
-    """Return values for a parameter: (B, T), (B, 2) or (B,) by the end of its name; log-probs are negative."""
+    """Return values for a parameter: (B, T), (B, 2) or (B,) by the end of its name.
+
+    Log-probs are negative.
+    """
     if name in SPECIAL_COLUMNS:
         return SPECIAL_COLUMNS[name](rows, tokens)
     shape = {"BT": (rows, tokens), "BK": (rows, 2), "B": (rows,)}[name.rpartition("_")[2]]

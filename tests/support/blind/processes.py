@@ -116,7 +116,10 @@ def _below(root: int, below: Mapping[int, Process]) -> set[int]:
 
 
 def harm(pid: int, how: str) -> bool:
-    """Do it; a process that has ended meanwhile is left alone. Returns False if there was nothing to harm."""
+    """Do it; a process that has ended meanwhile is left alone.
+
+    Returns False if there was nothing to harm.
+    """
     with suppress(ProcessLookupError):
         if how == "reset":
             return reset_connections(pid) > 0

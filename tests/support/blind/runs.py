@@ -103,7 +103,10 @@ def _sft_settings(folder: Path, model: Path, run: Path) -> list[str]:
 
 
 def digest(kind: str, run: Path) -> str:
-    """Return the committed step and a hash of the parameters at the end of a run; a sentence if there is no end."""
+    """Return the committed step and a hash of the parameters at the end of a run.
+
+    A sentence if there is no end.
+    """
     end = run / f"global_step_{STEPS}"
     if not end.is_dir():
         return f"{STEPS} steps were not committed, only {sorted(path.name for path in run.glob('global_step_*'))}"

@@ -156,7 +156,10 @@ class Stage:
         return clock_environment(Path(self.scene.folder)) if is_set else {}
 
     def _note_steps(self, now: float) -> None:
-        """Note the steps that have completed since the last call. A run that goes back a step does not count again."""
+        """Note the steps that have completed since the last call.
+
+        A run that goes back a step does not count again.
+        """
         text = self._text()
         run = self._disk / "run"
         numbers = [*STEP_LINE.findall(text), *(path.name.rpartition("_")[2] for path in run.glob("global_step_*"))]

@@ -27,7 +27,10 @@ for code in sys.argv[1:]:
 def run_in_one_process(
     codes: Sequence[str], *, environment: Mapping[str, str] = os.environ, cwd: Path | None = None
 ) -> list[subprocess.CompletedProcess]:
-    """Return exit code and output of each code; none may leave a connection or a changed environment to the next."""
+    """Return exit code and output of each code.
+
+    None may leave a connection or a changed environment to the next.
+    """
     command = [sys.executable, "-c", CODE, *codes]
     variables = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=100)

@@ -213,7 +213,10 @@ def send_unpicklable_context():
 
 
 def end_with_the_group(folder, kind):
-    """Node 1 raises when the others are at work, if `kind` is "raise"; the others leave files when they end."""
+    """Node 1 raises when the others are at work, if `kind` is "raise".
+
+    The others leave files when they end.
+    """
     node = Parallel().node_id
     if node == 1 and kind == "raise":
         wait_until(lambda: len(list(folder.glob("started-*"))) == 2)
@@ -265,7 +268,10 @@ def emit_to_a_stopped_peer(steps):
 
 
 def loop_by_hand(steps):
-    """Node 0 loops by hand and leaves; node 1 runs until it does. Returns steps and the received contexts' steps."""
+    """Node 0 loops by hand and leaves.
+
+    Node 1 runs until it does. Returns steps and the received contexts' steps.
+    """
     received = []
     with Task() as loop:
         loop.on("sync_parallel_ctx", lambda ctx: received.append(ctx.get("mine")))

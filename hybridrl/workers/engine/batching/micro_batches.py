@@ -13,7 +13,10 @@ from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, token_grid
 
 PAIR = "pair"
-"""Column (B,) int64: rows with the same number are one comparison and stay in one micro-batch and on one rank."""
+"""Column (B,) int64: rows with the same number are one comparison.
+
+They stay in one micro-batch and on one rank.
+"""
 
 
 def split_micro_batches(

@@ -167,7 +167,7 @@ def _check_adaptable(chosen: Mapping[str, nn.Linear], lora: LoRA) -> None:
 
 
 def _places(chunk: Network) -> Iterator[tuple[str, tuple[nn.Module, AdaptableLayer]]]:
-    """Yield (Hugging Face name of a layer, the Megatron layer that has it) of one part of the model."""
+    """Yield (Hugging Face name, Megatron layer) of the layers of one part of the model."""
     for block in chunk.decoder.layers:
         modules = dict(block.named_modules())
         for layer in ADAPTABLE:

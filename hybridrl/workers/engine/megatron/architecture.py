@@ -73,7 +73,10 @@ class AdaptableLayer:
     shard_dim: int
 
     def tensors(self) -> dict[str, TensorMapping]:
-        """Return the mappings of A (r, in) and B (out, r); the other one of the two is replicated."""
+        """Return the mappings of A (r, in) and B (out, r).
+
+        One of the two is replicated.
+        """
         dims = {"lora_A": 1 if self.shard_dim == 1 else None, "lora_B": 0 if self.shard_dim == 0 else None}
         return {
             f"{self.name}.{part}.{tensor}": TensorMapping((f"{self.hf_parent}.{part}.{tensor}",), shard_dim=dim)
@@ -88,7 +91,10 @@ ADAPTABLE = (
     AdaptableLayer("mlp.linear_fc1", "mlp", ("gate_proj", "up_proj"), 0),
     AdaptableLayer("mlp.linear_fc2", "mlp", ("down_proj",), 1),
 )
-"""Experts get none: their Hugging Face models keep all experts of a layer in one tensor, which is no linear layer."""
+"""Experts get no adapters.
+
+Their Hugging Face models keep all experts of a layer in one tensor, which is no linear layer.
+"""
 
 
 def _mlp(prefix: str, megatron: str) -> dict[str, TensorMapping]:
