@@ -85,7 +85,9 @@ def undisturbed(tmp_path_factory, tiny_qwen2):
 
 
 def check_ended_the_same(folder, undisturbed, *, step):
-    found, wanted = (weights(f / f"run/global_step_{step}", f / f"hf{random.random()}") for f in (folder, undisturbed))
+    found, wanted = (
+        weights(f / f"run/global_step_{step}", f / f"compared_with_{folder.name}") for f in (folder, undisturbed)
+    )
     assert largest_difference(found, wanted) == 0
     rows, expected = ([[row.get(name) for name in SAME] for row in metrics(f / "run")] for f in (folder, undisturbed))
     assert rows == expected
