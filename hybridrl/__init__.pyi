@@ -13,6 +13,7 @@ from .data_plane.futures import DataProtoFuture as DataProtoFuture
 from .data_plane.rows import DataProtoItem as DataProtoItem
 from .errors import ConfigError as ConfigError
 from .errors import HybridRLError as HybridRLError
+from .grpo_trainer import GRPOTrainer as GRPOTrainer
 from .master.jobs.builder import DLJobBuilder as DLJobBuilder
 from .master.jobs.builder import RLJobBuilder as RLJobBuilder
 from .rewards.manager import RewardManager as RewardManager

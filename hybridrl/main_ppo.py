@@ -167,9 +167,19 @@ def run(
     manager: ResourcePoolManager,
     *,
     trainer_cls: "type[hybridrl.RayPPOTrainer] | None" = None,
+    compute_score: Callable[..., Any] | None = None,
     context: RunContext | None = None,
 ) -> None:
-    """Train as configured, then write the report."""
+    """Train as configured, then write the report.
+
+    Args:
+        config: Settings that `validate_config` accepts.
+        workers: Role -> worker class.
+        manager: Placement of the roles.
+        trainer_cls: Your own trainer; built in is `RayPPOTrainer`.
+        compute_score: Reward function of the calling program; None takes the one that the settings name.
+        context: The run's state in this process.
+    """
     context = context or RunContext()
     model = config.actor_rollout_ref.model
     assert model.path is not None  # `check` demands it
@@ -179,8 +189,8 @@ def run(
     check_models(config, tokenizer)
     if config.distillation.enabled:
         ppo.check_teachers(config, tokenizer)
-    reward_fn = rewards.load_reward_manager(config, tokenizer, num_examine=0)
-    val_reward_fn = rewards.load_reward_manager(config, tokenizer, num_examine=0, validate=True)
+    load_rewards = functools.partial(rewards.load_reward_manager, config, tokenizer, compute_score=compute_score)
+    reward_fn, val_reward_fn = load_rewards(), load_rewards(validate=True)
     if config.trainer.backend == "ray":
         driver.start_ray(num_nodes=num_nodes(config), lifecycle=context.lifecycle)
     is_async = config.actor_rollout_ref.rollout.mode == "async"

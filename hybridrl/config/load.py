@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -69,6 +69,28 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
     if flags.cfg:
         sys.stdout.write(to_yaml(config))
         return None
+    return config
+
+
+def compose_settings(schema: type[Schema], settings: Mapping[str, Any], *, config_name: str) -> Schema:
+    """Return the frozen config of a preset with these settings changed: `load_config` for a Python program.
+
+    Args:
+        schema: Schema of the program.
+        settings: Values by dotted key.
+        config_name: Preset.
+
+    Raises:
+        ConfigError: One line for every unknown key, wrong type and value out of range.
+    """
+    from omegaconf import OmegaConf
+
+    problems = [problem for key in settings if (problem := override_problem(schema, key))]
+    chosen = OmegaConf.create(_composed_preset(cast(type, schema), config_name))
+    for key, value in settings.items():
+        OmegaConf.update(chosen, key, value, merge=True, force_add=True)
+    config, more = build(schema, _resolved(chosen))
+    raise_problems(problems + more)
     return config
 
 

@@ -1,6 +1,7 @@
 """Build the reward manager that a config selects, and test its reward function before anything else starts."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from hybridrl.config.plugs import REWARD_MANAGERS as REWARD_MANAGERS
@@ -20,7 +21,14 @@ HINTS = {
 }
 
 
-def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int = 0, validate: bool = False) -> Scorer:
+def load_reward_manager(
+    config: PPOConfig,
+    tokenizer: Any,
+    *,
+    num_examine: int = 0,
+    validate: bool = False,
+    compute_score: Callable[..., Any] | None = None,
+) -> Scorer:
     """Return the manager of `reward_model.reward_manager`, with the custom or the built-in function.
 
     A custom function is loaded once in a score process. A mistake in it is then a ConfigError here and not a failure of
@@ -31,12 +39,14 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int =
         tokenizer: Decodes responses.
         num_examine: Samples of each data source to log, once.
         validate: The manager scores validation (`RewardManager`).
+        compute_score: Reward function of the calling program, in place of the one that the settings name.
     """
     model = config.reward_model
+    function = score_function(config) if compute_score is None else _address(config, compute_score)
     manager = REWARD_MANAGERS.lookup(model.reward_manager)(
         tokenizer,
         num_examine,
-        score_function(config),
+        function,
         num_processes=model.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1),
         timeout_s=model.timeout_s,
         max_response_length=config.data.max_response_length,
@@ -44,10 +54,22 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, *, num_examine: int =
         validate=validate,
         **({"limits": RewardLimits.of(model.limits)} if model.limits else {}),
     )
-    if config.custom_reward_function.path is not None and (failure := manager.check_function()) is not None:
+    if (function.path, function.name) != DEFAULT_FUNCTION and (failure := manager.check_function()) is not None:
         manager.close()
-        raise ConfigError(describe_failure(config, failure))
+        raise ConfigError(describe_failure(config, failure, function))
     return manager
+
+
+def _address(config: PPOConfig, compute_score: Callable[..., Any]) -> FunctionAddress:
+    """Return the address of a function of this program, with the arguments that the manager passes."""
+    arguments = REWARD_MANAGERS.lookup(config.reward_model.reward_manager).arguments
+    try:
+        return FunctionAddress.of(compute_score, kwargs=config.custom_reward_function.kwargs, arguments=arguments)
+    except Exception as error:  # pickling runs code of the objects that the function refers to
+        raise ConfigError(
+            f"reward_fn={compute_score!r} cannot be sent to a score process: {error}; refer to no open files, locks or "
+            "loaded models, and create them inside the function"
+        ) from error
 
 
 def score_function(config: PPOConfig) -> FunctionAddress:
@@ -70,8 +92,10 @@ def score_function(config: PPOConfig) -> FunctionAddress:
     return FunctionAddress(*DEFAULT_FUNCTION, kwargs=dict(custom.kwargs))
 
 
-def describe_failure(config: PPOConfig, failure: LoadFailure) -> str:
+def describe_failure(config: PPOConfig, failure: LoadFailure, function: FunctionAddress) -> str:
     """Return the error text for a function that cannot be used: key, value, reason, fix."""
+    if function.path is None:
+        return f"reward_fn={function.name}: {failure.reason}; {HINTS[failure.kind]}"
     custom = config.custom_reward_function
     subject = f"path={custom.path}" if failure.kind in ("path", "import") else f"name={custom.name} in {custom.path}"
     return f"custom_reward_function.{subject}: {failure.reason}; {HINTS[failure.kind]}"

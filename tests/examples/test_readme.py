@@ -2,12 +2,14 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hybridrl import main_ppo
 from hybridrl.config.load import preset_titles
+from tests.support.end_to_end.runs import write_prompts
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,6 +41,17 @@ def test_every_link_and_file_in_the_text_exists():
         r"`((?:benchmarks|examples|docs|hybridrl|tests)/[\w/.]+)`", TEXT
     )
     assert len(named) > 20 and [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.timeout(180)
+def test_the_run_from_python_works_as_written(tmp_path, tiny_qwen2, monkeypatch):
+    (block,) = re.findall(r"```python\n(from hybridrl import GRPOTrainer\n.*?)```", TEXT, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_qwen2, "outputs/quickstart/sft/global_step_500/huggingface")
+    Path("outputs/quickstart/data").mkdir()
+    write_prompts(Path("outputs/quickstart/data/train.parquet"), 4)
+    exec(block.replace('steps": 20', 'steps": 2'), {"__name__": "__main__"})
+    assert Path("my-model-from-python/model.safetensors").exists()
 
 
 def test_the_sample_reward_compares_whole_answers():

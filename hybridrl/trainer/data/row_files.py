@@ -1,0 +1,64 @@
+"""Store rows of a Python program as a file of prompts, see docs/data.md.
+
+`GRPOTrainer` does so, in the driver.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybridrl.errors import DataError
+from hybridrl.system.atomic_write import replaced_file
+
+COLUMNS = ("prompt", "data_source", "reward_model", "ability", "agent_name")
+"""Columns that keep their place; all others become entries of `extra_info`."""
+SOURCE = "python"
+"""`data_source` of rows without one."""
+
+
+def prompt_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Return the rows in verl's format.
+
+    Args:
+        rows: Each has `prompt`, and `ground_truth` or verl's `reward_model`.
+
+    Raises:
+        DataError: There is no row, a row has no prompt, or a column has values of several types.
+    """
+    found = [_prompt_row(row, number) for number, row in enumerate(rows)]
+    if not found:
+        raise DataError("the dataset has no rows; give at least one with a prompt")
+    try:
+        return pa.Table.from_pylist(found)
+    except (pa.ArrowException, OverflowError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"the rows cannot be stored as columns of one type each: {reason:.300}") from error
+
+
+def write_table(table: pa.Table, path: str) -> None:
+    """Write a table to a parquet file, whose directory is created. An older file is replaced when all is written."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with replaced_file(path) as unfinished:
+        pq.write_table(table, unfinished, write_page_checksum=True)
+
+
+def _prompt_row(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a row in verl's format."""
+    if not isinstance(row, Mapping) or "prompt" not in row:
+        has = f"columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"type {type(row).__name__}"
+        raise DataError(f"row {number} has {has}; each row is a mapping with a prompt, a text or a list of messages")
+    if not isinstance(row["prompt"], str | list):
+        kind = type(row["prompt"]).__name__
+        raise DataError(f"row {number}: prompt is of type {kind}; give a text or a list of messages")
+    extra = dict(row.get("extra_info") or {})
+    extra |= {name: value for name, value in row.items() if name not in (*COLUMNS, "extra_info", "ground_truth")}
+    kept = {name: row[name] for name in COLUMNS if name in row}
+    return {
+        "data_source": SOURCE,
+        "reward_model": {"style": "rule", "ground_truth": row.get("ground_truth")},
+        **kept,
+        "extra_info": {"index": number, **extra},
+    }
