@@ -4,6 +4,7 @@ Ray notices an ended process of its own within a minute, a frozen one never. Use
 without a supervisor: these end with the cluster, because nothing is left to train with.
 """
 
+import atexit
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ MAX_STOPPED_POLLS = 12
 TERMINATION_TIMEOUT_S = 10.0
 EXIT_CODE = 1  # of a program that ends with its cluster
 ESSENTIAL = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}  # as the kernel names them
+STDERR = 2
+EXITING = threading.Event()  # set when the interpreter of a program with `watch_in_thread` ends
 
 
 class ClusterWatch:
@@ -47,9 +50,7 @@ class ClusterWatch:
         self._num_stopped = {pid: self._num_stopped.get(pid, 0) + 1 for pid in stopped}
         for pid, count in self._num_stopped.items():
             if count >= MAX_STOPPED_POLLS:
-                seconds = MAX_STOPPED_POLLS * POLL_PERIOD_S
-                name = _command_name(pid)
-                logger.warning("%s (pid %d) has been stopped (SIGSTOP) for %g s; killing it", name, pid, seconds)
+                _report_frozen(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return ""
@@ -88,13 +89,29 @@ def watch_in_thread() -> None:
     def run() -> None:
         while not (lost := watch.check()):
             time.sleep(POLL_PERIOD_S)
-        if sys.modules["ray"].is_initialized():  # it is not while Ray shuts down
-            watch.kill_rest()
+        watch.kill_rest()
+        if not _is_ending():
             if is_terminating():  # the same signal may have ended Ray's processes
                 time.sleep(TERMINATION_TIMEOUT_S)  # the main thread says what it has committed
             _end_program(lost)
 
+    atexit.register(EXITING.set)  # called before Ray's own exit handler, which was registered when Ray was imported
     threading.Thread(target=run, name="cluster-watch", daemon=True).start()
+
+
+def _report_frozen(pid: int) -> None:
+    if _is_ending():  # the program has had its last word; Ray must not have another one about what it misses now
+        with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nothing:
+            os.dup2(nothing.fileno(), STDERR)
+        return
+    seconds, name = MAX_STOPPED_POLLS * POLL_PERIOD_S, _command_name(pid)
+    logger.warning("%s (pid %d) has been stopped (SIGSTOP) for %g s; killing it", name, pid, seconds)
+
+
+def _is_ending() -> bool:
+    """Return whether this program has had its last word, and shuts Ray down or has done so."""
+    ray = sys.modules.get("ray")
+    return EXITING.is_set() or (ray is not None and not ray.is_initialized())
 
 
 def _end_program(lost: str) -> NoReturn:

@@ -103,6 +103,21 @@ def test_a_program_without_a_supervisor_ends_with_its_cluster_and_one_error(how,
             program.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_program_that_ends_while_rays_gcs_is_frozen_has_the_last_word_and_leaves_nothing():
+    command = [sys.executable, "-m", "tests.support.driver.lost_cluster", "end", "SIGSTOP"]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        try:
+            pids = [int(pid) for pid in program.stdout.readline().split()]
+            err = program.communicate(timeout=120)[1]
+            assert program.returncode == 1 and err.splitlines()[-1] == "error: it was found before", err
+            for pid in pids:  # Ray's agents would outlive it for more than 70 s
+                wait_until_gone(pid, within_s=40.0)
+        finally:
+            program.kill()
+
+
 def test_a_program_whose_reader_is_gone_ends_with_its_cluster_all_the_same():
     code = "import ray; from hybridrl.driver import cluster_watch as w; print('step 1'); w._end_program('a raylet')"
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": ""}}

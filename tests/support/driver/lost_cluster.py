@@ -1,7 +1,7 @@
 """A program without a supervisor whose Ray loses its GCS: `python -m tests.support.driver.lost_cluster HOW SIGNAL`.
 
 HOW is `program` or `submit`: what starts the cluster. Prints the ids of all processes of its cluster, then waits for a
-task that does not end.
+task that does not end. With HOW `end` the program ends instead, with an error of its own.
 """
 
 import os
@@ -29,12 +29,14 @@ def wait_for_ever() -> None:
     print(*{*found, *watch._others}, flush=True)
     [gcs] = [pid for pid, name in watch._essential.items() if "GCS" in name]
     os.kill(gcs, signal.Signals[sys.argv[2]])
+    if sys.argv[1] == "end":
+        sys.exit("error: it was found before")
     ray.get(reference)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "program":
-        start_ray()
-    else:
+    if sys.argv[1] == "submit":
         connect(blocking=True)
+    else:
+        start_ray()
     wait_for_ever()
