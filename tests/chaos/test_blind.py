@@ -96,7 +96,8 @@ def test_processes_are_known_by_their_place_and_their_command():
         (Outcome(code=1, unclear="no error"), ENDED, CALM, "UNCLEAR"),
         (RESUMED, RESUMED, CALM, "NOT RESUMED"),
         (RESUMED, Outcome(code=None, last_line="step 3/16"), CALM, "NOT RESUMED"),
-        (Outcome(code=None, hanging=["7 S driver"]), None, CALM, "HANGS"),
+        (Outcome(code=None, hanging=["7 S driver"], hits=["1 s: kill worker"]), None, CALM, "HANGS"),
+        (Outcome(code=None, hanging=["7 S driver"]), None, CALM, "NOT JUDGED"),
     ],
 )
 def test_what_is_not_clean_is_called_so(first, again, end, verdict):

@@ -109,6 +109,7 @@ class Drills:
         folder.mkdir()
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         environment["RAY_worker_niceness"] = "0"  # Ray's 15 would make workers wait for everything else on the machine
+        environment["RAY_memory_monitor_refresh_ms"] = "0"  # it would kill workers for what other programs use
         arguments = command(drill.kind, folder, self.model)
         times = start_s, step_s, deadline_s, max(deadline_s, RERUN_DEADLINE_S)
         scene = Scene(arguments, environment, str(folder), STEPS, *times, drill.to_json(), self.apart)
@@ -133,7 +134,7 @@ def _name(drill: Drill) -> str:
 
 
 def judge(first: Outcome, again: Outcome | None, *, end: str, calm_end: str) -> str:
-    """Return "equal", "resumed equal", or what is wrong with a drill.
+    """Return "equal", "resumed equal", or what is wrong with a drill, or why that cannot be told.
 
     Args:
         first: The run that was harmed.
@@ -141,6 +142,8 @@ def judge(first: Outcome, again: Outcome | None, *, end: str, calm_end: str) -> 
         end: State after the last of them.
         calm_end: State after the calm run.
     """
+    if first.code is None and not first.hits:
+        return "NOT JUDGED: the machine is so busy that no fault came up before the deadline"
     if first.code is None:
         return f"HANGS: {len(first.hanging)} processes at the deadline; last line: {first.last_line}"
     faults = []
