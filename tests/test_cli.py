@@ -129,6 +129,13 @@ def test_an_export_of_what_is_no_checkpoint_names_the_newest_one_of_the_run(tmp_
     )
 
 
+def test_an_export_to_where_nothing_can_be_written_is_refused_first(tmp_path, capsys):
+    commit(tmp_path, 4, "actor")
+    assert cli.main(["export", str(tmp_path / "global_step_4"), "/proc/model"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("/proc/model cannot be written (") and error.count("\n") == 1
+
+
 def test_an_export_without_any_checkpoint_near_says_what_makes_one(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 1
     assert (

@@ -136,7 +136,9 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 def _add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that comes with the model; read it first"
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the model or that the checkpoint's settings name; read it first",
     )
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, settings_for_export, verify_manifest
+from hybridrl.trainer.checkpoint.export_settings import settings_for_export
+from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, verify_manifest
 
 if TYPE_CHECKING:
     from hybridrl.serving.openai.server import Endpoint
@@ -38,11 +39,11 @@ def export_checkpoint(
         checkpoint: A `global_step_N` directory.
         directory: Where the model goes.
         adapter: Write its LoRA adapters alone, in peft's format.
-        trust_remote_code: Run Python code that comes with the model.
+        trust_remote_code: Run Python code that comes with the model or that the checkpoint's settings name.
 
     Raises:
         CheckpointError: There is no complete PPO checkpoint.
-        ConfigError: `directory` is not new or empty, or the model brings code that is not trusted.
+        ConfigError: `directory` cannot be written, or is not new or empty; or there is code that is not trusted.
     """
     from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
     from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -99,11 +100,12 @@ def serve(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
     trust = arguments.trust_remote_code
     with _model_directory(arguments.model, trust_remote_code=trust) as path:
-        check_model(path, key="model")
+        tokenizer = load_tokenizer(path, key="model", trust_remote_code=trust)
+        check_model(path, key="model", tokenizer=tokenizer, trust_remote_code=trust)
         model = StandaloneModel(
             path=path,
             name=os.path.basename(os.path.normpath(arguments.model)),
-            tokenizer=load_tokenizer(path, key="model", trust_remote_code=trust),
+            tokenizer=tokenizer,
             trust_remote_code=trust,
             engine=arguments.engine,
             max_length=arguments.max_length,

@@ -56,7 +56,6 @@ def _new_directory(directory: str) -> Iterator[str]:
     """Yield a temporary directory that becomes `directory` if the block succeeds."""
     check_new_directory(directory)
     parent = os.path.dirname(os.path.abspath(directory))
-    os.makedirs(parent, exist_ok=True)
     temporary = tempfile.mkdtemp(prefix=f"{os.path.basename(directory)}.partial-", dir=parent)
     try:
         yield temporary
@@ -95,9 +94,15 @@ def export_adapter(
 
 
 def check_new_directory(directory: str) -> None:
-    """Raise ConfigError unless `directory` is new or empty: an export replaces nothing."""
+    """Raise ConfigError unless `directory` is new or empty and can be made: an export replaces nothing."""
     if os.path.exists(directory) and (not os.path.isdir(directory) or os.listdir(directory)):
         raise ConfigError(f"{directory} exists and is not an empty directory; export to a new one")
+    parent = os.path.dirname(os.path.abspath(directory))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written ({error.strerror}); export to another directory") from error
 
 
 def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig, kind: str) -> None:

@@ -63,6 +63,6 @@ def test_a_checkpoint_does_not_decide_that_its_models_code_is_trusted(run_direct
         path.write_text(yaml.dump(settings))
 
     checkpoint = CheckpointStore(str(tmp_path / "foreign")).commit(1, trusting)
-    with pytest.raises(ConfigError, match="brings Python code of its own.*--trust-remote-code"):
+    with pytest.raises(ConfigError, match="names Python code .*trust_remote_code=true.*--trust-remote-code"):
         export_checkpoint(checkpoint, str(tmp_path / "hf"))
     export_checkpoint(checkpoint, str(tmp_path / "hf"), trust_remote_code=True)

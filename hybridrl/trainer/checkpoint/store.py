@@ -12,6 +12,7 @@ The newest checkpoint is found by listing the directory; there is no pointer fil
 after a commit. The driver calls this; workers write the engine shards.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -21,13 +22,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import yaml
 
-from hybridrl.config import PPOConfig, from_dict
-from hybridrl.config.engines import single_process_layout
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError, StorageError
 from hybridrl.system.atomic_write import fsync_path
@@ -39,7 +38,10 @@ ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"(?:__|random_)(\d+)(?:_\d+\
 """File names of torch.distributed.checkpoint, and of the file that each Megatron rank adds."""
 OWN_RANKS_FILE = re.compile(r"rank_(\d+)\..+")
 """File names of an engine that writes its checkpoints without torch.distributed.checkpoint (`Engine.save`)."""
-STEP_NAME, PARTIAL = re.compile(r"global_step_(\d+)"), ".partial"
+RESTORE_HINT = "restore it, or remove the whole checkpoint: trainer.resume_mode=auto resumes from the one before"
+STEP_NAME, PARTIAL = re.compile(r"global_step_(0|[1-9]\d{0,17})"), ".partial"
+STATE_KINDS = {"global_steps": int, "identity": dict, "prompts": dict, "ahead": list, WORKING_DIRECTORY: str}
+"""What readers of `trainer.json` rely on; the trainer's parts check their own states."""
 
 
 class CheckpointStore:
@@ -153,37 +155,43 @@ def directory_bytes(path: str) -> int:
 
 
 def verify_manifest(path: str) -> int:
-    """Verify sizes and hashes of the checkpoint at `path`, and return its step.
+    """Verify sizes and hashes of the checkpoint at `path`, and that its driver's state is one; return its step.
 
     Raises:
-        CheckpointError: A file is missing or changed; the message names it.
+        CheckpointError: A file is missing, changed or no part of a checkpoint; the message names it.
     """
-    hint = "restore it, or remove the whole checkpoint: trainer.resume_mode=auto resumes from the one before"
     manifest_path = os.path.join(path, MANIFEST)
     if not os.path.isfile(manifest_path):
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; give a global_step_N directory, or resume_mode=disable"
         )
-    step, files = _read_manifest(manifest_path, hint)
+    step, files = _read_manifest(manifest_path)
     if not _has_engine_state(os.path.basename(name) for name in files):
-        raise CheckpointError(f"checkpoint {path} holds no engine state; {hint}")
+        raise CheckpointError(f"checkpoint {path} holds no engine state; {RESTORE_HINT}")
     for name, (size, sha256) in files.items():
         file = os.path.join(path, name)
         if not os.path.isfile(file):
-            raise CheckpointError(f"checkpoint {path} lacks {name}; {hint}")
+            raise CheckpointError(f"checkpoint {path} lacks {name}; {RESTORE_HINT}")
         if os.path.getsize(file) != size or _sha256(file) != sha256:
-            raise CheckpointError(f"{name} in checkpoint {path} is damaged; {hint}")
+            raise CheckpointError(f"{name} in checkpoint {path} is damaged; {RESTORE_HINT}")
+    _check_driver_state(path, files, step)
     return step
 
 
-def _read_manifest(path: str, hint: str) -> tuple[int, dict[str, tuple[int, str]]]:
+def _read_manifest(path: str) -> tuple[int, dict[str, tuple[int, str]]]:
     """Return the step, and file -> (bytes, SHA-256); raise CheckpointError if the manifest is damaged."""
-    try:
+    with _damage_named(path):
         manifest = read_json(path)
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
         return int(manifest["step"]), files
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); {hint}") from error
+
+
+def _check_driver_state(path: str, files: Collection[str], step: int) -> None:
+    """Raise CheckpointError unless the driver's files can be read, those of the manifest that there are."""
+    if CONFIG in files:
+        read_settings(path)
+    if TRAINER_STATE in files and (found := read_trainer_state(path)["global_steps"]) != step:
+        raise CheckpointError(f"{path}: {TRAINER_STATE} is of step {found}, {MANIFEST} of step {step}; {RESTORE_HINT}")
 
 
 def check_engine_state(directory: str, *, num_ranks: int) -> None:
@@ -274,47 +282,56 @@ def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
         f.write(config_yaml)
 
 
-def settings_for_export(path: str, *, trust_remote_code: bool) -> PPOConfig:
-    """Return the settings of a PPO checkpoint for an export on the CPU, in one process.
-
-    A relative model path is resolved from the working directory of the run, if it exists there.
-
-    Args:
-        path: The checkpoint.
-        trust_remote_code: Run Python code that comes with the model. The checkpoint's own setting does not count: it
-            may come from somebody else.
+def read_trainer_state(path: str) -> dict[str, Any]:
+    """Return the driver's JSON state in the checkpoint at `path`.
 
     Raises:
-        ConfigError: The run trusted its model's code, and the caller does not.
+        CheckpointError: It is missing, damaged, or no state of a trainer.
     """
-    with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
-        config = from_dict(PPOConfig, yaml.safe_load(f))
-    policy = config.actor_rollout_ref
-    assert policy.model.path is not None  # `check_config` demands it before a run
-    if policy.model.trust_remote_code and not trust_remote_code:
-        raise ConfigError(
-            f"{path}: its model {policy.model.path} brings Python code of its own; read the code, and say "
-            "--trust-remote-code to run it"
-        )
-    from_run = os.path.join(read_trainer_state(path).get(WORKING_DIRECTORY, os.curdir), policy.model.path)
-    model = replace(policy.model, trust_remote_code=trust_remote_code)
-    model = replace(model, path=from_run) if os.path.exists(from_run) else model
-    return replace(
-        config,
-        trainer=replace(config.trainer, device="cpu"),
-        actor_rollout_ref=single_process_layout(replace(policy, model=model)),
-    )
+    file = os.path.join(path, TRAINER_STATE)
+    with _damage_named(file):
+        state = read_json(file)
+        wrong = [key for key, kind in STATE_KINDS.items() if key in state and not isinstance(state[key], kind)]
+        if wrong or state["global_steps"] < 0:
+            raise ValueError(f"{wrong[0] if wrong else 'global_steps'} is no value of a trainer's state")
+    return state
 
 
-def read_trainer_state(path: str) -> dict:
-    """Return the driver's JSON state in a checkpoint."""
-    return read_json(os.path.join(path, TRAINER_STATE))
+def read_settings(path: str) -> dict[str, Any]:
+    """Return the settings of the run that made the checkpoint at `path`, as nested dictionaries.
+
+    Raises:
+        CheckpointError: They are missing, damaged, or no mapping.
+    """
+    file = os.path.join(path, CONFIG)
+    with _damage_named(file), open(file, encoding="utf-8") as f:
+        settings = yaml.safe_load(f)
+        if not isinstance(settings, dict):
+            raise TypeError(f"a {type(settings).__name__}, not a mapping of settings")
+    return settings
 
 
-def read_json(path: str) -> dict:
-    """Return the object in a JSON file."""
+@contextlib.contextmanager
+def _damage_named(file: str) -> Iterator[None]:
+    """Raise a CheckpointError with the file's name for whatever reading it raises."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {reason:.200}); {RESTORE_HINT}") from error
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        TypeError: It holds something else.
+    """
     with open(path, encoding="utf-8") as f:
-        return json.load(f)
+        content = json.load(f)
+    if not isinstance(content, dict):
+        raise TypeError(f"a {type(content).__name__}, not an object")
+    return content
 
 
 def _write_json(path: str, content: dict) -> None:

@@ -101,7 +101,7 @@ def assert_none_is_left(text: str, *, within_s: float = 10.0) -> None:
 
 def weights(checkpoint: Path, export_to: Path) -> dict[str, torch.Tensor]:
     """Return a checkpoint's policy as Hugging Face tensors."""
-    export_checkpoint(str(checkpoint), str(export_to))
+    export_checkpoint(str(checkpoint), str(export_to), trust_remote_code=True)  # of code in the test's own settings
     return load_file(export_to / "model.safetensors")
 
 

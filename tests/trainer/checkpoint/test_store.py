@@ -106,6 +106,22 @@ def test_a_run_does_not_mix_its_checkpoints_with_later_ones_of_another(tmp_path,
     )
 
 
+def test_only_what_a_commit_is_called_is_one(tmp_path):
+    store = store_with(tmp_path, 2)
+    for name in ("global_step_007", "global_step_" + "9" * 200, "global_step_-1", "global_step_9.damaged"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "global_step_8").write_text("a file")
+    assert store.steps() == [2]
+
+
+def test_a_manifest_that_is_nested_too_deeply_is_damaged(tmp_path):
+    path = store_with(tmp_path, 1).path(1)
+    with open(os.path.join(path, "manifest.json"), "w", encoding="utf-8") as f:
+        f.write("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged \(RecursionError"):
+        verify_manifest(path)
+
+
 def test_a_directory_without_manifest_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="it has no manifest.json"):
         verify_manifest(str(tmp_path))
