@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 from hybridrl.registry import Registry
+from hybridrl.system.secrets import without_secrets
 
 LONG_LINES = 10_000  # characters; YAML then folds no value
 BOUND_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -95,9 +96,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
 
 
-def to_yaml(config: Any) -> str:
-    """Return the settings as YAML; `--config-path/--config-name` loads it as an equal config."""
-    return yaml.dump(_escaped(to_dict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LONG_LINES)
+def to_yaml(config: Any, *, hide_secrets: bool = False) -> str:
+    """Return the settings as YAML; `--config-path/--config-name` loads it as an equal config.
+
+    Args:
+        config: The settings.
+        hide_secrets: Leave out values that look like secrets (`system/secrets.py`), for a file.
+    """
+    nested = without_secrets(to_dict(config)) if hide_secrets else to_dict(config)
+    return yaml.dump(_escaped(nested), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LONG_LINES)
 
 
 def value_text(value: Any) -> str:

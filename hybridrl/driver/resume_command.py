@@ -6,18 +6,14 @@
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 
 from hybridrl.errors import ConfigError
 from hybridrl.system.atomic_write import atomic_write
+from hybridrl.system.secrets import HIDDEN, without_secret
 
 FILE = "command.json"
-HIDDEN = "(not saved)"  # instead of a value that looks like a secret
-SECRET = r"(?:[a-z0-9_]*_)?(?:api_?key|access_?key|secret(?:_key)?|token|password|passwd|credentials?)"
-SECRET_SETTING = re.compile(rf"(?P<key>[+~]*(?:[^=]*\.)?{SECRET})=.", re.IGNORECASE)
-SECRET_ENTRY = re.compile(rf"(?P<key>[^=]*)=.*[{{,\s'\"]{SECRET}['\"]?\s*:", re.IGNORECASE | re.DOTALL)
 
 
 def save_command(directory: str) -> None:
@@ -29,12 +25,6 @@ def save_command(directory: str) -> None:
     command = [sys.executable, *map(without_secret, sys.orig_argv[1:])]
     with atomic_write(os.path.join(directory, FILE), private=True) as file:
         json.dump({"command": command, "directory": os.getcwd()}, file, indent=2)
-
-
-def without_secret(word: str) -> str:
-    """Return a word of a command line, a value that looks like a secret as `HIDDEN`."""
-    found = SECRET_SETTING.match(word) or SECRET_ENTRY.match(word)
-    return f"{found['key']}={HIDDEN}" if found else word
 
 
 def has_command(directory: str) -> bool:
@@ -57,7 +47,9 @@ def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[
         with open(path, encoding="utf-8") as f:
             saved = json.load(f)
         command, working_directory = saved["command"], saved["directory"]
-    except (OSError, ValueError, KeyError) as error:
+        if not (command and all(isinstance(word, str) for word in [*command, working_directory])):
+            raise ValueError("its command is no list of words")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{directory}: no {FILE} of a run of `python -m hybridrl.main_ppo` is there ({error}), nor the journal of "
             "a submitted job; name a run's directory: trainer.default_local_dir, checkpoints/PROJECT/EXPERIMENT, or "
@@ -77,6 +69,12 @@ def resume_arguments(directory: str, changes: Sequence[str] = ()) -> tuple[list[
 def resume_run(directory: str, changes: Sequence[str] = ()) -> None:
     """Replace this process by the command that resumes the run in `directory`. Does not return."""
     command, working_directory = resume_arguments(directory, changes)
-    os.chdir(working_directory)
     sys.stdout.flush()
-    os.execv(command[0], command)
+    try:
+        os.chdir(working_directory)
+        os.execv(command[0], command)
+    except OSError as error:
+        raise ConfigError(
+            f"{os.path.join(directory, FILE)}: {command[0]} cannot be started in {working_directory} "
+            f"({error.strerror}); start the program again yourself, with trainer.resume_mode=auto"
+        ) from error

@@ -324,7 +324,7 @@ class Trainer:
         """
         self.ledger.engine_updates = self.save_engines(directory)
         state = {"global_steps": self.global_steps, FINGERPRINT_KEY: self.identity} | save_parts(self.parts, directory)
-        write_run_state(directory, state, config_yaml=to_yaml(self.config))
+        write_run_state(directory, state, config_yaml=to_yaml(self.config, hide_secrets=True))
 
     def save_engines(self, directory: str) -> dict[str, Any]:
         """Write the engines of all trained groups; return role -> optimizer steps in the weights, one per rank."""

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from hybridrl import cli
-from hybridrl.config.introspection import keys
+from hybridrl.config.introspection import keys, to_dict
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig
-from hybridrl.driver.resume_command import FILE, resume_arguments, save_command, without_secret
+from hybridrl.driver.resume_command import FILE, resume_arguments, resume_run, save_command
 from hybridrl.errors import ConfigError
+from hybridrl.system.secrets import without_secret, without_secrets
 
 
 def test_a_saved_command_is_repeated_with_resume_mode_auto_and_changes(tmp_path, monkeypatch):
@@ -71,8 +72,29 @@ def test_a_secret_is_not_saved_and_is_asked_for_when_the_run_resumes(tmp_path, m
 def test_no_setting_of_ours_is_taken_for_a_secret():
     for name in [*keys(PPOConfig), *keys(SFTConfig)]:
         assert without_secret(f"{name}=5") == f"{name}=5"
+    config = to_dict(PPOConfig())
+    assert without_secrets(config) == config
 
 
 def test_the_saved_command_is_read_by_its_user_only(tmp_path):
     save_command(str(tmp_path))
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "[]", '{"command": 5, "directory": "/"}', '{"command": [5], "directory": "/"}']
+)
+def test_what_is_no_command_is_refused(tmp_path, content):
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(ConfigError, match="name a run's directory"):
+        resume_arguments(str(tmp_path))
+
+
+@pytest.mark.parametrize(("program", "directory"), [("/no/such/python", "/"), (sys.executable, "/no/such/directory")])
+def test_a_command_that_cannot_be_started_is_one_error(tmp_path, monkeypatch, program, directory):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / FILE).write_text(json.dumps({"command": [program], "directory": directory}))
+    with pytest.raises(
+        ConfigError, match=f"{FILE}: {program} cannot be started in {directory} .No such file or directory"
+    ):
+        resume_run(str(tmp_path))

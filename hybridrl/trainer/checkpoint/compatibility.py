@@ -15,7 +15,7 @@ import yaml
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.introspection import value_text
 from hybridrl.errors import CheckpointError
-from hybridrl.trainer.checkpoint.store import CONFIG, read_trainer_state
+from hybridrl.trainer.checkpoint.store import read_settings, read_trainer_state
 
 logger = logging.getLogger(__name__)
 FINGERPRINT_KEY = "identity"  # in a checkpoint's trainer.json
@@ -99,9 +99,8 @@ def read_complete_state(path: str) -> dict[str, Any]:
 
 def changed_settings(path: str, config: PPOConfig | SupervisedConfig) -> list[str]:
     """Return "key old -> new" for every setting that differs from the checkpoint at `path`."""
-    with open(os.path.join(path, CONFIG), encoding="utf-8") as f:
-        old = _flat(yaml.safe_load(f))
-    new = _flat(yaml.safe_load(to_yaml(config)))
+    old = _flat(read_settings(path))
+    new = _flat(yaml.safe_load(to_yaml(config, hide_secrets=True)))
     keys = [key for key in [*new, *(key for key in old if key not in new)] if key not in RESUME_SETTINGS]
     return [f"{key} {_text(old, key)} -> {_text(new, key)}" for key in keys if _text(old, key) != _text(new, key)]
 

@@ -20,6 +20,7 @@ from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, is_recording, start_recording
 from hybridrl.system.directory_lock import lock_directory
+from hybridrl.system.secrets import without_secrets
 from hybridrl.trainer.checkpoint.store import CheckpointStore, find_resume_checkpoint
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.tracking import Tracking
@@ -126,7 +127,7 @@ def open_tracking(config: PPOConfig | SupervisedConfig, *, start_step: int, tota
         trainer.experiment_name,
         trainer.logger,
         run_directory(trainer),
-        to_dict(config),
+        without_secrets(to_dict(config)),
         start_step=start_step,
         total_steps=total_steps,
     )

@@ -108,3 +108,15 @@ def test_a_checkpoint_without_the_number_of_drawn_batches_has_drawn_the_pending_
     assert read_complete_state(str(tmp_path))["prompts"] == {"num_drawn": 5}
     write_run_state(str(tmp_path), old | {"prompts": {"num_drawn": 4}}, config_yaml="")
     assert read_complete_state(str(tmp_path))["prompts"] == {"num_drawn": 4}
+
+
+def test_a_secret_is_in_no_file_and_no_log_and_is_no_change(make, tmp_path, caplog):
+    config = make(custom_reward_function={"kwargs": {"api_key": "sk-123", "url": "http://x"}})
+    directory = tmp_path / "one"
+    directory.mkdir()
+    write_run_state(str(directory), {"global_steps": 1}, config_yaml=to_yaml(config, hide_secrets=True))
+    assert "sk-123" not in (directory / "config.yaml").read_text()
+    kwargs = {"api_key": "sk-456", "url": "http://y"}
+    with caplog.at_level(logging.INFO):
+        check_compatible(str(directory), make(custom_reward_function={"kwargs": kwargs}))
+    assert "http://x -> http://y" in caplog.text and "sk-" not in caplog.text

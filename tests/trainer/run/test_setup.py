@@ -7,9 +7,11 @@ import pytest
 from hybridrl.config import PPOConfig, SFTConfig, from_dict
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.system.secrets import HIDDEN
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import (
     newest_checkpoint_of_run,
+    open_tracking,
     prepared_run_directory,
     run_stages,
     warn_about_disabled_outputs,
@@ -112,6 +114,29 @@ def test_a_checkpoint_of_another_run_is_not_returned(used_directory, tmp_path):
 def test_disabled_outputs_are_logged_at_the_start(caplog, trainer, val_files, keys):
     warn_about_disabled_outputs(from_dict(PPOConfig, {"trainer": trainer, "data": {"val_files": val_files}}))
     assert [record.message.partition(":")[0] for record in caplog.records] == keys
+
+
+def test_no_logger_gets_a_secret(tmp_path):
+    kwargs = {"judges": [{"hf_token": "sk-123"}], "PASSWORD": "sk-123", "tokens": 3}
+    trainer = {"default_local_dir": str(tmp_path), "logger": [f"{__file__}:RememberingTracker"]}
+    config = from_dict(PPOConfig, {"trainer": trainer, "custom_reward_function": {"kwargs": kwargs}})
+    with open_tracking(config, start_step=0, total_steps=1) as tracking:
+        [tracker] = tracking._trackers
+    found = tracker.run.config["custom_reward_function"]["kwargs"]
+    assert found == {"judges": [{"hf_token": HIDDEN}], "PASSWORD": HIDDEN, "tokens": 3}
+
+
+class RememberingTracker:
+    """A logger of a user's that keeps what it is told about the run."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def log(self, metrics, step):
+        """Log nothing."""
+
+    def close(self):
+        """Close nothing."""
 
 
 def test_batches_smaller_than_configured_are_logged(caplog):
