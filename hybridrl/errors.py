@@ -19,7 +19,10 @@
 A user's own exception in a worker keeps its type and gets an address (`role`, `rank`, `method`) as a note.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+MAX_MODEL_REASON = 400  # characters of an error of transformers
 
 
 class HybridRLError(Exception):
@@ -143,3 +146,21 @@ class CallCycle(HybridRLError):
             f"the others. Mark {method} with concurrency=2, define it with `async def`, or let {first} return before "
             "the others wait"
         )
+
+
+@contextmanager
+def model_errors(path: str, what: str) -> Iterator[None]:
+    """Raise a ConfigError of one line for whatever transformers raises about the files of a model.
+
+    Its code believes what config.json says, so that a wrong entry may raise an exception of any type.
+    """
+    try:
+        yield
+    except HybridRLError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"model.path={path!r}: transformers {what}: {reason:.{MAX_MODEL_REASON}}; check its config.json and "
+            "model.override_config, or copy or download the model again"
+        ) from error

@@ -28,8 +28,8 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
         _check_on_hub(path, key=key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # its code believes the files, so a damaged one may raise anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{key}={path}: no tokenizer can be loaded from it ({reason}); give a directory with model and "
             "tokenizer, as save_pretrained writes them, or a name of the Hugging Face hub"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.errors import CheckpointError, ConfigError, model_errors
 from hybridrl.workers.engine.base import EngineSetup
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,8 @@ def overridden_config(path: str, override_config: dict, *, trust_remote_code: bo
     """
     from transformers import AutoConfig
 
-    try:
+    with model_errors(path, "cannot read it as a model"):
         found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path!r}: transformers cannot read it as a model: {error}") from error
     overrides = {name: value for name, value in override_config.items() if name != "attn_implementation"}
     _override(found, overrides, key="model.override_config")
     return found
@@ -104,8 +102,12 @@ def _override(target: Any, overrides: dict, *, key: str) -> None:
         inner = getattr(target, name)
         if isinstance(value, dict) and hasattr(inner, "to_dict"):
             _override(inner, value, key=f"{key}.{name}")
-        else:
+            continue
+        try:
             setattr(target, name, value)
+        except Exception as error:  # transformers validates some entries, with an exception class of its own
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{key}.{name}={value!r}: {type(target).__name__} refuses it: {reason}") from error
 
 
 def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Module:
@@ -117,7 +119,7 @@ def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Mod
         CheckpointError: The checkpoint lacks anything else, or has it in another shape. Scores of an untrained head
             would be noise.
     """
-    with torch.random.fork_rng(devices=[]), _quiet_transformers():
+    with torch.random.fork_rng(devices=[]), _quiet_transformers(), model_errors(config.path, "cannot load it"):
         torch.manual_seed(config.seed)
         model, report = _auto_class(config).from_pretrained(
             config.path,
@@ -171,7 +173,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 def empty_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Module:
     """Return the model on the meta device: structure without memory."""
-    with torch.device("meta"):
+    with torch.device("meta"), model_errors(config.path, "cannot build it"):
         model = _auto_class(config).from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
     return _with_float32_heads(model, config).eval()
 

@@ -69,7 +69,7 @@ def file_problems(directory: Path) -> Iterator[str]:
 
 
 def check_safetensors(file: Path) -> None:
-    """Return if a safetensors file has the length that its header says.
+    """Return if a safetensors file has a valid header, and the length that it says.
 
     Raises:
         ValueError: The header cannot be read, or the file has another length.
@@ -82,11 +82,23 @@ def check_safetensors(file: Path) -> None:
         try:
             header = json.loads(stream.read(length))
             end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            expected = LENGTH_BYTES + length + end
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError("its header cannot be read") from error
-    expected = LENGTH_BYTES + length + end
     if size != expected:
         raise ValueError(f"it has {size} bytes, but its header says {expected}")
+    _check_entries(file)
+
+
+def _check_entries(file: Path) -> None:
+    """Raise ValueError unless the format's own reader takes the header: shapes, types, no overlap."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"its header cannot be read: {error}") from error
 
 
 def _check_vocabulary(tokenizer: Any, size: int | None, setting: str) -> None:

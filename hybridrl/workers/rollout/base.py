@@ -18,7 +18,7 @@ import torch
 from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES
 from hybridrl.config.capabilities import RolloutCapabilities as RolloutCapabilities
 from hybridrl.config.schema.workers import RolloutConfig
-from hybridrl.errors import ConfigError, DataError, StaleWeightsError
+from hybridrl.errors import ConfigError, DataError, StaleWeightsError, model_errors
 from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
 from hybridrl.workers.rollout.requests import RequestEngine
@@ -303,7 +303,8 @@ def load_hf_config(setup: RolloutSetup) -> Any:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+    with model_errors(setup.model_path, "cannot read it as a model"):
+        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
     for key, value in setup.override_config.items():
         if not hasattr(config, key):
             raise ConfigError(
@@ -378,6 +379,8 @@ def load_special_tokens(path: str, *, trust_remote_code: bool = False) -> Specia
     except OSError:  # a model without generation_config.json
         listed = None
     listed = [listed] if isinstance(listed, int) else listed or []
+    if not isinstance(listed, list) or not all(isinstance(number, int) for number in listed):
+        raise ConfigError(f"{path}/generation_config.json: eos_token_id={listed!r} must be a token's number, or a list")
     eos_ids = tuple(dict.fromkeys([*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *listed]))
     if not eos_ids:
         raise ConfigError(

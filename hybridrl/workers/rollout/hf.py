@@ -23,6 +23,7 @@ import torch
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.errors import model_errors
 from hybridrl.workers import rollout
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.requests import RequestEngine
@@ -238,9 +239,10 @@ def _build_model(setup: RolloutSetup) -> torch.nn.Module:
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
     model: Any
     if setup.load_format == "auto":
-        model = AutoModelForCausalLM.from_pretrained(setup.model_path, config=config, **options)
+        with model_errors(setup.model_path, "cannot load it"):
+            model = AutoModelForCausalLM.from_pretrained(setup.model_path, config=config, **options)
     else:
-        with _seeded(setup.seed):
+        with _seeded(setup.seed), model_errors(setup.model_path, "cannot build it"):
             model = AutoModelForCausalLM.from_config(config, **options)
     return model.to(setup.device).eval().requires_grad_(False)
 

@@ -10,7 +10,9 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.engine.model_files import INDEX, check_model
+from hybridrl.workers.rollout.base import load_special_tokens
 from tests.support.workers.engine_cases import make_engine
 
 
@@ -102,3 +104,62 @@ def test_a_directory_without_the_tokenizers_files_is_refused(model):
         file.unlink()
     with pytest.raises(ConfigError, match=r"^model\.path=.*: its tokenizer has no vocabulary; .* tokenizer\.json"):
         load_tokenizer(str(model), key="model.path")
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"1234"),
+        ({"a": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4]}}, b"1234"),
+        ({"a": {"dtype": "none", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}, b"1234"),
+        ({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in "ab"}, b"1234"),
+        ({"__metadata__": {"format": 5}}, b""),
+    ],
+)
+def test_a_header_that_describes_no_tensors_is_damage(model, header, data):
+    text = json.dumps(header).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with pytest.raises(ConfigError, match="model.safetensors is damaged: its header cannot be read"):
+        check_model(str(model), key="model.path")
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"hidden_size": "64"}, "cannot read it as a model: .*hidden_size"),
+        ({"eos_token_id": "x"}, "cannot read it as a model: .*eos_token_id"),
+        ({"num_hidden_layers": -1}, "cannot read it as a model: .*num_hidden_layers"),
+        ({"dtype": "banana"}, "cannot read it as a model: .*banana"),
+        ({"hidden_act": "nope"}, "cannot load it: KeyError: 'nope'"),
+        ({"hidden_size": 0}, "cannot load it: ZeroDivisionError"),
+        ({"hidden_size": 10**9}, "cannot load it: RuntimeError: .*allocate"),
+    ],
+)
+def test_a_wrong_entry_of_config_json_is_one_line_with_the_models_path(model, entries, reason):
+    saved = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(saved | entries))
+    with pytest.raises(ConfigError, match=f"^model.path='{model}': transformers {reason}") as caught:
+        make_engine(str(model))
+    assert "\n" not in str(caught.value) and "check its config.json" in str(caught.value)
+
+
+def test_an_override_that_the_model_refuses_is_named(model):
+    with pytest.raises(ConfigError, match=r"^model.override_config.hidden_size='x': Qwen2Config refuses it: "):
+        overridden_config(str(model), {"hidden_size": "x"}, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"eos_token": 5.5}', "{"])
+def test_damaged_settings_of_a_tokenizer_are_one_line(model, text):
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (model / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: no tokenizer can be loaded from it") as caught:
+        load_tokenizer(str(model), key="model.path")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("eos", ["x", ["x"], 1.5])
+def test_an_end_of_sequence_that_is_no_tokens_number_is_named(model, eos):
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id=.* must be a token's number"):
+        load_special_tokens(str(model))
