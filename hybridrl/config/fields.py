@@ -5,6 +5,9 @@ from typing import Any
 
 from hybridrl.registry import Registry
 
+MAX_SEED = 4_000_000_000  # NumPy's old generators take 32 bits
+MAX_NODES, MAX_SLOTS = 10_000, 1000  # machines of a job, processes of one role on a machine: beyond is a typo
+
 
 def setting(
     default: Any,

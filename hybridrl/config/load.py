@@ -240,6 +240,8 @@ def _one_line_errors(name: str, folder: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         home, _ = _split_directories(name, folder)
         raise ConfigError(f"configuration {name}: {home / name}.yaml is not text in UTF-8 ({error.reason})") from None
+    except RecursionError:
+        raise ConfigError(f"configuration {name}: it is nested too deeply to be one") from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"configuration {name}: {_one_line(error)}") from None
 

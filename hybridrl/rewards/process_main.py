@@ -247,8 +247,13 @@ def plain_batch(value: Any) -> Any:
 def plain_score(value: Any) -> Any:
     """Return one result as plain data; a value besides the score that is none becomes its text."""
     if isinstance(value, Mapping):
-        return {str(key): plain(entry, is_extra=key != "score") for key, entry in value.items()}
+        return {plain_text(str(key)): plain(entry, is_extra=key != "score") for key, entry in value.items()}
     return plain(value)
+
+
+def plain_text(text: str) -> str:
+    """Return a text that every file can hold: halves of surrogate pairs become question marks."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def plain(value: Any, *, is_extra: bool = False) -> Any:
@@ -269,7 +274,7 @@ def plain(value: Any, *, is_extra: bool = False) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+        return plain_text(value)
     if isinstance(value, numbers.Integral) and int(value).bit_length() <= MAX_INTEGER_BITS:
         return int(value)
     if isinstance(value, numbers.Integral) and not is_extra:
@@ -277,7 +282,7 @@ def plain(value: Any, *, is_extra: bool = False) -> Any:
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return float(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(entry, is_extra=True) for key, entry in value.items()}
+        return {plain_text(str(key)): plain(entry, is_extra=True) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(entry, is_extra=True) for entry in value]
     if is_extra:
@@ -287,7 +292,7 @@ def plain(value: Any, *, is_extra: bool = False) -> Any:
 
 def shorten(text: str) -> str:
     """Return a text of one line with at most `MAX_REASON` characters that every file can hold."""
-    text = " ".join(text.split()).encode("utf-8", "replace").decode()
+    text = plain_text(" ".join(text.split()))
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 
 

@@ -37,10 +37,9 @@ def lock_directory(directory: str, *, timeout_s: float = ENDING_TIMEOUT_S) -> It
         timeout_s: How long to wait for the processes of a program that has ended, in seconds.
 
     Raises:
-        ConfigError: Another program holds the lock; names its host and process id.
+        ConfigError: Another program holds the lock; names its host and process id. Or the lock's file cannot be opened.
     """
-    path = os.path.join(directory, LOCK_FILE)
-    with open(path, "a+", encoding="utf-8") as file:
+    with _open(os.path.join(directory, LOCK_FILE)) as file:
         try:
             _acquire(file, directory, deadline=time.monotonic() + timeout_s)
             _describe_holder(file)
@@ -51,6 +50,13 @@ def lock_directory(directory: str, *, timeout_s: float = ENDING_TIMEOUT_S) -> It
                 "%s: its file system has no locks (%s); start no second run there", directory, error.strerror
             )
         yield
+
+
+def _open(path: str) -> IO[str]:
+    try:
+        return open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: the run's lock cannot be opened ({error.strerror}); remove it") from error
 
 
 def _acquire(file: IO[str], directory: str, *, deadline: float) -> None:
@@ -84,8 +90,9 @@ def _holder(file: IO[str]) -> dict[str, Any]:
     """Return what the holder wrote about itself, or an empty dict if it has not yet."""
     file.seek(0)
     try:
-        return dict(json.loads(file.read()))
-    except (ValueError, TypeError):
+        found = json.loads(file.read())
+        return {"pid": int(found["pid"]), "host": str(found["host"]), "machine": str(found["machine"])}
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {}
 
 

@@ -107,6 +107,12 @@ def test_a_value_becomes_its_keys_type(word, value):
         ("data.train_files=[a,3.5]", "must be text"),
         ("data.train_files=", "is empty (an unset shell variable?)"),
         ("algorithm.gamma=nan", "must be a number"),
+        ("trainer.num_threads=1000000", "must be >= 1 and <= 1024"),
+        ("trainer.nnodes=1000000000", "must be >= 1 and <= 10000"),
+        ("trainer.n_gpus_per_node=1000000", "must be >= 1 and <= 1000"),
+        ("trainer.seed=1180591620717411303424", "must be >= 0 and <= 4e+09"),
+        ("actor_rollout_ref.actor.optim.lr=inf", "must be > 0 and <= 1000"),
+        ("actor_rollout_ref.rollout.n=1000000000", "must be >= 1 and <= 100000"),
         ("algorithm.gamma=1.01", "must be >= 0 and <= 1"),
         (
             "trainer.logger=[console,wand]",

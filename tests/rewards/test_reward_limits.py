@@ -16,6 +16,7 @@ from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import process
 from hybridrl.rewards.function_address import FunctionAddress
+from hybridrl.rewards.process_main import plain_score
 from hybridrl.rewards.process_pool import ScoreProcessPool
 from hybridrl.rewards.sample_score import read_score
 
@@ -319,3 +320,8 @@ def test_it_ends_with_its_parent_also_without_the_interpreters_lock(path, tmp_pa
     parent.send_signal(signal.SIGKILL)
     parent.wait(10)
     assert wait_until_gone(pid)
+
+
+def test_keys_and_texts_of_a_result_can_be_written_to_a_file():
+    found = plain_score({"score": 1, "half \ud800": "\udfff", 3: {"\ud800": ["\ud800"]}})
+    assert found == {"score": 1, "half ?": "?", "3": {"?": ["?"]}}

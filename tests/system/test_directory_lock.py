@@ -1,5 +1,6 @@
 """One program at a time in a run's directory: who is refused, who waits, and who shares the lock."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -88,3 +89,23 @@ def test_a_started_program_does_not_keep_the_lock(tmp_path):
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_a_lock_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / LOCK_FILE).mkdir()
+    with (
+        pytest.raises(ConfigError, match=f"{tmp_path}/{LOCK_FILE}: the run's lock cannot be"),
+        lock_directory(str(tmp_path)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"pid": "x", "host": "h", "machine": "m"}', "[" * 100_000, "\0"])
+def test_what_is_no_description_of_a_holder_is_none(tmp_path, text):
+    with open(tmp_path / LOCK_FILE, "w", encoding="utf-8") as holder:
+        holder.write(text)
+        holder.flush()
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refused = pytest.raises(ConfigError, match="is in use by a run of another process")
+        with refused, lock_directory(str(tmp_path), timeout_s=0.01):
+            pass

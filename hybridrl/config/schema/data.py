@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.fields import section, setting
+from hybridrl.config.fields import MAX_SEED, section, setting
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DataConfig:
     filter_overlong_prompts: bool = setting(False, "Leave out prompts longer than the limit, and log how many.")
     truncation: str = setting("error", "What to do with a longer prompt.", choices=("error", "left", "right", "middle"))
     shuffle: bool = setting(True, "Shuffle the prompts, in a new order each epoch.")
-    seed: int = setting(1, "Seed of the order of prompts.", ge=0)
+    seed: int = setting(1, "Seed of the order of prompts.", ge=0, le=MAX_SEED)
     apply_chat_template_kwargs: dict = setting({}, "Keyword arguments for the tokenizer's chat template.", free=True)
     sampler: SamplerConfig = section(SamplerConfig, "The order of prompts, such as a curriculum by difficulty.")
     custom_cls: ImportPath = section(ImportPath, "A dataset class in place of RLHFDataset.")

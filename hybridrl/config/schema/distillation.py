@@ -5,7 +5,7 @@ Keys and defaults follow verl's `distillation.*`, except for `log_prob_min_clamp
 
 from dataclasses import dataclass
 
-from hybridrl.config.fields import section, setting
+from hybridrl.config.fields import MAX_NODES, MAX_SLOTS, section, setting
 from hybridrl.config.schema.workers import KL_KINDS
 
 TOP_MODES = ("forward_kl_topk", "reverse_kl_topk")
@@ -44,9 +44,9 @@ class DistillationLossConfig:
 @dataclass(frozen=True)
 class DistillationConfig:
     enabled: bool = setting(False, "Distil: teachers score the tokens that the policy samples.")
-    nnodes: int = setting(1, "Machines of the teachers' own pool, if they have one.", ge=1)
+    nnodes: int = setting(1, "Machines of the teachers' own pool, if they have one.", ge=1, le=MAX_NODES)
     n_gpus_per_node: int = setting(
-        0, "Teacher processes per machine in a pool of their own; 0: in the trainer's processes.", ge=0
+        0, "Teacher processes per machine in a pool of their own; 0: in the trainer's processes.", ge=0, le=MAX_SLOTS
     )
     teacher_models: dict = setting(
         {},

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.fields import section, setting
+from hybridrl.config.fields import MAX_SEED, section, setting
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import DYNAMIC, MICRO, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 
@@ -17,7 +17,7 @@ class SupervisedDataConfig:
     max_token_len_per_gpu: int = setting(16384, "Token budget of one micro-batch per process, a hard cap.", gt=0)
     max_length: int = setting(1024, "Longest sequence in tokens, prompt and response together.", gt=0)
     shuffle: bool = setting(True, "Shuffle the rows, in a new order each epoch.")
-    seed: int = setting(1, "Seed of the order.", ge=0)
+    seed: int = setting(1, "Seed of the order.", ge=0, le=MAX_SEED)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.fields import plug, section, setting
+from hybridrl.config.fields import MAX_NODES, MAX_SEED, MAX_SLOTS, plug, section, setting
 from hybridrl.config.plugs import TRACKERS
 
 
@@ -21,9 +21,9 @@ class TrainerConfig:
     experiment_name: str = setting("run", "Name of this run.")
     total_epochs: int = setting(1, "Passes over the training data.", ge=1)
     total_training_steps: int | None = setting(None, "Steps of the whole run; null means total_epochs of data.", ge=1)
-    nnodes: int = setting(1, "Number of machines.", ge=1)
+    nnodes: int = setting(1, "Number of machines.", ge=1, le=MAX_NODES)
     n_gpus_per_node: int = setting(
-        1, "Worker processes per machine, each with one device (a CPU slot without GPUs).", ge=1
+        1, "Worker processes per machine, each with one device (a CPU slot without GPUs).", ge=1, le=MAX_SLOTS
     )
     backend: str = setting(
         "ray",
@@ -47,9 +47,9 @@ class TrainerConfig:
         "process", "Roles on one device share a process, or only the device.", choices=("process", "device")
     )
     num_threads: int | None = setting(
-        None, "CPU threads per worker process; null means cores divided by workers.", ge=1
+        None, "CPU threads per worker process; null means cores divided by workers.", ge=1, le=1024
     )
-    seed: int = setting(1, "Seed of everything but the order of prompts.", ge=0)
+    seed: int = setting(1, "Seed of everything but the order of prompts.", ge=0, le=MAX_SEED)
     balance_batch: bool = setting(True, "Give every rank about the same number of tokens.")
     overlap: bool = setting(
         True,
@@ -79,6 +79,7 @@ class TrainerConfig:
         0,
         "Dedicated processes that validate concurrently with training; 0: the rollout validates and training waits.",
         ge=0,
+        le=MAX_SLOTS,
     )
     save_freq: int = setting(-1, "Commit a checkpoint every so many steps and at the end; -1 means never.", ge=-1)
     max_ckpt_to_keep: int | None = setting(None, "Checkpoints kept; null means all.", ge=1)

@@ -6,7 +6,7 @@ Keys and defaults follow verl where verl has them. "per_gpu" means per worker pr
 from dataclasses import dataclass, replace
 from typing import Self
 
-from hybridrl.config.fields import plug, section, setting
+from hybridrl.config.fields import MAX_NODES, MAX_SLOTS, plug, section, setting
 from hybridrl.config.plugs import ENGINES, REWARD_MANAGERS
 from hybridrl.config.schema.engine import EngineSettings
 
@@ -60,7 +60,7 @@ class RewardModelPath:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = setting(1e-6, "Peak learning rate.", gt=0)
+    lr: float = setting(1e-6, "Peak learning rate.", gt=0, le=1000)
     lr_scheduler_type: str = setting(
         "constant", "Shape of the learning rate after warm-up.", choices=("constant", "cosine", "linear")
     )
@@ -265,11 +265,11 @@ class RolloutConfig:
         "One batched call per step; async: requests through agent loops and a router.",
         choices=("sync", "async"),
     )
-    nnodes: int = setting(1, "Machines of the rollout's own pool, if it has one.", ge=1)
+    nnodes: int = setting(1, "Machines of the rollout's own pool, if it has one.", ge=1, le=MAX_NODES)
     n_gpus_per_node: int = setting(
-        0, "Rollout processes per machine in a pool of their own; 0: in the trainer's processes.", ge=0
+        0, "Rollout processes per machine in a pool of their own; 0: in the trainer's processes.", ge=0, le=MAX_SLOTS
     )
-    n: int = setting(1, "Samples per prompt.", ge=1)
+    n: int = setting(1, "Samples per prompt.", ge=1, le=100_000)
     temperature: float = setting(1.0, "Softmax temperature, also of the training log-probs.", gt=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1 is off.", ge=-1)
     top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability mass.", gt=0, le=1)

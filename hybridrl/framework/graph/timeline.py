@@ -80,12 +80,12 @@ def newest_trace(directory: str | Path) -> Path:
 def read_spans(directory: str | Path) -> list[Span]:
     """Return the spans of all processes of a job, by start.
 
-    A partial line of a killed process is skipped.
+    A partial line of a killed process, and what is no span, is skipped.
     """
     spans = []
     for path in sorted(Path(directory).glob(f"*{SUFFIX}")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
                 spans.append(Span(process=path.name.removesuffix(SUFFIX), **json.loads(line)))
     return sorted(spans, key=lambda span: (span.begin, -span.end))
 

@@ -101,6 +101,12 @@ def _read(path: Path) -> dict[str, Any]:
         data = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else _read_yaml(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"line {error.lineno} is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise ConfigError("it is nested too deeply to be a job") from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # a number of thousands of digits, an impossible date
+        raise ConfigError(f"it has a value that cannot be read: {error}") from error
     if not isinstance(data, dict):
         what = "empty" if data is None else f"a {type(data).__name__}"
         raise ConfigError(f"it is {what}; a job is a mapping with 'workloads', or one that model_dump_json() wrote")

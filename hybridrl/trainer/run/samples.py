@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 EXAMPLES_FILE = "examples.jsonl"
 MAX_EXAMPLES = 3  # data sources with one example each
 MAX_SHOWN = 240  # characters of a prompt or response; longer ones are cut in the middle
-Example = Mapping[str, Any]  # step, data_source, question, response, ground_truth, score (None: not scored)
+Example = Mapping[str, Any]  # of EXAMPLE_KEYS; score is None if it was not scored
+EXAMPLE_KEYS = {"step", "data_source", "question", "response", "ground_truth", "score"}
 
 
 def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list]) -> Iterator[dict[str, Any]]:
@@ -90,16 +91,25 @@ def save_examples(directory: str, examples: Sequence[Example], *, step: int) -> 
     write_samples(os.path.join(directory, EXAMPLES_FILE), [*earlier, *examples])
 
 
-def read_examples(directory: str | Path) -> list[dict[str, Any]]:
-    """Return the examples of the run that wrote to `directory`, in the order of their steps."""
+def read_examples(directory: str | Path) -> list[Example]:
+    """Return the examples of the run that wrote to `directory`, by step; damaged lines are left out."""
     path = Path(directory) / EXAMPLES_FILE
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    return [example for line in lines if (example := _example(line)) is not None]
+
+
+def _example(line: str) -> Example | None:
+    try:
+        found = json.loads(line)
+        return found if found.keys() >= EXAMPLE_KEYS and isinstance(found["step"], int) else None
+    except (ValueError, AttributeError, RecursionError):
+        return None
 
 
 def format_prompt(example: Example) -> str:
     """Return one line with the problem and its ground truth."""
     truth = "" if example["ground_truth"] is None else f"  [{_short(str(example['ground_truth']))}]"
-    return f"asked ({example['data_source']}): {_short(str(example['question']))}{truth}"
+    return f"asked ({_short(str(example['data_source']))}): {_short(str(example['question']))}{truth}"
 
 
 def format_answer(example: Example) -> str:
@@ -109,5 +119,5 @@ def format_answer(example: Example) -> str:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(text.split()))
     return line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN // 2]} ... {line[-MAX_SHOWN // 2 :]}"

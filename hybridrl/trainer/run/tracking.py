@@ -200,9 +200,9 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Return the lines of a `metrics.jsonl` that are whole."""
     history = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
-            if isinstance(entry, dict) and "step" in entry:
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
                 history.append(entry)
     return history
 

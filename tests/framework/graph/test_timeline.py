@@ -377,3 +377,9 @@ def test_any_calls_make_a_valid_timeline(spans):
 
 def test_a_step_is_as_long_as_its_stages():
     assert [(s.name, s.begin, s.end) for s in group_by_step(spans_of_one_step())] == [("step 1", 0, 1_000_000)]
+
+
+def test_what_is_no_span_is_skipped(tmp_path):
+    good = json.dumps({"name": "step 1", "begin": 1, "end": 2, "kind": "stage", "thread": "main"})
+    (tmp_path / "driver.jsonl").write_bytes(b"\xff\n[1]\n{}\n5\n" + b"[" * 100_000 + b"\n" + good.encode() + b"\n{")
+    assert [span.name for span in read_spans(tmp_path)] == ["step 1"]

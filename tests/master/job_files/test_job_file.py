@@ -131,6 +131,10 @@ def test_a_resource_edges_and_the_trainer_may_be_left_out_of_a_spec(tmp_path):
         ("a.yaml", "roles: [1]\npools: []\n", "roles[0]=1: must be a mapping"),
         ("a.yaml", "roles: [{name: a}]\npools: []\n", "it is not what model_dump_json() writes (KeyError: 'on_nodes')"),
         ("a.yaml", "a: !!python/object:os.system {}\n", "line 1 is not YAML: could not determine a constructor"),
+        ("a.yaml", "[" * 5000, "it is nested too deeply to be a job"),
+        ("a.json", "[" * 100_000, "it is nested too deeply to be a job"),
+        ("a.json", "9" * 5000, "it has a value that cannot be read: Exceeds the limit"),
+        ("a.yaml", "a: 2026-99-99\n", "it has a value that cannot be read: month must be in 1..12"),
         ("a.toml", "", "a job is described in .yaml, .json or .py"),
     ],
 )  # fmt: skip

@@ -188,6 +188,19 @@ def test_examples_of_a_killed_process_and_of_an_older_run_are_not_shown(tmp_path
     ]
 
 
+def test_damaged_lines_of_examples_are_left_out(tmp_path):
+    save_examples(str(tmp_path), [example(0, "sums", "good", 0.0)], step=0)
+    with open(tmp_path / "examples.jsonl", "ab") as file:
+        file.write(b'\xff\n[1]\n{"step": "x"}\n{"step": 1}\n' + b"[" * 100_000 + b"\n{")
+    save_examples(str(tmp_path), [example(2, "sums", "later", 0.0)], step=2)
+    assert [found["response"] for found in read_examples(tmp_path)] == ["good", "later"]
+
+
+def test_what_a_model_writes_does_not_command_the_terminal():
+    shown = format_answer(example(1, "sums", "red \x1b[31m text \x9b0m \x00", 1.0))
+    assert shown.endswith("red \ufffd[31m text \ufffd0m \ufffd")
+
+
 def test_a_long_answer_is_shown_by_its_beginning_and_its_end():
     shown = format_answer(example(1, "sums", "first " + 1000 * "and then " + "#### 4", 1.0))
     assert (

@@ -45,7 +45,7 @@ def test_a_full_disk_costs_no_step_and_is_reported_once(tmp_path, full_disk, cap
 
 def test_a_record_that_is_not_text_is_read_as_far_as_it_is(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(
-        b'{"step": 1, "x": 1.0}\n\xff\xfe\n[1]\n{"x": 3.0}\n{"step": 2, "x": 2.0}\n'
+        b'{"step": 1, "x": 1.0}\n\xff\xfe\n[1]\n{"x": 3.0}\n{"step": "1"}\n{"step": null}\n{"step": 2, "x": 2.0}\n'
     )
     with _open(tmp_path, start_step=2) as tracking:
         tracking.log({"x": 3.0}, 3)
