@@ -6,7 +6,8 @@ names what a single actor was asked for.
 """
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,19 +27,27 @@ COLLECTIVE = "a collective: its process group has a deadline"
 EXCEPTIONS = {
     "data_plane/futures.py": {"whole.chunk(parts)[index].get()": CALL},
     "driver/lifecycle.py": {"channel.recv(RECEIVE_BYTES)": PARENT},
-    "framework/composition.py": {"future.result()": DONE},
+    "framework/composition.py": {"future.result()": DONE, "future.exception()": DONE},
     "framework/overlap.py": {"wait(running, return_when=FIRST_COMPLETED)": STAGES},
     "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},
     "framework/parallel/outbox.py": {"self._changed.wait()": IDLE},
-    "framework/threads.py": {"calls.get()": IDLE, "wait(futures, return_when=FIRST_EXCEPTION)": STAGES},
+    "framework/threads.py": {
+        "calls.get()": IDLE,
+        "future.exception()": DONE,
+        "wait(futures, return_when=FIRST_EXCEPTION)": STAGES,
+    },
     "master/jobs/submit.py": {"running.wait()": SERVICE, "self._outcome.result()": SERVICE},
     "master/service/job_master.py": {"self._queue.get()": DONE},
     "rewards/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "sdk/data_queue.py": {
         "self._owner()._call(f'DataQueue.{self.name}.{operation}', args, {}, record).result()": CALL,
     },
-    "sdk/pending_calls.py": {"self._changed.wait()": IDLE, "self._ready.get()": IDLE},
-    "sdk/role_calls.py": {"answer.result()": DONE},
+    "sdk/pending_calls.py": {
+        "self._changed.wait()": IDLE,
+        "self._ready.get()": IDLE,
+        "output.exception()": DONE,
+    },
+    "sdk/role_calls.py": {"answer.result()": DONE, "answer.exception()": DONE},
     "sdk/future_sequence.py": {"self.wait()": CALL},
     "sdk/role_group.py": {
         "actor._call(name, args, kwargs, record).result()": CALL,
@@ -61,7 +70,7 @@ EXCEPTIONS = {
         "asyncio.run_coroutine_threadsafe(value, _event_loop()).result()": "user code in a worker: its caller has a "
         "deadline",
     },
-    "single_controller/monitoring/snapshot_store.py": {"answer.result()": DONE},
+    "single_controller/monitoring/snapshot_store.py": {"answer.result()": DONE, "answer.exception()": DONE},
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
     "trainer/ppo/policy/groups.py": {"self.push_weights_async(version).wait()": CALL},
@@ -79,15 +88,40 @@ EXCEPTIONS = {
     },
 }
 
-BLOCK_WITHOUT_ARGUMENTS = {"get", "wait", "join", "result", "communicate", "acquire", "select"}
+BLOCK_WITHOUT_ARGUMENTS = {"get", "wait", "join", "result", "exception", "communicate", "acquire", "select", "poll"}
+TAKE_TIMEOUT_FIRST = {"wait", "join", "result", "exception", "select", "poll"}  # in milliseconds: poll
+NEED_TIMEOUT = {"communicate", "wait_for"}  # whatever else they are given
 RECEIVE = {"recv", "recv_into", "recvfrom", "recv_bytes", "accept"}
 LIMIT_OF_SOCKETS = (".settimeout(", ".setblocking(False)", "select.select(", "selectors.")
 SUBPROCESS = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
-FOREVER = {"os.wait", "signal.pause", "signal.sigwait", "signal.sigwaitinfo"}
-WITH_TIMEOUT = {"ray.wait", "asyncio.wait", "wait", "as_completed", "asyncio.as_completed", "urlopen"} | SUBPROCESS
-WITH_TIMEOUT |= {"socket.create_connection", "create_connection", "dist.init_process_group", "dist.new_group"}
+FOREVER = {"os.wait", "os.wait3", "os.system", "os.popen", "signal.pause", "signal.sigwait", "signal.sigwaitinfo"}
+FOREVER |= {"subprocess.getoutput", "subprocess.getstatusoutput"}
+FUTURES = {f"{module}{name}" for module in ("", "futures.", "concurrent.futures.") for name in ("wait", "as_completed")}
+WITH_TIMEOUT = {"ray.wait", "asyncio.wait", "asyncio.as_completed", "urlopen", "urllib.request.urlopen"} | SUBPROCESS
+WITH_TIMEOUT |= {"socket.create_connection", "create_connection", "dist.init_process_group", "dist.new_group"} | FUTURES
+WITH_TIMEOUT |= {"multiprocessing.connection.wait"}
 TIMEOUTS = {"timeout", "timeout_s"}
 BOUNDED = {"asyncio.wait_for", "asyncio.timeout"}
+BOUNDED_NAMES = {"wait_for", "timeout"}
+
+
+EXACT = FOREVER | WITH_TIMEOUT | {"ray.get", "os.waitpid", "select.select", "fcntl.flock"}
+NAMES = {name.rpartition(".")[2] for name in EXACT} | BLOCK_WITHOUT_ARGUMENTS | NEED_TIMEOUT | RECEIVE
+
+
+# What limits a wait whose timeout is no argument of that name; `select.poll()` makes an object that waits.
+OTHER_LIMITS: dict[str, Callable[[ast.Call], bool]] = {
+    "os.waitpid": lambda call: ast.unparse(call.args[1]) != "0",
+    "select.select": lambda call: len(call.args) > 3,
+    "select.poll": lambda call: True,
+    "fcntl.flock": lambda call: any(flag in ast.unparse(call) for flag in ("LOCK_NB", "LOCK_UN")),
+}
+
+
+def _last_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def unbounded_waits(source: str) -> Iterator[tuple[int, str]]:
@@ -96,14 +130,16 @@ def unbounded_waits(source: str) -> Iterator[tuple[int, str]]:
     variables = {
         target.id
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and "ContextVar" in ast.unparse(node.value or node)
+        if "ContextVar" in source
+        and isinstance(node, ast.Assign | ast.AnnAssign)
+        and "ContextVar" in ast.unparse(node.value or node)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
     bounded = {
         id(argument)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in BOUNDED
+        if isinstance(node, ast.Call) and _last_name(node.func) in BOUNDED_NAMES and ast.unparse(node.func) in BOUNDED
         for argument in node.args
     }
     for node in ast.walk(tree):
@@ -111,33 +147,55 @@ def unbounded_waits(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
+def _without_none(call: ast.Call) -> ast.Call:
+    """Return a call without the timeouts that are None: they are none."""
+    keywords = [
+        keyword for keyword in call.keywords if not (keyword.arg in TIMEOUTS and ast.unparse(keyword.value) == "None")
+    ]
+    takes_first = isinstance(call.func, ast.Attribute) and call.func.attr in TAKE_TIMEOUT_FIRST
+    is_none = takes_first and [ast.unparse(argument) for argument in call.args] == ["None"]
+    return ast.Call(func=call.func, args=[] if is_none else call.args, keywords=keywords)
+
+
 def _is_alone(call: ast.Call) -> bool:
     return any(keyword.arg == "world_size" and ast.unparse(keyword.value) == "1" for keyword in call.keywords)
 
 
 def _may_wait_for_ever(call: ast.Call, source: str, context_variables: set[str]) -> bool:
+    if _last_name(call.func) not in NAMES:
+        return False
+    call = _without_none(call)
     name, keywords = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
     last = name.rpartition(".")[2]
     if name == "ray.get" or name in FOREVER:
         return True
     if name in WITH_TIMEOUT:
         # `wait(futures, 3.0)` of concurrent.futures; no other of these takes a timeout by position
-        return not (keywords & TIMEOUTS or (name == "wait" and len(call.args) > 1) or _is_alone(call))
-    if name == "os.waitpid":
-        return ast.unparse(call.args[1]) == "0"
-    if name == "fcntl.flock":
-        return "LOCK_NB" not in ast.unparse(call) and "LOCK_UN" not in ast.unparse(call)
+        return not (keywords & TIMEOUTS or (name in FUTURES and len(call.args) > 1) or _is_alone(call))
+    if name in OTHER_LIMITS:
+        return not OTHER_LIMITS[name](call)
     if not isinstance(call.func, ast.Attribute):
         return False
     if last in RECEIVE and not (last == "accept" and call.args):
         return not any(limit in source for limit in LIMIT_OF_SOCKETS)
-    is_selector = last != "select" or "selectors" in source
-    is_known = name.removesuffix(".get") in context_variables
-    return (
-        last in BLOCK_WITHOUT_ARGUMENTS and not call.args and not keywords & TIMEOUTS and is_selector and not is_known
+    if last in NEED_TIMEOUT:
+        return not (keywords & TIMEOUTS or name in BOUNDED or (last == "wait_for" and len(call.args) > 1))
+    if name.removesuffix(".get") in context_variables or not _is_wait(last, source):
+        return False
+    blocks = not call.args or (
+        last in ("get", "acquire") and [ast.unparse(argument) for argument in call.args] == ["True"]
     )
+    return blocks and not keywords & TIMEOUTS
 
 
+def _is_wait(method: str, source: str) -> bool:
+    """Return whether a method of this name waits; `select` and `poll` are also names of methods that do not."""
+    if method in ("select", "poll"):
+        return "selectors" in source or "select.poll" in source
+    return method in BLOCK_WITHOUT_ARGUMENTS
+
+
+@functools.cache
 def waits_of_package() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -184,6 +242,18 @@ def test_every_exception_is_still_there():
         "dist.init_process_group('gloo')",
         "fcntl.flock(file, fcntl.LOCK_EX)",
         "wait(futures)",
+        "concurrent.futures.wait(futures)",
+        "futures.as_completed(pending)",
+        "stopped.wait(None)",
+        "thread.join(timeout=None)",
+        "inbox.get(True)",
+        "inbox.get(block=True)",
+        "lock.acquire()",
+        "future.exception()",
+        "process.communicate(data)",
+        "condition.wait_for(ready)",
+        "select.select([a], [], [])",
+        "os.system('ls')",
     ],
 )
 def test_a_wait_without_a_deadline_would_be_found(line):
@@ -204,6 +274,13 @@ def test_a_wait_without_a_deadline_would_be_found(line):
         "asyncio.wait_for(settled.wait(), 3.0)",
         "current = ContextVar('current'); current.get()",
         "wait(futures, 3.0)",
+        "concurrent.futures.wait(futures, timeout=3.0)",
+        "process.communicate(data, timeout=3.0)",
+        "condition.wait_for(ready, 3.0)",
+        "select.select([a], [], [], 3.0)",
+        "lock.acquire(timeout=3.0)",
+        "inbox.get(False)",
+        "process.poll()",
     ],
 )
 def test_a_wait_with_a_deadline_is_accepted(line):

@@ -7,7 +7,6 @@ of DLRover's dlrover-run, is parsed into a program and its numbers of processes.
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.import_path import file_of_module, load_object
 from hybridrl.master.plan.spec import JobSpec, check_entry, is_script
 from hybridrl.master.plan.without_effect import log_without_effect
+from hybridrl.system.child_process import ChildProcess
 
 
 def parse_entry(role: str, target: Any, class_name: str | None = None) -> str:
@@ -104,7 +104,9 @@ def load_entry(role: str, entry: str) -> Any:
 
 CHECK_TIMEOUT_S = 300.0  # for importing the user's modules
 CHECK_PROGRAM = """
-import pathlib, sys
+import os, pathlib, sys
+for number in (1, 2):
+    os.dup2(os.open(pathlib.Path(sys.argv[1], "printed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.recipes import worker_recipes
 from hybridrl.master.plan.planner import plan_job
@@ -121,6 +123,8 @@ except ConfigError as error:
 def check_entries(spec: JobSpec, *, timeout_s: float = CHECK_TIMEOUT_S) -> None:
     """Import the entries of a job in a process of its own, with this program's module path and folder.
 
+    Whatever the entries start ends with that process, and both end with this program.
+
     Raises:
         ConfigError: If one cannot be imported or would do nothing, if there is no such program here, or if the import
             ends or does not end that process.
@@ -132,20 +136,23 @@ def check_entries(spec: JobSpec, *, timeout_s: float = CHECK_TIMEOUT_S) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "spec").write_text(spec.model_dump_json())
-        command = [sys.executable, "-c", CHECK_PROGRAM, folder]
+        child = ChildProcess([sys.executable, "-c", CHECK_PROGRAM, folder], environment=environment)
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+            code = child.wait(timeout_s)
+        finally:
+            child.end()
+        if code is None:
             raise ConfigError(
                 f"the import of the entries did not end within {timeout_s:g} s; put the work of a module under "
                 'if __name__ == "__main__"'
-            ) from None
-        error = Path(folder, "error")
+            )
+        error, printed = Path(folder, "error"), Path(folder, "printed")
         if error.exists():
             raise ConfigError(error.read_text())
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-            raise ConfigError(f"the import of the entries ended with exit code {done.returncode}: {last}")
+        if code != 0:
+            text = printed.read_text(errors="replace").strip() if printed.exists() else ""
+            last = (text.splitlines() or ["it printed nothing"])[-1]
+            raise ConfigError(f"the import of the entries ended with exit code {code}: {last}")
 
 
 # -- commands of torchrun

@@ -11,6 +11,7 @@ from hybridrl.errors import ConfigError, PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder, RLJobBuilder
 from hybridrl.master.jobs.entrypoint import check_entries
 from hybridrl.master.plan.submit_options import MasterOptions, read_options
+from hybridrl.system.process_stat import read_process_stat
 from tests.support.master.sample_job import works_until_file
 
 A = "tests.support.master.sample_job:Adder"
@@ -142,6 +143,16 @@ def test_a_module_that_does_not_let_itself_be_imported_is_refused_in_time(tmp_pa
     with pytest.raises(ConfigError, match=message):
         check_entries(job_of(f"{tmp_path / 'own.py'}:Own").spec, timeout_s=6 if "sleep" in code else 100)
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.slow
+def test_what_an_import_starts_ends_with_the_check(tmp_path):
+    started = "import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+    (tmp_path / "own.py").write_text(
+        f"{started}open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\nclass Own: ...\n"
+    )
+    check_entries(job_of(f"{tmp_path / 'own.py'}:Own").spec)
+    assert read_process_stat(int((tmp_path / "pid").read_text())).state == ""
 
 
 # -- on a cluster
