@@ -47,7 +47,8 @@ def test_middleware_from_a_file_changes_the_loop(tmp_path, tiny_qwen2, capfd):
     assert all(
         0 < row["train/share_of_rows_that_teach"] <= 1 for row in rows if "train/share_of_rows_that_teach" in row
     )
-    assert "step 2: " in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "step 2: " in said and "most of it " in said and "most of it step" not in said
 
 
 @pytest.mark.parametrize(
