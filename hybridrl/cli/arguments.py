@@ -21,6 +21,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_export(commands)
     _add_serve(commands)
+    _add_import_verl(commands)
     return parser
 
 
@@ -156,3 +157,17 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _add_trust(serve)
     serve.set_defaults(run_command="serve")
+
+
+def _add_import_verl(commands: argparse._SubParsersAction) -> None:
+    what = "turn a launch script or a command line of verl into ours; explains every change, and runs nothing"
+    usage = "[VARIABLE=value ...] hybridrl import-verl (SCRIPT [key=value ...] | COMMAND ...)"
+    imported = commands.add_parser("import-verl", help=what, description=what, usage=usage)
+    imported.add_argument(
+        "verl",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT_OR_COMMAND",
+        help="a bash script, or the words of the command; variables of a script are those of this shell. Exits with 1 "
+        "if something has to be decided first",
+    )
+    imported.set_defaults(run_command="import_verl")

@@ -14,3 +14,5 @@ from .schema.sft import SFTConfig as SFTConfig
 from .schema.sft import SupervisedConfig as SupervisedConfig
 from .unknown_keys import suggest_key as suggest_key
 from .unknown_keys import suggest_name as suggest_name
+from .verl.take_over import preset_words as preset_words
+from .verl.take_over import take_over as take_over

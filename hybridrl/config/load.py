@@ -8,6 +8,7 @@ is valid. Hydra is imported inside functions, so that worker processes, which ne
 import argparse
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from hybridrl.config.build import InvalidValue, build, override_problem, raise_p
 from hybridrl.config.introspection import to_dict, to_yaml
 from hybridrl.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 Schema = TypeVar("Schema")
 PRESETS = Path(__file__).parent / "presets"
 DEFAULTS_NODE = "schema_defaults"  # entry of a preset's `defaults` list that loads the schema's defaults
@@ -60,12 +62,15 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
             )
         )
         return None
-    folder = _config_directory(flags.config_path)
-    _check_preset(flags.config_name or config_name, folder=folder, base=config_name, program=program)
-    overrides, problems = _read_overrides(schema, words, folder=folder)
-    nested = _compose(schema, overrides, name=flags.config_name or config_name, folder=folder)
-    config, more = build(schema, nested)
-    raise_problems(problems + more)
+    words, folder = _without_verl_preset(flags, words)
+    name = flags.config_name or config_name
+    _check_preset(name, folder=folder, base=config_name, program=program)
+    config, problems = _compose_and_build(schema, words, name=name, folder=folder)
+    if problems:  # perhaps the command line is one of verl
+        taken = settings.take_over(schema, words)
+        config, problems = _compose_and_build(schema, taken.words, name=name, folder=folder)
+        raise_problems(taken.refusals + problems)
+        taken.log()
     if flags.cfg:
         sys.stdout.write(to_yaml(config))
         return None
@@ -92,6 +97,28 @@ def compose_settings(schema: type[Schema], settings: Mapping[str, Any], *, confi
     config, more = build(schema, _resolved(chosen))
     raise_problems(problems + more)
     return config
+
+
+def _compose_and_build(
+    schema: type[Schema], words: Sequence[str], *, name: str, folder: Path
+) -> tuple[Schema, list[str]]:
+    """Return the config of these overrides, and a line for each invalid one."""
+    overrides, problems = _read_overrides(schema, words, folder=folder)
+    config, more = build(schema, _compose(schema, overrides, name=name, folder=folder))
+    return config, problems + more
+
+
+def _without_verl_preset(flags: argparse.Namespace, words: list[str]) -> tuple[list[str], Path]:
+    """Return words and directory; a configuration of verl's that the flags name becomes settings."""
+    name = (flags.config_name or "").removesuffix(".yaml")
+    if (PRESETS / f"{name}.yaml").is_file() and flags.config_path is None:
+        return words, PRESETS
+    instead = settings.preset_words(flags.config_name, flags.config_path) if flags.config_name else None
+    if instead is None:
+        return words, _config_directory(flags.config_path)
+    logger.info("--config-name %s is verl's configuration; here that is %s", name, " ".join(instead) or "the default")
+    flags.config_name = flags.config_path = None
+    return [*instead, *words], PRESETS
 
 
 def preset_titles(base: str) -> dict[str, str]:

@@ -1,0 +1,35 @@
+"""Compare verl's defaults with ours, from the configurations in verl's installed package.
+
+    python .ci/verl_defaults.py DIRECTORY_OF_THE_PACKAGE_verl
+
+Prints every key that exists in both and has another default here, as `key | verl | here`. hybridrl/config/verl/defaults.py
+has those that decide results or memory, and docs/coming_from.md shows them.
+"""
+
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.introspection import keys, value_text
+from hybridrl.config.verl.row import text_of
+
+FILE = "trainer/config/_generated_ppo_trainer.yaml"
+
+
+def main() -> None:
+    """Print the differences."""
+    theirs = OmegaConf.load(Path(sys.argv[1]) / FILE)
+    for key, spec in keys(PPOConfig).items():
+        try:
+            value = OmegaConf.select(theirs, key, default="absent", throw_on_missing=False)
+        except Exception as error:  # noqa: BLE001 an interpolation that only verl resolves
+            value = f"({type(error).__name__})"
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=False)
+        if value != "absent" and text_of(value) != text_of(spec.default):
+            print(f"{key} | {value_text(value)} | {value_text(spec.default)}")
+
+
+main()

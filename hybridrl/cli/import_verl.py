@@ -1,0 +1,164 @@
+"""`hybridrl import-verl`: a command line or a launch script of verl as a command of ours, with every change explained.
+
+It runs nothing of the script. The rows of `hybridrl/config/verl` decide what becomes of each key, as in `main_ppo`.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from hybridrl import main_ppo
+from hybridrl import config as settings
+from hybridrl.cli.shell_script import script_commands, unresolved
+from hybridrl.config.verl.defaults import differing_defaults
+from hybridrl.config.verl.row import Kind
+from hybridrl.config.verl.take_over import Change
+from hybridrl.errors import ConfigError
+
+PROGRAMS = ("main_ppo", "main_dapo")  # last part of the modules whose settings are verl's PPO ones
+FLAGS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
+
+
+@dataclass(frozen=True)
+class ImportedCommand:
+    """One command of verl, as settings of ours.
+
+    Attributes:
+        words: The settings.
+        changes: What became of words that are not taken over as they are.
+        problems: What has to be decided before the command can run, a line each.
+        num_given: Number of settings of verl's command.
+        defaults: Settings that verl's command leaves to a default which differs here; they are among `words`.
+    """
+
+    words: list[str]
+    changes: list[Change]
+    problems: list[str]
+    num_given: int
+    defaults: list[str]
+
+
+def import_verl(arguments: argparse.Namespace) -> int:
+    """Print the commands of a script, or one command, as ours; return 1 if one cannot run as it is."""
+    code = 0
+    for place, words in enumerate(verl_commands(arguments.verl, os.environ)):
+        imported = imported_command(words)
+        sys.stdout.write(("\n" if place else "") + "\n".join(_report(imported)) + "\n")
+        code = code or int(bool(imported.problems))
+    return code
+
+
+def verl_commands(given: Sequence[str], environment: "os._Environ[str] | dict[str, str]") -> list[list[str]]:
+    """Return the arguments of each `main_ppo` of verl that a script or a command line runs.
+
+    Args:
+        given: A script with its arguments, or a command line.
+        environment: Variables that a script reads.
+
+    Raises:
+        ConfigError: There is no such command.
+    """
+    commands = [list(given)]
+    if Path(given[0]).is_file():
+        try:
+            text = Path(given[0]).read_text()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{given[0]}: is not text in UTF-8 ({error.reason})") from None
+        commands = script_commands(text, environment, arguments=list(given[1:]))
+    elif len(given) == 1 and " " in given[0]:
+        commands = script_commands(given[0], environment, arguments=[])
+    found = [arguments for command in commands if (arguments := _arguments_of_program(command)) is not None]
+    if not found:
+        raise ConfigError(
+            f"{given[0]}: has no command of verl.trainer.main_ppo; give a bash script that is there, or the command line"
+        )
+    return found
+
+
+def imported_command(arguments: Sequence[str]) -> ImportedCommand:
+    """Return the arguments of verl's `main_ppo` as settings of ours."""
+    known = [word for word in arguments if not unresolved(word)]
+    problems = [f"{_shown(word)}: depends on {_cause(word)}, which nothing here runs" for word in set(arguments) - {*known}]
+    flags, words = _divided(known)
+    preset = settings.preset_words(flags.get("name"), flags.get("path"))
+    if flags and preset is None:
+        problems.append(f"--config-name={flags.get('name')}: is a file of your own; give its settings as key=value")
+    given = [*(preset or ()), *words]
+    taken = settings.take_over(settings.PPOConfig, given)
+    defaults = _defaults(taken.words)
+    problems += taken.refusals or _problems([*taken.words, *defaults])
+    return ImportedCommand([*taken.words, *defaults], taken.changes, sorted(problems), len(given), defaults)
+
+
+def _arguments_of_program(command: Sequence[str]) -> list[str] | None:
+    """Return what follows the program in a command; the whole command if it consists of settings."""
+    for place, word in enumerate(command):
+        if word.removesuffix(".py").replace("/", ".").rpartition(".")[2] in PROGRAMS:
+            return list(command[place + 1 :])
+    return list(command) if command and all("=" in word for word in command) else None
+
+
+def _divided(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return Hydra's flags by `name` and `path`, and the settings."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-name", "-cn", dest="name")
+    parser.add_argument("--config-path", "-cp", "--config-dir", "-cd", dest="path")
+    flags, rest = parser.parse_known_args(list(words))
+    return {key: value for key, value in vars(flags).items() if value is not None}, rest
+
+
+def _defaults(words: Sequence[str]) -> list[str]:
+    """Return verl's defaults that differ here and that no word sets."""
+    given = {key.lstrip("+~"): value for key, _, value in (word.partition("=") for word in words)}
+    missing = differing_defaults(given)
+    if "actor_rollout_ref.actor.clip_ratio" in given:  # verl reads the two bounds only
+        bounds = ("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high")
+        missing |= {key: "0.2" for key in bounds if key not in given}
+    return [f"{key}={value}" for key, value in missing.items()]
+
+
+def _problems(words: Sequence[str]) -> list[str]:
+    """Return what `main_ppo` would refuse, except for files, which may be elsewhere."""
+    try:
+        config = settings.load_config(
+            settings.PPOConfig, words, program=main_ppo.PROGRAM, config_name=main_ppo.PRESET
+        )
+        assert config is not None  # there are no flags
+        main_ppo.validate_config(config, with_inputs=False)
+    except ConfigError as error:
+        head, *lines = str(error).splitlines()
+        return [line.strip() for line in lines] or [head]
+    return []
+
+
+def _report(imported: ImportedCommand) -> Iterator[str]:
+    unchanged = imported.num_given - len(imported.changes)
+    yield f"# {imported.num_given} settings of verl; {unchanged} are the same here."
+    changes = sorted(imported.changes, key=lambda change: list(Kind).index(change.kind))
+    for kind, group in groupby(changes, key=lambda change: change.kind):
+        if kind is not Kind.REFUSED:
+            found = list(group)
+            yield f"# {len(found)} {kind}:"
+            yield from (f"#   {change}" for change in found)
+    if imported.defaults:
+        yield f"# {len(imported.defaults)} are verl's defaults, which differ here: {', '.join(imported.defaults)}"
+    sign = ""
+    if imported.problems:
+        yield f"# {len(imported.problems)} have to be decided first; the command below is without them:"
+        yield from (f"#   {line}" for line in imported.problems)
+        sign = "# "
+    lines = [main_ppo.PROGRAM, *(f"    {shlex.quote(word)}" for word in imported.words)]
+    yield from (f"{sign}{line}" + (" \\" if line is not lines[-1] else "") for line in lines)
+
+
+def _shown(word: str) -> str:
+    return word.replace("\0", "")
+
+
+def _cause(word: str) -> str:
+    return " and ".join(dict.fromkeys(unresolved(word)))

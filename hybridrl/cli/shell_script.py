@@ -1,0 +1,313 @@
+"""Read the commands of a bash script without running it.
+
+`script_commands` follows assignments, arrays, `${NAME:-default}`, `$((1024 * 4))`, `if`, `case`, `&&` and `||`. What it
+cannot know without running something (`$(...)`, loops, functions) becomes a mark in the text, so that no value that
+depends on it is made up. `import_verl.py` uses it; it is no shell.
+"""
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hybridrl.cli.shell_words import ARRAY, Token, tokens
+from hybridrl.errors import ConfigError
+
+UNKNOWN = "\0"  # encloses what could not be resolved
+END_WORDS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "{": "}"}
+DECLARATIONS = ("export", "local", "readonly", "declare")
+NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": int.__eq__,
+    "-ne": int.__ne__,
+    "-gt": int.__gt__,
+    "-ge": int.__ge__,
+    "-lt": int.__lt__,
+    "-le": int.__le__,
+}
+
+
+def script_commands(text: str, environment: Mapping[str, str], *, arguments: list[str]) -> list[list[str]]:
+    """Return the words of each command that a bash script would run, in its order.
+
+    Args:
+        text: The script.
+        environment: Values of variables that the script does not set.
+        arguments: The script's own arguments, which `"$@"` stands for.
+
+    Raises:
+        ConfigError: A quote or a bracket is not closed.
+    """
+    script = _Script(environment, arguments)
+    script.run(list(tokens(text)))
+    return script.commands
+
+
+def unresolved(word: str) -> list[str]:
+    """Return what a word depends on and could not be resolved, such as `$(date)`."""
+    return re.findall(f"{UNKNOWN}([^{UNKNOWN}]*){UNKNOWN}", word)
+
+
+@dataclass
+class _Script:
+    environment: Mapping[str, str]
+    arguments: list[str]
+    values: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[list[str]] = field(default_factory=list)
+
+    def run(self, code: list[Token]) -> None:
+        """Follow the commands of `code`, one after another."""
+        place, status, link = 0, True, ";"
+        while place < len(code):
+            end = _command_end(code, place)
+            command = _without_newlines(code[place:end])
+            if command and (link == ";" or status is None or status == (link == "&&")):
+                done = self._command(command)
+                status = done if link == ";" or status is not None else None
+                if link != ";" and status is None:
+                    self._forget(command)
+            link = code[end].text if end < len(code) and code[end].text in ("&&", "||") else ";"
+            place = end + 1
+
+    def _command(self, command: list[Token]) -> bool | None:
+        """Follow one command; return its status, None if it is unknown."""
+        first = command[0].plain
+        if first == "if":
+            self._if(command)
+        elif first == "case":
+            self._case(command)
+        elif first in END_WORDS or (len(command) > 1 and command[1].text == "("):
+            self._forget(command)
+        elif first in ("[", "[[", "test"):
+            return self._test([word for token in command for word in self.words(token)])
+        else:
+            self._simple(command)
+        return True
+
+    def _simple(self, command: list[Token]) -> None:
+        words = list(command)
+        while words and words[0].plain in DECLARATIONS:
+            words = words[1:]
+        while words and words[0].name:
+            self._assign(words.pop(0))
+        if words:
+            self.commands.append([word for token in _without_redirections(words) for word in self.words(token)])
+
+    def _assign(self, token: Token) -> None:
+        if token.kind == ARRAY:
+            found = [word for item in token.items for word in self.words(item)]
+        else:
+            found = ["".join(self.words(token.value, split=False))]
+        self.values[token.name] = [*(self._value(token.name) if token.appends else []), *found]
+
+    def _if(self, command: list[Token]) -> None:
+        for condition, body in _branches(command):
+            status = True if condition is None else self._condition(condition)
+            if status is None:
+                self._forget(command)
+                return
+            if status:
+                self.run(body)
+                return
+
+    def _condition(self, code: list[Token]) -> bool | None:
+        """Return whether a condition holds; None if it is not made of tests that can be decided."""
+        result: bool | None = True
+        link, place = "&&", 0
+        while place < len(code):
+            end = _command_end(code, place)
+            command = _without_newlines(code[place:end])
+            if command:
+                if command[0].plain not in ("[", "[[", "test"):
+                    return None
+                found = self._test([word for token in command for word in self.words(token, split=False)])
+                if found is None or result is None:
+                    return None
+                result = (result and found) if link == "&&" else (result or found)
+            link = code[end].text if end < len(code) and code[end].text in ("&&", "||") else link
+            place = end + 1
+        return result
+
+    def _test(self, words: list[str]) -> bool | None:
+        inner = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
+        if any(UNKNOWN in word for word in inner):
+            return None
+        if inner[:1] == ["!"]:
+            found = self._test(inner[1:])
+            return None if found is None else not found
+        if len(inner) == 2 and inner[0] in ("-z", "-n"):
+            return (inner[1] == "") == (inner[0] == "-z")
+        if len(inner) == 1 and inner[0] in ("-z", "-n"):  # an empty word that was not quoted
+            return inner[0] == "-z"
+        if len(inner) == 3 and inner[1] in ("=", "==", "!="):
+            return (inner[0] == inner[2]) == (inner[1] != "!=")
+        if len(inner) == 3 and inner[1] in NUMBERS and all(re.fullmatch(r"-?\d+", n) for n in (inner[0], inner[2])):
+            return NUMBERS[inner[1]](int(inner[0]), int(inner[2]))
+        return None
+
+    def _case(self, command: list[Token]) -> None:
+        word = "".join(self.words(command[1], split=False))
+        for patterns, body in _cases(command):
+            if UNKNOWN in word:
+                self._forget(command)
+                return
+            if any(fnmatch.fnmatchcase(word, "".join(self.words(pattern, split=False))) for pattern in patterns):
+                self.run(body)
+                return
+
+    def _forget(self, code: list[Token]) -> None:
+        """Mark what `code` assigns as unknown: it may run, or not."""
+        for token in code:
+            if token.name:
+                kept = self._value(token.name) if token.appends else []
+                self.values[token.name] = [*kept, f"{UNKNOWN}{token.name}{UNKNOWN}"]
+
+    def words(self, token: Token, *, split: bool = True) -> list[str]:
+        """Return the words that a token becomes. split: text outside of quotes is divided at blanks."""
+        found, open_word = [""], False
+        for text, quote in token.parts:
+            whole = re.fullmatch(r"\$(?:\{(\w+)\[[@*]\]\}|([@*]))", text) if quote != "'" else None
+            if whole:
+                items = self.arguments if whole[2] else self._value(whole[1])
+                found[-1:] = [found[-1] + items[0], *items[1:]] if items else found[-1:]
+                open_word = open_word or bool(items)
+                continue
+            expanded = text if quote == "'" else self._expanded(text)
+            if quote or not split or expanded == text:
+                found[-1] += expanded
+                open_word = open_word or bool(quote) or bool(expanded)
+                continue
+            pieces = re.split(rf"\s+(?=(?:[^{UNKNOWN}]*{UNKNOWN}[^{UNKNOWN}]*{UNKNOWN})*[^{UNKNOWN}]*$)", expanded)
+            found[-1] += pieces[0]
+            found += pieces[1:]
+            open_word = open_word or bool(expanded)
+        return found if open_word else []
+
+    def _value(self, name: str) -> list[str]:
+        if name in self.values:
+            return self.values[name]
+        return [self.environment[name]] if name in self.environment else []
+
+    def _expanded(self, text: str) -> str:
+        """Return the text with its variables, arithmetic and defaults filled in."""
+        result, place = "", 0
+        while place < len(text):
+            if text[place] != "$":
+                result, place = result + text[place], place + 1
+                continue
+            end = _expansion_end(text, place)
+            result, place = result + self._expansion(text[place:end]), end
+        return result
+
+    def _expansion(self, text: str) -> str:
+        if text.startswith("$((") and text.endswith("))"):
+            return self._arithmetic(text[3:-2])
+        if text.startswith(("$(", "`")):
+            return f"{UNKNOWN}{text}{UNKNOWN}"
+        found = re.fullmatch(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=+?])(.*))?\})", text, re.DOTALL)
+        if not found:
+            return text if text == "$" else f"{UNKNOWN}{text}{UNKNOWN}"
+        name, operator, other = found[1] or found[2], found[3] or "", found[4] or ""
+        value = " ".join(self._value(name))
+        is_set = bool(value) if operator.startswith(":") else bool(self._value(name))
+        if operator[-1:] in ("-", "="):
+            return value if is_set else self._expanded(_unquoted(other))
+        if operator[-1:] == "+":
+            return self._expanded(_unquoted(other)) if is_set else ""
+        if operator[-1:] == "?" and not is_set:
+            return f"{UNKNOWN}{name}{UNKNOWN}"
+        return value
+
+    def _arithmetic(self, text: str) -> str:
+        names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: " ".join(self._value(found[1])) or "0", text)
+        if not re.fullmatch(r"[\d\s+*/%()-]+", names):
+            return f"{UNKNOWN}$(({text})){UNKNOWN}"
+        try:
+            return str(int(eval(names.replace("/", "//"), {"__builtins__": {}})))  # noqa: S307 digits and signs only
+        except (SyntaxError, ZeroDivisionError):
+            return f"{UNKNOWN}$(({text})){UNKNOWN}"
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _expansion_end(text: str, start: int) -> int:
+    """Return the place behind the expansion that begins at `start`."""
+    if text[start + 1 : start + 2] in ("{", "("):
+        opening, closing, depth = text[start + 1], {"{": "}", "(": ")"}[text[start + 1]], 0
+        for place in range(start + 1, len(text)):
+            depth += (text[place] == opening) - (text[place] == closing)
+            if depth == 0:
+                return place + 1
+        raise ConfigError(f"{text[start:].splitlines()[0]}: a bracket is not closed")
+    found = re.match(r"\$(\w+|[@*#?])?", text[start:])
+    return start + (found.end() if found else 1)
+
+
+def _command_end(code: list[Token], start: int) -> int:
+    """Return the place of the separator behind the command at `start`, past what it encloses."""
+    ends: list[str] = []
+    at_start = True
+    for place in range(start, len(code)):
+        token = code[place]
+        if at_start and token.plain in END_WORDS:
+            ends.append(END_WORDS[token.plain])
+        elif ends and at_start and token.plain == ends[-1]:
+            ends.pop()
+        elif not ends and token.is_separator:
+            return place
+        at_start = token.is_separator or token.plain in ("then", "else", "do", "{", "!") or token.text == ")"
+    if ends:
+        raise ConfigError(f"{code[start].text}: there is no {ends[-1]} for it")
+    return len(code)
+
+
+def _branches(command: list[Token]) -> Iterator[tuple[list[Token] | None, list[Token]]]:
+    """Yield condition and body of each branch of an `if`; the condition of `else` is None."""
+    places = [place for place in _top_level(command) if command[place].plain in ("if", "elif", "else", "then", "fi")]
+    for here, there, after in zip(places, places[1:], [*places[2:], len(command)], strict=False):
+        if command[here].plain in ("if", "elif"):
+            yield command[here + 1 : there], command[there + 1 : after]
+        elif command[here].plain == "else":
+            yield None, command[here + 1 : there]
+
+
+def _top_level(command: list[Token]) -> Iterator[int]:
+    """Yield the places of a compound command that no inner one encloses."""
+    place = 0
+    while place < len(command):
+        yield place
+        nested = place > 0 and command[place].plain in END_WORDS and command[place - 1].text != "("
+        place = _command_end(command, place) if nested else place + 1
+
+
+def _cases(command: list[Token]) -> Iterator[tuple[list[Token], list[Token]]]:
+    """Yield the patterns and the body of each branch of a `case`."""
+    place = next(place for place, token in enumerate(command) if token.plain == "in") + 1
+    while place < len(command) - 1:
+        closing = next((n for n in range(place, len(command)) if command[n].text == ")"), None)
+        if closing is None:
+            return
+        patterns = [token for token in command[place:closing] if token.parts]
+        end = closing + 1
+        while end < len(command) - 1 and command[end].text != ";;":
+            nested = command[end].plain in END_WORDS
+            end = _command_end(command, end) if nested else end + 1
+        yield patterns, command[closing + 1 : end]
+        place = end + 1
+
+
+def _without_newlines(code: list[Token]) -> list[Token]:
+    """Return the command without empty lines before it."""
+    return list(itertools.dropwhile(lambda token: token.text == "\n", code))
+
+
+def _without_redirections(words: list[Token]) -> Iterator[Token]:
+    """Yield the words of a command without `> file` and `2>&1`."""
+    after_sign = False
+    for word, following in itertools.zip_longest(words, words[1:]):
+        is_stream = following is not None and following.is_redirection and word.text.isdigit()
+        if not (after_sign or word.is_redirection or is_stream):
+            yield word
+        after_sign = word.is_redirection

@@ -1,0 +1,316 @@
+"""Rewrite a command line of verl with our keys, by the rows of `table`.
+
+`load_config` and `hybridrl import-verl` call it. A word whose key and value are valid here stays as it is, so the
+command lines of this library never change. No word is dropped without a `Change` that says why.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.build import InvalidValue, convert
+from hybridrl.config.introspection import keys, value_text
+from hybridrl.config.plugs import TRACKERS
+from hybridrl.config.verl.defaults import differing_defaults
+from hybridrl.config.verl.row import Kind, Row, text_of
+from hybridrl.config.verl.table import rows_of
+
+logger = logging.getLogger(__name__)
+
+PRESET_WORDS = {
+    "ppo_trainer": (),
+    "ppo_megatron_trainer": ("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"),
+}
+"""verl's own configurations, which its launch scripts name, as settings of ours."""
+FILE_LOGGERS = {"file": "jsonl"}
+MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+LINE_KEYS = 12  # keys that a line of the log names; import-verl shows all
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A value that a command line of verl needs here because of others; the result is the same.
+
+    Attributes:
+        when: Keys and the values with which it is needed.
+        unless: Keys that begin like one of these are a reason not to.
+        key, value: What is set.
+        cause: The word that is named as the cause if the key is not given.
+        reason: Why.
+    """
+
+    when: Mapping[str, tuple[str, ...]]
+    unless: tuple[str, ...]
+    key: str
+    value: str
+    cause: str
+    reason: str
+
+
+COMPANIONS = (
+    Companion(
+        when={f"{MEGATRON}.param_offload": ("true",)},
+        unless=(f"{MEGATRON}.use_distributed_optimizer",),
+        key=f"{MEGATRON}.use_distributed_optimizer",
+        value="false",
+        cause=f"{MEGATRON}.param_offload=True",
+        reason="parameters are offloaded without the distributed optimizer only",
+    ),
+    Companion(
+        when={f"{ROLLOUT}.mode": ("async",), f"{ROLLOUT}.tensor_model_parallel_size": ("2", "4", "8")},
+        unless=(f"{ROLLOUT}.agent.", f"{ROLLOUT}.multi_turn."),
+        key=f"{ROLLOUT}.mode",
+        value="sync",
+        cause=f"{ROLLOUT}.mode=async",
+        reason="responses of one turn are the same in one batched call, and requests are served by single processes",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one word of a command line.
+
+    Attributes:
+        word: The word, as `key=value`.
+        kind: What became of it.
+        ours: The words that replace it.
+        reason: Why, in half a sentence; empty for another name.
+    """
+
+    word: str
+    kind: Kind
+    ours: tuple[str, ...] = ()
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """Return the change as one line."""
+        shown = f"{self.word} -> {' '.join(self.ours)}" if self.ours else self.word
+        return f"{shown}: {self.reason}" if self.reason else shown
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A rewritten command line and the changes that led to it."""
+
+    words: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def defaults(self) -> dict[str, str]:
+        """Defaults of verl that differ here and that the command line leaves to them."""
+        parsed = [word.partition("=") for word in self.words]
+        return differing_defaults({key.lstrip("+~"): value for key, _, value in parsed}) if self.changes else {}
+
+    @property
+    def refusals(self) -> list[str]:
+        """The lines of words that cannot be taken over, as error messages."""
+        return [f"{change.word}: {change.reason}" for change in self.changes if change.kind is Kind.REFUSED]
+
+    def log(self) -> None:
+        """Log one line for each kind of change."""
+        changes = sorted(self.changes, key=lambda change: change.kind)
+        for kind, group in groupby(changes, key=lambda change: change.kind):
+            found = list(group)
+            shown = [str(change) if change.ours else change.word for change in found[:LINE_KEYS]]
+            more = f" and {len(found) - LINE_KEYS} more" if len(found) > LINE_KEYS else ""
+            level = logging.WARNING if kind is Kind.NO_EFFECT else logging.INFO
+            if kind is not Kind.REFUSED:
+                logger.log(level, "settings of verl that %s (%d): %s%s", kind, len(found), "; ".join(shown), more)
+        if self.defaults:
+            missing = ", ".join(f"{key}={value}" for key, value in self.defaults.items())
+            logger.info("verl's defaults that differ here and are not set: %s", missing)
+
+
+@dataclass(frozen=True)
+class _Word:
+    text: str
+    key: str
+    value: Any
+
+    @property
+    def shown(self) -> str:
+        return self.text.lstrip("+")
+
+
+def take_over(schema: type, words: Sequence[str]) -> Takeover:
+    """Return the command line with verl's keys replaced by ours.
+
+    Words that neither are valid here nor have a row stay, and `load_config` refuses them.
+
+    Args:
+        schema: Schema of the program.
+        words: Overrides as on the command line.
+    """
+    parsed = [_parse(word) for word in words]
+    given: dict[str, Any] = {}
+    taken = Takeover()
+    for _ in range(2):  # the second time, rows that compare with another key know the value it was given
+        taken = _Pass(schema, given).run(parsed)
+        given = {word.key: word.value for word in map(_parse, taken.words)}
+    return _with_companions(taken, given) if taken.changes else taken
+
+
+def _with_companions(taken: Takeover, given: Mapping[str, Any]) -> Takeover:
+    """Return the command line of verl with the values that only work together there replaced."""
+    words = {_parse(word).key or word: word for word in taken.words}
+    changes = list(taken.changes)
+    for companion in COMPANIONS:
+        asked = all(text_of(given.get(key)) in values for key, values in companion.when.items())
+        if asked and not any(key.startswith(companion.unless) for key in given):
+            theirs = words.get(companion.key, companion.cause)
+            ours = f"{companion.key}={companion.value}"
+            words[companion.key] = ours
+            changes.append(Change(theirs, Kind.RENAMED, (ours,), companion.reason))
+    return Takeover(list(words.values()), changes)
+
+
+def preset_words(name: str | None, folder: str | None) -> Sequence[str] | None:
+    """Return the settings that stand for verl's own configuration of this name; None if it is none of verl's.
+
+    Args:
+        name: Value of --config-name.
+        folder: Value of --config-path. A directory that exists is the user's.
+    """
+    if folder is not None and Path(folder).is_dir():
+        return None
+    words = PRESET_WORDS.get((name or "ppo_trainer").removesuffix(".yaml"))
+    return words if words or folder is not None else None
+
+
+class _Pass:
+    """One pass over the words. given: values of our keys, as far as they are known."""
+
+    def __init__(self, schema: type, given: Mapping[str, Any]):
+        self._known = keys(schema)
+        self._given = given
+        self._words: dict[str, str] = {}  # by key; a later word replaces an earlier one
+        self._changes: list[Change] = []
+
+    def run(self, words: Sequence[_Word]) -> Takeover:
+        foreign = [word for word in words if not self._keep(word)]
+        for word in foreign:
+            row = next((row for key, row in rows_of(word.key) if self._covers(row, word, key=key)), None)
+            if row is None:
+                self._words[word.key] = word.text
+            else:
+                self._apply(row, word)
+        return Takeover(list(self._words.values()), self._changes)
+
+    def _keep(self, word: _Word) -> bool:
+        """Keep the word if its key and value are valid here, and return whether they are."""
+        spec = self._known.get(word.key)
+        if spec is None:
+            parents = (word.key[:dot] for dot, letter in enumerate(word.key) if letter == ".")
+            valid = any(parent in self._known and self._known[parent].free for parent in parents)
+        else:
+            valid = _is_valid(word.value, spec)
+        if valid or not word.key:
+            self._words[word.key or word.text] = word.text
+        return valid or not word.key
+
+    def _covers(self, row: Row, word: _Word, *, key: str) -> bool:
+        if row.kind is Kind.RENAMED and not all(self._exists(name) for name in row.to):
+            return False
+        if row.when is not None and text_of(word.value) not in row.when:
+            return False
+        if row.same_as is not None and text_of(word.value) != text_of(self._value(row.same_as)):
+            return False
+        if row.convert == "covers_lengths":
+            lengths = [self._value(f"data.max_{part}_length") for part in ("prompt", "response")]
+            return isinstance(word.value, int) and word.value >= sum(lengths)
+        if row.convert == "at_most_one":
+            return isinstance(word.value, int | float) and word.value > 1
+        return bool(row.kind is not Kind.RENAMED or row.to != (word.key,) or row.values or row.convert)
+
+    def _exists(self, name: str) -> bool:
+        return name in self._known or any(
+            spec.free and name.startswith(f"{key}.") for key, spec in self._known.items()
+        )
+
+    def _value(self, key: str) -> Any:
+        if key in self._given:
+            return self._given[key]
+        return self._known[key].default if key in self._known else None
+
+    def _apply(self, row: Row, word: _Word) -> None:
+        if row.kind is not Kind.RENAMED:
+            self._changes.append(Change(word.shown, row.kind, reason=row.text))
+            return
+        try:
+            value, reason = self._converted(row, word)
+        except InvalidValue as refused:
+            self._changes.append(Change(word.shown, Kind.REFUSED, reason=str(refused)))
+            return
+        ours = tuple(f"{name}{self._below(row, word)}={value}" for name in row.to)
+        for theirs in ours:
+            name = theirs.partition("=")[0]
+            present = self._words.get(name)
+            if present is not None and text_of(_parse(present).value) != text_of(_parse(theirs).value):
+                reason = f"contradicts {present}; leave out one of them"
+                self._changes.append(Change(word.shown, Kind.REFUSED, reason=reason))
+                return
+            self._words[name] = present or theirs
+        self._changes.append(Change(word.shown, Kind.RENAMED, ours, reason))
+
+    def _below(self, row: Row, word: _Word) -> str:
+        """Return the part of the word's key that is below the row's, with its dot."""
+        key = next(key for key, found in rows_of(word.key) if found is row)
+        return word.key[len(key) :]
+
+    def _converted(self, row: Row, word: _Word) -> tuple[str, str]:
+        """Return the value as our key takes it, as text, and a remark. Raises InvalidValue."""
+        if row.convert == "per_process":
+            return self._per_process(word), "divided by the number of processes"
+        if row.convert == "at_most_one":
+            return "1", "no ratio is below 0"
+        if row.convert == "known_loggers":
+            return self._loggers(word)
+        if text_of(word.value) in row.values:
+            return value_text(row.values[text_of(word.value)]), row.text
+        return word.text.partition("=")[2], row.text
+
+    def _per_process(self, word: _Word) -> str:
+        if word.value is None:
+            return "null"
+        size = self._value("trainer.nnodes") * self._value("trainer.n_gpus_per_node")
+        if not isinstance(word.value, int) or word.value % size:
+            raise InvalidValue(
+                f"counts the rows of all processes, and {size} processes do not divide them; set {word.key}_per_gpu"
+            )
+        return str(word.value // size)
+
+    def _loggers(self, word: _Word) -> tuple[str, str]:
+        asked = [str(name) for name in (word.value if isinstance(word.value, list) else [word.value])]
+        ours = [FILE_LOGGERS.get(name, name) for name in asked]
+        kept = [name for name in ours if name in TRACKERS.names() or ":" in name]
+        dropped = [name for name in ours if name not in kept]
+        reason = f"{', '.join(dropped)}: no logger here; known are {', '.join(TRACKERS.names())}" if dropped else ""
+        return value_text(kept or ["console", "jsonl"]), reason
+
+
+def _is_valid(value: Any, spec: Any) -> bool:
+    try:
+        found = convert(value, spec)
+    except InvalidValue:
+        return False
+    if spec.registry is None:
+        return True
+    return not any(spec.registry.problem(name) for name in (found if isinstance(found, list) else [found]))
+
+
+def _parse(word: str) -> _Word:
+    """Return key and value of an override; both are empty for a word that is none, or takes a value back."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        (override,) = OverridesParser.create().parse_overrides([word])
+        if override.is_delete() or override.is_sweep_override():
+            return _Word(word, "", None)
+        return _Word(word, override.key_or_group, override.value())
+    except OverrideParseException:
+        return _Word(word, "", None)
