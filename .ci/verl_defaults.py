@@ -2,8 +2,8 @@
 
     python .ci/verl_defaults.py DIRECTORY_OF_THE_PACKAGE_verl
 
-Prints every key that exists in both and has another default here, as `key | verl | here`. hybridrl/config/verl/defaults.py
-has those that decide results or memory, and docs/coming_from.md shows them.
+Prints every key that exists in both and has another default here, as `key | verl | here`. Those that decide results or
+memory are in hybridrl/config/verl/defaults.py, which docs/coming_from.md shows.
 """
 
 import sys
@@ -24,7 +24,7 @@ def main() -> None:
     for key, spec in keys(PPOConfig).items():
         try:
             value = OmegaConf.select(theirs, key, default="absent", throw_on_missing=False)
-        except Exception as error:  # noqa: BLE001 an interpolation that only verl resolves
+        except Exception as error:
             value = f"({type(error).__name__})"
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=False)

@@ -5,6 +5,7 @@ It runs nothing of the script. The rows of `hybridrl/config/verl` decide what be
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from hybridrl import main_ppo
 from hybridrl import config as settings
+from hybridrl import main_ppo
 from hybridrl.cli.shell_script import script_commands, unresolved
 from hybridrl.config.verl.defaults import differing_defaults
 from hybridrl.config.verl.row import Kind
@@ -75,7 +76,7 @@ def verl_commands(given: Sequence[str], environment: "os._Environ[str] | dict[st
     found = [arguments for command in commands if (arguments := _arguments_of_program(command)) is not None]
     if not found:
         raise ConfigError(
-            f"{given[0]}: has no command of verl.trainer.main_ppo; give a bash script that is there, or the command line"
+            f"{given[0]}: has no command of verl.trainer.main_ppo; give an existing bash script, or the command line"
         )
     return found
 
@@ -83,7 +84,11 @@ def verl_commands(given: Sequence[str], environment: "os._Environ[str] | dict[st
 def imported_command(arguments: Sequence[str]) -> ImportedCommand:
     """Return the arguments of verl's `main_ppo` as settings of ours."""
     known = [word for word in arguments if not unresolved(word)]
-    problems = [f"{_shown(word)}: depends on {_cause(word)}, which nothing here runs" for word in set(arguments) - {*known}]
+    problems = [
+        f"{_shown(word)}: depends on {_cause(word)}, which is not run here; set a variable of the "
+        "script in this shell, or write the value yourself"
+        for word in set(arguments) - {*known}
+    ]
     flags, words = _divided(known)
     preset = settings.preset_words(flags.get("name"), flags.get("path"))
     if flags and preset is None:
@@ -125,9 +130,7 @@ def _defaults(words: Sequence[str]) -> list[str]:
 def _problems(words: Sequence[str]) -> list[str]:
     """Return what `main_ppo` would refuse, except for files, which may be elsewhere."""
     try:
-        config = settings.load_config(
-            settings.PPOConfig, words, program=main_ppo.PROGRAM, config_name=main_ppo.PRESET
-        )
+        config = settings.load_config(settings.PPOConfig, words, program=main_ppo.PROGRAM, config_name=main_ppo.PRESET)
         assert config is not None  # there are no flags
         main_ppo.validate_config(config, with_inputs=False)
     except ConfigError as error:
@@ -143,13 +146,14 @@ def _report(imported: ImportedCommand) -> Iterator[str]:
     for kind, group in groupby(changes, key=lambda change: change.kind):
         if kind is not Kind.REFUSED:
             found = list(group)
-            yield f"# {len(found)} {kind}:"
+            yield f"# Those that {kind} ({len(found)}):"
             yield from (f"#   {change}" for change in found)
     if imported.defaults:
-        yield f"# {len(imported.defaults)} are verl's defaults, which differ here: {', '.join(imported.defaults)}"
+        yield "# Defaults of verl that differ here, added to the command:"
+        yield from (f"#   {word}" for word in imported.defaults)
     sign = ""
     if imported.problems:
-        yield f"# {len(imported.problems)} have to be decided first; the command below is without them:"
+        yield f"# To be decided first ({len(imported.problems)}), therefore the command below is commented out:"
         yield from (f"#   {line}" for line in imported.problems)
         sign = "# "
     lines = [main_ppo.PROGRAM, *(f"    {shlex.quote(word)}" for word in imported.words)]
@@ -157,7 +161,7 @@ def _report(imported: ImportedCommand) -> Iterator[str]:
 
 
 def _shown(word: str) -> str:
-    return word.replace("\0", "")
+    return re.sub("\0[^\0]*\0", "?", word)
 
 
 def _cause(word: str) -> str:

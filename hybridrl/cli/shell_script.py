@@ -104,7 +104,8 @@ class _Script:
         for condition, body in _branches(command):
             status = True if condition is None else self._condition(condition)
             if status is None:
-                self._forget(command)
+                assert condition is not None
+                self._forget(command, f"if {' '.join(token.text for token in condition if token.parts)}")
                 return
             if status:
                 self.run(body)
@@ -149,18 +150,18 @@ class _Script:
         word = "".join(self.words(command[1], split=False))
         for patterns, body in _cases(command):
             if UNKNOWN in word:
-                self._forget(command)
+                self._forget(command, f"case {command[1].text}")
                 return
             if any(fnmatch.fnmatchcase(word, "".join(self.words(pattern, split=False))) for pattern in patterns):
                 self.run(body)
                 return
 
-    def _forget(self, code: list[Token]) -> None:
-        """Mark what `code` assigns as unknown: it may run, or not."""
+    def _forget(self, code: list[Token], cause: str = "") -> None:
+        """Mark what `code` assigns as unknown: it may run, or not. cause: what decides that."""
         for token in code:
             if token.name:
                 kept = self._value(token.name) if token.appends else []
-                self.values[token.name] = [*kept, f"{UNKNOWN}{token.name}{UNKNOWN}"]
+                self.values[token.name] = [*kept, f"{UNKNOWN}{cause or code[0].text}{UNKNOWN}"]
 
     def words(self, token: Token, *, split: bool = True) -> list[str]:
         """Return the words that a token becomes. split: text outside of quotes is divided at blanks."""
@@ -220,10 +221,10 @@ class _Script:
 
     def _arithmetic(self, text: str) -> str:
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: " ".join(self._value(found[1])) or "0", text)
-        if not re.fullmatch(r"[\d\s+*/%()-]+", names):
+        if not re.fullmatch(r"[\d\s+*/%()-]+", names) or "**" in names:
             return f"{UNKNOWN}$(({text})){UNKNOWN}"
         try:
-            return str(int(eval(names.replace("/", "//"), {"__builtins__": {}})))  # noqa: S307 digits and signs only
+            return str(int(eval(names.replace("/", "//"), {"__builtins__": {}})))
         except (SyntaxError, ZeroDivisionError):
             return f"{UNKNOWN}$(({text})){UNKNOWN}"
 

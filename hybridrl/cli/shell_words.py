@@ -1,4 +1,4 @@
-"""Divide the text of a bash script into words, arrays and operators, quotes kept apart; `shell_script.py` follows them."""
+"""Divide a bash script into words, arrays and operators, with their quotes. `shell_script.py` follows them."""
 
 import re
 from collections.abc import Iterator

@@ -180,14 +180,21 @@ def _read_overrides(schema: type, words: Sequence[str], *, folder: Path) -> tupl
     return overrides, problems
 
 
-def _read_override(schema: type, word: str, *, folder: Path) -> str:
+@functools.lru_cache(4096)
+def parse_override(word: str) -> Any:
+    """Return a word of a command line as Hydra's `Override`; None if it is none."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
     try:
         (override,) = OverridesParser.create().parse_overrides([word])
     except OverrideParseException:
-        override = None
+        return None
+    return override
+
+
+def _read_override(schema: type, word: str, *, folder: Path) -> str:
+    override = parse_override(word)
     if override is None or not override.key_or_group:
         raise InvalidValue(f"{word}: cannot be read as key=value; {SYNTAX_HINT}")
     name = override.key_or_group
@@ -235,11 +242,10 @@ def _composed_preset(schema: type, name: str) -> dict[str, Any]:
 
 def _with_overrides(preset: dict[str, Any], overrides: list[str]) -> Any:
     """Return the preset with overrides `++key=value`, as Hydra applies them."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
     config = OmegaConf.create(preset)
-    for override in OverridesParser.create().parse_overrides(overrides):
+    for override in map(parse_override, overrides):
         OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
     return config
 

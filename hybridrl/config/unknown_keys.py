@@ -14,6 +14,7 @@ MIN_MOVED = 0.8  # of whole keys with the same last part, such as actor.temperat
 MIN_TYPED = 0.85  # of whole keys and of their last parts: one or two letters are wrong
 MAX_SUGGESTIONS = 3
 
+
 def suggest_key(name: str, known: Collection[str]) -> str:
     """Return the error message for a key that is not in `known`."""
     for key, row in rows_of(name):
@@ -32,9 +33,7 @@ def nearest_keys(name: str, known: Collection[str]) -> list[str]:
     """Return the keys of `known` that `name` is a slip of: another section, a missing one, or a typing error."""
     section, _, leaf = name.rpartition(".")
     moved = [
-        key
-        for key in known
-        if key.rpartition(".")[2] == leaf and (not section or _similarity(name, key) >= MIN_MOVED)
+        key for key in known if key.rpartition(".")[2] == leaf and (not section or _similarity(name, key) >= MIN_MOVED)
     ]
     if len(moved) == 1:
         return moved

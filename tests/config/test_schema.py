@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hybridrl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, from_dict, load_config, to_dict, to_yaml
 from hybridrl.config.introspection import keys, sections
-from hybridrl.config.unknown_keys import RENAMED, UNSUPPORTED
 
 SCHEMAS = [PPOConfig, SFTConfig, DPOConfig, RMConfig]
 MAX_KEYS = 252  # 200, sampling, distillation, settings of single losses, free sections of other engines
@@ -44,18 +43,6 @@ def test_keys_of_verl_launch_scripts_are_accepted():
 def test_a_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PPOConfig().trainer.seed = 3
-
-
-@pytest.mark.parametrize("theirs, ours", RENAMED.items())
-def test_a_renamed_key_maps_to_an_existing_key(theirs, ours):
-    known = keys(PPOConfig) | keys(SFTConfig)
-    assert ours in known
-    assert theirs not in known
-
-
-@pytest.mark.parametrize("theirs", UNSUPPORTED)
-def test_an_unsupported_key_does_not_exist(theirs):
-    assert not any(name == theirs or name.startswith(theirs + ".") for name in keys(PPOConfig) | keys(SFTConfig))
 
 
 texts = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1).filter(

@@ -72,6 +72,11 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class CriticOptimConfig(OptimConfig):
+    lr: float = setting(1e-5, "Peak learning rate.", gt=0)
+
+
+@dataclass(frozen=True)
 class RefFSDPConfig:
     param_offload: bool = setting(False, "Keep parameters in host memory between calls.")
 
@@ -357,7 +362,7 @@ class CriticConfig:
     cliprange_value: float = setting(0.5, "Value clip range.", gt=0)
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
-    optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
+    optim: CriticOptimConfig = section(CriticOptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: CriticFSDPConfig = section(
         CriticFSDPConfig, "Offload of the critic; all other settings are the actor's."
     )

@@ -15,7 +15,10 @@ _AHEAD = "generation runs ahead with trainer.lag and a rollout pool of its own"
 REWARD = "{reward,reward_model}"
 
 DATA_ROWS: tuple[Row, ...] = (
-    done("data.{return_raw_chat,return_raw_input_ids,return_full_prompt,return_multi_modal_inputs}", "prompts are kept whole"),
+    done(
+        "data.{return_raw_chat,return_raw_input_ids,return_full_prompt,return_multi_modal_inputs}",
+        "prompts are kept whole",
+    ),
     renamed("data.trust_remote_code", f"{MODEL}.trust_remote_code"),
     done("data.tokenizer", "the tokenizer is the policy's", "null"),
     done("data.tokenizer", "the tokenizer is the policy's", same_as=f"{MODEL}.path"),
@@ -40,7 +43,10 @@ REWARD_ROWS: tuple[Row, ...] = (
     ),
     done("reward.reward_manager.source", "reward managers have registered names", "register"),
     done("reward.reward_manager.module.{path,name}", "there is none", "null", "custom_reward_manager"),
-    refused("reward.reward_manager", "managers are naive, dapo and batch; your own class: reward_model.reward_manager=path.py:Name"),
+    refused(
+        "reward.reward_manager",
+        "managers are naive, dapo and batch; your own class: reward_model.reward_manager=path.py:Name",
+    ),
     *(
         renamed(f"{REWARD}.reward_kwargs.overlong_buffer_cfg.{name}", f"reward_model.overlong_buffer.{name}")
         for name in ("enable", "len", "penalty_factor")
@@ -59,10 +65,11 @@ REWARD_ROWS: tuple[Row, ...] = (
     no_effect("reward_model.inference", _ENGINE),
     no_effect("reward.reward_model.{rollout,enable_resource_pool,n_gpus_per_node,nnodes}", _ENGINE),
     no_effect("reward_model.{rollout,enable_resource_pool,n_gpus_per_node,nnodes}", _ENGINE),
-    no_effect("reward_model.{launch_reward_fn_async,use_dynamic_bsz,forward_prefetch}", "rewards are computed in processes of their own"),
-    renamed(
-        "reward_model.micro_batch_size", "reward_model.micro_batch_size_per_gpu", convert="per_process"
+    no_effect(
+        "reward_model.{launch_reward_fn_async,use_dynamic_bsz,forward_prefetch}",
+        "rewards are computed in processes of their own",
     ),
+    renamed("reward_model.micro_batch_size", "reward_model.micro_batch_size_per_gpu", convert="per_process"),
     no_effect("reward_model.model.{fsdp_config,use_remove_padding,use_rmpad,use_fused_kernels,use_shm}", _ENGINE),
     done("reward_model.{strategy,ulysses_sequence_parallel_size}", "the reward model uses the actor's engine"),
     elsewhere("reward_model.{megatron,profiler}", "the reward model uses the actor's engine"),
@@ -78,15 +85,21 @@ REWARD_ROWS: tuple[Row, ...] = (
 
 TRAINER_ROWS: tuple[Row, ...] = (
     renamed("trainer.{max_actor_ckpt_to_keep,max_critic_ckpt_to_keep}", "trainer.max_ckpt_to_keep"),
-    renamed(
-        "trainer.remove_previous_ckpt_in_save", "trainer.max_ckpt_to_keep", when=("true",), values={"true": 1}
-    ),
+    renamed("trainer.remove_previous_ckpt_in_save", "trainer.max_ckpt_to_keep", when=("true",), values={"true": 1}),
     done("trainer.remove_previous_ckpt_in_save", "all checkpoints are kept", "false"),
     elsewhere("trainer.default_hdfs_dir", "nothing is copied", "null"),
-    refused("trainer.default_hdfs_dir", "checkpoints are written to trainer.default_local_dir; mount the remote storage there"),
+    refused(
+        "trainer.default_hdfs_dir",
+        "checkpoints are written to trainer.default_local_dir; mount the remote storage there",
+    ),
     elsewhere("trainer.del_local_ckpt_after_load", "retention is trainer.max_ckpt_to_keep"),
-    elsewhere("trainer.{log_val_generations,log_train_generations}", "samples are written to trainer.validation_data_dir"),
-    elsewhere("trainer.{ray_wait_register_center_timeout,esi_redundant_time,rollout_data_dir_name}", "every wait has its own timeout"),
+    elsewhere(
+        "trainer.{log_val_generations,log_train_generations}", "samples are written to trainer.validation_data_dir"
+    ),
+    elsewhere(
+        "trainer.{ray_wait_register_center_timeout,esi_redundant_time,rollout_data_dir_name}",
+        "every wait has its own timeout",
+    ),
     done("trainer.checkpoint_callback_class", "there is none", "null"),
     renamed("trainer.logger", "trainer.logger", convert="known_loggers"),
     done("trainer.device", "the device is found", "gpu"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridrl.config.build import InvalidValue, convert
 from hybridrl.config.introspection import keys, value_text
+from hybridrl.config.load import parse_override
 from hybridrl.config.plugs import TRACKERS
 from hybridrl.config.verl.defaults import differing_defaults
 from hybridrl.config.verl.row import Kind, Row, text_of
@@ -227,9 +228,7 @@ class _Pass:
         return bool(row.kind is not Kind.RENAMED or row.to != (word.key,) or row.values or row.convert)
 
     def _exists(self, name: str) -> bool:
-        return name in self._known or any(
-            spec.free and name.startswith(f"{key}.") for key, spec in self._known.items()
-        )
+        return name in self._known or any(spec.free and name.startswith(f"{key}.") for key, spec in self._known.items())
 
     def _value(self, key: str) -> Any:
         if key in self._given:
@@ -304,13 +303,7 @@ def _is_valid(value: Any, spec: Any) -> bool:
 
 def _parse(word: str) -> _Word:
     """Return key and value of an override; both are empty for a word that is none, or takes a value back."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    try:
-        (override,) = OverridesParser.create().parse_overrides([word])
-        if override.is_delete() or override.is_sweep_override():
-            return _Word(word, "", None)
-        return _Word(word, override.key_or_group, override.value())
-    except OverrideParseException:
+    override = parse_override(word)
+    if override is None or override.is_delete() or override.is_sweep_override():
         return _Word(word, "", None)
+    return _Word(word, override.key_or_group, override.value())

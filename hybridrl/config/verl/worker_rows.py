@@ -85,9 +85,17 @@ FSDP_ROWS: tuple[Row, ...] = (
     done(f"{FSDP}.{{forward_only,strategy}}", "it follows from the role"),
     done(f"{{{FSDP[1:-1]},{ACTOR}}}.qat.enable", "there is no quantization", "false"),
     refused(f"{{{FSDP[1:-1]},{ACTOR}}}.qat", "there is no quantization-aware training in this release; leave it out"),
-    no_effect(f"{FSDP}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted, not padded to a length"),
-    no_effect(f"{FSDP}.{{entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,entropy_checkpointing}}", _ENTROPY),
-    done(f"{{{FSDP[1:-1]},{ACTOR},{REF},{CRITIC}}}.ulysses_sequence_parallel_size", "one process has whole sequences", "1"),
+    no_effect(
+        f"{FSDP}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted, not padded to a length"
+    ),
+    no_effect(
+        f"{FSDP}.{{entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,entropy_checkpointing}}", _ENTROPY
+    ),
+    done(
+        f"{{{FSDP[1:-1]},{ACTOR},{REF},{CRITIC}}}.ulysses_sequence_parallel_size",
+        "one process has whole sequences",
+        "1",
+    ),
     no_effect(f"{{{FSDP[1:-1]},{ACTOR},{REF},{CRITIC}}}.ulysses_sequence_parallel_size", _ULYSSES),
 )
 
@@ -101,9 +109,7 @@ MEGATRON_ROWS: tuple[Row, ...] = (
                 "reference policy and critic have the actor's layout",
                 same_as=f"{ACTOR}.megatron.{name}",
             ),
-            no_effect(
-                f"{{{REF},{CRITIC}}}.megatron.{name}", f"reference policy and critic have the actor's {name}"
-            ),
+            no_effect(f"{{{REF},{CRITIC}}}.megatron.{name}", f"reference policy and critic have the actor's {name}"),
         )
     ),
     renamed(f"{REF}.megatron.param_offload", f"{REF}.fsdp_config.param_offload"),
@@ -203,12 +209,8 @@ ACTOR_ROWS: tuple[Row, ...] = (
     done(f"{ACTOR}.use_token_level_loss", "tokens are averaged over the batch", "true"),
     refused(f"{ACTOR}.use_token_level_loss", "set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
     done(f"{ACTOR}.calculate_entropy", "the entropy is always among the metrics"),
-    renamed(
-        f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu", convert="per_process"
-    ),
-    renamed(
-        f"{REF}.log_prob_micro_batch_size", f"{REF}.log_prob_micro_batch_size_per_gpu", convert="per_process"
-    ),
+    renamed(f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu", convert="per_process"),
+    renamed(f"{REF}.log_prob_micro_batch_size", f"{REF}.log_prob_micro_batch_size_per_gpu", convert="per_process"),
     renamed(
         f"{ROLLOUT}.log_prob_micro_batch_size", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", convert="per_process"
     ),
@@ -236,7 +238,9 @@ ACTOR_ROWS: tuple[Row, ...] = (
     done(f"{REF}.model", "the reference policy is the policy at the start", "null"),
     refused(f"{REF}.model", "the reference policy is the policy at the start; leave it out"),
     done(f"{POLICY}.hybrid_engine", "actor and rollout share their workers", "true"),
-    refused(f"{POLICY}.hybrid_engine", "set actor_rollout_ref.rollout.n_gpus_per_node to give the rollout its own pool"),
+    refused(
+        f"{POLICY}.hybrid_engine", "set actor_rollout_ref.rollout.n_gpus_per_node to give the rollout its own pool"
+    ),
     elsewhere(f"{POLICY}.nccl_timeout", "a call on workers may take trainer.call_timeout_s"),
 )
 
@@ -266,21 +270,28 @@ MODEL_ROWS: tuple[Row, ...] = (
     renamed(f"{MODEL}.lora.alpha", f"{MODEL}.lora_alpha"),
     renamed(f"{MODEL}.lora.adapter_path", f"{MODEL}.lora_adapter_path"),
     done(f"{MODEL}.lora.merge", "rollouts get merged weights", "true"),
-    no_effect(f"{MODEL}.lora.merge", "rollouts get merged weights; actor_rollout_ref.rollout.weight_sync.lora=adapter "
-              "sends the adapters alone"),
+    no_effect(
+        f"{MODEL}.lora.merge",
+        "rollouts get merged weights; actor_rollout_ref.rollout.weight_sync.lora=adapter sends the adapters alone",
+    ),
     done(f"{MODEL}.lora.type", "adapters are LoRA's", "lora"),
     done(f"{MODEL}.lora.lora_A_init_method", "A starts as Kaiming's uniform", "kaiming"),
     done(f"{MODEL}.lora.lora_B_init_method", "B starts at zero", "zero"),
     done(f"{MODEL}.lora.dropout", "adapters have no dropout", "0"),
     done(f"{MODEL}.lora.dtype", "adapters are float32", "null"),
-    done(f"{MODEL}.lora.{{freeze_vision_model,freeze_vision_projection,freeze_language_model}}", "adapters train alone"),
+    done(
+        f"{MODEL}.lora.{{freeze_vision_model,freeze_vision_projection,freeze_language_model}}", "adapters train alone"
+    ),
     done(
         f"{MODEL}.lora.target_modules",
         "all linear layers have adapters",
         "[linear_qkv,linear_proj,linear_fc1,linear_fc2]",
         "all-linear",
     ),
-    refused(f"{MODEL}.lora.target_modules", "name the layers as Hugging Face does, in actor_rollout_ref.model.target_modules"),
+    refused(
+        f"{MODEL}.lora.target_modules",
+        "name the layers as Hugging Face does, in actor_rollout_ref.model.target_modules",
+    ),
     refused(f"{MODEL}.lora", "adapters have lora_rank, lora_alpha, target_modules and lora_adapter_path; leave it out"),
 )
 
@@ -304,12 +315,18 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     renamed(f"{ROLLOUT}.enable_prefix_caching", f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching"),
     done(f"{ROLLOUT}.cudagraph_capture_sizes", "vLLM chooses", "null"),
     no_effect(f"{ROLLOUT}.cudagraph_capture_sizes", "vLLM chooses the batch sizes of its CUDA graphs"),
-    no_effect(f"{ROLLOUT}.{{scheduling_policy,multi_stage_wake_up,moe_load_balance_metrics_interval}}", "vLLM's default"),
+    no_effect(
+        f"{ROLLOUT}.{{scheduling_policy,multi_stage_wake_up,moe_load_balance_metrics_interval}}", "vLLM's default"
+    ),
     done(f"{ROLLOUT}.{{load_format,layered_summon,layered_summon_param}}", "weights always come from the trainer"),
     elsewhere(f"{ROLLOUT}.{{disable_log_stats,trace}}", "generation metrics are in perf/ and timing_s/"),
-    done(f"{ROLLOUT}.{{skip_tokenizer_init,full_determinism,router_config_path}}", "prompts and responses are token ids"),
+    done(
+        f"{ROLLOUT}.{{skip_tokenizer_init,full_determinism,router_config_path}}", "prompts and responses are token ids"
+    ),
     done(f"{ROLLOUT}.do_sample", "training always samples", "true"),
-    refused(f"{ROLLOUT}.do_sample", "training always samples; validation has actor_rollout_ref.rollout.val_kwargs.do_sample"),
+    refused(
+        f"{ROLLOUT}.do_sample", "training always samples; validation has actor_rollout_ref.rollout.val_kwargs.do_sample"
+    ),
     done(f"{ROLLOUT}.logprobs_mode", "log-probs are those of the sampled distribution", "processed_logprobs"),
     refused(f"{ROLLOUT}.logprobs_mode", "log-probs are those of the sampled distribution; leave it out"),
     done(f"{ROLLOUT}.over_sample_rate", "nothing is generated beyond the batch", "0"),
@@ -325,7 +342,10 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     refused(f"{ROLLOUT}.{{mtp,disaggregation,limit_images}}", "this is not in this release; leave it out"),
     elsewhere(f"{ROLLOUT}.agent.num_workers", "the router has no workers of its own"),
     done(f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_async_server}}", "there is none", "null"),
-    refused(f"{ROLLOUT}.agent.agent_loop_config_path", "register the loop in a Python file: actor_rollout_ref.rollout.agent.path"),
+    refused(
+        f"{ROLLOUT}.agent.agent_loop_config_path",
+        "register the loop in a Python file: actor_rollout_ref.rollout.agent.path",
+    ),
     done(f"{ROLLOUT}.multi_turn.enable", "a response has one turn", "false"),
     renamed(f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.mode", values={"true": "async"}),
     done(

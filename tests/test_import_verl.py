@@ -1,0 +1,161 @@
+"""`hybridrl import-verl`: scripts are read, not run; our command is printed, with what has to be decided first."""
+
+import shlex
+
+import pytest
+
+from hybridrl import cli
+from hybridrl.cli.import_verl import imported_command, verl_commands
+from hybridrl.cli.shell_script import script_commands, unresolved
+from hybridrl.errors import ConfigError
+
+SCRIPT = """
+set -xeuo pipefail
+export NCCL_DEBUG=WARN   # a comment with a quote '
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}
+N=${N:-8}
+length=$((1024 * 2))
+name=${NAME:-run_${N}}
+stamp=run_$(date +%Y)
+train="['$HOME/a.parquet', '$HOME/b.parquet']"
+EXTRA=()
+case "${DEVICE}" in
+    gpu)
+        case "${MACHINE:-}" in
+            big) N=4; if [ "$N" = 4 ]; then EXTRA+=(trainer.nnodes=2); fi ;;
+            *) offload=False ;;
+        esac
+        ;;
+    npu | cpu) offload=True ;;
+esac
+cat > model.py <<EOF
+if this is 'not bash
+EOF
+DATA=(
+    data.train_files="$train"
+    data.max_prompt_length=${length}   # another
+    data.truncation='error'
+)
+LAUNCH=(python3)
+if [ "${USE_UV:-1}" != 0 ] && [ "$N" -gt 4 ]; then
+    LAUNCH=(uv run python3)
+elif [ -z "$N" ]; then
+    exit 1
+else
+    LAUNCH=(other)
+fi
+"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
+    "${DATA[@]}" trainer.experiment_name=${name} trainer.project_name=${stamp} \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=${offload} trainer.n_gpus_per_node=$N \\
+    "${EXTRA[@]}" "$@" 2>&1 | tee log.txt
+"""
+
+
+def commands(text: str, *arguments: str, **environment: str) -> list[list[str]]:
+    return script_commands(text, environment, arguments=list(arguments))
+
+
+def main_command(*arguments: str, **environment: str) -> list[str]:
+    [found] = [words for words in commands(SCRIPT, *arguments, **environment) if "verl.trainer.main_ppo" in words]
+    return found
+
+
+def test_variables_arrays_branches_and_arguments_are_followed():
+    assert main_command("trainer.seed=2", HOME="/home/me", DEVICE="gpu") == [
+        *("uv", "run", "python3", "-m", "verl.trainer.main_ppo"),
+        "data.train_files=['/home/me/a.parquet', '/home/me/b.parquet']",
+        "data.max_prompt_length=2048",
+        "data.truncation=error",
+        "trainer.experiment_name=run_8",
+        "trainer.project_name=run_\0$(date +%Y)\0",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+        "trainer.n_gpus_per_node=8",
+        "trainer.seed=2",
+    ]
+
+
+def test_branches_inside_branches_depend_on_the_environment():
+    words = main_command(DEVICE="gpu", MACHINE="big")
+    assert words[0] == "other" and words[-2:] == ["trainer.n_gpus_per_node=4", "trainer.nnodes=2"]
+
+
+def test_what_would_have_to_be_run_is_marked_and_so_is_what_depends_on_it():
+    words = main_command()  # DEVICE is the output of a program
+    marked = {word.partition("=")[0]: unresolved(word) for word in words if unresolved(word)}
+    assert marked["trainer.project_name"] == ["$(date +%Y)"]
+    assert marked["actor_rollout_ref.actor.fsdp_config.param_offload"] == ['case "${DEVICE}"']
+    assert "data.max_prompt_length=2048" in words
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("a=1 b=2; run $a${b}", ["run", "12"]),
+        ("a='x y'; run $a \"$a\"", ["run", "x", "y", "x y"]),
+        ("run '$a' \"\\\"q\\\"\" \\'z\\'", ["run", "$a", '"q"', "'z'"]),
+        ("a=(1 2); a+=(3); run x${a[@]}", ["run", "x1", "2", "3"]),
+        ("n=-3; run ${m:--1} ${n:+set} ${m-}", ["run", "-1", "set"]),
+        ("k=2; run $(( (k + 1) * 4 )) $((7 / k))", ["run", "12", "3"]),
+        ("[ a = b ] && x=1; run y$x", ["run", "y"]),
+        ("[ a = a ] && x=1; run y$x", ["run", "y1"]),
+        ("run a > out 2> err", ["run", "a"]),
+        ("for i in 1 2; do x=$i; done; run $x", ["run", "\0for\0"]),
+        ("f() {\n x=1\n}\nrun $((9**9))", ["run", "\0$((9**9))\0"]),
+        ("run ${x:?must be set}", ["run", "\0x\0"]),
+    ],
+)
+def test_a_line_becomes_the_words_that_bash_makes_of_it(text, words):
+    assert commands(text)[-1] == words
+
+
+@pytest.mark.parametrize("text", ['run "a', "A=(1 2", "run ${a", "if [ a = a ]; then run"])
+def test_a_script_that_is_cut_off_is_refused(text):
+    with pytest.raises(ConfigError, match=r"not closed|there is no fi"):
+        commands(text)
+
+
+def test_the_command_is_printed_with_every_change(capsys):
+    line = (
+        "python3 -m verl.trainer.main_ppo model_engine=megatron data.return_raw_chat=True trainer.n_gpus_per_node=2 "
+        "actor_rollout_ref.actor.use_torch_compile=False algorithm.adv_estimator=reinforce_plus_plus"
+    )
+    assert cli.main(["import-verl", *line.split()]) == 0
+    out = capsys.readouterr().out
+    comments, command = out.partition("\npython -m hybridrl.main_ppo")[::2]
+    assert "model_engine=megatron -> actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron" in comments
+    assert "data.return_raw_chat=True: prompts are kept whole" in comments
+    assert "use_torch_compile=False: models run uncompiled" in comments
+    words = shlex.split(command)
+    assert "actor_rollout_ref.actor.strategy=megatron" in words and "trainer.total_epochs=30" in words
+    assert not any("return_raw_chat" in word for word in words)
+
+
+def test_a_refusal_comments_the_command_out(capsys):
+    words = ["verl.trainer.main_ppo", "actor_rollout_ref.actor.optim.optimizer=SGD", "trainer.n_gpus_per_node=1"]
+    assert cli.main(["import-verl", *words]) == 1
+    out = capsys.readouterr().out
+    assert "optim.optimizer=SGD: the optimizer is AdamW; leave it out" in out
+    assert all(line.startswith("#") for line in out.splitlines())
+
+
+def test_unresolved_values_name_their_cause(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    [words] = verl_commands([str(script), "algorithm.adv_estimator=gae"], {"HOME": "/h"})
+    found = imported_command(words)
+    assert any(line.startswith("trainer.project_name=run_?: depends on $(date +%Y)") for line in found.problems)
+    assert "algorithm.adv_estimator=gae" in found.words
+
+
+def test_verls_clip_ratio_alone_has_no_effect():
+    found = imported_command(["actor_rollout_ref.actor.clip_ratio=0.4", "trainer.n_gpus_per_node=1"])
+    assert {"actor_rollout_ref.actor.clip_ratio_low=0.2", "actor_rollout_ref.actor.clip_ratio_high=0.2"} <= {
+        *found.defaults
+    }
+
+
+def test_a_script_without_a_command_of_verl_is_refused(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("echo hello\n")
+    with pytest.raises(ConfigError, match="has no command of verl.trainer.main_ppo"):
+        verl_commands([str(script)], {})
