@@ -18,6 +18,14 @@ def write_world(folder):
         lines.write(" ".join(os.environ[name] for name in WORLD) + "\n")
 
 
+def kill_self_when(written):
+    """Kill this process when its peer, which is ended with it, has written its world."""
+    deadline = time.monotonic() + 60
+    while not (written.exists() and written.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def works(config):
     time.sleep(0.1)
     write_world(config["out"])
@@ -32,8 +40,7 @@ def is_killed_once(config):
     """Rank 0 is killed while it runs, the first time."""
     write_world(config["out"])
     if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self_when(Path(config["out"], "rank-1"))
 
 
 def is_killed_before_it_joins(config):
@@ -42,7 +49,7 @@ def is_killed_before_it_joins(config):
 
     write_world(config["out"])
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self_when(Path(config["out"], "rank-0"))
     dist.init_process_group("gloo")
     dist.barrier()
     dist.destroy_process_group()
