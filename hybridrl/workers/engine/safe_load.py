@@ -19,6 +19,7 @@ METADATA = ".metadata"  # of torch.distributed.checkpoint
 WEIGHTS_ONLY_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load then constructs tensors and plain data only
 METADATA_CLASSES = {
     "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # as Python 3.13 calls them
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},

@@ -105,7 +105,7 @@ def hf_ppo_losses(folder: Path, name: str) -> list[float]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(loss))
+            found.append(float(loss.detach()))
         return found
 
     with torch.no_grad():

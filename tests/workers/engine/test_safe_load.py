@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.safe_load import METADATA, WEIGHTS_ONLY_VARIABLE, read_metadata, without_code
+from hybridrl.workers.engine.storage_writer import PortableWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -42,6 +43,12 @@ def test_a_checkpoint_of_the_library_loads(saved):
         dcp.load(state, checkpoint_id=directory)
     assert WEIGHTS_ONLY_VARIABLE not in os.environ
     assert "model.weight" in read_metadata(directory / METADATA).state_dict_metadata
+
+
+def test_metadata_of_engines_name_no_class_whose_module_differs_between_pythons(tmp_path):
+    dcp.save({"step": torch.tensor(1)}, storage_writer=PortableWriter(tmp_path))
+    assert read_metadata(tmp_path / METADATA).storage_meta.checkpoint_id == str(tmp_path)
+    assert b"pathlib" not in (tmp_path / METADATA).read_bytes()
 
 
 def test_code_in_the_metadata_does_not_run(saved, tmp_path):

@@ -22,6 +22,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.collective_errors import collective_write
 from hybridrl.workers.engine.random_state import get_random_state, set_random_state
 from hybridrl.workers.engine.safe_load import METADATA, read_metadata, without_code
+from hybridrl.workers.engine.storage_writer import PortableWriter
 
 
 def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
@@ -32,7 +33,7 @@ def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optim
     """
     state = _state(model, optimizer) | {"step": torch.tensor(step), "random": _random_state()}
     with collective_write(directory):
-        dcp.save(state, checkpoint_id=directory)
+        dcp.save(state, storage_writer=PortableWriter(directory))
 
 
 def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -30,6 +30,7 @@ from hybridrl.workers.engine.collective_errors import collective_write, raise_on
 from hybridrl.workers.engine.megatron.network import Network
 from hybridrl.workers.engine.random_state import get_random_state, set_random_state
 from hybridrl.workers.engine.safe_load import without_code
+from hybridrl.workers.engine.storage_writer import PortableWriter
 
 # Pass copies to megatron-core: it adds process groups to the dict.
 FORMAT = {
@@ -118,7 +119,7 @@ class _InProcessSaveStrategy(TorchDistSaveShardedStrategy):
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(flat, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
+            storage_writer=PortableWriter(checkpoint_dir),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
