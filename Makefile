@@ -55,6 +55,7 @@ clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# VERSIONS=newest or lowest, in an empty checkout: other versions than those of set-up (docs/versions.md)
 .venv/%.stamp: $(REQUIRED)
-	@requirements/install.sh $*
+	@requirements/install.sh $(or $(VERSIONS),$*)
 	@touch $@ $(if $(filter test,$*),.venv/lint.stamp)

