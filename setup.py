@@ -43,7 +43,7 @@ setup(
     package_data={"": ["*.pyi"], "hybridrl": ["py.typed"], "hybridrl.config": ["presets/*.yaml"]},
     entry_points={"console_scripts": ["hybridrl=hybridrl.cli:main"]},
     install_requires=[
-        # transformers, vLLM and megatron-core are limited to minor versions: what is used of them changes between these.
+        # transformers, vLLM and megatron-core are limited to minor versions: their interfaces change between these.
         "torch>=2.13,<3",
         "tensordict>=0.15,<0.16",
         "ray>=2.60,<3",
