@@ -13,6 +13,7 @@ from tests.support.soak.__main__ import make_scene, soak
 from tests.support.soak.report import MIB, make_report
 from tests.support.soak.sampling import Usage, read_usage, read_usages
 from tests.support.soak.slope import Slope, fit_slope, median_step_s, steps_per_second
+from tests.support.soak.stage import newest_step
 
 
 @pytest.mark.slow
@@ -88,6 +89,16 @@ def test_throughput_counts_a_step_once_and_the_median_ignores_a_recovery():
     assert np.isnan(median_step_s(reached, start=5.0, end=12.0))
 
 
+def test_the_newest_step_is_that_of_the_last_whole_line_of_the_metrics(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    assert newest_step(metrics) == 0
+    lines = [f'{{"step": {step}, "training/global_step": {step}.0, "text": "{"x" * 1000}"}}' for step in range(1, 200)]
+    metrics.write_text("\n".join(lines) + "\n")
+    assert newest_step(metrics) == 199
+    metrics.write_text("\n".join(lines))  # the last line is being written
+    assert newest_step(metrics) == 198
+
+
 def samples_of(leak_per_hour, *, seconds=3600, cpu_of_late_steps=1.0):
     """Return samples of a raylet that never ends and a worker that starts anew every 300 s.
 
@@ -119,7 +130,9 @@ def test_a_leak_in_a_process_that_is_restarted_is_found_and_named():
 
 
 def test_a_run_without_a_leak_passes_and_a_slower_one_does_not():
-    assert make_report(RESULT, samples_of(0.0)).problems == []
+    report = make_report(RESULT, samples_of(0.0))
+    assert report.problems == []
+    assert "3599 steps in 3600 s, 1.000 per second; 0 faults; effective training time ratio 1.00" in report.text()
     assert make_report(RESULT, samples_of(0.0, cpu_of_late_steps=1.5)).problems == [
         "SLOWER: a step takes 1.50 times the CPU of the first tenth"
     ]

@@ -201,8 +201,10 @@ def make_report(result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]])
             f"{sum(start <= at <= end for at, _ in result['hits'])} faults, load {sum(load) / max(1, len(load)):.1f}"
         )
     whole = steps_per_second(reached, start=reached[0], end=reached[-1])
+    ratio = whole * median_step_s(reached, start=reached[0], end=reached[-1])
     throughput.append(
-        f"{len(reached)} steps in {result['seconds']:.0f} s, {whole:.3f} per second; {len(result['hits'])} faults"
+        f"{len(reached)} steps in {result['seconds']:.0f} s, {whole:.3f} per second; {len(result['hits'])} faults; "
+        f"effective training time ratio {ratio:.2f} (steps times the median step, over their time)"
     )
     if cpu["last"] > SLOWER * cpu["first"]:
         problems.append(f"SLOWER: a step takes {cpu['last'] / cpu['first']:.2f} times the CPU of the first tenth")

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.support.blind.processes import classify, descendants, harm, resume
-from tests.support.blind.stage import PR_SET_CHILD_SUBREAPER, SHM, SHM_BYTES, STEP_LINE
+from tests.support.blind.stage import PR_SET_CHILD_SUBREAPER, SHM, SHM_BYTES
 from tests.support.blind.surroundings import change_loopback
 from tests.support.soak.sampling import directory_bytes, read_usages, used_bytes
 
@@ -29,6 +30,8 @@ STALL_S = 900.0  # without a new step: the run hangs
 END_TIMEOUT_S = 300.0  # from SIGTERM to the end of the program: it commits a checkpoint
 LEAVE_TIMEOUT_S = 30.0  # for what the run started, after its end
 PAUSE_S = (0.2, 8.0)
+STEP = re.compile(rb'"training/global_step": (\d+)')
+TAIL_BYTES = 65536  # of the metrics: several steps
 HARMS = {  # process of a run -> what is done to it, and how often relative to the rest; the run survives all of it
     ("worker", "kill"): 4,
     ("worker", "freeze"): 2,
@@ -99,7 +102,6 @@ class Stage:
         self._folder = Path(scene.folder)
         self._output = self._folder / "run.log"
         self._chance = random.Random(f"soak {scene.seed}")
-        self._read_to = 0
         self._program = 0
         self._status: int | None = None
         self._start = time.monotonic()
@@ -167,12 +169,8 @@ class Stage:
 
     def _note_steps(self) -> None:
         """Note the steps that have completed since the last call; one that runs again does not count again."""
-        with open(self._output, "rb") as file:
-            file.seek(self._read_to)
-            lines, newline, _ = file.read().rpartition(b"\n")
-        self._read_to += len(lines + newline)
-        for number in STEP_LINE.findall(lines.decode(errors="replace")):
-            self.result.reached += [round(self._now(), 2)] * (int(number) - len(self.result.reached))
+        newest = newest_step(Path(self.scene.run) / "metrics.jsonl")
+        self.result.reached += [round(self._now(), 2)] * (newest - len(self.result.reached))
 
     def _sample(self) -> dict[str, object]:
         return {
@@ -241,6 +239,16 @@ class Stage:
                     os.kill(pid, signal.SIGKILL)
             self._reap()
             time.sleep(POLL_PERIOD_S)
+
+
+def newest_step(metrics: Path) -> int:
+    """Return the step of the last whole line of a run's metrics, 0 if there is none. The console leaves steps out."""
+    if not metrics.exists():
+        return 0
+    with open(metrics, "rb") as file:
+        file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
+        numbers = STEP.findall(file.read().rpartition(b"\n")[0])
+    return int(numbers[-1]) if numbers else 0
 
 
 def _shared_files() -> set[str]:
