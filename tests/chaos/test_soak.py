@@ -5,6 +5,7 @@
 
 import os
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +128,24 @@ def test_a_leak_in_a_process_that_is_restarted_is_found_and_named():
     row = next(row for row in report.rows if (row.kind, row.quantity) == ("actor", "memory"))
     assert row.slope is not None and row.slope.per_hour == pytest.approx(100.0)
     assert row.slope.num_incarnations == 12
+
+
+def test_what_a_process_needs_to_start_is_no_growth():
+    samples = samples_of(0.0)
+    for sample in samples:
+        worker, raylet = sample["usages"]
+        age = sample["at"] % 300
+        starting = replace(worker, memory=int(age / 60 * 500 * MIB)) if age < 60 else worker
+        sample["usages"] = [starting, raylet]
+    assert make_report(RESULT, samples).problems == []
+
+
+def test_what_is_measured_before_the_first_step_does_not_count():
+    samples = samples_of(0.0)
+    for sample in samples[:60]:
+        sample["step"] = 0
+        sample["usages"] = [replace(usage, files=usage.files + int(sample["at"])) for usage in sample["usages"]]
+    assert make_report(RESULT, samples).problems == []
 
 
 def test_a_run_without_a_leak_passes_and_a_slower_one_does_not():

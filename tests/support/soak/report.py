@@ -14,8 +14,9 @@ from tests.support.soak.slope import Slope, fit_slope, median_step_s, steps_per_
 
 MIB = 1024**2
 TENTH = 0.1
-WARM_UP_S = 60.0  # of every process, in which it imports, loads and fills its caches
+WARM_UP_S = 60.0  # of every process, in which it loads its model and fills its caches
 WARM_UP_SHARE = 0.1  # of the soak: the limit of the above
+WARM_UP_STEPS = 10  # of the run, which completes none while a process imports
 MIN_SHARE = 0.1  # of the soak: a kind of process that was seen for less has no verdict
 SLOWER = 1.25  # CPU time of a step in the last tenth, relative to the first: more is a verdict of its own
 WORKER = "worker"
@@ -130,6 +131,25 @@ def series_of(samples: Sequence[Mapping[str, Any]], value: Callable[[Usage], flo
     return found
 
 
+def settled(samples: Sequence[Mapping[str, Any]], *, warm_up_s: float) -> list[dict[str, Any]]:
+    """Return the samples from the first step on, without processes that have just started.
+
+    A process counts from `warm_up_s` and `WARM_UP_STEPS` steps after its first sample: on a busy machine, imports alone
+    take minutes, and no step completes before they have ended.
+    """
+    first: dict[tuple[str, int, int], tuple[float, int]] = {}
+    found = []
+    for sample in samples:
+        usages = []
+        for usage in sample["usages"]:
+            at, step = first.setdefault((usage.kind, usage.pid, usage.started), (sample["at"], sample["step"]))
+            if sample["at"] >= at + warm_up_s and sample["step"] >= step + WARM_UP_STEPS:
+                usages.append(usage)
+        if sample["step"]:
+            found.append({**sample, "usages": usages})
+    return found
+
+
 def make_rows(samples: Sequence[Mapping[str, Any]], *, seconds: float) -> list[Row]:
     """Return the table.
 
@@ -138,22 +158,19 @@ def make_rows(samples: Sequence[Mapping[str, Any]], *, seconds: float) -> list[R
         seconds: Duration of the soak.
     """
     warm_up_s = min(WARM_UP_S, WARM_UP_SHARE * seconds)
+    late = [sample for sample in samples if sample["step"] >= WARM_UP_STEPS]
+    late = [sample for sample in late if sample["at"] >= late[0]["at"] + warm_up_s]
     rows = []
     for name, unit, bound, of_sample in OF_THE_RUN:
-        late = [sample for sample in samples if sample["at"] > 2 * warm_up_s]
         slope = fit_slope([([sample["at"] for sample in late], [of_sample(sample) for sample in late])])
         rows.append(Row(ALL, name, unit, bound, slope))
+    calm = settled(samples, warm_up_s=warm_up_s)
     for quantity in QUANTITIES:
-        for kind, incarnations in sorted(series_of(samples, quantity.of).items()):
-            slope = fit_slope([_after(times, values, warm_up_s) for times, values in incarnations.values()])
+        for kind, incarnations in sorted(series_of(calm, quantity.of).items()):
+            slope = fit_slope(list(incarnations.values()))
             if slope is not None and slope.seconds >= MIN_SHARE * seconds:
                 rows.append(Row(kind, quantity.name, quantity.unit, quantity.bound, slope))
     return rows
-
-
-def _after(times: Sequence[float], values: Sequence[float], warm_up_s: float) -> tuple[list[float], list[float]]:
-    kept = [(at, value) for at, value in zip(times, values, strict=True) if at >= times[0] + warm_up_s]
-    return [at for at, _ in kept], [value for _, value in kept]
 
 
 def cpu_per_step(samples: Sequence[Mapping[str, Any]], *, start: float, end: float) -> float:
