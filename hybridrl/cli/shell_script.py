@@ -57,7 +57,8 @@ class _Script:
 
     def run(self, code: list[Token]) -> None:
         """Follow the commands of `code`, one after another."""
-        place, status, link = 0, True, ";"
+        place, link = 0, ";"
+        status: bool | None = True
         while place < len(code):
             end = _command_end(code, place)
             command = _without_newlines(code[place:end])

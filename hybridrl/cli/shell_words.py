@@ -68,8 +68,9 @@ def tokens(text: str) -> Iterator[Token]:
 
 
 def _without_here_documents(text: str) -> str:
-    lines, ends, kept = text.splitlines(), [], []
-    for line in lines:
+    ends: list[str] = []
+    kept: list[str] = []
+    for line in text.splitlines():
         if ends:
             if line.strip() == ends[0]:
                 ends.pop(0)
@@ -119,7 +120,7 @@ class _Reader:
 
     def _array(self, head: re.Match[str]) -> Token:
         self._place = head.end()
-        items = []
+        items: list[Token] = []
         while (token := self.next()) is not None:
             if token.text == ")" and token.kind == OPERATOR:
                 text = self._text[head.start() : self._place]

@@ -96,7 +96,7 @@ def report_run(
 def _examples(directory: Path, history: History) -> list[str]:
     """Return, per data source, the first and last answer to the same problem."""
     steps = {step for curve in _validation_curves(merge_steps(history)).values() for step in curve[0]}
-    by_source: dict[str, list[dict[str, Any]]] = {}
+    by_source: dict[str, list[Mapping[str, Any]]] = {}
     for example in read_examples(directory):
         if example["step"] in steps:
             by_source.setdefault(example["data_source"], []).append(example)
