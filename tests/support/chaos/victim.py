@@ -42,12 +42,14 @@ def listen() -> None:
         fault, started = json.loads(content), None
         if fault["method"] and fault["kind"] in PROCESS_ENDS:
             started = HELD[fault["method"]] = threading.Event()
-        threading.Thread(target=apply, args=(fault, started), daemon=True).start()
+        answered = threading.Event()
+        threading.Thread(target=apply, args=(fault, started, answered), daemon=True).start()
         inbox.sendto(b"planted", sender)
+        answered.set()
 
 
-def apply(fault: dict, started: threading.Event | None = None) -> None:
-    """Wait until the process is in the chosen call, log the fault, and apply it."""
+def apply(fault: dict, started: threading.Event | None = None, answered: threading.Event | None = None) -> None:
+    """Wait until the process is in the chosen call, log the fault, and apply it; not before who sent it knows."""
     method, kind = fault["method"], KINDS[fault["kind"]]
     if started is not None:
         started.wait()
@@ -60,6 +62,8 @@ def apply(fault: dict, started: threading.Event | None = None) -> None:
             json.dumps(fault | {"what": "hit", "pid": os.getpid(), "doing": calls_in_progress(), "at": time.time()})
             + "\n"
         )
+    if answered is not None:
+        answered.wait()
     kind()
 
 
