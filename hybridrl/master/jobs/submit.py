@@ -192,8 +192,15 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         ray_cluster.connect(address, setting=setting, hint=hint, code_paths=code_paths)
     else:
         job_config = JobConfig(_py_driver_sys_path=list(code_paths))
-        with keep_sigterm_handler(), ray_cluster.patient_start():  # Ray's own handler would end the process at once
-            ray.init("local", include_dashboard=False, logging_level=logging.ERROR, job_config=job_config)
+        try:
+            with keep_sigterm_handler(), ray_cluster.patient_start():  # Ray's own handler would end the process at once
+                ray.init("local", include_dashboard=False, logging_level=logging.ERROR, job_config=job_config)
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(
+                f"no Ray cluster could be started on this machine ({text}); start the same command again, or set "
+                "RAY_ADDRESS to a running cluster"
+            ) from error
         watch_in_thread()
 
 

@@ -1,6 +1,8 @@
 """What `submit` takes besides the job: DLRover's keywords, and the check of the entries before anything starts."""
 
 import logging
+import os
+import subprocess
 import sys
 import time
 
@@ -188,3 +190,20 @@ def test_the_supervisor_takes_what_master_cpu_says(tmp_path):
         time.sleep(0.2)
     (tmp_path / "end").write_text("")
     assert running.wait(timeout_s=100) == 0
+
+
+def test_a_cluster_that_does_not_start_is_one_error(tmp_path):
+    folder = tmp_path / ("long" * 30)  # Ray's sockets are there, and a socket's path has at most 107 bytes
+    folder.mkdir()
+    code = "from hybridrl.master.jobs.submit import connect; connect(blocking=True)"
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"RAY_TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("hybridrl.errors.ConfigError: no Ray cluster could be started on this machine (")
+    assert "AF_UNIX" in last and last.endswith("start the same command again, or set RAY_ADDRESS to a running cluster")
