@@ -73,7 +73,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class CriticOptimConfig(OptimConfig):
-    lr: float = setting(1e-5, "Peak learning rate.", gt=0)
+    lr: float = setting(1e-5, "Peak learning rate.", gt=0, le=1000)
 
 
 @dataclass(frozen=True)
