@@ -134,6 +134,10 @@ def test_the_value_decides_what_becomes_of_a_key(words, kind):
     assert change.kind is kind and change.reason
 
 
+def test_a_logger_that_verl_does_not_have_either_is_a_mistake():
+    assert take_over(PPOConfig, ["trainer.logger=[console,wand]"]).changes == []
+
+
 def test_refusals_name_key_value_and_reason():
     with pytest.raises(ConfigError) as caught:
         load_config(

@@ -26,7 +26,11 @@ PRESET_WORDS = {
     "ppo_megatron_trainer": ("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"),
 }
 """verl's own configurations, which its launch scripts name, as settings of ours."""
-FILE_LOGGERS = {"file": "jsonl"}
+LOGGERS: Mapping[str, str | None] = {
+    "file": "jsonl",
+    **dict.fromkeys(("clearml", "rl_insight", "swanlab", "trackio", "vemlp_wandb")),
+}
+"""Loggers that only verl has, and ours instead, if there is one. Any other unknown name is a mistake."""
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 LINE_KEYS = 12  # keys that a line of the log names; import-verl shows all
 
@@ -223,6 +227,8 @@ class _Pass:
         if row.convert == "covers_lengths":
             lengths = [self._value(f"data.max_{part}_length") for part in ("prompt", "response")]
             return isinstance(word.value, int) and word.value >= sum(lengths)
+        if row.convert == "known_loggers":
+            return all(name in {*LOGGERS, *TRACKERS.names()} or ":" in name for name in _texts(word.value))
         if row.convert == "at_most_one":
             return isinstance(word.value, int | float) and word.value > 1
         return bool(row.kind is not Kind.RENAMED or row.to != (word.key,) or row.values or row.convert)
@@ -283,12 +289,14 @@ class _Pass:
         return str(word.value // size)
 
     def _loggers(self, word: _Word) -> tuple[str, str]:
-        asked = [str(name) for name in (word.value if isinstance(word.value, list) else [word.value])]
-        ours = [FILE_LOGGERS.get(name, name) for name in asked]
-        kept = [name for name in ours if name in TRACKERS.names() or ":" in name]
-        dropped = [name for name in ours if name not in kept]
+        dropped = [name for name in _texts(word.value) if LOGGERS.get(name, name) is None]
+        kept = [LOGGERS.get(name) or name for name in _texts(word.value) if name not in dropped]
         reason = f"{', '.join(dropped)}: no logger here; known are {', '.join(TRACKERS.names())}" if dropped else ""
         return value_text(kept or ["console", "jsonl"]), reason
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _is_valid(value: Any, spec: Any) -> bool:
