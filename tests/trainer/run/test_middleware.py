@@ -31,6 +31,7 @@ def config_with(tmp_path):
     def load(name: str) -> PPOConfig:
         words = [
             "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.name=hf",
             "actor_rollout_ref.rollout.n=2",
             f"trainer.middleware=[{tmp_path / 'changes.py'}:{name}]",
         ]
