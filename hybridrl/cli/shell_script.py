@@ -5,6 +5,7 @@ cannot know without running something (`$(...)`, loops, functions) becomes a mar
 depends on it is made up. `import_verl.py` uses it; it is no shell.
 """
 
+import ast
 import fnmatch
 import itertools
 import re
@@ -222,12 +223,41 @@ class _Script:
 
     def _arithmetic(self, text: str) -> str:
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: " ".join(self._value(found[1])) or "0", text)
-        if not re.fullmatch(r"[\d\s+*/%()-]+", names) or "**" in names:
-            return f"{UNKNOWN}$(({text})){UNKNOWN}"
         try:
-            return str(int(eval(names.replace("/", "//"), {"__builtins__": {}})))
-        except (SyntaxError, ZeroDivisionError):
+            return str(_integer(ast.parse(names.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return f"{UNKNOWN}$(({text})){UNKNOWN}"
+
+
+def _integer(node: ast.AST) -> int:
+    """Return the value of an expression of whole numbers, as bash calculates it.
+
+    Raises:
+        ValueError: It has something else than whole numbers, + - * / % and brackets.
+        ZeroDivisionError: It divides by 0.
+    """
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+            return -_integer(operand) if isinstance(sign, ast.USub) else _integer(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in ARITHMETIC:
+            return ARITHMETIC[type(sign)](_integer(left), _integer(right))
+    raise ValueError(f"no arithmetic of whole numbers: {ast.dump(node)}")
+
+
+def _quotient(a: int, b: int) -> int:
+    """Return a / b without its fraction: bash rounds towards 0."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: int.__add__,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.Div: _quotient,
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
+}
 
 
 def _unquoted(text: str) -> str:
