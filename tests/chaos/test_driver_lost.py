@@ -31,6 +31,12 @@ CASES = [
     ("SIGSTOP", "update_actor", 0.02),
     ("exit", "gen", 0.02),
 ]
+POOLS = {"actor_rollout_ref__rollout__n_gpus_per_node": 1, "trainer__total_training_steps": 6}
+AHEAD = {
+    "one batch": POOLS | {"trainer__lag": 1},
+    "chunks": POOLS | {"trainer__lag": 2, "trainer__partial_rollout": True},
+    "agent loops": POOLS | {"trainer__lag": 1, "actor_rollout_ref__rollout__mode": "async"},
+}
 
 
 def run_with(folder, model, *faults, **changes):
@@ -85,6 +91,20 @@ def undisturbed(tmp_path_factory, tiny_qwen2):
     return folder
 
 
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory, tiny_qwen2):
+    """The undisturbed run of each of `AHEAD`, made once."""
+    folder, done = tmp_path_factory.mktemp("ahead"), set()
+
+    def undisturbed_run(name):
+        if name not in done:
+            assert run_with(folder / name, tiny_qwen2, **AHEAD[name]).returncode == 0
+            done.add(name)
+        return folder / name
+
+    return undisturbed_run
+
+
 def check_ended_the_same(folder, undisturbed, *, step=STEPS):
     found, wanted = (
         weights(f / f"run/global_step_{step}", f / f"hf-{time.monotonic_ns()}") for f in (folder, undisturbed)
@@ -107,6 +127,19 @@ def test_a_lost_driver_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undistu
     assert re.search(r"the supervisor restarts the driver from the snapshot of step \d \(1 of 3 losses\)", decision)
     print_seconds(tmp_path, f"{how} in {stage}")
     check_ended_the_same(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("lost", ["driver", "rollout"])
+@pytest.mark.parametrize("name", AHEAD)
+def test_tokens_generated_ahead_are_those_of_the_undisturbed_run(tmp_path, tiny_qwen2, ahead, name, lost):
+    if lost == "driver":
+        done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "next_batch", 0.0, step=4), **AHEAD[name])
+        assert len(seconds_back(done)) == 1
+    else:
+        where = fault("worker", "update_actor", 0.0, step=4, role="rollout", before_s=0.0)
+        done = run_with(tmp_path, tiny_qwen2, where, **AHEAD[name])
+    assert done.returncode == 0 and hits(tmp_path)
+    check_ended_the_same(tmp_path, ahead(name), step=AHEAD[name]["trainer__total_training_steps"])
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.002, 0.005])

@@ -103,8 +103,8 @@ class TrainerConfig:
     )
     snapshot_freq: int = setting(
         1,
-        "Steps between two in-memory snapshots, from which a run recovers when it loses a process; 0: none, the run "
-        "ends.",
+        "Steps between two in-memory snapshots, from which a run recovers when it loses a process; at least "
+        "trainer.lag. 0: none, the run ends.",
         ge=0,
     )
     default_local_dir: str | None = setting(

@@ -182,8 +182,14 @@ class PPOLoop(Trainer):
 
     @property
     def snapshot_freq(self) -> int:
-        """Steps between two snapshots; 0 means that a lost worker ends the run."""
-        return self.config.trainer.snapshot_freq if self.config.trainer.backend == "ray" else 0
+        """Steps between two snapshots; 0 means that a lost worker ends the run.
+
+        Not below the lag: a snapshot waits for all submitted responses, and the lag exists so that a step need not.
+        """
+        trainer = self.config.trainer
+        if trainer.backend != "ray" or not trainer.snapshot_freq:
+            return 0
+        return max(trainer.snapshot_freq, self.pipeline.lag)
 
     def device_slots(self) -> DeviceSlots | None:
         """Return role -> device slots if independent stages run concurrently, else None."""
@@ -202,15 +208,19 @@ class PPOLoop(Trainer):
             self.commit()
 
     def run_remaining_steps(self) -> None:
-        """Validate if configured, submit the first `lag` batches so that the first steps find them, and train."""
+        """Validate if configured, and train."""
         trainer = self.config.trainer
         if trainer.val_only or (trainer.val_before_train and self.global_steps == 0 and self.val_dataset is not None):
             self.tracking.log(validate(self, step=self.global_steps), self.global_steps)
         if trainer.val_only:
             return
+        super().run_remaining_steps()
+
+    def _run_stages(self) -> None:
+        """Submit the first `lag` batches so that the first steps find them, and run the steps."""
         while (batch := self.draw_prompts(self.num_ahead)) is not None:
             self._submit(batch)
-        super().run_remaining_steps()
+        super()._run_stages()
 
     def end(self) -> None:
         """Wait for the last evaluations."""
@@ -230,7 +240,6 @@ class PPOLoop(Trainer):
         """Push the restored weights to the rollout, and start again what was lost with a process."""
         self.policy.reconnect()
         self.policy.push_weights(self.global_steps)
-        self.pipeline.regenerate_lost()
         if self.remote_evaluator is not None:
             self.remote_evaluator.resubmit()
 

@@ -172,12 +172,10 @@ class RayPPOTrainer(PPOLoop):
         self.pipeline.continue_partial()
         if ctx.batch is not None:
             self._submit(ctx.batch)
-        pending, responses = self.pipeline.pop()
+        pending, responses, greedy = self.pipeline.pop()
         ctx.prompt_rows = pending.other_columns.non_tensor_batch.get(ROW, ())
         ctx.batch = join_responses(pending.other_columns, responses, n=self.config.actor_rollout_ref.rollout.n)
-        ctx.greedy = (
-            None if pending.greedy is None else join_responses(pending.other_columns, pending.greedy.get(), n=1)
-        )
+        ctx.greedy = None if greedy is None else join_responses(pending.other_columns, greedy, n=1)
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": pending.epoch}
         ctx.metrics |= self.generator.metrics
         self.policy.sleep_rollout()

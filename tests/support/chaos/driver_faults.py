@@ -2,8 +2,9 @@
 
 The environment says what to do:
 
-DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, or cluster (kill the
-process that holds the Ray cluster). A fault with a "role" kills rank 0 of that role "before_s" seconds before.
+DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, cluster (kill the
+process that holds the Ray cluster), or worker (do nothing to the driver). A fault with a "role" kills rank 0 of that
+role "before_s" seconds before.
 DRIVER_FAULTS_LOG: a file that gets a JSON line per fault; the next attempt of the driver reads there what was planted.
 """
 
@@ -65,6 +66,8 @@ def hit(fault, trainer):
     if "role" in fault:
         os.kill(trainer.groups[fault["role"]].process_ids[0], signal.SIGKILL)
         time.sleep(fault["before_s"])
+    if fault["how"] == "worker":
+        return
     if fault["how"] == "exit":
         os._exit(3)
     if fault["how"] == "cluster":

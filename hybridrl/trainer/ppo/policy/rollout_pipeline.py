@@ -15,13 +15,11 @@ When the batch is trained on, its youngest tokens are one version old and its ol
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.chunking import even_bounds
-from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer.ppo.policy.generation import Pending, PendingResponses
 from hybridrl.trainer.ppo.policy.groups import PolicyGroups
@@ -36,31 +34,30 @@ class PendingBatch:
         number: Number of the generation batch; it is the step that trains on it unless a step needs several.
         epoch: Epoch of its prompts.
         other_columns: Columns of the prompts that generation does not read.
-        responses: Future of the responses, None until they are submitted.
+        responses: Future of the responses.
         num_chunks: Chunks of tokens submitted so far.
-        prompts: Generation inputs, None for a batch loaded from a checkpoint.
         pending_pushes: Weight pushes submitted before its chunks and not verified yet.
-        greedy_prompts, greedy: Of one more, greedy response to each prompt; None without them.
+        greedy: Future of one more, greedy response to each prompt; None without them.
     """
 
     number: int
     epoch: int
     other_columns: DataProto
-    responses: PendingResponses | None
+    responses: PendingResponses
     num_chunks: int = 1
-    prompts: DataProto | None = None
     pending_pushes: list[Pending] = field(default_factory=list)
-    greedy_prompts: DataProto | None = None
     greedy: PendingResponses | None = None
 
-    def submitted(self) -> PendingResponses:
-        """Return the future of the responses. After a restore, `regenerate_lost` sets it first."""
-        assert self.responses is not None
-        return self.responses
+    def wait(self) -> tuple[DataProto, DataProto | None]:
+        """Wait for the submitted tokens; return the responses and the greedy ones.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields for another driver: responses being generated are lost with this one."""
-        return vars(self) | ({} if self.prompts is None else {"responses": None, "greedy": None, "pending_pushes": []})
+        Raises:
+            StaleWeightsError: A push before them did not reach all rollout processes.
+        """
+        responses, greedy = self.responses.get(), None if self.greedy is None else self.greedy.get()
+        for push in self.pending_pushes:
+            push.wait()
+        return responses, greedy
 
 
 def make_pipeline(policy: PolicyGroups, config: PPOConfig) -> "RolloutPipeline":
@@ -106,16 +103,11 @@ class RolloutPipeline:
 
         Greedy responses are generated whole, with the weights of the first chunk.
         """
-        batch = PendingBatch(number, epoch, other_columns, None, prompts=prompts, greedy_prompts=greedy_prompts)
-        self._generate_batch(batch)
+        batch = PendingBatch(number, epoch, other_columns, self._generate_first(prompts))
+        if greedy_prompts is not None:
+            batch.greedy = self.policy.generate_async(greedy_prompts)
         batch.pending_pushes = self._pop_pushes()
         self._pending.append(batch)
-
-    def _generate_batch(self, batch: PendingBatch) -> None:
-        assert batch.prompts is not None  # a batch loses its responses only if it has prompts, `__getstate__`
-        batch.responses, batch.num_chunks = self._generate_first(batch.prompts), 1
-        if batch.greedy_prompts is not None:
-            batch.greedy = self.policy.generate_async(batch.greedy_prompts)
 
     def _generate_first(self, prompts: DataProto) -> PendingResponses:
         if len(self.chunk_tokens) == 1:
@@ -130,11 +122,11 @@ class RolloutPipeline:
                 batch.pending_pushes += self._pop_pushes()
 
     def _submit_next_chunk(self, batch: PendingBatch) -> None:
-        batch.responses = self.policy.continue_partial_async(batch.submitted(), self.chunk_tokens[batch.num_chunks])
+        batch.responses = self.policy.continue_partial_async(batch.responses, self.chunk_tokens[batch.num_chunks])
         batch.num_chunks += 1
 
-    def pop(self) -> tuple[PendingBatch, DataProto]:
-        """Wait for the oldest batch; return it and its responses.
+    def pop(self) -> tuple[PendingBatch, DataProto, DataProto | None]:
+        """Wait for the oldest batch; return it, its responses and its greedy ones.
 
         Raises:
             StaleWeightsError: A push before it did not reach all rollout processes.
@@ -142,10 +134,7 @@ class RolloutPipeline:
         batch = self._pending.popleft()
         while batch.num_chunks < len(self.chunk_tokens):  # in the first steps of a run, batches are submitted late
             self._submit_next_chunk(batch)
-        responses = batch.submitted().get()
-        for push in batch.pending_pushes:
-            push.wait()
-        return batch, responses
+        return batch, *batch.wait()
 
     def push_weights(self, version: int) -> None:
         """Push the actor's weights as `version`. Waits only with lag 0; else `pop` verifies the push."""
@@ -162,27 +151,26 @@ class RolloutPipeline:
     # -- snapshot
 
     def state_dict(self) -> list[PendingBatch]:
-        """Return the present queue. A pickled copy has no responses."""
-        return [replace(batch, pending_pushes=[]) for batch in self._pending]
+        """Wait for the submitted tokens, and return the present queue with them.
+
+        They cannot be generated again: they were sampled from weights that are no longer there at the end of the step.
+        """
+        return [self._with_values(batch) for batch in self._pending]
+
+    def _with_values(self, batch: PendingBatch) -> PendingBatch:
+        responses, greedy = batch.wait()
+        num_groups = len(batch.other_columns)
+        return replace(
+            batch,
+            responses=self._as_future(responses, num_groups=num_groups),
+            greedy=None if greedy is None else self._as_future(greedy, num_groups=num_groups),
+            pending_pushes=[],
+        )
 
     def load_state_dict(self, pending: Sequence[PendingBatch]) -> None:
-        """Replace the queue by that of a `state_dict`; `regenerate_lost` completes it."""
+        """Replace the queue by that of a `state_dict`, also of another driver."""
         self._pushes = []
         self._pending = deque(replace(batch) for batch in pending)
-
-    def regenerate_lost(self) -> None:
-        """Generate responses again that were lost with a process, with the weights that the rollout has now."""
-        for batch in self._pending:
-            try:
-                if batch.responses is not None:
-                    batch.responses.get()
-                    if batch.greedy is not None:
-                        batch.greedy.get()
-                    continue
-            except (WorkerLost, CancelledError):  # the loss itself, or agent loops that it cancelled
-                if batch.prompts is None:
-                    raise
-            self._generate_batch(batch)
 
     # -- checkpoint
 
@@ -194,12 +182,12 @@ class RolloutPipeline:
         state = []
         for number, batch in enumerate(self._pending):
             os.makedirs(directory, exist_ok=True)
-            responses = batch.submitted().get()
+            responses, greedy = batch.wait()
             batch.other_columns.save_to_disk(os.path.join(directory, f"{number}.rest"))
             responses.save_to_disk(os.path.join(directory, f"{number}.responses"))
             state.append({"step": batch.number, "epoch": batch.epoch, "shares": batch.num_chunks})
-            if batch.greedy is not None:
-                batch.greedy.get().save_to_disk(os.path.join(directory, f"{number}.greedy"))
+            if greedy is not None:
+                greedy.save_to_disk(os.path.join(directory, f"{number}.greedy"))
                 state[-1]["greedy"] = True
         return state
 
