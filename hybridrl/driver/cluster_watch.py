@@ -7,10 +7,12 @@ without a supervisor: these end with the cluster, because nothing is left to tra
 import atexit
 import logging
 import os
+import select
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -35,13 +37,22 @@ class ClusterWatch:
     def __init__(self) -> None:
         self._others = {*children_of(os.getpid())}
         self._essential = {pid: name for pid in self._others if (name := ESSENTIAL.get(_command_name(pid)))}
+        self._pidfds = _pidfds(self._essential)
         self._num_stopped: dict[int, int] = {}
         self._newest: list[int] = []
+
+    def wait(self) -> None:
+        """Wait for `POLL_PERIOD_S`, or until an essential process ends, where the kernel tells."""
+        if self._pidfds:
+            select.select(self._pidfds, [], [], POLL_PERIOD_S)
+        else:
+            time.sleep(POLL_PERIOD_S)
 
     def check(self) -> str:
         """Kill what is frozen; return what is lost, "" if the cluster is there.
 
-        Call it every `POLL_PERIOD_S`.
+        Call it after every `wait`. A frozen essential process is lost, but not killed: a program's own Ray library
+        would end the program at its next call.
         """
         if lost := next((name for pid, name in self._essential.items() if not read_process_stat(pid).state), ""):
             return lost
@@ -51,6 +62,8 @@ class ClusterWatch:
         for pid, count in self._num_stopped.items():
             if count >= MAX_STOPPED_POLLS:
                 _report_frozen(pid)
+                if pid in self._essential:
+                    return self._essential[pid]
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return ""
@@ -88,22 +101,21 @@ def watch_in_thread() -> None:
 
     def run() -> None:
         while not (lost := watch.check()):
-            time.sleep(POLL_PERIOD_S)
-        watch.kill_rest()
-        if not _is_ending():
-            if is_terminating():  # the same signal may have ended Ray's processes
-                time.sleep(TERMINATION_TIMEOUT_S)  # the main thread says what it has committed
-            _end_program(lost)
+            watch.wait()
+        if _is_ending():
+            return watch.kill_rest()
+        if is_terminating():  # the same signal may have ended Ray's processes
+            watch.kill_rest()
+            time.sleep(TERMINATION_TIMEOUT_S)  # the main thread says what it has committed
+        _end_program(lost, watch)
 
     atexit.register(EXITING.set)  # called before Ray's own exit handler, which was registered when Ray was imported
     threading.Thread(target=run, name="cluster-watch", daemon=True).start()
 
 
 def _report_frozen(pid: int) -> None:
-    if _is_ending():  # the program has had its last word; Ray must not have another one about what it misses now
-        with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nothing:
-            os.dup2(nothing.fileno(), STDERR)
-        return
+    if _is_ending():  # Ray must not have a word about what it misses now
+        return _silence_stderr()
     seconds, name = MAX_STOPPED_POLLS * POLL_PERIOD_S, _command_name(pid)
     logger.warning("%s (pid %d) has been stopped (SIGSTOP) for %g s; killing it", name, pid, seconds)
 
@@ -114,23 +126,41 @@ def _is_ending() -> bool:
     return EXITING.is_set() or (ray is not None and not ray.is_initialized())
 
 
-def _end_program(lost: str) -> NoReturn:
-    """End this process without its exit handlers, some of which call Ray; and Ray's processes that it started."""
-    with suppress(Exception):  # whoever read it may be gone; this process must end all the same
-        sys.stdout.flush()
-    logs = "/tmp/ray"
-    if (node := getattr(sys.modules["ray"]._private.worker, "_global_node", None)) is not None:
-        logs = node.get_logs_dir_path()
-        with suppress(Exception):  # whatever Ray says about what is left of it
-            node.kill_all_processes(check_alive=False)
+def _end_program(lost: str, watch: ClusterWatch) -> NoReturn:
+    """End this process without its exit handlers, some of which call Ray; and Ray's processes that it started.
+
+    The error comes first: Ray's library ends this process, too, when one of its calls meets the lost raylet.
+    """
+    node = getattr(sys.modules["ray"]._private.worker, "_global_node", None)
+    logs = "/tmp/ray" if node is None else node.get_logs_dir_path()
     text = (
         f"error: {lost} on this machine has ended, and the workers and the master with it; Ray's logs are in {logs}; "
         "start the same command again; training resumes from what it has committed\n"
     )
+    with suppress(Exception):  # whoever read it may be gone; this process must end all the same
+        sys.stdout.flush()
     with suppress(Exception):
         sys.stderr.write(text)
         sys.stderr.flush()
+    _silence_stderr()
+    watch.kill_rest()
+    if node is not None:
+        with suppress(Exception):  # whatever Ray says about what is left of it
+            node.kill_all_processes(check_alive=False)
     os._exit(EXIT_CODE)
+
+
+def _silence_stderr() -> None:
+    """Let nobody have a word after this program's last one."""
+    with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), STDERR)
+
+
+def _pidfds(pids: Iterable[int]) -> list[int]:
+    """Return file descriptors that become readable when these processes end; none where the kernel has none."""
+    with suppress(OSError, AttributeError):
+        return [os.pidfd_open(pid) for pid in pids]
+    return []
 
 
 def _command_name(pid: int) -> str:

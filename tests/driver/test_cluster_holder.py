@@ -119,7 +119,10 @@ def test_a_program_that_ends_while_rays_gcs_is_frozen_has_the_last_word_and_leav
 
 
 def test_a_program_whose_reader_is_gone_ends_with_its_cluster_all_the_same():
-    code = "import ray; from hybridrl.driver import cluster_watch as w; print('step 1'); w._end_program('a raylet')"
+    code = (
+        "import ray; from hybridrl.driver import cluster_watch as w; print('step 1'); "
+        "w._end_program('a raylet', w.ClusterWatch())"
+    )
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": ""}}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **options) as program:
         program.stdout.close()  # the line waits in the program's buffer
