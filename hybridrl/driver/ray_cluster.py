@@ -26,6 +26,9 @@ from hybridrl.errors import ConfigError
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
 OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text takes megabytes
+# Ray's settings of a cluster that a program starts for itself. The GCS keeps an event of 3.3 KiB for each of the newest
+# tasks, by default for 100000 of them.
+OWN_CLUSTER = {"task_events_max_num_task_in_gcs": 2000}
 START_TIMEOUT_S = 100.0  # of a local cluster's node: less than `CLUSTER_TIMEOUT_S` of the driver that waits for it
 NODE_POLL_PERIOD_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
@@ -119,6 +122,7 @@ def start_local_cluster() -> str:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            _system_config=OWN_CLUSTER,
             object_store_memory=None if has_cuda_device() else OBJECT_STORE_BYTES,
         )
     return ray.get_runtime_context().gcs_address

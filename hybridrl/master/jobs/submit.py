@@ -194,7 +194,13 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         job_config = JobConfig(_py_driver_sys_path=list(code_paths))
         try:
             with keep_sigterm_handler(), ray_cluster.patient_start():  # Ray's own handler would end the process at once
-                ray.init("local", include_dashboard=False, logging_level=logging.ERROR, job_config=job_config)
+                ray.init(
+                    "local",
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    job_config=job_config,
+                    _system_config=ray_cluster.OWN_CLUSTER,
+                )
         except (OSError, RuntimeError, ray.exceptions.RayError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(
