@@ -22,6 +22,7 @@ class FailureKind(StrEnum):
     REQUEST_LOST = "request on a lost replica"
     REPLICA_LOST = "replica lost"
     WORKER_LOST = "worker lost"
+    RANKS_MISSING = "no node for all ranks"
     CALL_TIMEOUT = "call past its deadline"
     UPDATE_SKIPPED = "no finite update in a step"
     UPDATE_REJECTED = "update not finite (rollback)"
@@ -114,6 +115,12 @@ RULES: Mapping[FailureKind, Rule] = {rule.kind: rule for rule in (
     Rule(FailureKind.WORKER_LOST, Scope.ROLE, Source.SNAPSHOT, Executor.TRAINER,
          3, "losses", Refill.COMPLETED_STEP,
          action="rebuilds {target}", hint=STATUS_HINT,
+         consequence="the driver ends, and its supervisor starts a new job",
+         then=FailureKind.JOB_UNREPAIRABLE),
+    Rule(FailureKind.RANKS_MISSING, Scope.ROLE, Source.CHECKPOINT, Executor.TRAINER,
+         3, "losses", Refill.COMPLETED_STEP,  # only with trainer.min_ranks
+         action="restarts {target} with the ranks that the nodes can hold",
+         hint="add nodes to the Ray cluster, and it takes the missing ranks back",
          consequence="the driver ends, and its supervisor starts a new job",
          then=FailureKind.JOB_UNREPAIRABLE),
     Rule(FailureKind.CALL_TIMEOUT, Scope.ROLE, Source.SNAPSHOT, Executor.TRAINER,

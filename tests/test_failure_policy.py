@@ -104,6 +104,7 @@ def test_limits_are_those_that_the_documents_promise():
         "REQUEST_LOST": 2,
         "REPLICA_LOST": 3,
         "WORKER_LOST": 3,
+        "RANKS_MISSING": 3,
         "CALL_TIMEOUT": 1,
         "UPDATE_SKIPPED": 9,
         "UPDATE_REJECTED": 3,

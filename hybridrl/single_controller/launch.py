@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.single_controller.placement.feasibility import check_feasible
+from hybridrl.single_controller.placement.node_loss import REPLACE_TIMEOUT_S
 from hybridrl.single_controller.placement.placement_groups import cluster_nodes
 from hybridrl.single_controller.placement.plan import Plan, ProcessPlan, actor_options
 from hybridrl.single_controller.placement.pool_views import PlannedPoolView
@@ -15,15 +16,24 @@ from hybridrl.single_controller.ray_worker_group import RayWorkerGroup, create_c
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 
 
-def make_pools(plan: Plan, *, max_colocate_count: int = 10, detached: bool = False) -> dict[str, RayResourcePool]:
+def make_pools(
+    plan: Plan,
+    *,
+    max_colocate_count: int = 10,
+    detached: bool = False,
+    replace_timeout_s: float = REPLACE_TIMEOUT_S,
+) -> dict[str, RayResourcePool]:
     """Return the plan's pools by name.
 
     A pool reserves its slots when the first group starts on it.
     """
-    return {
+    pools = {
         pool.name: RayResourcePool.planned(pool, max_colocate_count=max_colocate_count, detached=detached)
         for pool in plan.pools
     }
+    for pool in pools.values():
+        pool.replace_timeout_s = replace_timeout_s
+    return pools
 
 
 def launch(

@@ -21,8 +21,11 @@ from hybridrl.driver.run_context import RunContext
 from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import Stage, StageFn
+from hybridrl.single_controller.cluster import snapshot_store_name
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
+from hybridrl.single_controller.processes.termination import kill_named
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
+from hybridrl.trainer import recovery
 from hybridrl.trainer.checkpoint.compatibility import (
     FINGERPRINT_KEY,
     check_compatible,
@@ -38,6 +41,7 @@ from hybridrl.trainer.checkpoint.store import (
     write_run_state,
 )
 from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
+from hybridrl.trainer.recovery.fixed_ranks import FixedRanks
 from hybridrl.trainer.recovery.nonfinite import NonFiniteGuard, train_with_rollbacks
 from hybridrl.trainer.recovery.step_retry import StepRetry
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
@@ -54,9 +58,10 @@ from hybridrl.trainer.run.setup import (
     run_stages,
     warn_about_small_batches,
 )
-from hybridrl.trainer.run.state import Parts, load_parts, save_parts
+from hybridrl.trainer.run.state import Parts, load_from_memory, load_parts, parts_in_memory, save_parts
 
 logger = logging.getLogger(__name__)
+END_TIMEOUT_S = 60.0  # for Ray to forget the names of ended processes
 
 
 class Trainer:
@@ -106,6 +111,8 @@ class Trainer:
         self.saver = CheckpointSaver(self.store, trainer, min_checkpoint_bytes=min_checkpoint_bytes(model))
         self.ledger = StepLedger(self.store.root, rows=num_rows)
         self.nonfinite_guard = NonFiniteGuard(trainer.nonfinite)
+        elastic = trainer.min_ranks > 0
+        self.ranks = recovery.ElasticRanks(self, trainer, resource_pool_manager) if elastic else FixedRanks()
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
         self.global_steps = 0
@@ -168,8 +175,12 @@ class Trainer:
             pools = {role: manager.resource_pool_dict[pool] for role, pool in pool_of_role.items()}
             start = functools.partial(launch_locally, classes, pools)
         else:
-            plan = manager.plan(self.job, pool_of_role, colocate=trainer.colocate, worker_env=environment)
-            manager.create_resource_pool(plan=plan, detached=detached)
+            make_plan = functools.partial(
+                manager.plan, self.job, pool_of_role, colocate=trainer.colocate, worker_env=environment
+            )
+            plan = self.ranks.plan(make_plan, job=self.job, reattach=reattach)
+            timeout_s = trainer.placement_timeout_s
+            manager.create_resource_pool(plan=plan, detached=detached, replace_timeout_s=timeout_s)
             launch = single_controller.launch.launch
             start = functools.partial(launch, plan, classes, manager.resource_pool_dict, reattach=reattach)
         try:
@@ -178,18 +189,38 @@ class Trainer:
                 group.set_call_timeout(trainer.call_timeout_s)
                 if group.is_new:
                     self.init_role(role)
+            self.ranks.request_missing()
         except BaseException:
             self.shutdown()
             raise
 
-    def shutdown(self) -> None:
-        """Stop the worker processes and release their devices. Safe to call twice."""
+    def end_workers(self) -> None:
+        """End the worker processes with their snapshots, and release their devices. Safe to call twice."""
+        self.ranks.stop()
         for group in self.groups.values():
             group.shutdown()
         self.groups = {}
         self.resume_state.drop()
         self.resource_pool_manager.release()
         disable_tracing(self.context)
+
+    def shutdown(self) -> None:
+        """Stop the worker processes and release their devices. Safe to call twice."""
+        self.end_workers()
+
+    def restart_workers(self) -> None:
+        """End all worker processes and start those of the pools' present sizes, with the newest checkpoint."""
+        names = [name for group in self.groups.values() for name in group.worker_names]
+        self.disconnect("all roles are started again with another number of ranks")
+        self.end_workers()
+        if names:
+            kill_named({*names, snapshot_store_name(self.job)}, timeout_s=END_TIMEOUT_S)
+        self.init_workers()
+        if self.saver.committed is not None:
+            self.load_checkpoint(self.saver.committed)
+            return
+        self.global_steps = 0
+        load_from_memory(self.parts, self._parts_at_start)
 
     # ---- the loop
 
@@ -205,7 +236,7 @@ class Trainer:
         with self.context.termination.handle_sigterm():
             self._resume()
             train_with_rollbacks(
-                self._train,
+                functools.partial(self.ranks.run, self._train),
                 policy=self.config.trainer.nonfinite,
                 newest=lambda: self.saver.committed,
                 roll_back=self.load_checkpoint,
@@ -214,6 +245,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.identity = run_fingerprint(self.config)
+        self._parts_at_start = parts_in_memory(self.parts)
         path, snapshot = find_resume_checkpoint(self.store, self.config.trainer), self.resume_state.snapshot
         if snapshot is not None:
             self.saver.committed = path
@@ -289,10 +321,14 @@ class Trainer:
         epoch, rows = ctx.metrics.get("training/epoch"), ctx.get("prompt_rows", ())
         self.ledger.end_step(self.global_steps, epoch=epoch, prompts=rows, outcomes=ctx.get("group_outcomes"))
         terminating = self.context.termination.received
-        due = terminating or self.commit_is_due()
+        self.ranks.on_step()
+        can_grow = self.global_steps < self.total_training_steps and self.ranks.can_grow()
+        due = terminating or can_grow or self.commit_is_due()
         self.step_retry.take_snapshot(force=due)
         if due:
             self.commit(required=terminating)
+        if can_grow and self.saver.committed == self.store.path(self.global_steps):
+            ctx.finish = self.ranks.grows = True
         ctx.finish = ctx.finish or terminating
 
     # ---- checkpoints

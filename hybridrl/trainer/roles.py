@@ -129,8 +129,17 @@ class ResourcePoolManager:
         spec = self.job_spec(pool_of_role, colocate=colocate, device_type="GPU" if use_gpu else "CPU")
         return master.plan_job(spec, job, worker_env=worker_env)
 
+    def resize(self, pool: str, processes: Sequence[int]) -> None:
+        """Set the processes on each node of a pool, for the next plan."""
+        self.resource_pool_spec = {**self.resource_pool_spec, pool: list(processes)}
+
     def create_resource_pool(
-        self, *, job: str = "hybridrl", plan: "Plan | None" = None, detached: bool = False
+        self,
+        *,
+        job: str = "hybridrl",
+        plan: "Plan | None" = None,
+        detached: bool = False,
+        replace_timeout_s: float | None = None,
     ) -> None:
         """Create the pools. Devices are reserved when the first group starts on a pool.
 
@@ -138,6 +147,7 @@ class ResourcePoolManager:
             job: Prefix of all names, if there is no plan.
             plan: Placement to follow. None: the manager plans.
             detached: Whether the reservations outlive the driver.
+            replace_timeout_s: Seconds to find a node in place of a lost one. None: a default.
         """
         if self.backend == "local":
             self.resource_pool_dict = {
@@ -145,7 +155,10 @@ class ResourcePoolManager:
             }
             return
         plan = plan or self.plan(job, {}, colocate="process")
-        pools = single_controller.launch.make_pools(plan, max_colocate_count=self.max_colocate_count, detached=detached)
+        limit = {} if replace_timeout_s is None else {"replace_timeout_s": replace_timeout_s}
+        pools = single_controller.launch.make_pools(
+            plan, max_colocate_count=self.max_colocate_count, detached=detached, **limit
+        )
         self.resource_pool_dict = {**pools}
 
     def get_resource_pool(self, role: Role) -> ResourcePool:

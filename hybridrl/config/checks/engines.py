@@ -137,3 +137,31 @@ def critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:
             critic_engine_settings(config)
         except ConfigError as error:
             yield str(error)
+
+
+def elastic_problems(config: PPOConfig) -> Problems:
+    """Yield why the run could not go on with fewer ranks (`trainer.min_ranks`)."""
+    trainer, rollout, least = config.trainer, config.actor_rollout_ref.rollout, config.trainer.min_ranks
+    size, strategy = trainer.nnodes * trainer.n_gpus_per_node, config.actor_rollout_ref.actor.strategy
+    if not least:
+        return
+    key = f"trainer.min_ranks={least}"
+    if least > size:
+        yield f"{key}: the run has {size} ranks (trainer.nnodes * trainer.n_gpus_per_node); set at most that"
+    if trainer.backend == "local":
+        yield f"{key}: trainer.backend=local has one process only; use trainer.backend=ray"
+    if SECTIONS.get(strategy) != SECTIONS["fsdp"]:
+        yield (
+            f"{key}: actor_rollout_ref.actor.strategy={strategy} shares a model in a fixed way between its ranks; use "
+            "fsdp, or leave it out"
+        )
+    if rollout.tensor_model_parallel_size > 1 and not rollout.n_gpus_per_node:
+        yield (
+            f"{key}: the rollout shares the ranks, and actor_rollout_ref.rollout.tensor_model_parallel_size="
+            f"{rollout.tensor_model_parallel_size} needs a fixed number of them; give it its own pool with "
+            "actor_rollout_ref.rollout.n_gpus_per_node, or leave it out"
+        )
+    if trainer.save_freq < 0:
+        yield f"{key}: a lost machine takes its snapshots with it; set trainer.save_freq"
+    if not trainer.snapshot_freq:
+        yield f"{key}: with trainer.snapshot_freq=0 a lost process ends the run; set it to 1 or more"

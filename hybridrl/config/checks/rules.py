@@ -16,7 +16,12 @@ from hybridrl.config.build import raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
 from hybridrl.config.checks.adapters import adapter_problems
 from hybridrl.config.checks.distillation import distillation_problems
-from hybridrl.config.checks.engines import critic_engine_problems, engine_problems, supervised_engine_problems
+from hybridrl.config.checks.engines import (
+    critic_engine_problems,
+    elastic_problems,
+    engine_problems,
+    supervised_engine_problems,
+)
 from hybridrl.config.checks.estimators import estimator_setting_problems, gdpo_problems, scale_problems
 from hybridrl.config.checks.rollout import (
     Problems,
@@ -268,6 +273,8 @@ def ppo_only_problems(config: SupervisedConfig) -> Problems:
         "replay",
         "middleware",
         "eval_n_gpus",
+        "min_ranks",
+        "placement_timeout_s",
     ):
         value = getattr(config.trainer, key)
         if value != getattr(defaults, key):
@@ -357,6 +364,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     distillation_problems,
     dataset_class_problems,
     world_size_problems,
+    elastic_problems,
     async_problems,
     rollout_correction_problems,
     validation_problems,

@@ -25,6 +25,18 @@ class TrainerConfig:
     n_gpus_per_node: int = setting(
         1, "Worker processes per machine, each with one device (a CPU slot without GPUs).", ge=1, le=MAX_SLOTS
     )
+    min_ranks: int = setting(
+        0,
+        "Go on with at least so many worker processes while machines are missing, and take the others back when they "
+        "return; 0: never with fewer.",
+        ge=0,
+    )
+    placement_timeout_s: float = setting(
+        90.0,
+        "Seconds in which processes of a lost machine must find another one; then the run goes on with fewer "
+        "(min_ranks), or ends.",
+        gt=0,
+    )
     backend: str = setting(
         "ray",
         "Run workers on Ray, or in this process (local: one process, no Ray, pdb works).",

@@ -171,6 +171,21 @@ class WorkerReplaced:
 
 
 @dataclass(frozen=True)
+class RanksChanged:
+    """The trainer ends all workers now, and starts another number of them (`trainer.min_ranks`).
+
+    Their end is no failure.
+
+    Attributes:
+        sizes: Label of the processes -> number of processes that it starts.
+        text: Why, as a sentence.
+    """
+
+    sizes: dict[str, int]
+    text: str
+
+
+@dataclass(frozen=True)
 class WarningRaised:
     """A finding that is reported but not acted on: a process that blocks a hung job, a straggler, a nearly full disk.
 
@@ -208,6 +223,7 @@ Event = (
     | CheckpointCommitted
     | WorkerLeft
     | WorkerReplaced
+    | RanksChanged
     | WarningRaised
     | StopRequested
     | JobEnded
@@ -225,6 +241,7 @@ EVENTS: dict[str, type[Event]] = {
         CheckpointCommitted,
         WorkerLeft,
         WorkerReplaced,
+        RanksChanged,
         WarningRaised,
         StopRequested,
         JobEnded,

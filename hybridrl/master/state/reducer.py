@@ -25,6 +25,7 @@ from hybridrl.master.state.events import (
     KillProcess,
     Kind,
     NotifyTrainer,
+    RanksChanged,
     RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
@@ -136,6 +137,8 @@ def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]
             return _end_job(state, "succeed" if event.succeeded else "abort", event.reason)
         case WorkerFailed():
             return _fail(state, event)
+        case RanksChanged():
+            return _change_ranks(state, event), ()
         case _:
             return _record(state, event), ()
 
@@ -206,6 +209,8 @@ def _add_worker(state: JobState, event: WorkerJoined) -> JobState:
     worker = state.workers.get(event.slot, WorkerState())
     if worker.pid == event.pid and worker.state in (WorkerPhase.ALIVE, WorkerPhase.SILENT):
         return _move_worker(state, event.slot, event.pid, "recover")
+    if worker.state == WorkerPhase.ENDED and worker.pid != event.pid:  # the slot has another process
+        worker = WorkerState(incarnation=worker.incarnation)
     joined = next_state(WORKER, next_state(WORKER, worker.state, "replace"), "join")
     if joined != WorkerPhase.ALIVE:
         return state
@@ -229,6 +234,19 @@ def _add_worker(state: JobState, event: WorkerJoined) -> JobState:
         role_of_slot(slot) == label and other.state == WorkerPhase.ALIVE for slot, other in state.workers.items()
     )
     return _recovered_if_complete(_move_role(state, label, "all_alive") if alive >= sizes[label] else state)
+
+
+def _change_ranks(state: JobState, event: RanksChanged) -> JobState:
+    """End all workers; those of the new number join as the processes of new slots do."""
+    workers = {
+        slot: worker if slot == state.driver else replace(worker, state=next_state(WORKER, worker.state, "end"))
+        for slot, worker in state.workers.items()
+    }
+    decisions = (*state.decisions, f"step {state.step}: {event.text}")[-MAX_LISTED:]
+    state = replace(state, workers=workers, sizes=state.sizes | event.sizes, decisions=decisions)
+    for label in state.roles:
+        state = _move_role(state, label, "rebuild")
+    return _move_job(state, "failure")
 
 
 def _recovered_if_complete(state: JobState) -> JobState:

@@ -51,7 +51,7 @@ def replace_lost_nodes(
             raise PlacementError(
                 f"the node of {name} was lost; it belongs to another pool, which has to reserve a new one"
             )
-        if not _alive_capacities():
+        if not alive_capacities():
             raise PlacementError(
                 f"the node of {name} was lost, and no other node of the Ray cluster answers; restart the job on "
                 "another cluster, it resumes from its newest checkpoint"
@@ -61,7 +61,7 @@ def replace_lost_nodes(
         try:
             [replaced[index]] = reserve([by_name[table["name"]]], detached=detached, excluded=lost, timeout_s=timeout_s)
         except CallTimeout:
-            check_feasible(reservations, _alive_capacities())  # more precise where even an empty cluster is too small
+            check_feasible(reservations, alive_capacities())  # more precise where even an empty cluster is too small
             raise PlacementError(
                 f"the node of {name} ({_format_resources(table)}) was lost, and no other node had free capacity within "
                 f"{timeout_s:g} s: other processes use it. End them or add a node, then restart the job; it resumes "
@@ -70,7 +70,8 @@ def replace_lost_nodes(
     return replaced
 
 
-def _alive_capacities() -> list[NodeCapacity]:
+def alive_capacities() -> list[NodeCapacity]:
+    """Return the nodes of the connected cluster whose raylet answers."""
     capacities = {node.labels.get(NODE_LABEL, ""): node for node in cluster_nodes()}
     alive = alive_nodes(capacities)
     return [capacity for node, capacity in capacities.items() if node in alive]

@@ -70,6 +70,21 @@ def reserve(
     return groups
 
 
+def request(reservations: Sequence[Reservation]) -> "list[PlacementGroup]":
+    """Request a placement group per reservation without waiting; Ray creates each when a node can hold it.
+
+    The groups end with this driver.
+    """
+    return [_request(one, (), strategy="STRICT_PACK", detached=False) for one in reservations]
+
+
+def num_created(groups: "Sequence[PlacementGroup]") -> int:
+    """Return how many of these requested groups Ray has created."""
+    from ray.util.placement_group import placement_group_table
+
+    return sum(placement_group_table(group)["state"] == "CREATED" for group in groups)
+
+
 def remove(groups: "Sequence[PlacementGroup]") -> None:
     """Remove the groups; Ray kills processes that still run on them."""
     from ray.util.placement_group import remove_placement_group

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.placement.feasibility import check_feasible
-from hybridrl.single_controller.placement.node_loss import replace_lost_nodes
+from hybridrl.single_controller.placement.node_loss import REPLACE_TIMEOUT_S, replace_lost_nodes
 from hybridrl.single_controller.placement.node_slots import CAPACITY_HINT, ResourcePool
 from hybridrl.single_controller.placement.placement_groups import (
     cluster_nodes,
@@ -41,7 +41,12 @@ class RayResourcePool(ResourcePool):
         name_prefix: unique on the cluster, because Ray refuses a second placement group of the same name.
         detached: the groups outlive the driver.
         accelerator_type: use only nodes with this accelerator, by Ray's name.
+
+    Attributes:
+        replace_timeout_s: seconds to find a node in place of a lost one.
     """
+
+    replace_timeout_s = REPLACE_TIMEOUT_S
 
     def __init__(
         self,
@@ -147,7 +152,12 @@ class RayResourcePool(ResourcePool):
         Raises:
             PlacementError: no other node had free capacity in time.
         """
-        self._groups = replace_lost_nodes(self.get_placement_groups(), self.reservations(), detached=self.detached)
+        self._groups = replace_lost_nodes(
+            self.get_placement_groups(),
+            self.reservations(),
+            detached=self.detached,
+            timeout_s=self.replace_timeout_s,
+        )
 
     def acquire_share(self, user: str, share: float) -> None:
         """Record that a worker group takes a share of every slot.

@@ -379,7 +379,7 @@ class RayPPOTrainer(PPOLoop):
         )
         if not self.config.distillation.in_loss:
             self.no_signal.check(ctx.metrics, step=self.global_steps)
-        ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics()
+        ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics() | self.ranks.metrics()
         if self.step_retry.is_first_completion(self.global_steps):
             self.tracking.log(ctx.metrics, self.global_steps)
 

@@ -37,6 +37,7 @@ ROLLOUTS = {
     "mute": RolloutCapabilities(),
 }
 
+ELASTIC = "trainer.min_ranks=1 trainer.save_freq=1"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
 LAYOUT = "actor_rollout_ref.actor.megatron"
 ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -268,6 +269,22 @@ def check(tmp_path):
             "trainer.nnodes * trainer.n_gpus_per_node = 2; use trainer.backend=ray",
         ),
         ("trainer.backend=local trainer.colocate=device", "trainer.colocate=device"),
+        ("trainer.min_ranks=2 trainer.save_freq=1", "trainer.min_ranks=2: the run has 1 ranks"),
+        (f"{ELASTIC} trainer.backend=local", "trainer.min_ranks=1: trainer.backend=local has one process only"),
+        (f"{ELASTIC} trainer.snapshot_freq=0", "trainer.min_ranks=1: with trainer.snapshot_freq=0 a lost process ends"),
+        (
+            "trainer.min_ranks=1",
+            "trainer.min_ranks=1: a lost machine takes its snapshots with it; set trainer.save_freq",
+        ),
+        (
+            f"{ELASTIC} actor_rollout_ref.actor.strategy=megatron",
+            "trainer.min_ranks=1: actor_rollout_ref.actor.strategy=megatron shares a model in a fixed way",
+        ),
+        (
+            f"{ELASTIC} trainer.n_gpus_per_node=2 actor_rollout_ref.rollout.name=vllm "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "trainer.min_ranks=1: the rollout shares the ranks, and",
+        ),
         ("trainer.experiment_name=../../x", "leaves checkpoints/; for another directory set trainer.default_local_dir"),
         ("trainer.project_name=/x", "leaves checkpoints/"),
         ("trainer.resume_mode=resume_path", "set trainer.resume_from_path to a global_step_N directory"),

@@ -11,6 +11,7 @@ from hybridrl.master.state.events import (
     KillProcess,
     Kind,
     NotifyTrainer,
+    RanksChanged,
     RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
@@ -126,6 +127,28 @@ def test_a_single_replaced_rank_makes_its_role_ready():
     assert (state.state, state.roles["actor"]) == (JobPhase.RUNNING, RolePhase.READY)
 
 
+def join_as(slot, pid, *, group_size):
+    return WorkerJoined(slot, f"run/{slot}", pid, "node", group_size=group_size)
+
+
+def test_a_job_goes_on_with_fewer_ranks_and_takes_them_back():
+    fewer = RanksChanged({"actor": 1, "rollout": 1}, "a machine is missing; all roles start again with 1 of 2 ranks")
+    state, effects = fold([died("actor-1"), fewer], running())
+    assert (effects, state.decisions) == ((), (f"step 0: {fewer.text}",)) and decode(encode(fewer)) == fewer
+    state, _ = fold([died("actor-0"), died("rollout-0")], state)  # the trainer ended them: no failures
+    assert (len(state.failures), state.state, set(state.roles.values())) == (1, "recovering", {"rebuilding"})
+    state, _ = fold([join_as("actor-0", 200, group_size=1), join("rollout-0", 201)], state)
+    assert (state.state, set(state.roles.values())) == (JobPhase.RUNNING, {RolePhase.READY})
+    assert state.workers["actor-1"].state == WorkerPhase.ENDED
+    all_again = RanksChanged({"actor": 2, "rollout": 1}, "machines for missing ranks are there again")
+    state, _ = fold([all_again, join_as("actor-0", 300, group_size=2)], state)
+    assert state.roles["actor"] == RolePhase.REBUILDING
+    state, _ = fold([join_as("actor-1", 301, group_size=2), join("rollout-0", 302)], state)
+    assert (state.state, set(state.roles.values())) == (JobPhase.RUNNING, {RolePhase.READY})
+    assert state.workers["actor-0"].incarnation == 3
+    assert fold([died("actor-1", 301)], state)[0].state == JobPhase.RECOVERING  # from now on a loss is one again
+
+
 def test_the_first_loss_ends_a_job_that_restarts_nothing():
     for lost, options in (("actor-0", {"restarts_workers": False}), ("trainer", {"restarts_driver": False})):
         state, effects = reduce(running(**options), died(lost))
@@ -223,6 +246,7 @@ events = st.one_of(
     st.builds(lambda step: CheckpointCommitted(step, f"global_step_{step}"), st.integers(1, 5)),
     st.builds(WorkerLeft, slots, pids),
     st.builds(WorkerReplaced, slots, pids),
+    st.builds(RanksChanged, st.builds(lambda n: {"actor": n, "rollout": 1}, st.integers(1, 2)), st.just("fewer")),
     st.builds(WarningRaised, slots, st.just("slow")),
     st.builds(RecoveryDecided, *map(st.just, ("worker lost", "", "role", "snapshot", "trainer", 1, 3, "a sentence"))),
     st.builds(StopRequested, st.just("requested")),

@@ -1,0 +1,81 @@
+"""A training run of two ranks, each on a node of its own, that loses one node and gets another one later.
+
+    python -m tests.support.chaos.returning_node FOLDER MODEL LOST_IN RETURNS_IN [SETTING=VALUE ...]
+
+The node of rank 1 is removed before the generation of step LOST_IN. Another one joins in step RETURNS_IN, whose
+generation waits until Ray has reserved the missing slot there. Prints JSON lines: the events of the master's journal
+and the exit code.
+"""
+
+import functools
+import sys
+import time
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from hybridrl import main_ppo
+from hybridrl.framework.stage import spec_of
+from hybridrl.master.service.journal import history
+from tests.support.chaos.lost_node import OBJECT_STORE_BYTES, emit
+
+SIZE = {"object_store_memory": OBJECT_STORE_BYTES}
+RESERVED_TIMEOUT_S = 300.0
+planned: dict[int, str] = {}  # step -> what happens before its generation
+cluster: Cluster
+
+
+def plant(task, trainer):
+    task.use_wrapper(lambda fn: with_changes(fn, trainer))
+
+
+def with_changes(fn, trainer):
+    name = spec_of(fn).name
+
+    @functools.wraps(fn)
+    def run(ctx):
+        main = sys.modules["__main__"]  # the middleware is loaded by path, as a second copy of this module
+        change = main.planned.pop(trainer.global_steps, None) if name == "gen" else None
+        if change is not None:
+            getattr(main, change)(trainer)
+        return fn(ctx)
+
+    return run
+
+
+def lose(trainer):
+    node_id = trainer.groups["actor_rollout"].processes.nodes[1]
+    emit(lost=node_id, step=trainer.global_steps)
+    cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == node_id), allow_graceful=False)
+
+
+def return_node(trainer):
+    cluster.add_node(num_cpus=1, **SIZE)
+    until = time.monotonic() + RESERVED_TIMEOUT_S
+    while not trainer.ranks.can_grow():
+        if time.monotonic() > until:
+            sys.exit("the missing slot was not reserved on the new node")
+        time.sleep(0.1)
+    emit(returned=True, step=trainer.global_steps)
+
+
+if __name__ == "__main__":
+    folder, model, lost_in, returns_in, *changes = sys.argv[1:]
+    planned = {int(lost_in): "lose", int(returns_in): "return_node"}
+    from tests.support.end_to_end.runs import settings
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SIZE})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, **SIZE)
+    cluster.wait_for_nodes()
+    ray.init(cluster.address, log_to_driver=False)
+    start = {"trainer__middleware": f"[{__file__}:plant]", "trainer__backend": "ray", "trainer__master": True}
+    code = main_ppo.main([*settings(Path(folder), Path(model), **start), *changes])
+    ray.shutdown()
+    cluster.shutdown()
+    for journal in (Path(folder) / "run/master").glob("*"):
+        for entry in history(str(journal)):
+            emit(event=type(entry.event).__name__, **vars(entry.event))
+    emit(code=code)
+    sys.exit(code)
