@@ -4,6 +4,7 @@ A built-in engine has a section of the schema. An engine of the user's has `acto
 which the dataclass `Config` of the engine's class validates. Driver and workers call this module.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,15 @@ def critic_engine_settings(config: PPOConfig) -> EngineSettings:
 def reward_model_engine_settings(config: PPOConfig) -> EngineSettings:
     """Return the settings of the reward model's engine: the actor's without offload."""
     return engine_settings(config.actor_rollout_ref.actor).with_offload(params=False, optimizer=False)
+
+
+def rank_unit(config: PPOConfig) -> int:
+    """Return the number that divides every possible number of ranks.
+
+    So many processes share a copy of the model, in the engine or in a rollout on the same devices.
+    """
+    rollout, unit = config.actor_rollout_ref.rollout, engine_settings(config.actor_rollout_ref.actor).rank_unit
+    return math.lcm(unit, 1 if rollout.n_gpus_per_node else rollout.tensor_model_parallel_size)
 
 
 def single_process_layout(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:

@@ -86,11 +86,6 @@ class WorkerGroup(ABC, Generic[W]):
                 setattr(self, name, self.bind(name, self.invocations[name]))
 
     @property
-    def worker_names(self) -> list[str]:
-        """The names of the processes, by rank; none if the worker has no process of its own."""
-        return []
-
-    @property
     def calls(self) -> W:
         """This group, typed as its worker class: `group.calls.score(batch)` is `group.score(batch)`.
 

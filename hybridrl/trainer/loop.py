@@ -21,9 +21,7 @@ from hybridrl.driver.run_context import RunContext
 from hybridrl.framework import OnlineRLContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.framework.stage import Stage, StageFn
-from hybridrl.single_controller.cluster import snapshot_store_name
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
-from hybridrl.single_controller.processes.termination import kill_named
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer import recovery
 from hybridrl.trainer.checkpoint.compatibility import (
@@ -58,10 +56,9 @@ from hybridrl.trainer.run.setup import (
     run_stages,
     warn_about_small_batches,
 )
-from hybridrl.trainer.run.state import Parts, load_from_memory, load_parts, parts_in_memory, save_parts
+from hybridrl.trainer.run.state import Parts, load_parts, save_parts
 
 logger = logging.getLogger(__name__)
-END_TIMEOUT_S = 60.0  # for Ray to forget the names of ended processes
 
 
 class Trainer:
@@ -112,7 +109,7 @@ class Trainer:
         self.ledger = StepLedger(self.store.root, rows=num_rows)
         self.nonfinite_guard = NonFiniteGuard(trainer.nonfinite)
         elastic = trainer.min_ranks > 0
-        self.ranks = recovery.ElasticRanks(self, trainer, resource_pool_manager) if elastic else FixedRanks()
+        self.ranks = recovery.ElasticRanks(self, config, resource_pool_manager) if elastic else FixedRanks()
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
         self.global_steps = 0
@@ -194,8 +191,8 @@ class Trainer:
             self.shutdown()
             raise
 
-    def end_workers(self) -> None:
-        """End the worker processes with their snapshots, and release their devices. Safe to call twice."""
+    def shutdown(self) -> None:
+        """Stop the worker processes and release their devices. Safe to call twice."""
         self.ranks.stop()
         for group in self.groups.values():
             group.shutdown()
@@ -203,24 +200,6 @@ class Trainer:
         self.resume_state.drop()
         self.resource_pool_manager.release()
         disable_tracing(self.context)
-
-    def shutdown(self) -> None:
-        """Stop the worker processes and release their devices. Safe to call twice."""
-        self.end_workers()
-
-    def restart_workers(self) -> None:
-        """End all worker processes and start those of the pools' present sizes, with the newest checkpoint."""
-        names = [name for group in self.groups.values() for name in group.worker_names]
-        self.disconnect("all roles are started again with another number of ranks")
-        self.end_workers()
-        if names:
-            kill_named({*names, snapshot_store_name(self.job)}, timeout_s=END_TIMEOUT_S)
-        self.init_workers()
-        if self.saver.committed is not None:
-            self.load_checkpoint(self.saver.committed)
-            return
-        self.global_steps = 0
-        load_from_memory(self.parts, self._parts_at_start)
 
     # ---- the loop
 
@@ -245,7 +224,6 @@ class Trainer:
 
     def _resume(self) -> None:
         self.identity = run_fingerprint(self.config)
-        self._parts_at_start = parts_in_memory(self.parts)
         path, snapshot = find_resume_checkpoint(self.store, self.config.trainer), self.resume_state.snapshot
         if snapshot is not None:
             self.saver.committed = path

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.config import checks
 from hybridrl.config.checks.rollout import Problems
-from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings
+from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings, rank_unit
 from hybridrl.config.introspection import value_text
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
@@ -141,7 +141,7 @@ def critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:
 
 def elastic_problems(config: PPOConfig) -> Problems:
     """Yield why the run could not go on with fewer ranks (`trainer.min_ranks`)."""
-    trainer, rollout, least = config.trainer, config.actor_rollout_ref.rollout, config.trainer.min_ranks
+    trainer, least = config.trainer, config.trainer.min_ranks
     size, strategy = trainer.nnodes * trainer.n_gpus_per_node, config.actor_rollout_ref.actor.strategy
     if not least:
         return
@@ -150,16 +150,15 @@ def elastic_problems(config: PPOConfig) -> Problems:
         yield f"{key}: the run has {size} ranks (trainer.nnodes * trainer.n_gpus_per_node); set at most that"
     if trainer.backend == "local":
         yield f"{key}: trainer.backend=local has one process only; use trainer.backend=ray"
-    if SECTIONS.get(strategy) != SECTIONS["fsdp"]:
+    if strategy not in SECTIONS:
         yield (
-            f"{key}: actor_rollout_ref.actor.strategy={strategy} shares a model in a fixed way between its ranks; use "
-            "fsdp, or leave it out"
+            f"{key}: actor_rollout_ref.actor.strategy={strategy} is not built in, and its checkpoints may not load "
+            "into another number of ranks; use fsdp or megatron, or leave it out"
         )
-    if rollout.tensor_model_parallel_size > 1 and not rollout.n_gpus_per_node:
+    elif least % (unit := rank_unit(config)):
         yield (
-            f"{key}: the rollout shares the ranks, and actor_rollout_ref.rollout.tensor_model_parallel_size="
-            f"{rollout.tensor_model_parallel_size} needs a fixed number of them; give it its own pool with "
-            "actor_rollout_ref.rollout.n_gpus_per_node, or leave it out"
+            f"{key}: {unit} processes share a model (tensor, pipeline, context and expert parallel sizes of engine and "
+            f"rollout), so the number of ranks is a multiple of {unit}; set {-(-least // unit) * unit}"
         )
     if trainer.save_freq < 0:
         yield f"{key}: a lost machine takes its snapshots with it; set trainer.save_freq"

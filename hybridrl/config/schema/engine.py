@@ -33,6 +33,11 @@ class EngineSettings:
         """Return the number of processes that share one copy of the model and get the same rows."""
         return 1
 
+    @property
+    def rank_unit(self) -> int:
+        """Return the number that must divide the number of processes."""
+        return self.model_parallel_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return into how many parts the engines of this many processes divide a batch."""
         return world_size // self.model_parallel_size

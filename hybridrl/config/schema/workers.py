@@ -3,6 +3,7 @@
 Keys and defaults follow verl where verl has them. "per_gpu" means per worker process, whatever its device.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -122,6 +123,12 @@ class MegatronConfig(EngineSettings):
     def model_parallel_size(self) -> int:
         """Return the number of processes that share one copy of the model and get the same rows."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def rank_unit(self) -> int:
+        """Return the number that must divide the number of processes: dense and expert layers have a layout each."""
+        experts = self.pipeline_model_parallel_size * self.expert_model_parallel_size
+        return math.lcm(self.model_parallel_size, experts)
 
     def single_process(self) -> Self:
         """Return the settings with a layout for one process."""

@@ -19,9 +19,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridrl.config.schema.trainer import TrainerConfig
+from hybridrl.config import PPOConfig
+from hybridrl.config.engines import rank_unit
 from hybridrl.errors import CallTimeout, ObjectLost, PlacementError, WorkerLost
 from hybridrl.failure_policy import Budgets, Failure, FailureKind, Refill
+from hybridrl.single_controller.cluster import master_name
 from hybridrl.single_controller.monitoring.reports import report_decision, report_ranks
 from hybridrl.single_controller.placement.feasibility import check_feasible
 from hybridrl.single_controller.placement.fewer_slots import largest_fitting, slots_on_node
@@ -32,8 +34,11 @@ from hybridrl.single_controller.placement.placement_groups import (
     remove,
     request,
 )
+from hybridrl.single_controller.processes.termination import kill_run
+from hybridrl.trainer.checkpoint.saver import CheckpointSaver
 from hybridrl.trainer.recovery.fixed_ranks import FixedRanks
 from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 POLL_PERIOD_S = 0.5
+END_TIMEOUT_S = 60.0  # for Ray to forget the names of ended processes
 TRAINED = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)
 
 
@@ -49,15 +55,32 @@ class Restartable(Protocol):
     """What a change of the number of ranks requires of a trainer.
 
     Attributes:
+        job: Name of the run on the cluster.
         global_steps: The last completed step, or the one in progress.
         groups: Role -> worker group.
+        saver: Knows the newest checkpoint.
     """
 
+    job: str
     global_steps: int
     groups: dict[str, Any]
+    saver: CheckpointSaver
 
-    def restart_workers(self) -> None:
-        """End all worker processes and start those of the pools' present sizes, with the newest checkpoint."""
+    @property
+    def parts(self) -> Parts:
+        """The driver's own state."""
+
+    def init_workers(self) -> None:
+        """Start the worker processes on the pools' present sizes and load their models."""
+
+    def disconnect(self, reason: str) -> None:
+        """Stop what depends on processes that are about to be replaced. Safe to call twice."""
+
+    def shutdown(self) -> None:
+        """Stop the worker processes and release their devices. Safe to call twice."""
+
+    def load_checkpoint(self, path: str) -> None:
+        """Set all roles and the driver's own state to the checkpoint at `path`."""
 
 
 class ElasticRanks(FixedRanks):
@@ -65,13 +88,14 @@ class ElasticRanks(FixedRanks):
 
     Args:
         trainer: Whose workers are started again.
-        settings: `trainer.*`.
+        config: Settings of the job.
         manager: Has the pools.
     """
 
-    def __init__(self, trainer: Restartable, settings: TrainerConfig, manager: ResourcePoolManager):
+    def __init__(self, trainer: Restartable, config: PPOConfig, manager: ResourcePoolManager):
         self._trainer, self._manager = trainer, manager
-        self._min, self._timeout_s = settings.min_ranks, settings.placement_timeout_s
+        self._min, self._timeout_s = config.trainer.min_ranks, config.trainer.placement_timeout_s
+        self._unit = rank_unit(config)
         pools = [manager.mapping[role] for role in TRAINED if role in manager.mapping]
         self._pool = [*pools, *manager.resource_pool_spec][0]
         self._full = list(manager.resource_pool_spec[self._pool])
@@ -116,11 +140,11 @@ class ElasticRanks(FixedRanks):
             PlacementError: The cluster holds fewer than `trainer.min_ranks`.
             WorkerLost, ObjectLost, CallTimeout: Another number of ranks would not help, or the limit is used up.
         """
-        is_ready = True
+        is_ready, start = True, parts_in_memory(self._trainer.parts)
         while True:
             try:
                 if not is_ready:
-                    self._trainer.restart_workers()
+                    self._restart(start)
                     is_ready = True
                 train()
                 if not self.grows:
@@ -128,12 +152,32 @@ class ElasticRanks(FixedRanks):
                 self._max, self.grows, why = math.inf, False, "machines for missing ranks are there again"
             except (PlacementError, ObjectLost, WorkerLost, CallTimeout) as error:
                 self._spend(error, was_ready=is_ready)
-                why = "processes could not be placed again"
+                why = "snapshots were lost" if isinstance(error, ObjectLost) else "processes could not be placed again"
                 if not is_ready and isinstance(error, CallTimeout):  # other programs use what the nodes have
                     self._max = self.num_ranks - 1
             is_ready = False
             self._choose(wait_s=0.0)
             self._announce(why)
+
+    def _restart(self, start: Mapping[str, Any]) -> None:
+        """End all processes and start those of the pools' present sizes, with the newest checkpoint.
+
+        Args:
+            start: The driver's own state at step 0, for a run without a checkpoint.
+        """
+        trainer, begin = self._trainer, time.monotonic()
+        trainer.disconnect("all roles start again with another number of ranks")
+        trainer.shutdown()
+        kill_run(trainer.job, exclude=master_name(trainer.job), timeout_s=END_TIMEOUT_S)
+        trainer.init_workers()
+        if trainer.saver.committed is not None:
+            trainer.load_checkpoint(trainer.saver.committed)
+        else:
+            trainer.global_steps = 0
+            load_from_memory(trainer.parts, start)
+        logger.warning(
+            "recovered: all roles are at the end of step %d (%.1f s)", trainer.global_steps, time.monotonic() - begin
+        )
 
     def stop(self) -> None:
         """Withdraw the reservation of the missing slots. Safe to call twice."""
@@ -161,8 +205,12 @@ class ElasticRanks(FixedRanks):
         """
         self.stop()
         until, max_slots = time.monotonic() + wait_s, int(min(self._max, sum(self._full)))
-        while sum(sizes := self._fitting(max_slots)) < sum(self._full) and time.monotonic() < until:
+        sizes = self._fitting(max_slots)
+        if wait_s and sum(sizes) < sum(self._full):
+            logger.warning("nodes for %d of %d ranks; waiting up to %g s", sum(sizes), sum(self._full), wait_s)
+        while sum(sizes) < sum(self._full) and time.monotonic() < until:
             time.sleep(POLL_PERIOD_S)
+            sizes = self._fitting(max_slots)
         if sum(sizes) < self._min:
             raise PlacementError(
                 f"the machines that answer hold {sum(sizes)} of {sum(self._full)} ranks beside the rest of the job, "
@@ -184,7 +232,7 @@ class ElasticRanks(FixedRanks):
                 return False
             return True
 
-        return largest_fitting(self._full, capacities, max_slots=max_slots, fits=fits)
+        return largest_fitting(self._full, capacities, max_slots=max_slots, fits=fits, unit=self._unit)
 
     def _bundle(self) -> Mapping[str, float]:
         """Return the resources of one slot."""

@@ -277,13 +277,18 @@ def check(tmp_path):
             "trainer.min_ranks=1: a lost machine takes its snapshots with it; set trainer.save_freq",
         ),
         (
-            f"{ELASTIC} actor_rollout_ref.actor.strategy=megatron",
-            "trainer.min_ranks=1: actor_rollout_ref.actor.strategy=megatron shares a model in a fixed way",
+            f"{ELASTIC} actor_rollout_ref.actor.strategy=hybridrl.workers.engine.fsdp.engine:FSDPEngine",
+            "is not built in, and its checkpoints may not load into another number of ranks; use fsdp or megatron",
+        ),
+        (
+            f"trainer.min_ranks=3 trainer.save_freq=1 trainer.n_gpus_per_node=4 {MEGATRON} "
+            f"{LAYOUT}.tensor_model_parallel_size=2",
+            "trainer.min_ranks=3: 2 processes share a model (tensor, pipeline, context and expert parallel sizes of",
         ),
         (
             f"{ELASTIC} trainer.n_gpus_per_node=2 actor_rollout_ref.rollout.name=vllm "
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-            "trainer.min_ranks=1: the rollout shares the ranks, and",
+            "so the number of ranks is a multiple of 2; set 2",
         ),
         ("trainer.experiment_name=../../x", "leaves checkpoints/; for another directory set trainer.default_local_dir"),
         ("trainer.project_name=/x", "leaves checkpoints/"),

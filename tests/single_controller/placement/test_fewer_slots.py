@@ -8,7 +8,7 @@ from hybridrl.single_controller.placement.feasibility import NodeCapacity
 from hybridrl.single_controller.placement.fewer_slots import largest_fitting, slots_on_node
 
 
-def chosen(full, capacities, *, max_slots=1000, reserved=0):
+def chosen(full, capacities, *, max_slots=1000, reserved=0, unit=1):
     """Return the choice for nodes of these capacities, of which other pools need `reserved` slots in total."""
     left = sum(capacities) - reserved
 
@@ -17,7 +17,7 @@ def chosen(full, capacities, *, max_slots=1000, reserved=0):
         holds = all(size <= node for size, node in zip(sorted(sizes, reverse=True), nodes, strict=False))
         return holds and len(sizes) <= len(nodes) and sum(sizes) <= left
 
-    return largest_fitting(full, capacities, max_slots=max_slots, fits=fits)
+    return largest_fitting(full, capacities, max_slots=max_slots, fits=fits, unit=unit)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,20 @@ def test_slots_that_other_pools_need_are_left_out_on_the_emptiest_node():
 def test_a_size_that_was_refused_is_not_chosen_again():
     assert chosen([4, 4], [4, 4], max_slots=7) == [4, 3]
     assert chosen([2], [2], max_slots=0) == []
+
+
+@pytest.mark.parametrize(
+    ("full", "capacities", "unit", "expected"),
+    [
+        ([8, 8], [8, 7], 4, [8, 4]),
+        ([8, 8], [7, 7], 4, [4, 4]),  # no model on two nodes, as before
+        ([8, 8], [8, 3], 4, [8]),
+        ([4, 4, 4, 4], [4, 4, 4], 8, [4, 4]),  # a model of two nodes
+        ([2, 2], [1, 1], 2, []),
+    ],
+)
+def test_slots_that_share_a_model_are_left_out_together(full, capacities, unit, expected):
+    assert chosen(full, capacities, unit=unit) == expected
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(0, 5), max_size=5))

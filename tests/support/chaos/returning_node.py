@@ -1,10 +1,14 @@
-"""A training run of two ranks, each on a node of its own, that loses one node and gets another one later.
+"""A training run with a node for each process, that loses nodes and gets others later.
 
-    python -m tests.support.chaos.returning_node FOLDER MODEL LOST_IN RETURNS_IN [SETTING=VALUE ...]
+    python -m tests.support.chaos.returning_node FOLDER MODEL NODES EVENTS [SETTING=VALUE ...]
 
-The node of rank 1 is removed before the generation of step LOST_IN. Another one joins in step RETURNS_IN, whose
-generation waits until Ray has reserved the missing slot there. Prints JSON lines: the events of the master's journal
-and the exit code.
+EVENTS is `-`, or a list of STEP:EVENT, each before the generation of its step: `7:lose,11:return`.
+
+    lose            the node of the actor's last rank is removed
+    lose_rollout    that of the rollout is
+    return          a node joins; the generation waits until Ray has reserved a missing slot there
+
+Prints JSON lines: what was done, the events of the master's journal, and the exit code.
 """
 
 import functools
@@ -38,14 +42,22 @@ def with_changes(fn, trainer):
         main = sys.modules["__main__"]  # the middleware is loaded by path, as a second copy of this module
         change = main.planned.pop(trainer.global_steps, None) if name == "gen" else None
         if change is not None:
-            getattr(main, change)(trainer)
+            main.EVENTS[change](trainer)
         return fn(ctx)
 
     return run
 
 
 def lose(trainer):
-    node_id = trainer.groups["actor_rollout"].processes.nodes[1]
+    remove(trainer, trainer.policy.actor)
+
+
+def lose_rollout(trainer):
+    remove(trainer, trainer.policy.rollout)
+
+
+def remove(trainer, group):
+    node_id = group.processes.nodes[-1]
     emit(lost=node_id, step=trainer.global_steps)
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == node_id), allow_graceful=False)
 
@@ -60,13 +72,16 @@ def return_node(trainer):
     emit(returned=True, step=trainer.global_steps)
 
 
+EVENTS = {"lose": lose, "lose_rollout": lose_rollout, "return": return_node}
+
 if __name__ == "__main__":
-    folder, model, lost_in, returns_in, *changes = sys.argv[1:]
-    planned = {int(lost_in): "lose", int(returns_in): "return_node"}
+    folder, model, num_nodes, events, *changes = sys.argv[1:]
+    pairs = [event.split(":") for event in events.split(",") if event != "-"]
+    planned = {int(step): name for step, name in pairs}
     from tests.support.end_to_end.runs import settings
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SIZE})
-    for _ in range(2):
+    for _ in range(int(num_nodes)):
         cluster.add_node(num_cpus=1, **SIZE)
     cluster.wait_for_nodes()
     ray.init(cluster.address, log_to_driver=False)
@@ -76,6 +91,6 @@ if __name__ == "__main__":
     cluster.shutdown()
     for journal in (Path(folder) / "run/master").glob("*"):
         for entry in history(str(journal)):
-            emit(event=type(entry.event).__name__, **vars(entry.event))
+            emit(event=type(entry.event).__name__, written_at=entry.at, **vars(entry.event))
     emit(code=code)
     sys.exit(code)
