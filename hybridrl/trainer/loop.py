@@ -109,7 +109,7 @@ class Trainer:
         self.ledger = StepLedger(self.store.root, rows=num_rows)
         self.nonfinite_guard = NonFiniteGuard(trainer.nonfinite)
         elastic = trainer.min_ranks > 0
-        self.ranks = recovery.ElasticRanks(self, config, resource_pool_manager) if elastic else FixedRanks()
+        self.ranks = recovery.ElasticRanks(self, self.config, resource_pool_manager) if elastic else FixedRanks()
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
         self.global_steps = 0

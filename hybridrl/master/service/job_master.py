@@ -31,7 +31,6 @@ from hybridrl.master.state.events import (
     KillProcess,
     Kind,
     NotifyTrainer,
-    RanksChanged,
     RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
@@ -172,8 +171,6 @@ class MasterLoop:
                 self._on_call_timeout(**report["call_timeout"])
             elif "decision" in report:
                 self._apply(RecoveryDecided(**report["decision"]))
-            elif "ranks" in report:
-                self._apply(RanksChanged(**report["ranks"]))
             else:
                 self._apply(decode(report))
             connection.send({"acknowledge": message["report"]["number"]})

@@ -36,7 +36,7 @@ def report_ranks(sizes: Mapping[str, int], text: str) -> None:
         text: Why, as a sentence.
     """
     if (master := PROCESS.master) is not None:
-        master.send({"ranks": {"sizes": dict(sizes), "text": text}})
+        master.send({"event": "RanksChanged", "sizes": dict(sizes), "text": text})
         if not master.drain(RANKS_TIMEOUT_S):
             logger.warning(
                 "the master did not answer within %g s; it may report ended workers as lost", RANKS_TIMEOUT_S
