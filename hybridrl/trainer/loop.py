@@ -112,6 +112,7 @@ class Trainer:
         self.ranks = recovery.ElasticRanks(self, self.config, resource_pool_manager) if elastic else FixedRanks()
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
+        self.standbys: Any = None
         self.global_steps = 0
 
     # ---- what a trainer is
@@ -182,6 +183,8 @@ class Trainer:
             start = functools.partial(launch, plan, classes, manager.resource_pool_dict, reattach=reattach)
         try:
             self.groups = start(group_cls=self.ray_worker_group_cls)
+            if self.snapshot_freq and trainer.standby:
+                self._use_standbys(detached=detached)
             for role, group in self.groups.items():
                 group.set_call_timeout(trainer.call_timeout_s)
                 if group.is_new:
@@ -191,12 +194,19 @@ class Trainer:
             self.shutdown()
             raise
 
+    def _use_standbys(self, *, detached: bool) -> None:
+        self.standbys = single_controller.Standbys(self.job, detached=detached)
+        for group in self.groups.values():
+            group.processes.standbys = self.standbys
+
     def shutdown(self) -> None:
         """Stop the worker processes and release their devices. Safe to call twice."""
         self.ranks.stop()
         for group in self.groups.values():
             group.shutdown()
         self.groups = {}
+        if self.standbys is not None:
+            self.standbys.stop()
         self.resume_state.drop()
         self.resource_pool_manager.release()
         disable_tracing(self.context)

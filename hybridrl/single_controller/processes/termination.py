@@ -23,6 +23,7 @@ ACTOR_CLASSES = (
     b"JobSupervisorActor",
     b"JobMaster",
     b"SnapshotStore",
+    b"StandbyActor",
 )  # Ray calls a process by its class
 
 

@@ -16,8 +16,10 @@ from hybridrl.single_controller.awaiting import register_actors, wait_all
 from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
 from hybridrl.single_controller.invocation import CONCURRENT, CONTROL, invocations_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE
+from hybridrl.single_controller.monitoring.part_times import PartTimes
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
+from hybridrl.single_controller.processes.standby.standbys import Standbys
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.worker import RankInfo
@@ -48,6 +50,8 @@ class WorkerProcesses:
         ready: roles that were marked ready when this driver attached.
         replaced: rank -> actor id (hex) of its previous process.
         concurrency_groups: names of the concurrency groups that every process has.
+        standbys: start replacements, where they can; None for none.
+        times: seconds of the restarts so far, by part.
     """
 
     label: str
@@ -65,6 +69,8 @@ class WorkerProcesses:
     ready: frozenset[str] = frozenset()
     replaced: dict[int, str] = field(default_factory=dict)
     concurrency_groups: frozenset[str] = frozenset()
+    standbys: Standbys | None = None
+    times: PartTimes = field(default_factory=PartTimes)
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -133,9 +139,9 @@ class WorkerProcesses:
         import ray
 
         one_machine = set(pool.local_world_size_list) == {len(self.hosts)}
-        [self.rendezvous_address] = wait_all(
-            [self.hosts[0].rendezvous.remote(one_machine)], role=self.label, method="rendezvous", timeout_s=timeout_s
-        )
+        rendezvous = [self.hosts[0].rendezvous.remote(one_machine)]
+        with self.times.part("start"):
+            [self.rendezvous_address] = wait_all(rendezvous, role=self.label, method="rendezvous", timeout_s=timeout_s)
         pickled_recipes = ray.put(cloudpickle.dumps(dict(recipes)))
         local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
         devices = self._node_devices(pool, timeout_s=timeout_s)
@@ -154,7 +160,8 @@ class WorkerProcesses:
             host.setup.remote(pickled_recipes, rank_info, environment)
             for host, rank_info in zip(self.hosts, self.rank_infos, strict=True)
         ]
-        self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
+        with self.times.part("import"):
+            self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
 
     def _node_devices(self, pool: RayResourcePool, *, timeout_s: float) -> list[dict[str, list[str]] | None]:
         """Return the devices that each rank sees, if it sees those of its node; else None.
@@ -204,8 +211,9 @@ class WorkerProcesses:
         self._set_up(pool, recipe.recipes, recipe.environment, timeout_s=timeout_s)
 
     def _kill_and_confirm(self, ranks: Sequence[int]) -> None:
-        kill_actors([self.hosts[rank] for rank in ranks])
-        kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
+        with self.times.part("kill"):
+            kill_actors([self.hosts[rank] for rank in ranks])
+            kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
 
     def _require_startable(self, rank: int) -> "tuple[RestartRecipe, RayResourcePool]":
         if self.restart_recipe is None or self.pool is None:
@@ -214,18 +222,26 @@ class WorkerProcesses:
 
     def _start_replacements(self, ranks: Iterable[int], recipe: "RestartRecipe", pool: RayResourcePool) -> None:
         slots = pool.slots()
+        self.nodes = _nodes_of(pool)
         for rank in ranks:
             self._forget([self.replaced.get(rank, "")])
             self.replaced[rank] = self.hosts[rank]._actor_id.hex()
             incarnation = recipe.incarnations[rank] = recipe.incarnations.get(rank, 1) + 1
             run = self.names[rank].split(f"/{self.label}-")[0]
             self.names[rank] = f"{run}/{self.label}-{rank}.{incarnation}"
-            self.hosts[rank] = _start_host(self.names[rank], slots[rank], recipe.options)
+            options = (
+                recipe.options if self.standbys is None else self.standbys.options(self.nodes[rank], recipe.options)
+            )
+            self.hosts[rank] = _start_host(self.names[rank], slots[rank], options)
             if self.fencing_token > 1:
                 self.hosts[rank].accept_driver.remote(self.fencing_token)  # runs before any later call
             self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
-        self.nodes = _nodes_of(pool)
         self._register()
+
+    @property
+    def actor_options(self) -> Mapping[str, Any] | None:
+        """The options of the Ray actors; None if another driver started them."""
+        return None if self.restart_recipe is None else self.restart_recipe.options
 
     def _forget(self, actor_ids: Sequence[str]) -> None:
         for actor_id in actor_ids:

@@ -28,6 +28,7 @@ from hybridrl import master
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Refill
+from hybridrl.single_controller.monitoring.part_times import PartTimes
 from hybridrl.single_controller.monitoring.reports import report_decision
 from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
 from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
@@ -43,11 +44,13 @@ class Recoverable(Protocol):
         global_steps: The step in progress, or the last completed one.
         groups: Role -> worker group.
         context: The run's; its supervisor is informed of completed steps.
+        standbys: Standby processes, which start after the first step; None without them.
     """
 
     context: RunContext
     global_steps: int
     groups: dict[str, Any]
+    standbys: Any
 
     @property
     def parts(self) -> Parts:
@@ -84,6 +87,7 @@ class StepRetry:
         self._trainer, self._resume_state = trainer, resume_state
         self._snapshot_freq, self._path = snapshot_freq, os.path.join(directory, FILE)
         self._snapshot: StepSnapshot | None = None
+        self._first_step, self._times = trainer.global_steps, PartTimes()
         self._budgets = Budgets()  # full again with every snapshot
         self._newest = -1  # completed step
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
@@ -122,12 +126,14 @@ class StepRetry:
         self._resume_state.store(self._snapshot)
         trainer.context.lifecycle.report_step(trainer.global_steps)
         self._budgets.refill(Refill.COMPLETED_STEP)
+        if trainer.standbys is not None and trainer.global_steps > self._first_step:
+            trainer.standbys.start_missing(group.processes for group in trainer.groups.values())
         self._snapshot_s = time.perf_counter() - start
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
         detected_at, start = time.time(), time.monotonic()
-        self._newest = self._trainer.global_steps = snapshot.step
+        self._newest = self._trainer.global_steps = self._first_step = snapshot.step
         self._rewind([], snapshot)
         seconds, attempt = time.monotonic() - start, self._trainer.context.lifecycle.attempt
         logger.warning("driver attempt %d resumed at the end of step %d after %.1f s", attempt, snapshot.step, seconds)
@@ -160,12 +166,13 @@ class StepRetry:
         detected_at, start = time.time(), time.monotonic()
         step, losses = self._trainer.global_steps, [lost]
         self._rewind(losses, snapshot)
-        seconds = time.monotonic() - start
+        seconds, parts = time.monotonic() - start, self._times.drain()
         self._recoveries, self._seconds = self._recoveries + 1, self._seconds + seconds
         logger.warning(
-            "recovered: all roles are at the end of step %d (%.1f s); retrying step %d",
+            "recovered: all roles are at the end of step %d (%.1f s: %s); retrying step %d",
             snapshot.step,
             seconds,
+            ", ".join(f"{name} {part_s:.1f}" for name, part_s in parts.items()),
             snapshot.step + 1,
         )
         names = [f"{one.role}-{one.rank}" for one in losses]
@@ -176,6 +183,7 @@ class StepRetry:
                 "method": losses[0].method,
                 "detected_at": detected_at,
                 "seconds": seconds,
+                "parts": parts,
                 "back_at_step": snapshot.step,
             }
         )
@@ -187,7 +195,8 @@ class StepRetry:
             if losses:
                 self._check_budget(losses[-1], step, snapshot)
             try:
-                self._trainer.disconnect(str(losses[-1]) if losses else "its driver was lost")
+                with self._times.part("disconnect"):
+                    self._trainer.disconnect(str(losses[-1]) if losses else "its driver was lost")
                 self._rebuild({role for one in losses for role in one.role.split("+")})
                 return self._restore(snapshot)
             except (WorkerLost, CallTimeout) as another:
@@ -235,14 +244,18 @@ class StepRetry:
             if any(processes is other for other in done):
                 continue
             done.append(processes)
+            processes.times = self._times
             groups[role].rebuild()
-            for colocated in processes.classes:
-                self._trainer.init_role(colocated)
+            with self._times.part("model"):
+                for colocated in processes.classes:
+                    self._trainer.init_role(colocated)
 
     def _restore(self, snapshot: StepSnapshot) -> None:
         trainer = self._trainer
-        for role, group in trainer.trained_groups().items():
-            group.load_snapshot(snapshot.engine_refs[role])
-        trainer.global_steps = snapshot.step
-        load_from_memory(trainer.parts, snapshot.parts)
-        trainer.reconnect()
+        with self._times.part("snapshot"):
+            for role, group in trainer.trained_groups().items():
+                group.load_snapshot(snapshot.engine_refs[role])
+            trainer.global_steps = snapshot.step
+            load_from_memory(trainer.parts, snapshot.parts)
+        with self._times.part("push"):
+            trainer.reconnect()
