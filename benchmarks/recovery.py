@@ -13,8 +13,20 @@ At the end of its run: whether the parameters are bit-identical to those of an u
 process and no file in /dev/shm was left. An exception in a worker's code must end the run; its row has the seconds
 until it did.
 
-Rows are stored in --out/rows.jsonl; rows that exist are not measured again. Seconds are of this machine under its
-present load.
+A second table has where the seconds of a killed or exited worker's recovery went, per role: medians and ranges.
+
+    detect      from the fault until the trainer had noticed
+    disconnect  what depends on the lost processes is stopped
+    kill        the rest of the group is ended
+    start       Ray starts the processes
+    import      they import the workers' modules, and construct the workers
+    model       they import the rest, join a process group and load their models
+    snapshot    all trained roles load the snapshot
+    push        the rollout gets the snapshot's weights
+    repeat      the lost step runs again
+
+--no-standby measures without standby processes (`trainer.standby`); use another --out. Rows are stored in
+--out/rows.jsonl; rows that exist are not measured again. Seconds are of this machine under its present load.
 """
 
 import argparse
@@ -23,6 +35,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -173,10 +186,10 @@ def runs_of(wanted: Iterable[Cell]) -> list[list[Cell]]:
 
 
 class Bench:
-    """Models, runs and rows. out: their directory."""
+    """Models, runs and rows. out: their directory. standby: as `trainer.standby`."""
 
-    def __init__(self, out: Path):
-        self.out, self.path = out, out / "rows.jsonl"
+    def __init__(self, out: Path, *, standby: bool):
+        self.out, self.path, self.standby = out, out / "rows.jsonl", standby
         out.mkdir(parents=True, exist_ok=True)
         self.rows = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
         self.model, self.judge = out / "model", out / "judge"
@@ -187,7 +200,8 @@ class Bench:
     def run(self, name: str, config: str, faults: list[dict]) -> tuple[Path, Any, float]:
         """Return the run's directory, its process result and when it ended."""
         folder = self.out / f"{name}-{time.time():.0f}"
-        changes = CONFIGS[config] | ({"reward_model__model__path": self.judge} if config == "all roles" else {})
+        changes = CONFIGS[config] | {"trainer__standby": self.standby}
+        changes |= {"reward_model__model__path": self.judge} if config == "all roles" else {}
         done = run_with(folder, self.model, *faults, timeout_s=900, **changes)
         return folder, done, time.time()
 
@@ -286,13 +300,24 @@ def of_process(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
     notice = next(matches, None)
     if notice is None or (lost := LOST.match(notice["text"])) is None:
         return None
+    back = first(logged, "all roles are at the end of step", after=notice["at"])
+    again = step_start(folder, hit["step"] + 1, after=notice["at"])
+    told_s, repeat_s = since(hit["at"], notice["at"]), since(back, again)
     return {
         "known_s": master_detected(folder, hit),
-        "told_s": since(hit["at"], notice["at"]),
-        "back_s": since(notice["at"], first(logged, "all roles are at the end of step", after=notice["at"])),
-        "again_s": since(notice["at"], step_start(folder, hit["step"] + 1, after=notice["at"])),
+        "told_s": told_s,
+        "back_s": since(notice["at"], back),
+        "again_s": since(notice["at"], again),
         "lost_steps": max(0, int(lost[3]) - 1 - int(lost[4])),
+        "parts": {"detect": told_s} | recovery_parts(folder, hit) | ({"repeat": repeat_s} if repeat_s else {}),
     }
+
+
+def recovery_parts(folder: Path, hit: dict) -> dict[str, float]:
+    """Return the seconds of the first recovery after a fault, by part."""
+    failures = [json.loads(line) for line in (folder / "run/failures.jsonl").read_text().splitlines()]
+    found = next((one for one in failures if one["detected_at"] >= hit["at"]), {})
+    return found.get("parts", {})
 
 
 def of_replica(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
@@ -401,6 +426,23 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{head} {times} | {row['lost_steps']} | {row['lost_commits']} | {row['updates']:g} |{tail}"
 
 
+def split_by_part(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the seconds of each part, per role; "" without a row that has them."""
+    rows = [row for row in rows if row.get("parts") and row["kind"] in ("kill", "exit") and row["moment"] != "recovery"]
+    names = list(dict.fromkeys(name for row in rows for name in row["parts"]))
+    lines = [f"| lost | losses | {' | '.join(names)} |", f"|{'---|' * (2 + len(names))}"]
+    for role in dict.fromkeys(row["role"] for row in rows):
+        own = [row["parts"] for row in rows if row["role"] == role]
+        cells = [median_and_range([parts[name] for parts in own if name in parts]) for name in names]
+        lines.append(f"| {role} | {len(own)} | {' | '.join(cells)} |")
+    return "\n".join(lines) if rows else ""
+
+
+def median_and_range(values: list[float]) -> str:
+    middle = f"{statistics.median(values):.2f}" if values else "-"
+    return middle if len(values) < 2 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
+
+
 def seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if value < 1 else f"{value:.1f}"
 
@@ -412,8 +454,9 @@ def main() -> None:
         "--only", default="", help="cells that this regular expression finds, for instance 'freeze actor-0'"
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/recovery"))
+    parser.add_argument("--no-standby", action="store_true", help="measure without standby processes")
     options = parser.parse_args()
-    bench = Bench(options.out.resolve())
+    bench = Bench(options.out.resolve(), standby=not options.no_standby)
     wanted = [cell for cell in (QUICK if options.quick else cells()) if re.search(options.only, cell.key())]
     done = {row["key"]: row for row in bench.rows}
     print(HEAD)
@@ -422,6 +465,7 @@ def main() -> None:
             print(line_of(done[cell.key()]))
     for group in runs_of(cell for cell in wanted if cell.key() not in done):
         bench.measure(group)
+    print("\n" + split_by_part(bench.rows))
     if not all(row["same"] and not row.get("problems") for row in bench.rows):
         sys.exit("some rows differ from the undisturbed run or have ledger problems; see the table")
 

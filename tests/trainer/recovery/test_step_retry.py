@@ -7,6 +7,7 @@ import pytest
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import RULES, FailureKind
+from hybridrl.single_controller.monitoring.part_times import PartTimes
 from hybridrl.trainer.recovery.step_retry import FILE, StepRetry
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
 
@@ -28,6 +29,17 @@ class Drawn:
 
 class Processes:
     classes = ("actor", "critic")  # two roles share the processes
+    times: PartTimes
+
+
+class Started:
+    """Standby processes; the numbers of groups for which they were to start."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def start_missing(self, processes) -> None:
+        self.calls.append(len(list(processes)))
 
 
 class Group:
@@ -38,6 +50,8 @@ class Group:
 
     def rebuild(self) -> None:
         self.log.append("rebuild")
+        with self.processes.times.part("kill"):
+            pass
 
 
 class Counter:
@@ -51,6 +65,7 @@ class Counter:
         self.groups = {role: Group(processes, self.log) for role in processes.classes}
         self.global_steps, self.drawn = 0, Drawn()
         self.context = RunContext()
+        self.standbys = Started()
 
     @property
     def parts(self) -> dict:
@@ -128,3 +143,20 @@ def test_without_snapshots_a_lost_worker_ends_the_run(tmp_path):
     with pytest.raises(WorkerLost):
         run.train({1: [lost()]})
     assert run.trainer.log == []
+
+
+def test_standby_processes_start_after_the_first_step_and_not_before_workers_have_worked(tmp_path):
+    run = Run(tmp_path)
+    assert run.trainer.standbys.calls == []
+    run.train({}, until=2)
+    assert run.trainer.standbys.calls == [2, 2]  # for both groups, after both steps
+
+
+def test_the_seconds_of_a_recovery_are_recorded_by_part_and_start_again_at_zero(tmp_path):
+    run = Run(tmp_path)
+    run.train({2: [lost()], 3: [lost("critic")]})
+    entries = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    for entry in entries:
+        assert list(entry["parts"]) == ["disconnect", "kill", "model", "snapshot", "push"]
+        assert 0 <= sum(entry["parts"].values()) <= entry["seconds"]
+    assert len(entries) == 2
