@@ -24,11 +24,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybridrl.single_controller.cluster import NAMESPACE
+from hybridrl.single_controller.cluster import NAMESPACE, actor_names
 from hybridrl.single_controller.processes.standby import request
-from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
+from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_processes
 
 logger = logging.getLogger(__name__)
+NAME = "standby"  # of the actors
 MAX_STARTS = 3  # of a standby process; what ends as often is not started again
 QUEUED_REQUESTS = 128  # as many workers may start at once on a node
 # Settings of a runtime environment that start a worker in another Python, or in another way.
@@ -77,6 +78,7 @@ class Standbys:
 
     def __init__(self, run: str, *, detached: bool) -> None:
         self._run, self._detached = run, detached
+        kill_named(actor_names(f"{run}/{NAME}-"), timeout_s=0.0)  # of a previous driver
         self._standbys: dict[tuple[str, Variables], Standby] = {}
         self._starts: dict[tuple[str, Variables], int] = {}
         self._refused: set[str] = set()
@@ -99,9 +101,8 @@ class Standbys:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         node, variables = key
-        number = sum(self._starts.values())
         options: dict[str, Any] = {
-            "name": f"{self._run}/standby-{node[:8]}.{os.getpid()}.{number}",
+            "name": f"{self._run}/{NAME}-{uuid.uuid4().hex[:8]}",
             "namespace": NAMESPACE,
             "num_cpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
