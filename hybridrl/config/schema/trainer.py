@@ -120,7 +120,7 @@ class TrainerConfig:
         ge=0,
     )
     standby: bool = setting(
-        True,
+        False,
         "With snapshots: on each node keep a process that has imported what the workers import, so that lost workers "
         "are back sooner; about 0.3 GB of memory per node, more with vLLM.",
     )

@@ -60,7 +60,6 @@ def settings(folder: Path, model: Path, **changes: object) -> list[str]:
         "trainer.master": False,  # saves a process for every run on Ray; tests of the master turn it on
         "trainer.device": "cpu",
         "trainer.num_threads": 1,
-        "trainer.standby": False,  # saves a process for every run on Ray; runs that lose workers turn it on
         "trainer.total_training_steps": 2,
         "trainer.save_freq": 1,
         "trainer.test_freq": 2,
