@@ -11,7 +11,6 @@ from tests.support.end_to_end.runs import settings
 ROOT = Path(__file__).parents[3]
 ON_RAY = {
     "trainer__backend": "ray",
-    "trainer__standby": True,
     "trainer__n_gpus_per_node": 2,
     "trainer__total_training_steps": 3,
     "trainer__test_freq": -1,
