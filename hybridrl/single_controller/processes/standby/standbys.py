@@ -109,9 +109,9 @@ class Standbys:
         }
         options |= {"lifetime": "detached"} if self._detached else {}
         options |= {"runtime_env": {"env_vars": dict(variables)}} if variables else {}
-        actor = ray.remote(StandbyActor).options(**options).remote()
+        actor: Any = ray.remote(StandbyActor).options(**options).remote()
         ready = actor.start.remote(*(host.loaded_modules.remote() for host in hosts))
-        return Standby(actor, ready, actor.wait.remote())
+        return Standby(actor, ready, actor.wait.remote(ready))
 
     def options(self, node: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return an actor's options, so that a standby process of this node starts it if one is ready."""
@@ -198,10 +198,10 @@ class StandbyActor:
             raise RuntimeError(answer["refused"])
         return address, (os.getpid(), self._process.pid)
 
-    def wait(self) -> None:
-        """Return when the standby process has ended."""
-        if self._process is not None:
-            self._process.wait()
+    def wait(self, _ready: Any) -> None:
+        """Return when the standby process has ended. The argument is the result of `start`, which has to be there."""
+        assert self._process is not None
+        self._process.wait()
 
 
 def _environment() -> dict[str, str]:
