@@ -33,6 +33,7 @@ PENDING = json.loads(os.environ.get("FAULTS", "[]"))
 """Faults not planted yet. Outlives the loop (rebuilt after a loss) but not the driver: the next one reads the log."""
 LIBRARY = logging.getLogger("hybridrl")
 START_TIMEOUT_S = 10.0
+STANDBY_TIMEOUT_S = 60.0
 
 
 def plant(task, trainer):
@@ -90,8 +91,17 @@ def plant_fault(fault, trainer):
     if fault["role"] == "trainer":
         threading.Thread(target=victim.apply, args=(message,), daemon=True).start()
         return
+    if trainer.standbys is not None and fault["step"] > 1:  # they start after the first step
+        wait_for_standbys(trainer.standbys)
     pid = trainer.groups[fault["role"]].process_ids[fault["rank"]]
     send(pid, json.dumps(message).encode())
+
+
+def wait_for_standbys(standbys):
+    """Wait for a standby process, so that a recovery does not depend on chance; go on after a while."""
+    until = time.monotonic() + STANDBY_TIMEOUT_S
+    while not standbys.process_ids() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def kill_master(fault, master):
