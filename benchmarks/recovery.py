@@ -13,20 +13,13 @@ At the end of its run: whether the parameters are bit-identical to those of an u
 process and no file in /dev/shm was left. An exception in a worker's code must end the run; its row has the seconds
 until it did.
 
-A second table has where the seconds of a killed or exited worker's recovery went, per role: medians and ranges.
+--parts N measures where the seconds of a recovery go instead, in N pairs of runs that alternate: without and with
+standby processes (`trainer.standby`), of two actor processes and one of the rollout. `_recovery_parts.py` explains the
+parts. It prints medians and ranges per role, the CPU seconds of the restarted processes, the memory of the standby
+process, and the load. Its rows are stored in --out/parts.jsonl; a further call adds to them.
 
-    detect      from the fault until the trainer had noticed
-    disconnect  what depends on the lost processes is stopped
-    kill        the rest of the group is ended
-    start       Ray starts the processes
-    import      they import the workers' modules, and construct the workers
-    model       they import the rest, join a process group and load their models
-    snapshot    all trained roles load the snapshot
-    push        the rollout gets the snapshot's weights
-    repeat      the lost step runs again
-
---no-standby measures without standby processes (`trainer.standby`); use another --out. Rows are stored in
---out/rows.jsonl; rows that exist are not measured again. Seconds are of this machine under its present load.
+The other rows are stored in --out/rows.jsonl; rows that exist are not measured again. Seconds are of this machine under
+its present load.
 """
 
 import argparse
@@ -35,7 +28,6 @@ import itertools
 import json
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -46,6 +38,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import _recovery_parts  # noqa: E402
 from hybridrl.master.service.journal import history  # noqa: E402
 from hybridrl.master.state.events import WorkerFailed  # noqa: E402
 from hybridrl.system.process_stat import read_process_stat  # noqa: E402
@@ -78,7 +71,7 @@ ROUTED = ALL_ROLES | {
     "actor_rollout_ref__rollout__n_gpus_per_node": 2,
     "data__max_response_length": 40,
 }
-CONFIGS = {"all roles": ALL_ROLES, "routed": ROUTED}
+CONFIGS = {"all roles": ALL_ROLES, "routed": ROUTED, "small": _recovery_parts.SMALL}
 STAGES: dict[str, tuple[str, str | None]] = {
     "idle": ("next_batch", None),
     "generation": ("gen", None),
@@ -186,10 +179,10 @@ def runs_of(wanted: Iterable[Cell]) -> list[list[Cell]]:
 
 
 class Bench:
-    """Models, runs and rows. out: their directory. standby: as `trainer.standby`."""
+    """Models, runs and rows. out: their directory."""
 
-    def __init__(self, out: Path, *, standby: bool):
-        self.out, self.path, self.standby = out, out / "rows.jsonl", standby
+    def __init__(self, out: Path):
+        self.out, self.path = out, out / "rows.jsonl"
         out.mkdir(parents=True, exist_ok=True)
         self.rows = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
         self.model, self.judge = out / "model", out / "judge"
@@ -197,17 +190,17 @@ class Bench:
             self.model.mkdir(exist_ok=True)
             make_judge(make_tiny_qwen2(self.model), self.judge)
 
-    def run(self, name: str, config: str, faults: list[dict]) -> tuple[Path, Any, float]:
+    def run(self, name: str, config: str, faults: list[dict], *, standby: bool = False) -> tuple[Path, Any, float]:
         """Return the run's directory, its process result and when it ended."""
         folder = self.out / f"{name}-{time.time():.0f}"
-        changes = CONFIGS[config] | {"trainer__standby": self.standby}
+        changes = CONFIGS[config] | {"trainer__standby": standby}
         changes |= {"reward_model__model__path": self.judge} if config == "all roles" else {}
         done = run_with(folder, self.model, *faults, timeout_s=900, **changes)
         return folder, done, time.time()
 
     def undisturbed(self, config: str) -> Path:
         for folder in sorted(self.out.glob(f"undisturbed-{config.replace(' ', '-')}-*")):
-            if (folder / f"run/global_step_{STEPS}").is_dir():
+            if (folder / f"run/global_step_{CONFIGS[config]['trainer__total_training_steps']}").is_dir():
                 return folder
         folder, done, _ = self.run(f"undisturbed-{config.replace(' ', '-')}", config, [])
         if done.returncode:
@@ -237,6 +230,21 @@ class Bench:
                 file.write(json.dumps(row) + "\n")
             print(line_of(row), flush=True)
 
+    def measure_parts(self, num_pairs: int) -> bool:
+        """Print where the seconds of recoveries go; return whether all runs ended as the undisturbed one."""
+        path, wanted, same, memory = self.out / "parts.jsonl", self.undisturbed("small"), True, ""
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        for number, standby in enumerate([False, True] * num_pairs):
+            folder, done, _ = self.run(f"parts-{number}", "small", _recovery_parts.FAULTS, standby=standby)
+            if done.returncode or not is_same(folder, wanted):
+                same = False
+                print(f"{folder} differs from the undisturbed run\n{done.stderr}", file=sys.stderr)
+            rows += _recovery_parts.rows_of_run(folder, standby=standby)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            memory = _recovery_parts.memory_of_standbys(folder) or memory
+            print(f"\n{_recovery_parts.split_by_part(rows)}\n{memory}\nload: {os.getloadavg()}", flush=True)
+        return same
+
 
 def make_judge(policy: Path, folder: Path) -> None:
     """Write a reward model that reads the policy's tokens."""
@@ -250,7 +258,8 @@ def make_judge(policy: Path, folder: Path) -> None:
 
 def is_same(folder: Path, wanted: Path) -> bool:
     """Return whether two runs have the same parameters and metrics."""
-    ends = [weights(f / f"run/global_step_{STEPS}", f / f"hf-{time.time_ns()}") for f in (folder, wanted)]
+    newest = [max((f / "run").glob("global_step_*"), key=lambda path: int(path.name[12:])) for f in (folder, wanted)]
+    ends = [weights(path, path.parents[1] / f"hf-{time.time_ns()}") for path in newest]
     rows = [[[row.get(name) for name in SAME] for row in metrics(f / "run")] for f in (folder, wanted)]
     return largest_difference(*ends) == 0 and rows[0] == rows[1]
 
@@ -300,24 +309,13 @@ def of_process(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
     notice = next(matches, None)
     if notice is None or (lost := LOST.match(notice["text"])) is None:
         return None
-    back = first(logged, "all roles are at the end of step", after=notice["at"])
-    again = step_start(folder, hit["step"] + 1, after=notice["at"])
-    told_s, repeat_s = since(hit["at"], notice["at"]), since(back, again)
     return {
         "known_s": master_detected(folder, hit),
-        "told_s": told_s,
-        "back_s": since(notice["at"], back),
-        "again_s": since(notice["at"], again),
+        "told_s": since(hit["at"], notice["at"]),
+        "back_s": since(notice["at"], first(logged, "all roles are at the end of step", after=notice["at"])),
+        "again_s": since(notice["at"], step_start(folder, hit["step"] + 1, after=notice["at"])),
         "lost_steps": max(0, int(lost[3]) - 1 - int(lost[4])),
-        "parts": {"detect": told_s} | recovery_parts(folder, hit) | ({"repeat": repeat_s} if repeat_s else {}),
     }
-
-
-def recovery_parts(folder: Path, hit: dict) -> dict[str, float]:
-    """Return the seconds of the first recovery after a fault, by part."""
-    failures = [json.loads(line) for line in (folder / "run/failures.jsonl").read_text().splitlines()]
-    found = next((one for one in failures if one["detected_at"] >= hit["at"]), {})
-    return found.get("parts", {})
 
 
 def of_replica(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
@@ -426,23 +424,6 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{head} {times} | {row['lost_steps']} | {row['lost_commits']} | {row['updates']:g} |{tail}"
 
 
-def split_by_part(rows: list[dict[str, Any]]) -> str:
-    """Return the table of the seconds of each part, per role; "" without a row that has them."""
-    rows = [row for row in rows if row.get("parts") and row["kind"] in ("kill", "exit") and row["moment"] != "recovery"]
-    names = list(dict.fromkeys(name for row in rows for name in row["parts"]))
-    lines = [f"| lost | losses | {' | '.join(names)} |", f"|{'---|' * (2 + len(names))}"]
-    for role in dict.fromkeys(row["role"] for row in rows):
-        own = [row["parts"] for row in rows if row["role"] == role]
-        cells = [median_and_range([parts[name] for parts in own if name in parts]) for name in names]
-        lines.append(f"| {role} | {len(own)} | {' | '.join(cells)} |")
-    return "\n".join(lines) if rows else ""
-
-
-def median_and_range(values: list[float]) -> str:
-    middle = f"{statistics.median(values):.2f}" if values else "-"
-    return middle if len(values) < 2 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
-
-
 def seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if value < 1 else f"{value:.1f}"
 
@@ -454,9 +435,11 @@ def main() -> None:
         "--only", default="", help="cells that this regular expression finds, for instance 'freeze actor-0'"
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/recovery"))
-    parser.add_argument("--no-standby", action="store_true", help="measure without standby processes")
+    parser.add_argument("--parts", type=int, metavar="N", help="where the seconds go, in N pairs of runs")
     options = parser.parse_args()
-    bench = Bench(options.out.resolve(), standby=not options.no_standby)
+    bench = Bench(options.out.resolve())
+    if options.parts is not None:
+        sys.exit(0 if bench.measure_parts(options.parts) else "some runs differ from the undisturbed one; see above")
     wanted = [cell for cell in (QUICK if options.quick else cells()) if re.search(options.only, cell.key())]
     done = {row["key"]: row for row in bench.rows}
     print(HEAD)
@@ -465,7 +448,6 @@ def main() -> None:
             print(line_of(done[cell.key()]))
     for group in runs_of(cell for cell in wanted if cell.key() not in done):
         bench.measure(group)
-    print("\n" + split_by_part(bench.rows))
     if not all(row["same"] and not row.get("problems") for row in bench.rows):
         sys.exit("some rows differ from the undisturbed run or have ledger problems; see the table")
 

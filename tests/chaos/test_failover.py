@@ -68,6 +68,7 @@ OTHER_KINDS = {  # kind, then as above
         ("freeze", "next_batch", "critic", 1, ""),
     ],
 }
+PARTS = ["disconnect", "kill", "start", "import", "group", "model", "snapshot", "push"]
 MISTAKES = [
     ("gen", "generate_sequences", "actor_rollout", 0),
     ("update_critic", "update_critic", "critic", 1),
@@ -133,7 +134,7 @@ def test_a_run_with_standby_processes_ends_the_same_and_says_where_the_seconds_w
     assert done.returncode == 0, done.stderr
     print_seconds(tmp_path, "standby")
     for failure in losses(tmp_path):
-        assert list(failure["parts"]) == ["disconnect", "kill", "start", "import", "model", "snapshot", "push"]
+        assert list(failure["parts"]) == PARTS
         print(f"\n{failure['parts']}", end="")
     check_ended_the_same(tmp_path, undisturbed, step=STEPS)
 

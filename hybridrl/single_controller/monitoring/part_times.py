@@ -1,7 +1,10 @@
-"""`PartTimes`: where the seconds of an operation went, by named part."""
+"""`PartTimes`: where the seconds of an operation went, by named part.
+
+`PROCESS_TIMES` is of a worker process: the parts of its start that only the process itself can measure.
+"""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -17,8 +20,20 @@ class PartTimes(dict[str, float]):
         finally:
             self[name] = self.get(name, 0.0) + time.monotonic() - start
 
+    def split(self, name: str, inner: Mapping[str, float]) -> None:
+        """Count the seconds of inner parts separately; the part that contains them keeps the rest."""
+        rest = self.pop(name, 0.0)
+        for inner_name, seconds in inner.items():
+            counted = min(seconds, rest)
+            self[inner_name] = self.get(inner_name, 0.0) + counted
+            rest -= counted
+        self[name] = rest
+
     def drain(self) -> dict[str, float]:
         """Return all parts and start again at zero."""
         found = dict(self)
         self.clear()
         return found
+
+
+PROCESS_TIMES = PartTimes()

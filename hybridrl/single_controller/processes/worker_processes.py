@@ -210,6 +210,13 @@ class WorkerProcesses:
         self._start_replacements(range(len(self.hosts)), recipe, pool)
         self._set_up(pool, recipe.recipes, recipe.environment, timeout_s=timeout_s)
 
+    def split_model_time(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Split the seconds of the part "model" as the slowest rank measured them."""
+        calls = [host.start_times.remote() for host in self.hosts]
+        found = wait_all(calls, role=self.label, method="start_times", timeout_s=timeout_s)
+        names = dict.fromkeys(name for times in found for name in times)
+        self.times.split("model", {name: max(times.get(name, 0.0) for times in found) for name in names})
+
     def _kill_and_confirm(self, ranks: Sequence[int]) -> None:
         with self.times.part("kill"):
             kill_actors([self.hosts[rank] for rank in ranks])

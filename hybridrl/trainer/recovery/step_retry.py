@@ -249,6 +249,7 @@ class StepRetry:
             with self._times.part("model"):
                 for colocated in processes.classes:
                     self._trainer.init_role(colocated)
+            processes.split_model_time()
 
     def _restore(self, snapshot: StepSnapshot) -> None:
         trainer = self._trainer

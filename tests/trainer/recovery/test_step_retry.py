@@ -31,6 +31,9 @@ class Processes:
     classes = ("actor", "critic")  # two roles share the processes
     times: PartTimes
 
+    def split_model_time(self) -> None:
+        self.times.split("model", {"group": 0.0})
+
 
 class Started:
     """Standby processes; the numbers of groups for which they were to start."""
@@ -157,6 +160,6 @@ def test_the_seconds_of_a_recovery_are_recorded_by_part_and_start_again_at_zero(
     run.train({2: [lost()], 3: [lost("critic")]})
     entries = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     for entry in entries:
-        assert list(entry["parts"]) == ["disconnect", "kill", "model", "snapshot", "push"]
+        assert list(entry["parts"]) == ["disconnect", "kill", "group", "model", "snapshot", "push"]
         assert 0 <= sum(entry["parts"].values()) <= entry["seconds"]
     assert len(entries) == 2
