@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import ConfigError
-from hybridrl.single_controller.monitoring.part_times import PROCESS_TIMES
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.system.rendezvous import take_listener
 
 # Last resort for a collective whose peer was lost. The driver detects a lost peer much earlier.
@@ -35,7 +35,7 @@ def init_worker_process(*, device: str, num_threads: int | None, single_process:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
-        with PROCESS_TIMES.part("group"):
+        with PROCESS.start_times.part("group"):
             join_process_group(device, single_process=single_process)
     return device
 

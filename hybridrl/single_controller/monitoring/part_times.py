@@ -1,7 +1,4 @@
-"""`PartTimes`: where the seconds of an operation went, by named part.
-
-`PROCESS_TIMES` is of a worker process: the parts of its start that only the process itself can measure.
-"""
+"""`PartTimes`: where the seconds of an operation went, by named part."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +31,3 @@ class PartTimes(dict[str, float]):
         found = dict(self)
         self.clear()
         return found
-
-
-PROCESS_TIMES = PartTimes()

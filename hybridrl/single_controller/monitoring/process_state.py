@@ -1,7 +1,7 @@
 """`PROCESS`: what a process has once, however many trainers run in it.
 
-Used by `tracing.py`, `heartbeat_client.py`, `lost_workers.py`, `references.py` and `awaiting.py`, in the driver and in
-worker processes. What belongs to one run is in `driver/run_context.py`.
+Used by `tracing.py`, `heartbeat_client.py`, `lost_workers.py`, `references.py` and `awaiting.py`, and by the workers'
+`process_setup.py`, in the driver and in worker processes. What belongs to one run is in `driver/run_context.py`.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from hybridrl.single_controller.monitoring.part_times import PartTimes
 
 
 class SpanWriter(Protocol):
@@ -42,6 +44,7 @@ class ProcessState:
         answering: Those of them that answer questions while they work: actor id (hex) -> Ray's name.
         lost_reasons: How actors were lost, by actor id (hex), as the master reported it.
         expects_reports: Whether the master reports every lost worker of this process's job to it.
+        start_times: Seconds of those parts of a worker's start that only its process can measure.
         event_loop: Where coroutines run, on a thread of its own; started by the first coroutine.
         lock: Held to change the tables and to start the loop.
     """
@@ -52,6 +55,7 @@ class ProcessState:
     answering: dict[str, str] = field(default_factory=dict)
     lost_reasons: dict[str, str] = field(default_factory=dict)
     expects_reports: bool = False
+    start_times: PartTimes = field(default_factory=PartTimes)
     event_loop: asyncio.AbstractEventLoop | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -73,6 +77,7 @@ class ProcessState:
         self.addresses.clear()
         self.answering.clear()
         self.lost_reasons.clear()
+        self.start_times.clear()
         self.expects_reports = False
         if trace is not None:
             trace.close()

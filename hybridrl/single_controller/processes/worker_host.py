@@ -28,7 +28,7 @@ from hybridrl.single_controller.cluster import LOOPBACK, node_address, slot_from
 from hybridrl.single_controller.endpoints import find_function
 from hybridrl.single_controller.invocation import CONTROL, MAGIC_ATTR, Invocation, endpoints_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
-from hybridrl.single_controller.monitoring.part_times import PROCESS_TIMES
+from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
 from hybridrl.single_controller.processes.standby.loaded_modules import loaded_modules
 from hybridrl.single_controller.references import materialize, resolve_awaitable
@@ -292,7 +292,7 @@ class WorkerHost:
 
     def start_times(self) -> dict[str, float]:
         """Return the seconds of the parts of this process's start that it measured itself, and start again at zero."""
-        return PROCESS_TIMES.drain()
+        return PROCESS.start_times.drain()
 
     def busy_seconds(self) -> dict[str, float]:
         """Return the seconds spent inside each `role.method` so far; the rest of a step is controller overhead."""
