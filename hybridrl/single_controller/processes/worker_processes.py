@@ -7,7 +7,7 @@ roles; `ray_worker_group.py` calls them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
 
@@ -19,11 +19,13 @@ from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIAB
 from hybridrl.single_controller.monitoring.part_times import PartTimes
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
-from hybridrl.single_controller.processes.standby.standbys import Standbys
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.worker import RankInfo
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
+
+if TYPE_CHECKING:
+    from hybridrl.single_controller.processes.standby.standbys import Standbys
 
 SETUP_HINT = (
     "; a process imports its libraries in this time, so the machine may be overloaded: let it run less beside this "
@@ -69,7 +71,7 @@ class WorkerProcesses:
     ready: frozenset[str] = frozenset()
     replaced: dict[int, str] = field(default_factory=dict)
     concurrency_groups: frozenset[str] = frozenset()
-    standbys: Standbys | None = None
+    standbys: "Standbys | None" = None
     times: PartTimes = field(default_factory=PartTimes)
 
     def __post_init__(self) -> None:
