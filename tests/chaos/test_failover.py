@@ -4,13 +4,12 @@
 same faults.
 """
 
-import json
 import random
 
 import pytest
 
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
-from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with
+from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, losses, run_with
 from tests.support.end_to_end.runs import largest_difference, metrics, weights
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -94,11 +93,6 @@ def check_ended_the_same(folder, undisturbed, *, step):
     assert rows == expected
     ledger = audit(read_ledger(str(folder / "run/ledger.jsonl")))
     assert not ledger.problems() and len(ledger.steps) == step
-
-
-def losses(folder):
-    path = folder / "run/failures.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def print_seconds(folder, what):

@@ -1,6 +1,9 @@
 """How the death of a worker is described, from Ray's report or from the master's."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,10 @@ from hybridrl.single_controller.awaiting import broken_connection, describe_exit
 from hybridrl.single_controller.monitoring.lost_workers import mark_lost
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from tests.support.driver.ray_head import free_port
 from tests.support.single_controller.sample_workers import Adder
+
+ROOT = Path(__file__).parents[2]
 
 # as Ray 2.60 words it
 REPORT = """The actor died unexpectedly before finishing this task.
@@ -98,3 +104,23 @@ NCCL = "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a n
 def test_a_broken_process_group_is_told_from_other_errors(error, cause):
     found = broken_connection(error)
     assert found.startswith(cause) and bool(found) == bool(cause)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_both_ends_of_a_connection_that_ended_in_a_live_group_say_so():
+    command = [sys.executable, "-m", "tests.support.single_controller.cut_group"]
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), port], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for out, err in ends:
+        assert out.startswith("a connection of its process group has ended ("), err

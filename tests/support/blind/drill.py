@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.blind.plan import Drill
-from tests.support.blind.runs import ROOT, STEPS, command, digest, make_model
+from tests.support.blind.runs import NUM_MACHINES, ROOT, STEPS, command, digest, make_model
 from tests.support.blind.stage import Outcome, Scene, can_be_apart, enter_command
 from tests.support.blind.surroundings import possible_harms
 
@@ -112,7 +112,8 @@ class Drills:
         environment["RAY_memory_monitor_refresh_ms"] = "0"  # it would kill workers for what other programs use
         arguments = command(drill.kind, folder, self.model)
         times = start_s, step_s, deadline_s, max(deadline_s, RERUN_DEADLINE_S)
-        scene = Scene(arguments, environment, str(folder), STEPS, *times, drill.to_json(), self.apart)
+        place = {"apart": self.apart, "num_machines": NUM_MACHINES.get(drill.kind, 0)}
+        scene = Scene(arguments, environment, str(folder), STEPS, *times, drill.to_json(), **place)
         scene_path, result_path = folder / "scene.json", folder / "result.json"
         scene_path.write_text(json.dumps(asdict(scene)))
         stage = [sys.executable, "-m", "tests.support.blind.stage", str(scene_path), str(result_path)]

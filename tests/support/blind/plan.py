@@ -22,7 +22,9 @@ PROCESSES = {  # process of a run -> how often it is chosen, relative to the oth
     "node": 1,  # all processes of the cluster's only node: raylet, agents, workers
 }
 UNSUPERVISED = {**PROCESSES, **dict.fromkeys(("driver", "reward process", "snapshot store", "cluster holder"), 0)}
+WITHOUT_CLUSTER = dict.fromkeys(("cluster holder", "raylet", "agent", "gcs", "node"), 0)  # nobody restarts its head
 OF_KIND = {  # kinds of runs that have other processes
+    "nodes": PROCESSES | WITHOUT_CLUSTER,
     "sft": UNSUPERVISED,
     "job": UNSUPERVISED | {"job supervisor": 3},
 }
@@ -39,12 +41,14 @@ OF_PROCESS = {  # who starts the run also ends a frozen program; a whole node fr
     "node": {"kill": 2, "pause": 1},
 }
 SURROUNDINGS = {"full disk": 2, "slow disk": 2, "network": 2, "clock": 2}  # harm that no process is chosen for
-SURROUNDING_SHARE = 0.2
-PRIVILEGED = ("oom", "reset", *SURROUNDINGS)  # what not every machine can do: see `surroundings.possible_harms`
+SURROUNDINGS_OF_KIND = {"nodes": {"link": 10, "full disk": 1}}
+SURROUNDING_SHARE, SURROUNDING_SHARE_OF_KIND = 0.2, {"nodes": 0.6}
+PRIVILEGED = ("oom", "reset", "link", *SURROUNDINGS)  # what not every machine can do: see `surroundings.possible_harms`
 CLOCK_STEP_S = 86400.0  # limit, in both directions
-KINDS = ("ppo", "lag", "async", "sft", "megatron", "job")
+KINDS = ("ppo", "lag", "async", "sft", "megatron", "job", "nodes")
 NUM_FAULTS = (1, 1, 1, 2, 2, 3)
 PAUSE_S = (0.2, 15.0)  # limits: shorter and longer than what detectors call frozen
+CUT_S = (1.0, 40.0)  # limits for a machine's link: also longer than Ray waits before it declares a node dead
 EARLIEST, LATEST = 0.02, 1.0
 START_SHARE = 0.15  # of `Fault.at` that is the time before the first step is complete
 TOGETHER_SHARE = 0.3  # of the drills with several faults: all at the same time
@@ -59,8 +63,8 @@ class Fault:
         process: Key of `PROCESSES`; "" for a harm to the surroundings.
         draw: Number in [0, 1) that chooses one of several processes of this name.
         how: Key of `HARMS` or `SURROUNDINGS`.
-        seconds: How long a pause, a full or slow disk or a cut network lasts, or by how much the clock is set; 0 for
-            other harm.
+        seconds: How long a pause, a full or slow disk, a cut network or link lasts, or by how much the clock is set; 0
+            for other harm.
     """
 
     at: float
@@ -108,10 +112,13 @@ def _draw_fault(chance: random.Random, kind: str, at: float, *, possible: Collec
     process = _weighted(chance, OF_KIND.get(kind, PROCESSES))
     how = _weighted(chance, OF_PROCESS.get(process, HARMS))
     draw, seconds = chance.random(), round(chance.uniform(*PAUSE_S), 2)
-    around, is_around = _weighted(chance, SURROUNDINGS), chance.random() < SURROUNDING_SHARE
+    around = _weighted(chance, SURROUNDINGS_OF_KIND.get(kind, SURROUNDINGS))
+    is_around = chance.random() < SURROUNDING_SHARE_OF_KIND.get(kind, SURROUNDING_SHARE)
     step_s = round(chance.uniform(-CLOCK_STEP_S, CLOCK_STEP_S))
+    cut_s = round(chance.uniform(*CUT_S), 2) if around == "link" else 0.0
     if is_around and around in possible:
-        return Fault(round(at, 4), "", round(draw, 4), around, step_s if around == "clock" else seconds)
+        lasts_s = {"clock": step_s, "link": cut_s}.get(around, seconds)
+        return Fault(round(at, 4), "", round(draw, 4), around, lasts_s)
     if how in PRIVILEGED and how not in possible:
         how = "kill"
     return Fault(round(at, 4), process, round(draw, 4), how, seconds if how == "pause" else 0.0)

@@ -6,10 +6,12 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.support.chaos.machines import can_simulate
 from tests.support.end_to_end.runs import settings, weights
 
 ROOT = Path(__file__).parents[3]
 STEPS = 16
+NUM_MACHINES = {"nodes": 3}  # kind of run -> simulated machines of its cluster
 ON_RAY = {
     "trainer__backend": "ray",
     "trainer__master": True,
@@ -34,13 +36,15 @@ CHANGES = {
         "actor_rollout_ref__actor__megatron__tensor_model_parallel_size": 2,
     },
 }
+CHANGES["nodes"] = {"trainer__n_gpus_per_node": 1, "trainer__nnodes": 2}  # one machine is spare
 SFT_ROWS = 10
 JOB_ARGUMENTS = ["--rollout_batch_size", "32", "--train_batch_size", "16", "--hidden_size", "32"]
 
 
 def available_kinds() -> list[str]:
     """Return the kinds of runs that this machine can do."""
-    return ["ppo", "lag", "async", "sft", "job", *(["megatron"] if find_spec("megatron") else [])]
+    others = {"megatron": find_spec("megatron") is not None, "nodes": can_simulate()}
+    return ["ppo", "lag", "async", "sft", "job", *(kind for kind, is_possible in others.items() if is_possible)]
 
 
 def make_model(folder: Path) -> Path:

@@ -18,13 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.support.blind.clarity import find_unclear
+from tests.support.blind.cluster import DrillCluster
 from tests.support.blind.plan import START_SHARE, Drill, Fault
-from tests.support.blind.processes import classify, descendants, harm, read_process, resume
+from tests.support.blind.processes import Process, classify, descendants, harm, read_process, resume
 from tests.support.blind.surroundings import (
     change_loopback,
     clock_environment,
@@ -59,6 +60,7 @@ class Scene:
         rerun_deadline_s: The same, for the command started again.
         drill: As JSON.
         apart: Whether this runs in namespaces of its own.
+        num_machines: Simulated machines of the run's cluster; 0: the run starts a cluster of its own.
     """
 
     command: list[str]
@@ -71,6 +73,7 @@ class Scene:
     rerun_deadline_s: float
     drill: str
     apart: bool
+    num_machines: int = 0
 
 
 @dataclass
@@ -107,8 +110,8 @@ def enter_command() -> list[str]:
 class Stage:
     """One run of a command, and the harm to it."""
 
-    def __init__(self, scene: Scene, *, name: str, faults: tuple[Fault, ...]):
-        self.scene, self.name, self.faults = scene, name, list(faults)
+    def __init__(self, scene: Scene, *, name: str, faults: tuple[Fault, ...], cluster: DrillCluster | None = None):
+        self.scene, self.name, self.faults, self._cluster = scene, name, list(faults), cluster
         self.outcome = Outcome()
         self._program = 0
         self._status: int | None = None
@@ -128,7 +131,7 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
-                env=os.environ | self.scene.environment | self._clock(),
+                env=os.environ | self.scene.environment | self._clock() | self._address(),
                 start_new_session=True,
             ).pid
             while self._status is None and self._now() < deadline_s:
@@ -155,6 +158,9 @@ class Stage:
         is_set = any(fault.how == "clock" for fault in self.faults)
         return clock_environment(Path(self.scene.folder)) if is_set else {}
 
+    def _address(self) -> dict[str, str]:
+        return {"RAY_ADDRESS": self._cluster.address} if self._cluster is not None else {}
+
     def _note_steps(self, now: float) -> None:
         """Note the steps that have completed since the last call.
 
@@ -180,6 +186,7 @@ class Stage:
         """Undo and do what is due."""
         self._note_steps(now)
         self._undo_until(now)
+        self._restart_nodes()
         for fault in [fault for fault in self.faults if fault in self._due or self._is_due(fault, now)]:
             due = self._due.setdefault(fault, now)
             if not fault.process:
@@ -194,6 +201,11 @@ class Stage:
         for entry in [entry for entry in self._undo if entry[0] <= now]:
             self._undo.remove(entry)
             entry[1]()
+
+    def _restart_nodes(self) -> None:
+        if self._cluster is not None:
+            for address in self._cluster.restart_lost():
+                self.outcome.hits.append(f"{self._when(self._now())}: {address} comes back as a new node")
 
     def _when(self, now: float) -> str:
         return f"{now:.1f} s, after step {len(self._reached) - 1}"
@@ -214,6 +226,11 @@ class Stage:
         return True
 
     def _harm_surroundings(self, fault: Fault, now: float) -> None:
+        if fault.how == "link" and self._cluster is not None:
+            address, connect = self._cluster.cut_link(fault.draw, descendants(os.getpid()))
+            self._undo.append((now + fault.seconds, connect))
+            self.outcome.hits.append(f"{self._when(now)}: link of {address} cut {fault.seconds:g} s")
+            return
         self.outcome.hits.append(f"{self._when(now)}: {fault.how} {fault.seconds:g} s")
         if fault.how == "clock":
             set_clock(Path(self.scene.folder), fault.seconds)
@@ -231,18 +248,26 @@ class Stage:
                     self._status = ended[1]
 
     def _leftovers(self) -> list[str]:
-        until = time.monotonic() + LEAVE_TIMEOUT_S
-        while (left := self._labels()) and time.monotonic() < until:
+        until = max([self._now(), *(at for at, _ in self._undo)]) + LEAVE_TIMEOUT_S
+        while (left := self._labels()) and self._now() < until:
             self._undo_until(self._now())
+            self._restart_nodes()
             self._reap()
             time.sleep(POLL_PERIOD_S)
         return left
 
     def _labels(self) -> list[str]:
-        return [process.label for process in descendants(os.getpid()).values()]
+        return [process.label for process in self._of_the_run().values()]
+
+    def _of_the_run(self) -> dict[int, Process]:
+        """Return all processes of the run, without those of a cluster that was there before it."""
+        below = descendants(os.getpid())
+        if self._cluster is None:
+            return below
+        return {pid: process for pid, process in below.items() if not self._cluster.is_own(pid, below)}
 
     def _end_all(self) -> None:
-        while below := descendants(os.getpid()):
+        while below := self._of_the_run():
             for pid in below:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -292,10 +317,12 @@ def main(scene_path: str, result_path: str) -> None:
     scene = Scene(**json.loads(Path(scene_path).read_text()))
     set_up(scene)
     drill = Drill.from_json(scene.drill)
-    first = Stage(scene, name="run", faults=drill.faults).run(deadline_s=scene.deadline_s)
-    result = {"first": asdict(first), "again": None}
-    if first.code is not None and first.code != 0:
-        result["again"] = asdict(Stage(scene, name="again", faults=()).run(deadline_s=scene.rerun_deadline_s))
+    with DrillCluster(scene.num_machines, scene.environment) if scene.num_machines else nullcontext() as cluster:
+        first = Stage(scene, name="run", faults=drill.faults, cluster=cluster).run(deadline_s=scene.deadline_s)
+        result = {"first": asdict(first), "again": None}
+        if first.code is not None and first.code != 0:
+            again = Stage(scene, name="again", faults=(), cluster=cluster).run(deadline_s=scene.rerun_deadline_s)
+            result["again"] = asdict(again)
     keep(scene)
     Path(result_path).write_text(json.dumps(result))
 

@@ -14,6 +14,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.support.chaos.machines import can_simulate
+
 DISK_BYTES = 400 * 1024**2  # of the run's directory
 SLOW_BYTES_PER_S = 30_000  # of a slow disk: a checkpoint of the tiny model takes minutes
 THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")
@@ -38,6 +40,7 @@ def possible_harms(*, apart: bool) -> list[str]:
         "clock": faketime_library() is not None,
         "oom": os.access(MEMORY / "memory.limit_in_bytes", os.F_OK) and os.access(MEMORY, os.W_OK),
         "reset": shutil.which("ss") is not None,
+        "link": can_simulate(),
     }
     return [how for how, is_met in needs.items() if is_met]
 

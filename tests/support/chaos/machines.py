@@ -6,6 +6,7 @@ Needs root and iproute2.
         machine = switch.add_machine()
         machine.start_ray(f"{switch.host}:6379", num_cpus=1, object_store_bytes=100 * 1024**2)
         machine.disconnect()        # its processes run on, but no packet arrives and no connection is closed
+        machine.reconnect()
 """
 
 import os
@@ -64,8 +65,23 @@ class Machine:
         ):
             ip("-n", self._name, *words)
 
-    def start_ray(self, head: str, *, num_cpus: int, object_store_bytes: int) -> None:
-        """Start Ray on the machine and connect it to a cluster; returns when Ray runs."""
+    @property
+    def ray_pid(self) -> int:
+        """Process id of what starts Ray on the machine, as seen from here; all of its processes are below it."""
+        return self._ray.pid if self._ray is not None else 0
+
+    def is_ray_gone(self) -> bool:
+        """Return whether Ray has ended: it does so when the cluster has declared its node dead."""
+        return self._ray is None or self._ray.poll() is not None
+
+    def start_ray(self, head: str, *, num_cpus: int, object_store_bytes: int, wait: bool = True) -> None:
+        """Start Ray on the machine and connect it to a cluster; returns when Ray runs.
+
+        Args:
+            head: Address of the cluster.
+            num_cpus, object_store_bytes: Resources of the machine.
+            wait: False returns at once.
+        """
         ray = [
             str(Path(sys.executable).with_name("ray")),
             "start",
@@ -77,9 +93,12 @@ class Machine:
         apart = ["ip", "netns", "exec", self._name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         apart += ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}  # its only network interface
+        output_to = subprocess.PIPE if wait else subprocess.DEVNULL
         self._ray = subprocess.Popen(
-            [*apart, *ray, *size], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*apart, *ray, *size], env=environment, stdout=output_to, stderr=subprocess.STDOUT, text=True
         )
+        if not wait:
+            return
         output = []
         for line in self._ray.stdout or ():  # start one after the other: they choose names in the same directory
             output.append(line)
@@ -89,6 +108,9 @@ class Machine:
 
     def disconnect(self) -> None:
         ip("link", "set", self._cable, "down")
+
+    def reconnect(self) -> None:
+        ip("link", "set", self._cable, "up")
 
     def end(self) -> None:
         if self._ray is not None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hybridrl.single_controller.monitoring.tracing import call_span
@@ -27,7 +27,17 @@ POLL_PERIOD_S = 0.0002
 HANG_S = 3600.0
 WORKERS = f"{os.sep}workers{os.sep}"  # in the file name of a worker's own code
 CALL_CODE = WorkerHost.call.__code__
-HELD: dict[str, threading.Event] = {}  # method with a fault -> set when a call of it has started
+
+
+class Held:
+    """A call that must not end before its fault: the shortest ones take a millisecond."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.may_end = threading.Event()  # set by a fault that the process survives
+
+
+HELD: dict[str, Held] = {}  # method with a fault -> its next call
 
 
 def address(process_id: int) -> str:
@@ -39,20 +49,20 @@ def listen() -> None:
     inbox.bind(address(os.getpid()))
     while True:
         content, sender = inbox.recvfrom(65536)
-        fault, started = json.loads(content), None
-        if fault["method"] and fault["kind"] in PROCESS_ENDS:
-            started = HELD[fault["method"]] = threading.Event()
+        fault, held = json.loads(content), None
+        if fault["method"] and fault["kind"] in (*PROCESS_ENDS, "cut"):
+            held = HELD[fault["method"]] = Held()
         answered = threading.Event()
-        threading.Thread(target=apply, args=(fault, started, answered), daemon=True).start()
+        threading.Thread(target=apply, args=(fault, held, answered), daemon=True).start()
         inbox.sendto(b"planted", sender)
         answered.set()
 
 
-def apply(fault: dict, started: threading.Event | None = None, answered: threading.Event | None = None) -> None:
+def apply(fault: dict, held: Held | None = None, answered: threading.Event | None = None) -> None:
     """Wait until the process is in the chosen call, log the fault, and apply it; not before who sent it knows."""
     method, kind = fault["method"], KINDS[fault["kind"]]
-    if started is not None:
-        started.wait()
+    if held is not None:
+        held.started.wait()
     sys.setswitchinterval(POLL_PERIOD_S)  # otherwise this thread would sleep until that call is over
     while method is not None and calls_in_progress() != ([method] if method else []):
         time.sleep(POLL_PERIOD_S)
@@ -65,18 +75,20 @@ def apply(fault: dict, started: threading.Event | None = None, answered: threadi
     if answered is not None:
         answered.wait()
     kind()
+    if held is not None and fault["kind"] not in PROCESS_ENDS:
+        held.may_end.set()
 
 
 @contextmanager
 def hold_until_hit(role: str, rank: int, method: str) -> Generator[None, None, None]:
-    """Keep a call of a chosen method from ending before its fault: the shortest ones take a millisecond."""
-    started = HELD.get(method)
-    if started is not None:
-        started.set()
+    """Keep a call of a chosen method from ending before its fault."""
+    held = HELD.get(method)
+    if held is not None:
+        held.started.set()
     with call_span(role, rank, method):
         yield
-    if started is not None:
-        time.sleep(HANG_S)
+    if held is not None:
+        held.may_end.wait(HANG_S)
 
 
 def calls_in_progress() -> list[str]:
@@ -133,6 +145,20 @@ def run_out_of_memory() -> None:
         allocate(64 * 1024**2)
 
 
+def cut_connections() -> None:
+    """End the connections of this process's collective groups; both ends notice.
+
+    They are those of gloo, and the one for heartbeats: the connections of Ray and of torch's store are of IPv6.
+    """
+    num_cut = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            if end.family == socket.AF_INET and end.type == socket.SOCK_STREAM:
+                end.shutdown(socket.SHUT_RDWR)  # an error for a socket that is not connected
+                num_cut += 1
+    assert num_cut, "this process has no connection of a collective group"
+
+
 PROCESS_ENDS = ("kill", "freeze", "exit", "memory")
 KINDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -141,6 +167,7 @@ KINDS = {
     "memory": run_out_of_memory,
     "exception": lambda: raise_in_call(PlantedMistake),
     "hang": lambda: raise_in_call(PlantedHang),
+    "cut": cut_connections,
 }
 
 

@@ -69,3 +69,9 @@ def events(folder: Path, what: str) -> list[dict]:
 
 def hits(folder: Path) -> list[dict]:
     return events(folder, "hit")
+
+
+def losses(folder: Path) -> list[dict]:
+    """Return the recoveries of the run, see `hybridrl/trainer/recovery/step_retry.py`."""
+    path = folder / "run/failures.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
