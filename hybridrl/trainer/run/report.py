@@ -5,8 +5,10 @@ A picture of its learning curves, and lines with first and last values.
 Called by `main_ppo` and `main_sft` at the end, in the driver. Reads only logged metrics and examples.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hybridrl.trainer.run.console import VALIDATION_LOSS, split_validation_name
 from hybridrl.trainer.run.samples import format_answer, format_prompt, read_examples
 from hybridrl.trainer.run.tracking import METRICS_FILE, TENSORBOARD_DIRECTORY, read_metrics
 
+logger = logging.getLogger(__name__)
 History = Sequence[Mapping[str, float]]
 Series = tuple[list[int], list[float]]  # steps, values
 CURVE_FILE = "learning_curve.png"
@@ -79,7 +82,7 @@ def report_run(
     directory = Path(directory).absolute()
     metrics = directory / METRICS_FILE
     history = read_metrics(metrics) if metrics.exists() else []
-    curves = write_report(directory, history, title=f"{directory.parent.name}/{directory.name}")
+    curves = _try_to_draw(directory, history)
     outputs = {
         "last checkpoint": checkpoint or "none: trainer.save_freq=N commits every N steps and at the end",
         "metrics": metrics if history else "not stored: add jsonl to trainer.logger for metrics and learning curves",
@@ -91,6 +94,18 @@ def report_run(
         *_examples(directory, history),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _try_to_draw(directory: Path, history: History) -> list[Path]:
+    """Return the pictures that were drawn. A full disk must not fail a run that has committed its last step."""
+    try:
+        return write_report(directory, history, title=f"{directory.parent.name}/{directory.name}")
+    except OSError as error:
+        path = directory / CURVE_FILE
+        logger.warning("%s: cannot be drawn (%s)", path, error.strerror or error)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # half of a picture
+        return []
 
 
 def _examples(directory: Path, history: History) -> list[str]:

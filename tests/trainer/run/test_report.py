@@ -141,6 +141,14 @@ def test_a_finished_run_is_reported_from_its_directory(tmp_path):
     ]
 
 
+def test_a_full_disk_costs_a_finished_run_its_picture_only(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, ACC: 0.25}))
+    (tmp_path / "learning_curve.png").symlink_to("/dev/full")
+    assert "last checkpoint: /runs/global_step_5\n" in report_run(tmp_path, checkpoint="/runs/global_step_5")
+    assert "learning_curve.png: cannot be drawn (No space left on device)" in caplog.text
+    assert not (tmp_path / "learning_curve.png").is_symlink()
+
+
 def test_a_run_without_stored_metrics_says_how_to_store_them(tmp_path):
     assert report_run(tmp_path, checkpoint=None).splitlines() == [
         "last checkpoint: none: trainer.save_freq=N commits every N steps and at the end",
