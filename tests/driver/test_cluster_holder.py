@@ -1,6 +1,7 @@
 """The holder of this machine's Ray cluster: what is frozen is killed, and a cluster without Ray's processes ends."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.driver import cluster_watch
 from hybridrl.system.child_guard import children_of
 from hybridrl.system.process_stat import read_process_stat
 
@@ -116,6 +118,22 @@ def test_a_program_that_ends_while_rays_gcs_is_frozen_has_the_last_word_and_leav
                 wait_until_gone(pid, within_s=40.0)
         finally:
             program.kill()
+
+
+def test_the_end_of_a_raylet_ends_the_wait_for_the_next_look_at_the_cluster(tmp_path, monkeypatch):
+    raylet = tmp_path / "raylet"  # the kernel names a process after its file
+    shutil.copy(shutil.which("sleep"), raylet)
+    monkeypatch.setattr(cluster_watch, "POLL_PERIOD_S", 300.0)
+    with subprocess.Popen([raylet, "600"]) as process:
+        while Path(f"/proc/{process.pid}/comm").read_text() != "raylet\n":
+            time.sleep(0.01)
+        watch = cluster_watch.ClusterWatch()
+        assert watch.check() == ""
+        process.kill()
+        start = time.monotonic()
+        watch.wait()
+        assert time.monotonic() - start < 100
+        assert watch.check() == "Ray's raylet"
 
 
 def test_a_program_whose_reader_is_gone_ends_with_its_cluster_all_the_same():
