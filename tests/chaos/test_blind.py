@@ -41,7 +41,7 @@ def test_a_drill_is_a_function_of_its_seed_and_every_process_and_harm_comes_up()
     assert {drill.kind for drill in drawn} == set(KINDS)
     faults = [fault for drill in drawn for fault in drill.faults]
     assert {fault.process for fault in faults} == {*PROCESSES, "job supervisor", ""}
-    assert {fault.how for fault in faults} == {*HARMS, *SURROUNDINGS, "link"}
+    assert {fault.how for fault in faults} == {*HARMS, *SURROUNDINGS, "link", "machine"}
     assert {len(drill.faults) for drill in drawn} == {1, 2, 3}
     for drill in drawn:
         chosen = OF_KIND.get(drill.kind, PROCESSES)

@@ -5,6 +5,7 @@ machine whose node was declared dead starts Ray anew, as a service of a real mac
 """
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,27 +17,33 @@ from tests.support.chaos.machines import END_TIMEOUT_S, Machine, Switch
 OBJECT_STORE_BYTES = 100 * 1024**2
 PORT = 6379
 NETWORKS = Path("/run/netns")  # where `ip` keeps the names of network namespaces
-WITHOUT_TOKENS = {"RAY_AUTH_MODE": "disabled"}  # for the run, too, which gets the environment of its stage
+RAY_FILES = Path("/tmp/ray")  # where Ray writes logs and sockets, and the address of the last cluster of the machine
 WORKERS = ("ray::WorkerHost", "ray::JobMaster", "ray::SnapshotStore", "ray::JobSupervisor")
 
 
 class DrillCluster:
-    """Runs from `with` on, in namespaces of a stage's own.
+    """Runs from `with` on, in namespaces of a stage's own; Ray's files are in `ray` of the stage's folder.
 
     Attributes:
         address: HOST:PORT of the head.
     """
 
-    def __init__(self, num_machines: int, environment: Mapping[str, str]):
-        self._num_machines, self._environment = num_machines, dict(environment)
+    def __init__(self, num_machines: int, environment: Mapping[str, str], folder: Path):
+        self._num_machines, self._environment, self._files = num_machines, dict(environment), folder / "ray"
         self._switch = Switch()
         self._head: subprocess.Popen | None = None
+        self._lost: list[Machine] = []
         self.address = f"{self._switch.host}:{PORT}"
 
     def __enter__(self) -> "DrillCluster":
         NETWORKS.mkdir(exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(NETWORKS)], check=True, timeout=END_TIMEOUT_S)
-        os.environ.update(self._environment | WITHOUT_TOKENS)
+        self._files.mkdir(exist_ok=True)
+        RAY_FILES.mkdir(exist_ok=True)
+        subprocess.run(["mount", "--bind", str(self._files), str(RAY_FILES)], check=True, timeout=END_TIMEOUT_S)
+        # The run gets the environment of its stage. Its driver demands a token of the other machines' raylets.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        os.environ.update(self._environment | token)
         self._switch.__enter__()
         for _ in range(self._num_machines):
             self._switch.add_machine()
@@ -65,8 +72,8 @@ class DrillCluster:
             machine.start_ray(self.address, num_cpus=1, object_store_bytes=OBJECT_STORE_BYTES)
 
     def restart_lost(self) -> list[str]:
-        """Start Ray anew where it has ended; return the addresses of these machines."""
-        gone = [machine for machine in self._switch.machines if machine.is_ray_gone()]
+        """Start Ray anew where it has ended, but not on lost machines; return the addresses of these machines."""
+        gone = [machine for machine in self._switch.machines if machine not in self._lost and machine.is_ray_gone()]
         for machine in gone:
             machine.start_ray(self.address, num_cpus=1, object_store_bytes=OBJECT_STORE_BYTES, wait=False)
         return [machine.address for machine in gone]
@@ -78,11 +85,24 @@ class DrillCluster:
             draw: Number in [0, 1) that chooses one of the machines with workers of the run, if there are any.
             below: All processes of the run and of the cluster.
         """
-        machines = self._switch.machines
-        chosen = [machine for machine in machines if _has_workers(machine, below)] or machines
-        machine = chosen[int(draw * len(chosen))]
+        machine = self._choose(draw, below)
         machine.disconnect()
         return machine.address, machine.reconnect
+
+    def lose_machine(self, draw: float, below: Mapping[int, Process]) -> tuple[str, Callable[[], None]]:
+        """Kill all processes of a machine at once; return its address and what brings the machine back.
+
+        For the arguments see `cut_link`.
+        """
+        machine = self._choose(draw, below)
+        self._lost.append(machine)
+        machine.kill_ray()
+        return machine.address, lambda: self._lost.remove(machine)
+
+    def _choose(self, draw: float, below: Mapping[int, Process]) -> Machine:
+        machines = [machine for machine in self._switch.machines if machine not in self._lost]
+        chosen = [machine for machine in machines if _has_workers(machine, below)] or machines
+        return chosen[int(draw * len(chosen))]
 
     def is_own(self, pid: int, below: Mapping[int, Process]) -> bool:
         """Return whether this process is one of the cluster, and not of the run that uses it."""

@@ -41,14 +41,15 @@ OF_PROCESS = {  # who starts the run also ends a frozen program; a whole node fr
     "node": {"kill": 2, "pause": 1},
 }
 SURROUNDINGS = {"full disk": 2, "slow disk": 2, "network": 2, "clock": 2}  # harm that no process is chosen for
-SURROUNDINGS_OF_KIND = {"nodes": {"link": 10, "full disk": 1}}
+SURROUNDINGS_OF_KIND = {"nodes": {"link": 7, "machine": 3, "full disk": 1}}
 SURROUNDING_SHARE, SURROUNDING_SHARE_OF_KIND = 0.2, {"nodes": 0.6}
-PRIVILEGED = ("oom", "reset", "link", *SURROUNDINGS)  # what not every machine can do: see `surroundings.possible_harms`
+PRIVILEGED = ("oom", "reset", "link", "machine", *SURROUNDINGS)  # what not every machine can do: see `surroundings.possible_harms`
 CLOCK_STEP_S = 86400.0  # limit, in both directions
 KINDS = ("ppo", "lag", "async", "sft", "megatron", "job", "nodes")
 NUM_FAULTS = (1, 1, 1, 2, 2, 3)
 PAUSE_S = (0.2, 15.0)  # limits: shorter and longer than what detectors call frozen
-CUT_S = (1.0, 40.0)  # limits for a machine's link: also longer than Ray waits before it declares a node dead
+CUT_S = (1.0, 60.0)  # limits for a machine's link: also longer than Ray waits before it declares a node dead
+FOR_EVER_S = 40.0  # a longer cut lasts until the run has ended
 EARLIEST, LATEST = 0.02, 1.0
 START_SHARE = 0.15  # of `Fault.at` that is the time before the first step is complete
 TOGETHER_SHARE = 0.3  # of the drills with several faults: all at the same time
@@ -64,7 +65,7 @@ class Fault:
         draw: Number in [0, 1) that chooses one of several processes of this name.
         how: Key of `HARMS` or `SURROUNDINGS`.
         seconds: How long a pause, a full or slow disk, a cut network or link lasts, or by how much the clock is set; 0
-            for other harm.
+            for other harm, and for a link that is cut for ever.
     """
 
     at: float
@@ -117,7 +118,8 @@ def _draw_fault(chance: random.Random, kind: str, at: float, *, possible: Collec
     step_s = round(chance.uniform(-CLOCK_STEP_S, CLOCK_STEP_S))
     cut_s = round(chance.uniform(*CUT_S), 2) if around == "link" else 0.0
     if is_around and around in possible:
-        lasts_s = {"clock": step_s, "link": cut_s}.get(around, seconds)
+        cut_s = cut_s if cut_s < FOR_EVER_S else 0.0
+        lasts_s = {"clock": step_s, "link": cut_s, "machine": 0.0}.get(around, seconds)
         return Fault(round(at, 4), "", round(draw, 4), around, lasts_s)
     if how in PRIVILEGED and how not in possible:
         how = "kill"

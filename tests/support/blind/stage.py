@@ -40,6 +40,7 @@ from tests.support.blind.surroundings import (
 POLL_PERIOD_S = 0.04
 APPEAR_TIMEOUT_S = 60.0  # for a process that is to be harmed
 LEAVE_TIMEOUT_S = 30.0  # for what the run started, after its end
+FOR_EVER = math.inf  # what is undone when the run has ended
 SHM_BYTES = 2 * 1024**3
 SHM = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
@@ -226,10 +227,12 @@ class Stage:
         return True
 
     def _harm_surroundings(self, fault: Fault, now: float) -> None:
-        if fault.how == "link" and self._cluster is not None:
-            address, connect = self._cluster.cut_link(fault.draw, descendants(os.getpid()))
-            self._undo.append((now + fault.seconds, connect))
-            self.outcome.hits.append(f"{self._when(now)}: link of {address} cut {fault.seconds:g} s")
+        if fault.how in ("link", "machine") and self._cluster is not None:
+            harm_machine = self._cluster.cut_link if fault.how == "link" else self._cluster.lose_machine
+            address, undo = harm_machine(fault.draw, descendants(os.getpid()))
+            self._undo.append((now + fault.seconds if fault.seconds else FOR_EVER, undo))
+            what = "lost" if fault.how == "machine" else f"cut {fault.seconds:g} s" if fault.seconds else "cut for ever"
+            self.outcome.hits.append(f"{self._when(now)}: {fault.how} {address} {what}")
             return
         self.outcome.hits.append(f"{self._when(now)}: {fault.how} {fault.seconds:g} s")
         if fault.how == "clock":
@@ -248,6 +251,7 @@ class Stage:
                     self._status = ended[1]
 
     def _leftovers(self) -> list[str]:
+        self._undo = [(at if at < FOR_EVER else self._now(), undo) for at, undo in self._undo]
         until = max([self._now(), *(at for at, _ in self._undo)]) + LEAVE_TIMEOUT_S
         while (left := self._labels()) and self._now() < until:
             self._undo_until(self._now())
@@ -317,7 +321,8 @@ def main(scene_path: str, result_path: str) -> None:
     scene = Scene(**json.loads(Path(scene_path).read_text()))
     set_up(scene)
     drill = Drill.from_json(scene.drill)
-    with DrillCluster(scene.num_machines, scene.environment) if scene.num_machines else nullcontext() as cluster:
+    machines = (scene.num_machines, scene.environment, Path(scene.folder))
+    with DrillCluster(*machines) if scene.num_machines else nullcontext() as cluster:
         first = Stage(scene, name="run", faults=drill.faults, cluster=cluster).run(deadline_s=scene.deadline_s)
         result = {"first": asdict(first), "again": None}
         if first.code is not None and first.code != 0:

@@ -41,6 +41,7 @@ def possible_harms(*, apart: bool) -> list[str]:
         "oom": os.access(MEMORY / "memory.limit_in_bytes", os.F_OK) and os.access(MEMORY, os.W_OK),
         "reset": shutil.which("ss") is not None,
         "link": can_simulate(),
+        "machine": can_simulate(),
     }
     return [how for how, is_met in needs.items() if is_met]
 
@@ -143,10 +144,12 @@ def remove_memory_groups() -> None:
 
 def reset_connections(pid: int) -> int:
     """Abort the established TCP connections of this process; return their number."""
-    listing = ["ss", "--no-header", "--numeric", "--tcp", "--processes", "state", "established"]
+    own_network = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+    listing = [*own_network, "ss", "--no-header", "--numeric", "--tcp", "--processes", "state", "established"]
     rows = subprocess.run(listing, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout.splitlines()
     found = [ends.groups() for row in rows if f"pid={pid}," in row and (ends := ADDRESS.search(row))]
     for source, destination in found:
         connection = f"( sport = :{source} and dport = :{destination} )"
-        subprocess.run(["ss", "--kill", "--tcp", "state", "established", connection], capture_output=True, timeout=20)
+        abort = [*own_network, "ss", "--kill", "--tcp", "state", "established", connection]
+        subprocess.run(abort, capture_output=True, timeout=TIMEOUT_S)
     return len(found)

@@ -112,8 +112,12 @@ class Machine:
     def reconnect(self) -> None:
         ip("link", "set", self._cable, "up")
 
-    def end(self) -> None:
+    def kill_ray(self) -> None:
+        """Kill all processes of the machine: `unshare` ends its process namespace with itself."""
         if self._ray is not None:
             self._ray.kill()
             self._ray.wait(END_TIMEOUT_S)
+
+    def end(self) -> None:
+        self.kill_ray()
         ip("netns", "del", self._name)
