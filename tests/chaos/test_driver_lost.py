@@ -21,6 +21,7 @@ from tests.support.end_to_end.runs import largest_difference, metrics, settings,
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 STEPS = 4
+ROLLOUT = "actor_rollout_ref__rollout__"
 CASES = [
     ("SIGKILL", "next_batch", 0.0),
     ("SIGKILL", "gen", 0.02),
