@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from hybridrl import single_controller
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
@@ -109,7 +109,9 @@ class Trainer:
         self.ledger = StepLedger(self.store.root, rows=num_rows)
         self.nonfinite_guard = NonFiniteGuard(trainer.nonfinite)
         elastic = trainer.min_ranks > 0
-        self.ranks = recovery.ElasticRanks(self, self.config, resource_pool_manager) if elastic else FixedRanks()
+        self.ranks = (
+            recovery.ElasticRanks(self, cast(PPOConfig, config), resource_pool_manager) if elastic else FixedRanks()
+        )
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
         self.standbys: Any = None

@@ -29,6 +29,10 @@ class MasterConnection(Protocol):
     def send(self, data: Mapping[str, Any]) -> None:
         """Queue a message; returns at once."""
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the master has acknowledged every message; return whether it has."""
+        ...
+
     def stop(self) -> None:
         """Close the connection."""
 

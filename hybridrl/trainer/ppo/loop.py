@@ -38,7 +38,13 @@ from hybridrl.trainer.ppo.rewards import (
     make_kl_controller,
 )
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter
-from hybridrl.trainer.ppo.stages import check_roles, filters_groups, samples_per_group, uses_greedy_baseline
+from hybridrl.trainer.ppo.stages import (
+    check_roles,
+    filters_groups,
+    rollout_lag,
+    samples_per_group,
+    uses_greedy_baseline,
+)
 from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
 from hybridrl.trainer.recovery.step_snapshot import load_resume_state
@@ -189,7 +195,7 @@ class PPOLoop(Trainer):
         trainer = self.config.trainer
         if trainer.backend != "ray" or not trainer.snapshot_freq:
             return 0
-        return max(trainer.snapshot_freq, self.pipeline.lag)
+        return max(trainer.snapshot_freq, rollout_lag(self.config))
 
     def device_slots(self) -> DeviceSlots | None:
         """Return role -> device slots if independent stages run concurrently, else None."""
