@@ -76,8 +76,16 @@ class RunningJob:
 
         Raises:
             CallTimeout: If the job still runs after `timeout_s`.
+            WorkerLost: The supervisor was lost with its cluster, or too often.
         """
-        [code] = wait_all([self.outcome], role=JOB_SUPERVISOR, method="outcome", timeout_s=timeout_s)
+        try:
+            [code] = wait_all([self.outcome], role=JOB_SUPERVISOR, method="outcome", timeout_s=timeout_s)
+        except WorkerLost as error:
+            if error.role == JOB_SUPERVISOR:
+                error.add_note(
+                    "the job ended with it; start the same command again; training resumes from what it has committed"
+                )
+            raise
         return code
 
     def is_finished(self) -> bool:

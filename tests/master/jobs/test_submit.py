@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from hybridrl.errors import ConfigError, PlacementError
+from hybridrl.errors import ConfigError, PlacementError, WorkerLost
 from hybridrl.master.jobs.builder import DLJobBuilder, RLJobBuilder
 from hybridrl.master.service.console import list_jobs, logs, status, stop
 from hybridrl.master.service.journal import replay
@@ -111,6 +111,19 @@ def test_hybridrl_job_stops_a_submitted_job_and_its_trainer_can_clean_up(tmp_pat
     assert running.wait(timeout_s=60) == 143 and (tmp_path / "out").read_text().split() == ["works", "leaves"]
     assert "StopRequested" in logs(running.journal, None)
     wait_until(lambda: not left_of("found-"))
+
+
+@pytest.mark.slow
+def test_whoever_waits_for_a_job_whose_supervisor_is_lost_learns_how_to_go_on(tmp_path):
+    job = DLJobBuilder().device_type("CPU").config({"out": str(tmp_path / "out")}).trainer(CleansUp).resource(**SMALL)
+    running = job.build().submit("orphan", blocking=False, journal=str(tmp_path))
+    wait_until((tmp_path / "out").exists)
+    ray.kill(running.supervisor, no_restart=True)
+    with pytest.raises(WorkerLost) as lost:
+        running.wait(timeout_s=120)
+    assert "start the same command again" in "".join(lost.value.__notes__)
+    running.stop()
+    wait_until(lambda: not left_of("orphan-"))
 
 
 def test_a_job_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
