@@ -178,14 +178,17 @@ class _TokenStats(torch.autograd.Function):
             ctx.mark_non_differentiable(squares_N)
         ctx.save_for_backward(logits_NV, labels_N, logsumexp_N, entropy_N)
         ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)  # an entropy that is only reported costs nothing here
         return log_probs_N, entropy_N, squares_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs_N: torch.Tensor, grad_entropy_N: torch.Tensor | None, _grad_squares_N: Any
+        ctx: Any, grad_log_probs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None, _grad_squares_N: Any
     ) -> tuple[torch.Tensor | None, ...]:
         logits_NV, labels_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        if grad_log_probs_N is None:
+            grad_log_probs_N = torch.zeros_like(logsumexp_N)
         grad_logits_NV = torch.empty_like(logits_NV)
         for part in _parts(len(labels_N), ctx.rows):
             log_probs_CV = _to_float32(logits_NV[part], ctx.temperature).sub_(logsumexp_N[part, None])

@@ -28,7 +28,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers import rollout
-from hybridrl.workers.engine.base import AdapterEngine, Engine, MicroBatching
+from hybridrl.workers.engine.base import AdapterEngine, Engine, LossFn, MicroBatching
 from hybridrl.workers.engine.hf_model import vocabulary_size
 from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import (
@@ -39,7 +39,7 @@ from hybridrl.workers.engine_worker import (
     on_device,
     required_path,
 )
-from hybridrl.workers.losses import actor_loss, student_terms, teacher_terms
+from hybridrl.workers.losses import GlobalCounts, OwnLogProbs, actor_loss, student_terms, teacher_terms
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
@@ -271,16 +271,24 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         A distillation in the loss reads what `compute_teacher_log_prob` returned. The policy loss is multiplied by
         `rollout_is_weights` if the batch has them. In bypass mode `old_log_probs` are the rollout's, and the loss
         weighs and rejects tokens itself. `mini_batch.py` describes how
-        the rows are cut into mini-batches.
+        the rows are cut into mini-batches. Without `old_log_probs` the update is one optimizer step, and its own
+        log-probs are the old ones (`OwnLogProbs`); the batch then has `batch_row`.
 
         Returns:
-            A batch without rows. `meta_info["metrics"]` has one value per optimizer step, equal on every rank.
+            `meta_info["metrics"]` has one value per optimizer step, equal on every rank. No rows, or without
+            `old_log_probs` this rank's, with the columns of `OwnLogProbs.columns`.
         """
         actor = self.config.actor_rollout_ref.actor
         correction = correction_plan(self.config.algorithm.rollout_correction)
         micro = micro_batching(
             actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
         )
+        own = None if "old_log_probs" in data.batch.keys() else OwnLogProbs(data, epochs=actor.ppo_epochs)
+
+        def make_loss(counts: GlobalCounts) -> LossFn:
+            loss = actor_loss(actor, counts, correction=correction, distillation=self.config.distillation)
+            return loss if own is None else own.used_by(loss)
+
         with on_device(
             self.actor, self.device, params=self._offload.param_offload, optimizer=self._offload.optimizer_offload
         ):
@@ -288,18 +296,19 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
                 self.actor,
                 data,
                 micro,
-                make_loss=lambda counts: actor_loss(
-                    actor, counts, correction=correction, distillation=self.config.distillation
-                ),
+                make_loss=make_loss,
                 outputs=(
                     "log_probs",
-                    *(("entropy",) if actor.entropy_coeff else ()),
+                    *(("entropy",) if actor.entropy_coeff or own is not None else ()),
                     *student_terms(self.config.distillation),
                 ),
                 epochs=actor.ppo_epochs,
                 prefix="actor",
             )
-        return DataProto(meta_info={"metrics": metrics})
+        meta_info = {"metrics": metrics}
+        return (
+            DataProto(meta_info=meta_info) if own is None else DataProto.from_dict(own.columns(), meta_info=meta_info)
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:

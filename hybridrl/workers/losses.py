@@ -6,7 +6,7 @@ holds for statistics: their sum over micro-batches and ranks is the value of the
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from hybridrl.algos.value_losses import clipped_value_loss
 from hybridrl.config.schema.distillation import FULL_MODES, DistillationConfig
 from hybridrl.config.schema.rollout_correction import CorrectionPlan
 from hybridrl.config.schema.workers import ActorConfig
+from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import LossFn, TokenTerm
@@ -163,6 +164,50 @@ def actor_loss(
         return loss, stats | {"actor/loss": loss}
 
     return loss_fn
+
+
+class OwnLogProbs:
+    """Old log-probs of an update that is one optimizer step: those of its own forward pass, without gradient.
+
+    Before the step the trained policy is the old one, so that the ratio of both is 1 and a pass before the update would
+    compute the same numbers again. What the pass would return is kept for metrics.
+
+    Args:
+        data: This rank's rows, with `batch_row`.
+        epochs: Passes of the update over its rows.
+
+    Raises:
+        DataError: The update has several optimizer steps; later ones train another policy.
+    """
+
+    def __init__(self, data: DataProto, *, epochs: int):
+        num_steps = epochs * (UpdatePlan.of(data.meta_info).num_mini_batches or 1)
+        if num_steps > 1:
+            raise DataError(
+                f"the batch has no old_log_probs, and the update has {num_steps} optimizer steps; compute them before "
+                "it (actor_rollout_ref.actor.calculate_old_log_probs=true)"
+            )
+        mask_BR = data.batch["response_mask"]
+        none = mask_BR[:0]
+        self._parts = [
+            {"batch_row": none[:, 0], "response_mask": none, "old_log_probs": none.float(), "entropys": none.float()}
+        ]
+
+    def used_by(self, loss_fn: LossFn) -> LossFn:
+        """Return the loss with `old_log_probs` in its rows; each call keeps the rows' outputs."""
+
+        def loss_of(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, Mapping[str, Any]]:
+            rows.batch["old_log_probs"] = outputs["log_probs"].detach()
+            kept = {name: rows.batch[name] for name in ("batch_row", "response_mask", "old_log_probs")}
+            self._parts.append(kept | {"entropys": outputs["entropy"].detach()})
+            return loss_fn(outputs, rows)
+
+        return loss_of
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Return `batch_row` (b,) and `response_mask` (b, R) int64, `old_log_probs` and `entropys` (b, R) float32."""
+        device = self._parts[-1]["entropys"].device
+        return {name: torch.cat([part[name].to(device) for part in self._parts]).cpu() for name in self._parts[0]}
 
 
 def surrogate_terms(

@@ -9,7 +9,7 @@ from hybridrl.config.schema.rollout_correction import RolloutCorrectionConfig, c
 from hybridrl.config.schema.workers import ActorConfig, PolicyLossConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.losses import GlobalCounts, actor_loss
+from hybridrl.workers.losses import GlobalCounts, OwnLogProbs, actor_loss
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
@@ -111,3 +111,26 @@ def test_the_divisor_of_dr_grpo_is_the_width_or_the_configured_factor(factor, ex
     assert loss_fn({"log_probs": torch.zeros(2, 3)}, DataProto.from_dict(tensors=columns))[0].item() == pytest.approx(
         expected
     )
+
+
+def test_an_update_of_several_steps_needs_log_probs_from_before_it():
+    rows = DataProto.from_dict(tensors={"response_mask": torch.ones(2, 3, dtype=torch.int64)})
+    with pytest.raises(DataError, match="has 2 optimizer steps; compute them before"):
+        OwnLogProbs(rows, epochs=2)
+
+
+def test_log_probs_of_the_step_itself_give_the_ratio_one_and_the_gradient_of_the_advantages():
+    # two tokens with advantage 3: d loss / d log_prob = -3 / 2 each
+    columns = {
+        "response_mask": torch.tensor([[1, 1, 0]]),
+        "advantages": torch.tensor([[3.0, 3.0, 0.0]]),
+        "batch_row": torch.tensor([7]),
+    }
+    rows = DataProto.from_dict(tensors=columns)
+    own = OwnLogProbs(rows, epochs=1)
+    outputs = {"log_probs": torch.tensor([[-1.0, -2.0, 0.0]], requires_grad=True), "entropy": torch.ones(1, 3)}
+    loss, stats = own.used_by(actor_loss(ActorConfig(), GlobalCounts(2.0, 1.0)))(outputs, rows)
+    loss.backward()
+    assert outputs["log_probs"].grad.tolist() == [[-1.5, -1.5, 0.0]] and float(stats["actor/ppo_kl"]) == 0
+    kept = own.columns()
+    assert kept["old_log_probs"].tolist() == [[-1.0, -2.0, 0.0]] and kept["batch_row"].tolist() == [7]

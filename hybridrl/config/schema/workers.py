@@ -190,6 +190,10 @@ class ActorConfig:
         None,
         "Compute the sum of squared probabilities with the log-probs; null means: if the advantage estimator needs it.",
     )
+    calculate_old_log_probs: bool | None = setting(
+        None,
+        "Compute old_log_probs in a pass before the update; null means: unless one optimizer step does without them.",
+    )
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hybridrl.algos import rollout_correction
+from hybridrl.algos.masked import masked_mean
 from hybridrl.algos.value_losses import explained_variance
 from hybridrl.config import PPOConfig
 from hybridrl.errors import DataError
@@ -74,6 +75,25 @@ def global_seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[
         "global_seqlen/balanced_max": float(max(balanced)),
         "global_seqlen/mean": sum(lengths) / len(partitions),
     }
+
+
+def log_prob_metrics(batch: DataProto, entropys_BR: torch.Tensor) -> Metrics:
+    """Return `actor/entropy` (nats), and `rollout_mismatch_metrics` if the batch has `rollout_log_probs`."""
+    metrics = {"actor/entropy": float(masked_mean(entropys_BR, batch.batch["response_mask"]))}
+    return metrics | (rollout_mismatch_metrics(batch) if "rollout_log_probs" in batch.batch.keys() else {})
+
+
+def metrics_of_update(batch: DataProto, updated: DataProto) -> Metrics:
+    """Return `log_prob_metrics` of the tokens that an update trained on, before its optimizer step.
+
+    Args:
+        batch: All rows of the step.
+        updated: What `update_actor` returned: `batch_row`, and of these rows the mask, log-probs and entropy.
+    """
+    trained = DataProto.from_dict(tensors=dict(updated.batch.items()))
+    if "rollout_log_probs" in batch.batch.keys():
+        trained.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"][trained.batch["batch_row"]]
+    return log_prob_metrics(trained, trained.batch["entropys"])
 
 
 def rollout_mismatch_metrics(batch: DataProto) -> Metrics:

@@ -3,7 +3,7 @@
 The list of the stages is `RayPPOTrainer.step`, and the table of columns `columns.py`. Nothing is started here.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from hybridrl.algos.advantages import get_adv_estimator
@@ -39,6 +39,53 @@ def correction_columns(config: PPOConfig) -> tuple[str, ...]:
 def bypasses_old_log_prob(config: PPOConfig) -> bool:
     """Return whether the rollout's log-probs stand for those of the policy before the update."""
     return correction_plan(config.algorithm.rollout_correction).bypass_mode
+
+
+def overrides(cls: type, names: Collection[str], *, of: type) -> bool:
+    """Return whether a class between `cls` and its ancestor `of` defines one of these methods."""
+    between = cls.__mro__[: cls.__mro__.index(of)]
+    return any(name in vars(ancestor) for ancestor in between for name in names)
+
+
+def computes_old_log_probs(config: PPOConfig, *, overridden: bool = False) -> bool:
+    """Return whether a forward pass before the update computes `old_log_probs`.
+
+    As set, or if unset, whether anything may read them. Without the pass the update's own log-probs are the old ones.
+
+    Args:
+        config: Settings of the job.
+        overridden: Whether the trainer has stages of its own, which may read them.
+    """
+    chosen = config.actor_rollout_ref.actor.calculate_old_log_probs
+    wanted = overridden or next(_old_log_prob_readers(config), None) is not None if chosen is None else chosen
+    return wanted and not bypasses_old_log_prob(config)
+
+
+def _old_log_prob_readers(config: PPOConfig) -> Iterator[str]:
+    """Yield what needs log-probs from before the update: several optimizer steps, or somebody who reads them."""
+    actor, algorithm, trainer = config.actor_rollout_ref.actor, config.algorithm, config.trainer
+    num_prompts = config.data.train_batch_size + trainer.replay.groups
+    if actor.ppo_epochs > 1:
+        yield f"actor_rollout_ref.actor.ppo_epochs={actor.ppo_epochs}: later epochs train another policy"
+    if num_prompts > actor.ppo_mini_batch_size:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: a step of {num_prompts} prompts "
+            "has several mini-batches, and later ones train another policy"
+        )
+    if correction_columns(config):
+        yield "algorithm.rollout_correction compares them with those of the rollout"
+    if algorithm.use_kl_in_reward:
+        yield "algorithm.use_kl_in_reward=true reads them"
+    if uses_sum_pi_squared(config):
+        yield "sum_pi_squared is computed with them"
+    if config.distillation.enabled:
+        yield "distillation.enabled=true reads them"
+    if actor.policy_loss.loss_mode in ("clip_cov", "kl_cov"):
+        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode} selects tokens by them"
+    if trainer.critic_warmup:
+        yield f"trainer.critic_warmup={trainer.critic_warmup}: steps without an update report the policy's entropy"
+    if trainer.middleware:
+        yield "trainer.middleware may read them"
 
 
 def uses_greedy_baseline(config: PPOConfig) -> bool:
@@ -93,6 +140,7 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
             "and algorithm.rollout_correction.bypass_mode leaves that pass out; set bypass_mode=false, or take another "
             "estimator"
         )
+    _check_old_log_probs(config)
     if uses_critic(config) and Role.Critic not in roles:
         raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")
     has_reference = config.actor_rollout_ref.model.uses_lora or {Role.RefPolicy, Role.ActorRolloutRef} & set(roles)
@@ -106,6 +154,23 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
         )
     if config.distillation.task_rewards and not has_reward and Role.RewardModel not in roles:
         raise ConfigError("no reward is configured; pass reward_fn, or map Role.RewardModel to a worker class")
+
+
+def _check_old_log_probs(config: PPOConfig) -> None:
+    """Raise ConfigError for a setting of the stage that cannot be met. Middleware that reads no log-probs is fine."""
+    key, chosen = (
+        "actor_rollout_ref.actor.calculate_old_log_probs",
+        config.actor_rollout_ref.actor.calculate_old_log_probs,
+    )
+    if bypasses_old_log_prob(config):
+        if chosen:
+            raise ConfigError(
+                f"{key}=true: algorithm.rollout_correction.bypass_mode takes the rollout's log-probs; leave one out"
+            )
+        return
+    needed = [reason for reason in _old_log_prob_readers(config) if not reason.startswith("trainer.middleware")]
+    if chosen is False and needed:
+        raise ConfigError(f"{key}=false: {needed[0]}; leave the setting out")
 
 
 @dataclass(frozen=True)
@@ -224,8 +289,8 @@ def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
 
 
 def actor_input(has: OptionalColumns) -> tuple[str, ...]:
-    """Return the columns that the actor is trained on."""
-    return (*c.MODEL_INPUT, c.OLD_LOG_PROBS, c.ADVANTAGES, *has.correction, *has.kl_loss, *has.taught)
+    """Return the columns that the actor is trained on, besides `old_log_probs` if a stage computes them."""
+    return (*c.MODEL_INPUT, c.ADVANTAGES, *has.correction, *has.kl_loss, *has.taught)
 
 
 def rollout_lag(config: PPOConfig) -> int:

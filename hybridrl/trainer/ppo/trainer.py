@@ -5,8 +5,8 @@
 
     -> [replay]
 
-    -> old_log_prob -> [rollout_correction] -> [ref_log_prob] -> [teacher_log_prob] -> [values] -> advantage
-       old_log_probs    rollout_is_weights      ref_log_prob      teacher_log_prob      values     advantages, returns
+    -> [old_log_prob] -> [rollout_correction] -> [ref_log_prob] -> [teacher_log_prob] -> [values] -> advantage
+       old_log_probs      rollout_is_weights      ref_log_prob      teacher_log_prob      values     advantages, returns
 
     -> [update_critic] -> update_actor -> update_weights -> validate -> log -> save_checkpoint
 
@@ -31,7 +31,6 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from hybridrl.algos.masked import masked_mean
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import GenerationRequest
@@ -54,7 +53,7 @@ from hybridrl.trainer.ppo.columns import (
     SCORES,
 )
 from hybridrl.trainer.ppo.loop import PPOLoop
-from hybridrl.trainer.ppo.metrics import reward_extra_metrics, rollout_mismatch_metrics, step_metrics
+from hybridrl.trainer.ppo.metrics import log_prob_metrics, metrics_of_update, reward_extra_metrics, step_metrics
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
 from hybridrl.trainer.ppo.policy.rollout_pipeline import join_responses
 from hybridrl.trainer.ppo.rewards import (
@@ -71,9 +70,11 @@ from hybridrl.trainer.ppo.sampling.sample_choice import choose_samples
 from hybridrl.trainer.ppo.stages import (
     actor_input,
     bypasses_old_log_prob,
+    computes_old_log_probs,
     correction_columns,
     filters_groups,
     optional_columns,
+    overrides,
     stage_roles,
     uses_components,
     uses_critic,
@@ -87,6 +88,12 @@ from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.samples import sample_rows, write_samples
+
+MAY_READ_OLD_LOG_PROBS = (
+    *("step", "stages", "old_log_prob", "rollout_correction", "ref_log_prob", "teacher_log_prob", "values"),
+    *("advantage", "update_critic", "update_actor"),
+)
+"""Methods of a trainer; a class of one's own that overrides one gets the stage `old_log_prob`."""
 
 
 class RayPPOTrainer(PPOLoop):
@@ -116,6 +123,7 @@ class RayPPOTrainer(PPOLoop):
         on, has = stage_roles(roles), optional_columns(config, roles)
         filters, replays = filters_groups(config), config.trainer.replay.groups > 0
         corrected, bypasses = correction_columns(config), bypasses_old_log_prob(config)
+        computes = computes_old_log_probs(config, overridden=overrides(cls, MAY_READ_OLD_LOG_PROBS, of=RayPPOTrainer))
         samples = GENERATED + has.sampled
         rewarded = has.model_scores + SCORES + has.components
         stored = samples + rewarded + has.baselines
@@ -123,6 +131,7 @@ class RayPPOTrainer(PPOLoop):
         old = (c.OLD_LOG_PROBS, *has.squares)
         trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages, *has.drawn)
         to_actor, to_critic = (*trained, *actor_input(has), *has.right), (*trained, *CRITIC_INPUT)
+        to_actor = (*to_actor, c.OLD_LOG_PROBS) if computes or bypasses else to_actor
         return [
             # 1. Prompts of the step that is `trainer.lag` ahead.
             Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),
@@ -142,7 +151,7 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
             # 4. What policy, reference and critic make of the tokens, before the update.
             Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
-            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old).when(not bypasses),
+            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old).when(computes),
             Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=corrected).when(corrected),
             Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(uses_reference(config)),
             Stage(cls.teacher_log_prob, "teacher", on.teacher, MODEL_INPUT, has.teacher).when(
@@ -288,10 +297,7 @@ class RayPPOTrainer(PPOLoop):
         if uses_sum_pi_squared(self.config):
             compute = functools.partial(compute, sum_pi_squared=True)
         ctx.batch.union(self._call_balanced(ctx, compute, self.policy.actor.world_size))
-        entropys = ctx.batch.batch.pop("entropys")
-        ctx.metrics["actor/entropy"] = float(masked_mean(entropys, ctx.batch.batch["response_mask"]))
-        if "rollout_log_probs" in ctx.batch.batch.keys():
-            ctx.metrics |= rollout_mismatch_metrics(ctx.batch)
+        ctx.metrics |= log_prob_metrics(ctx.batch, ctx.batch.batch.pop("entropys"))
 
     def reuse_log_probs(self, ctx: BatchContext) -> None:
         """Take the rollout's log-probs for those of the policy before the update (`bypass_mode`)."""
@@ -346,8 +352,12 @@ class RayPPOTrainer(PPOLoop):
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="critic", prefix="critic")
 
     def update_actor(self, ctx: BatchContext) -> None:
-        """Update the policy, after the critic's warm-up steps."""
-        columns = actor_input(optional_columns(self.config, self.roles))
+        """Update the policy, after the critic's warm-up steps.
+
+        Without `old_log_probs` the update returns its own log-probs from before its one optimizer step.
+        """
+        has_old = c.OLD_LOG_PROBS in ctx.batch.batch.keys()
+        columns = (*actor_input(optional_columns(self.config, self.roles)), *((c.OLD_LOG_PROBS,) if has_old else ()))
         data = select_training_rows(ctx.batch, columns, self.config, role=Role.Actor, step=self.global_steps)
         add_covariance_selection(data, self.config, step=self.global_steps)
         trains = has_tokens(data, step=self.global_steps)
@@ -355,6 +365,8 @@ class RayPPOTrainer(PPOLoop):
         if ctx.updated:
             updated = self.policy.actor.update_actor(data)
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="actor", prefix="actor")
+            if not has_old:
+                ctx.metrics |= metrics_of_update(ctx.batch, updated)
 
     def update_weights(self, ctx: BatchContext) -> None:
         """Push the new weights to the rollout, with the step number as version."""

@@ -15,7 +15,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
-from hybridrl.trainer.ppo.columns import ROLLOUT_RS_MASK
+from hybridrl.trainer.ppo.columns import OLD_LOG_PROBS, ROLLOUT_RS_MASK
 from hybridrl.trainer.ppo.off_policy import fresh_mask
 from hybridrl.trainer.ppo.stages import samples_per_group
 from hybridrl.trainer.roles import Role
@@ -52,7 +52,8 @@ def select_training_rows(
     tokens that the rollout correction rejects (if `rollout_rs_mask` is among the columns), and with
     `trainer.stale_tokens=drop` without tokens older than `trainer.staleness` in this step. Rows whose mask is empty
     stay. The loss, its divisors and all its terms see this mask. With `algorithm.use_pf_ppo` rows are drawn again, the
-    same ones for actor and critic. The actor gets `nll_weights` (rows,) float32 with `positive_nll_coef`.
+    same ones for actor and critic. The actor gets `nll_weights` (rows,) float32 with `positive_nll_coef`, and without
+    `old_log_probs` the number of each row in the batch, `batch_row` (rows,) int64.
     """
     data, trainer = select_columns(batch, columns), config.trainer
     if trainer.stale_tokens == "drop" and trainer.staleness is not None:
@@ -64,6 +65,8 @@ def select_training_rows(
     if role == Role.Actor and config.actor_rollout_ref.actor.positive_nll_coef:
         right, lengths = batch.batch["token_level_scores"].sum(-1)[rows] > 0, data.batch["response_mask"].sum(-1)
         data.batch["nll_weights"] = advantages.rejection.mean_over_kept(right, lengths).float()
+    if role == Role.Actor and OLD_LOG_PROBS not in columns:
+        data.batch["batch_row"] = rows
     shuffle = config.actor_rollout_ref.actor.shuffle
     plan = UpdatePlan(
         mini_batch_size=prompts_per_update(config, role) * samples_per_group(config),

@@ -2,12 +2,15 @@
 
 import functools
 import itertools
+import re
 
 import pytest
 
 from hybridrl.config import PPOConfig, load_config
+from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import worker_classes
 from hybridrl.trainer.ppo.columns import COLUMNS
+from hybridrl.trainer.ppo.stages import check_roles
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 CHOICES = [
@@ -102,3 +105,58 @@ def test_a_distillation_without_rewards_has_no_stage_of_its_estimator():
 def test_bypass_mode_has_no_forward_pass_for_the_old_log_probs():
     names = [spec.name for spec in stages_of(f"{CORRECTION}.preset=bypass_pg_geo_rs_token_tis")]
     assert "reuse_log_probs" in names and not {"old_log_prob", "rollout_correction"} & {*names}
+
+
+ONE_STEP = "data.train_batch_size=256"  # as many prompts as in a mini-batch
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "data.train_batch_size=257",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "trainer.replay.groups=1 trainer.staleness=1",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.rollout_correction.preset=decoupled_token_is actor_rollout_ref.rollout.calculate_log_probs=true",
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+        "distillation.enabled=true",
+        "trainer.critic_warmup=1 algorithm.adv_estimator=gae",
+        "trainer.middleware=[examples/middleware.py:log_stage_times]",
+        "actor_rollout_ref.actor.calculate_old_log_probs=true",
+    ],
+)
+def test_one_optimizer_step_has_no_pass_before_it_unless_something_reads_its_log_probs(reader):
+    base = ("algorithm.adv_estimator=grpo", ONE_STEP)
+    assert not any("old_log_probs" in spec.reads + spec.writes for spec in stages_of(*base))
+    readers = {spec.name for spec in stages_of(*base, reader) if "old_log_probs" in spec.reads}
+    assert "old_log_prob" in [spec.name for spec in stages_of(*base, reader)] and "update_actor" in readers
+
+
+@pytest.mark.parametrize("name", ["update_actor", "stages", "old_log_prob"])
+def test_a_trainer_with_stages_of_its_own_has_the_log_probs_they_may_read(name):
+    own = type("OwnTrainer", (RayPPOTrainer,), {name: getattr(RayPPOTrainer, name)})
+    words = ["actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=grpo", ONE_STEP]
+    config = load_config(PPOConfig, words, program="p", config_name="ppo_trainer")
+    found = {cls: [s.spec.name for s in cls.step(config, worker_classes(config)) if s.enabled] for cls in (own, Plain)}
+    assert "old_log_prob" in found[own] and "old_log_prob" not in found[Plain]
+
+
+class Plain(RayPPOTrainer):
+    def log(self, ctx):
+        super().log(ctx)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("calculate_old_log_probs=false actor_rollout_ref.actor.ppo_epochs=3", "ppo_epochs=3: later epochs"),
+        ("calculate_old_log_probs=false data.train_batch_size=300", "ppo_mini_batch_size=256: a step of 300 prompts"),
+        ("calculate_old_log_probs=true algorithm.rollout_correction.preset=bypass_ppo_clip", "leave one out"),
+    ],
+)
+def test_a_choice_that_cannot_be_met_is_refused(words, message):
+    settings = f"actor_rollout_ref.rollout.n=2 algorithm.adv_estimator=grpo {ONE_STEP} actor_rollout_ref.actor.{words}"
+    config = load_config(PPOConfig, settings.split(), program="p", config_name="ppo_trainer")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_roles(config, worker_classes(config), has_reward=True, has_agent_loops=False)
