@@ -3,7 +3,8 @@
 In the calling process, on any device.
 
 Prompts are prefilled once and expanded to n samples. The key-value cache grows in place. Finished sequences are dropped
-from the batch, so the cost follows the number of tokens and not the longest response.
+from the batch, so the cost follows the number of tokens and not the longest response. Dropping moves only the last
+rows, into the places of the finished ones, in the memory that the cache has.
 
 It does not batch continuously: a batch of at most max_num_seqs sequences is filled once, and no sequence joins it
     later.
@@ -34,8 +35,8 @@ from hybridrl.workers.rollout.versioned import VersionedRollout
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames, fingerprint
 
 # Finished rows are dropped when they reach this share of the batch. A higher share computes finished rows for nothing.
-# A lower one copies the cache too often (one drop costs about as much as one decode step).
-DROP_SHARE = 0.25
+# A lower one moves rows of the cache too often, and each move is some 20 small operations.
+DROP_SHARE = 1 / 16
 
 # Free token slots that a full cache gets. Larger wastes memory; smaller copies the cache more often (once in so many
 # steps).
@@ -126,7 +127,7 @@ class HFRollout(VersionedRollout):
         first = int(prompt_rows[0])
         ids, mask = _left_padded(prompts[first : int(prompt_rows[-1]) + 1], self.setup.pad_token_id, self._device)
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
-        kv_cache = _new_cache(self._model.config)
+        kv_cache = _new_cache(self._model.config, max_tokens=ids.shape[1] + sampling.max_new_tokens)
         logits = self._forward(ids, mask, positions, kv_cache)
         prompt_rows -= first
         kv_cache.batch_select_indices(prompt_rows)
@@ -202,9 +203,13 @@ class _DecodeBatch:
     finished: torch.Tensor
 
     def drop_finished(self) -> torch.Tensor:
-        """Keep only the unfinished sequences; return their indices."""
-        kept = (~self.finished).nonzero().squeeze(-1)
-        self.kv_cache.batch_select_indices(kept)
+        """Keep only the unfinished sequences; return their former places in the batch."""
+        kept = places_after_drop(self.finished)
+        for layer in self.kv_cache.layers:
+            if hasattr(layer, "keep_rows"):
+                layer.keep_rows(kept)
+            else:
+                layer.batch_select_indices(kept)
         self.rows, self.keys, self.mask, self.lengths, self.finished = (
             column[kept] for column in (self.rows, self.keys, self.mask, self.lengths, self.finished)
         )
@@ -216,6 +221,21 @@ class _DecodeBatch:
         positions = self.lengths[:, None]
         self.lengths = self.lengths + 1
         return self.mask[:, : self.width], positions
+
+
+def places_after_drop(finished: torch.Tensor) -> torch.Tensor:
+    """Return for each place of the smaller batch the place whose sequence it gets, (K,) int64.
+
+    Unfinished sequences of the first K places stay. The others fill the places of finished ones, so that at most as
+    many rows move as sequences have finished.
+
+    Args:
+        finished: (S,) bool, K of them false.
+    """
+    kept = (~finished).nonzero().squeeze(-1)
+    places = torch.arange(len(kept), device=finished.device)
+    places[finished[: len(kept)]] = kept[kept >= len(kept)]
+    return places
 
 
 def _left_padded(
@@ -254,13 +274,20 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _new_cache(config: Any) -> Any:
-    """Return an empty cache with the model's layer types, whose full-attention layers grow in place."""
+def _new_cache(config: Any, *, max_tokens: int) -> Any:
+    """Return an empty cache with the model's layer types, whose full-attention layers grow in place.
+
+    Args:
+        config: The model's.
+        max_tokens: Tokens that a sequence can reach.
+    """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
     kv_cache = DynamicCache(config=config)
-    kv_cache.layers = [_growing_layer_class()() if type(layer) is DynamicLayer else layer for layer in kv_cache.layers]
+    kv_cache.layers = [
+        _growing_layer_class()(max_tokens) if type(layer) is DynamicLayer else layer for layer in kv_cache.layers
+    ]
     return kv_cache
 
 
@@ -273,8 +300,15 @@ def _growing_layer_class() -> type:
 
         `DynamicLayer` copies every key and value into new memory at every token. At 256 sequences the page faults took
         up to 10 times as long as the model. `keys` and `values` are views of the used part, so everything else is
-        inherited.
+        inherited. The memory of dropped rows is freed when the layer grows.
+
+        Args:
+            max_tokens: Tokens that a sequence can reach; no more are reserved.
         """
+
+        def __init__(self, max_tokens: int) -> None:
+            super().__init__()
+            self._max_tokens = max_tokens
 
         keys: torch.Tensor  # the base class initialises both before they are read here
         values: torch.Tensor
@@ -287,7 +321,7 @@ def _growing_layer_class() -> type:
             end = used + key_states.shape[-2]
             stores = self._stores
             if stores is None or end > stores[0].shape[-2]:
-                stores = self._make_stores(end + CACHE_GROWTH_TOKENS)
+                stores = self._make_stores(end)
             key_store, value_store = stores
             key_store[:, :, used:end] = key_states
             value_store[:, :, used:end] = value_states
@@ -296,9 +330,21 @@ def _growing_layer_class() -> type:
 
         def batch_select_indices(self, indices: torch.Tensor) -> None:
             super().batch_select_indices(indices)
-            self._make_stores(self.keys.shape[-2] + CACHE_GROWTH_TOKENS)
+            self._make_stores(self.keys.shape[-2])
 
-        def _make_stores(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def keep_rows(self, places: torch.Tensor) -> None:
+            """Make row i that of row places[i], for the rows of `places_after_drop`. Moves only rows that change."""
+            used, size = self.keys.shape[-2], len(places)
+            stores = self._stores or self._make_stores(used)
+            [changed] = (places != torch.arange(size, device=places.device)).nonzero(as_tuple=True)
+            for store in stores:
+                store[changed, :, :used] = store[places[changed], :, :used]
+            key_store, value_store = self._stores = (stores[0][:size], stores[1][:size])
+            self.keys, self.values = key_store[:, :, :used], value_store[:, :, :used]
+
+        def _make_stores(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """Copy keys and values to new memory with room for some tokens behind the `used` ones."""
+            capacity = max(used, min(used + CACHE_GROWTH_TOKENS, self._max_tokens))
             stores = _copy_with_capacity(self.keys, capacity), _copy_with_capacity(self.values, capacity)
             self._stores = stores
             return stores

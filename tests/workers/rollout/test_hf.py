@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, make_rollout
+from hybridrl.workers.rollout.hf import _new_cache, places_after_drop
 from hybridrl.workers.rollout.sampling.sampler import draw_tokens, row_seeds, sequence_keys, uniforms
 
 VOCAB, PAD, PROMPT, RESPONSE = 64, 0, 12, 16
@@ -380,3 +381,21 @@ def test_fingerprint_detects_one_bit_and_a_change_that_keeps_the_sum_of_the_bits
     moved[0, 1] -= 1
     all_bits = (weight.view(torch.int32), one_bit, moved)
     assert len({fingerprint([("w", bits.view(torch.float32))], torch.float32) for bits in all_bits}) == 3
+
+
+def test_finished_rows_make_room_and_only_rows_behind_them_move():
+    # places 1, 2 and 5 are finished; 3 of 6 rows are left: 0 stays, 3 and 4 move into the places of 1 and 2
+    finished = torch.tensor([False, True, True, False, False, True])
+    assert places_after_drop(finished).tolist() == [0, 3, 4]
+    assert places_after_drop(torch.tensor([False, False, True])).tolist() == [0, 1]
+
+
+def test_a_cache_keeps_the_tokens_of_the_rows_that_are_left_and_reserves_no_more_than_a_response_needs(model_paths):
+    layer = _new_cache(AutoConfig.from_pretrained(next(iter(model_paths.values()))), max_tokens=7).layers[0]
+    states = torch.arange(4 * 5, dtype=torch.float32).view(4, 1, 5, 1)
+    layer.update(states, -states)
+    layer.batch_select_indices(torch.tensor([0, 1, 2, 3]))
+    layer.keep_rows(torch.tensor([0, 3]))
+    keys, values = layer.update(torch.full((2, 1, 2, 1), 99.0), torch.full((2, 1, 2, 1), -99.0))
+    assert keys[:, 0, :, 0].tolist() == [[0, 1, 2, 3, 4, 99, 99], [15, 16, 17, 18, 19, 99, 99]]
+    assert torch.equal(values, -keys) and layer._stores[0].shape[-2] == 7
