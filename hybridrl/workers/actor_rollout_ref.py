@@ -217,17 +217,19 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         return sampling_params(self.config, validate=False, seed=0)
 
     @register(ENGINE_COMPUTE)
-    def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False) -> DataProto:
+    def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False, reference: bool = False) -> DataProto:
         """Return `old_log_probs` and `entropys` (B, R) float32 under the current policy.
 
         Args:
             data: Rows of sequences.
             sum_pi_squared: Also return the column `sum_pi_squared`, sum_v pi_v^2 at each token.
+            reference: Also return `ref_log_prob`, that of an actor with adapters without them.
         """
         more = ("sum_pi_squared",) if sum_pi_squared else ()
         with on_device(self.actor, self.device, params=self._offload.param_offload):
             out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy", *more))
-        named = {"old_log_probs": out["log_probs"], "entropys": out["entropy"]}
+            ref = self._without_adapters(data) if reference else {}
+        named = {"old_log_probs": out["log_probs"], "entropys": out["entropy"]} | ref
         return DataProto.from_dict(tensors=named | {name: out[name] for name in more})
 
     @register(ENGINE_COMPUTE)
@@ -237,13 +239,17 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         An actor with adapters is its own reference: the model without them.
         """
         if self.ref is None:
-            adapted = cast(AdapterEngine, self.actor)
-            with on_device(self.actor, self.device, params=self._offload.param_offload), adapted.adapters_off():
-                out = self.actor.forward(data, self._ref_micro(), outputs=("log_probs",))
-        else:
-            with on_device(self.ref, self.device, params=ref_engine_settings(self.config).param_offload):
-                out = self.ref.forward(data, self._ref_micro(), outputs=("log_probs",))
+            with on_device(self.actor, self.device, params=self._offload.param_offload):
+                return DataProto.from_dict(tensors=self._without_adapters(data))
+        with on_device(self.ref, self.device, params=ref_engine_settings(self.config).param_offload):
+            out = self.ref.forward(data, self._ref_micro(), outputs=("log_probs",))
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+
+    def _without_adapters(self, data: DataProto) -> dict[str, torch.Tensor]:
+        """Return `ref_log_prob` (B, R) float32 of the actor's model without its adapters."""
+        with cast(AdapterEngine, self.actor).adapters_off():
+            out = self.actor.forward(data, self._ref_micro(), outputs=("log_probs",))
+        return {"ref_log_prob": out["log_probs"]}
 
     @register(ENGINE_COMPUTE)
     def compute_teacher_log_prob(self, data: DataProto, teacher: str) -> DataProto:

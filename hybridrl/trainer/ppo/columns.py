@@ -69,7 +69,7 @@ COLUMNS: Mapping[str, Column] = {
     SUM_PI_SQUARED: Column("float32", "B R", ("old_log_prob",), "sum of squared probabilities of the same policy"),
     ROLLOUT_IS_WEIGHTS: Column("float32", "B R", ("rollout_correction",), "importance weights, 0 off the mask"),
     ROLLOUT_RS_MASK: Column("int64", "B R", ("rollout_correction",), "1 on tokens that rejection leaves in the loss"),
-    REF_LOG_PROB: Column("float32", "B R", ("ref",), "log-probs of the reference policy"),
+    REF_LOG_PROB: Column("float32", "B R", ("ref", "old_log_prob"), "log-probs of the reference policy"),
     TEACHER_LOG_PROB: Column("float32", "B R", ("teacher",), "log-probs of the row's teacher"),
     TEACHER_TOP_IDS: Column("int32", "B R K", ("teacher",), "the teacher's K likeliest tokens"),
     TEACHER_TOP_LOG_PROBS: Column("float32", "B R K+1", ("teacher",), "their log-probs, last that of all other tokens"),

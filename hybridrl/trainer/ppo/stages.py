@@ -30,6 +30,23 @@ def uses_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
+def scores_reference_with_actor(config: PPOConfig, roles: Collection[Role], *, trainer: type) -> bool:
+    """Return whether one call computes the log-probs of the actor and those of its reference.
+
+    Args:
+        config: Settings of the job.
+        roles: Roles with a worker class.
+        trainer: The trainer's class. With stages of the user's own that score tokens, each has its own call.
+    """
+    own_reference = config.actor_rollout_ref.model.uses_lora and Role.RefPolicy not in roles
+    return (
+        uses_reference(config)
+        and own_reference
+        and not overrides(trainer, SCORING_STAGES)
+        and not config.trainer.middleware
+    )
+
+
 def correction_columns(config: PPOConfig) -> tuple[str, ...]:
     """Return what the rollout correction adds to the batch: weights, a mask, both or nothing."""
     plan = correction_plan(config.algorithm.rollout_correction)
@@ -41,22 +58,31 @@ def bypasses_old_log_prob(config: PPOConfig) -> bool:
     return correction_plan(config.algorithm.rollout_correction).bypass_mode
 
 
-def overrides(cls: type, names: Collection[str], *, of: type) -> bool:
-    """Return whether a class between `cls` and its ancestor `of` defines one of these methods."""
-    between = cls.__mro__[: cls.__mro__.index(of)]
-    return any(name in vars(ancestor) for ancestor in between for name in names)
+def overrides(trainer: type | None, names: Collection[str]) -> bool:
+    """Return whether a trainer class of the user's own, or one of its ancestors, defines one of these methods."""
+    own = [] if trainer is None else [cls for cls in trainer.__mro__ if not cls.__module__.startswith("hybridrl.")]
+    return any(name in vars(cls) for cls in own for name in names)
 
 
-def computes_old_log_probs(config: PPOConfig, *, overridden: bool = False) -> bool:
+SCORING_STAGES = ("step", "stages", "old_log_prob", "ref_log_prob")
+"""Methods of a trainer that decide which call scores tokens."""
+MAY_READ_OLD_LOG_PROBS = (
+    *(*SCORING_STAGES, "rollout_correction", "teacher_log_prob", "values", "advantage"),
+    *("update_critic", "update_actor"),
+)
+
+
+def computes_old_log_probs(config: PPOConfig, *, trainer: type | None = None) -> bool:
     """Return whether a forward pass before the update computes `old_log_probs`.
 
     As set, or if unset, whether anything may read them. Without the pass the update's own log-probs are the old ones.
 
     Args:
         config: Settings of the job.
-        overridden: Whether the trainer has stages of its own, which may read them.
+        trainer: The trainer's class. Stages of the user's own may read them.
     """
     chosen = config.actor_rollout_ref.actor.calculate_old_log_probs
+    overridden = overrides(trainer, MAY_READ_OLD_LOG_PROBS)
     wanted = overridden or next(_old_log_prob_readers(config), None) is not None if chosen is None else chosen
     return wanted and not bypasses_old_log_prob(config)
 

@@ -74,7 +74,7 @@ from hybridrl.trainer.ppo.stages import (
     correction_columns,
     filters_groups,
     optional_columns,
-    overrides,
+    scores_reference_with_actor,
     stage_roles,
     uses_components,
     uses_critic,
@@ -88,12 +88,6 @@ from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.samples import sample_rows, write_samples
-
-MAY_READ_OLD_LOG_PROBS = (
-    *("step", "stages", "old_log_prob", "rollout_correction", "ref_log_prob", "teacher_log_prob", "values"),
-    *("advantage", "update_critic", "update_actor"),
-)
-"""Methods of a trainer; a class of one's own that overrides one gets the stage `old_log_prob`."""
 
 
 class RayPPOTrainer(PPOLoop):
@@ -123,15 +117,17 @@ class RayPPOTrainer(PPOLoop):
         on, has = stage_roles(roles), optional_columns(config, roles)
         filters, replays = filters_groups(config), config.trainer.replay.groups > 0
         corrected, bypasses = correction_columns(config), bypasses_old_log_prob(config)
-        computes = computes_old_log_probs(config, overridden=overrides(cls, MAY_READ_OLD_LOG_PROBS, of=RayPPOTrainer))
+        computes = computes_old_log_probs(config, trainer=cls)
         samples = GENERATED + has.sampled
         rewarded = has.model_scores + SCORES + has.components
         stored = samples + rewarded + has.baselines
         scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.advised, *has.values, *has.estimator)
-        old = (c.OLD_LOG_PROBS, *has.squares)
+        with_reference = computes and scores_reference_with_actor(config, roles, trainer=cls)
+        refers = uses_reference(config) and not with_reference
+        old = (c.OLD_LOG_PROBS, *has.squares, *((c.REF_LOG_PROB,) if with_reference else ()))
         trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages, *has.drawn)
-        to_actor, to_critic = (*trained, *actor_input(has), *has.right), (*trained, *CRITIC_INPUT)
-        to_actor = (*to_actor, c.OLD_LOG_PROBS) if computes or bypasses else to_actor
+        ratio = (c.OLD_LOG_PROBS,) if computes or bypasses else ()
+        to_actor, to_critic = (*trained, *actor_input(has), *ratio, *has.right), (*trained, *CRITIC_INPUT)
         return [
             # 1. Prompts of the step that is `trainer.lag` ahead.
             Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),
@@ -153,7 +149,7 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
             Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old).when(computes),
             Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=corrected).when(corrected),
-            Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(uses_reference(config)),
+            Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(refers),
             Stage(cls.teacher_log_prob, "teacher", on.teacher, MODEL_INPUT, has.teacher).when(
                 config.distillation.enabled
             ),
@@ -292,10 +288,14 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= staleness_metrics(ctx.batch, version=version)
 
     def old_log_prob(self, ctx: BatchContext) -> None:
-        """Compute log-probs under the policy that is about to be trained, and their difference to the rollout's."""
-        compute: Callable = self.policy.actor.compute_log_prob
-        if uses_sum_pi_squared(self.config):
-            compute = functools.partial(compute, sum_pi_squared=True)
+        """Compute log-probs under the policy that is about to be trained, and their difference to the rollout's.
+
+        An actor with adapters computes those of its reference, the model without them, in the same call.
+        """
+        reference = scores_reference_with_actor(self.config, self.roles, trainer=type(self))
+        more = {"sum_pi_squared": uses_sum_pi_squared(self.config), "reference": reference}
+        wanted = {name: True for name, is_wanted in more.items() if is_wanted}
+        compute = functools.partial(self.policy.actor.compute_log_prob, **wanted)
         ctx.batch.union(self._call_balanced(ctx, compute, self.policy.actor.world_size))
         ctx.metrics |= log_prob_metrics(ctx.batch, ctx.batch.batch.pop("entropys"))
 
@@ -352,10 +352,7 @@ class RayPPOTrainer(PPOLoop):
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="critic", prefix="critic")
 
     def update_actor(self, ctx: BatchContext) -> None:
-        """Update the policy, after the critic's warm-up steps.
-
-        Without `old_log_probs` the update returns its own log-probs from before its one optimizer step.
-        """
+        """Update the policy, after the critic's warm-up steps. Without `old_log_probs` the update returns its own."""
         has_old = c.OLD_LOG_PROBS in ctx.batch.batch.keys()
         columns = (*actor_input(optional_columns(self.config, self.roles)), *((c.OLD_LOG_PROBS,) if has_old else ()))
         data = select_training_rows(ctx.batch, columns, self.config, role=Role.Actor, step=self.global_steps)

@@ -37,6 +37,11 @@ IN_LOSS = "distillation.enabled=true distillation.distillation_loss.use_policy_g
 DISTRIBUTIONS = [
     f"{IN_LOSS} distillation.distillation_loss.loss_mode={mode}" for mode in ("forward_kl_topk", "reverse_kl")
 ]
+ADAPTERS = (
+    "algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.model.lora_rank=4 "
+    "actor_rollout_ref.rollout.name=hf"
+)
+ONE_STEP = "data.train_batch_size=256"  # as many prompts as in a mini-batch
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -64,6 +69,7 @@ def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
         ("actor_rollout_ref.rollout.mode=async",),
         *((words,) for words in DISTRIBUTIONS),
         (f"{CORRECTION}.bypass_mode=true",),
+        (ADAPTERS,),
     ]:
         for spec in stages_of(*words):
             for name in spec.writes:
@@ -71,6 +77,13 @@ def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
     writers["num_turns"] |= {"filter_groups", "select_samples", "replay"}  # of agent loops, which are tried alone here
     tensors = {name: {*column.written_by} for name, column in COLUMNS.items() if column.dtype != "object"}
     assert writers == tensors
+
+
+def test_an_actor_with_adapters_scores_its_reference_in_the_same_call():
+    both = {spec.name: spec for spec in stages_of(ADAPTERS)}
+    assert "ref" not in both and "ref_log_prob" in both["old_log_prob"].writes
+    alone = [spec.name for spec in stages_of(ADAPTERS, ONE_STEP)]  # no pass before the update
+    assert "ref" in alone and "old_log_prob" not in alone
 
 
 def test_settings_add_and_remove_stages():
@@ -105,9 +118,6 @@ def test_a_distillation_without_rewards_has_no_stage_of_its_estimator():
 def test_bypass_mode_has_no_forward_pass_for_the_old_log_probs():
     names = [spec.name for spec in stages_of(f"{CORRECTION}.preset=bypass_pg_geo_rs_token_tis")]
     assert "reuse_log_probs" in names and not {"old_log_prob", "rollout_correction"} & {*names}
-
-
-ONE_STEP = "data.train_batch_size=256"  # as many prompts as in a mini-batch
 
 
 @pytest.mark.parametrize(
