@@ -49,7 +49,7 @@ def micro_batches(
     members = _members(lengths, range(len(lengths)) if units is None else _plain(units))
     rows, tokens = max_rows or len(lengths), math.inf if max_tokens is None else max_tokens
     for unit in members:
-        _check_fits(unit, lengths, rows, tokens, packed=packed)
+        check_fits(unit, lengths, rows, tokens, packed=packed)
     return _first_fit(members, lengths, rows, tokens) if packed else _padded_runs(members, lengths, rows, tokens)
 
 
@@ -63,7 +63,8 @@ def _members(lengths: list[int], units: Sequence[int]) -> list[list[int]]:
     return list(members.values())
 
 
-def _check_fits(unit: list[int], lengths: list[int], max_rows: int, max_tokens: float, *, packed: bool) -> None:
+def check_fits(unit: list[int], lengths: list[int], max_rows: int, max_tokens: float, *, packed: bool) -> None:
+    """Raise DataError if the rows of a unit, longest first, exceed the limits of a micro-batch."""
     cost = sum(lengths[row] for row in unit) if packed else len(unit) * lengths[unit[0]]
     if cost > max_tokens:
         what = f"row {unit[0]} has" if len(unit) == 1 else f"rows {unit}, which stay together, have"
