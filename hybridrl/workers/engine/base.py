@@ -26,6 +26,13 @@ and micro-batches, because engines sum gradients.
 """
 
 
+ROW_TOKENS, COMPUTED_TOKENS = "row_tokens", "computed_tokens"
+"""Statistics that an engine which shares prefixes adds to those of the loss.
+
+They are the tokens of a micro-batch's rows, and those that the model computed.
+"""
+
+
 @dataclass(frozen=True)
 class TokenTerm:
     """A further output of a causal model, for response tokens.
@@ -53,6 +60,8 @@ class EngineSetup:
         device: "cpu" or "cuda". With more than one rank, torch.distributed must already have a backend for it.
         settings: The engine's own settings, an object of its class attribute `Config`.
         packed: Concatenate sequences in one row without padding. Otherwise sort them by length and pad to the longest.
+        share_prefixes: Compute tokens that rows of a micro-batch have in common once, in one packed row. An engine that
+            cannot do that for the model says so and computes rows apart.
         temperature: Log-probs and entropy are those of softmax(logits / temperature).
         optim: None makes a forward-only engine (reference policy, reward model).
         total_steps: Optimizer steps of the whole run, for learning-rate schedules.
@@ -71,6 +80,7 @@ class EngineSetup:
     device: str = "cpu"
     gradient_checkpointing: bool = False
     packed: bool = False
+    share_prefixes: bool = False
     temperature: float = 1.0
     optim: OptimConfig | None = None
     total_steps: int = 0

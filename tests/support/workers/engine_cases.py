@@ -32,6 +32,7 @@ __all__ = [
     "VOCAB",
     "WHOLE",
     "assert_same_weights",
+    "case_batch",
     "gradients",
     "make_batch",
     "make_engine",
@@ -46,6 +47,17 @@ __all__ = [
 ]
 WHOLE = MicroBatching()
 OPTIM = OptimConfig(lr=1e-4, weight_decay=0.1)
+
+
+def case_batch(settings: dict) -> DataProto:
+    """Return the batch of a case: `make_batch`, with shared prompts if the engine shares prefixes."""
+    batch = make_batch()
+    if settings.get("share_prefixes"):
+        drawn = torch.Generator().manual_seed(3)
+        prompts = torch.randint(0, VOCAB, (len(batch) // 4, PROMPT), generator=drawn)
+        batch.batch["input_ids"][:, :PROMPT] = prompts.repeat(4, 1)  # rows of one prompt are not adjacent
+        batch.batch["attention_mask"][:, :PROMPT] = 1
+    return batch
 
 
 def save_scorer(policy: str, path) -> str:

@@ -19,6 +19,7 @@ from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import (
     WHOLE,
+    case_batch,
     gradients,
     make_batch,
     make_engine,
@@ -45,6 +46,13 @@ CASES = {
         {"lora": LoRA(4, 8), "packed": True, "gradient_checkpointing": True},
         MicroBatching(max_rows=5),
         15,
+    ),
+    "shared prefixes, token budget": ("tied", {"share_prefixes": True}, MicroBatching(max_tokens=60), 17),
+    "shared prefixes, an empty rank, recomputed": (
+        "untied",
+        {"share_prefixes": True, "gradient_checkpointing": True},
+        MicroBatching(max_rows=7),
+        24,
     ),
     "bfloat16": ("tied", {"dtype": "bfloat16"}, MicroBatching(max_rows=3), 17),
 }
@@ -74,7 +82,7 @@ def share(batch, rank: int, num_first: int):
 
 def two_steps(rank: int, folder: Path, case) -> dict:
     model, settings, micro, num_first = case
-    batch = make_batch()
+    batch = case_batch(settings)
     batch.batch["number"] = torch.arange(len(batch))
     mine, num_tokens = share(batch, rank, num_first), num_response_tokens(batch)
     engine = make_engine(str(folder / model), **settings)

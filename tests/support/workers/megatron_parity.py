@@ -21,7 +21,7 @@ from hybridrl.protocol import DataProto
 from tests.support.workers.engine_cases import (
     OPTIM,
     UNDETERMINED,
-    make_batch,
+    case_batch,
     num_response_tokens,
     plain_outputs,
     policy_loss,
@@ -70,11 +70,18 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     )
 
 
-def hf_reference(folder: Path, name: str) -> dict:
+def plain_results(folder: Path, case: str) -> dict:
+    """Return what a Hugging Face model computes and becomes on the batch of a case."""
+    _, model, _, settings = CASES[case]
+    losses = hf_ppo_losses(folder, model, case_batch(settings))
+    return hf_reference(folder, model, case_batch(settings)) | {"ppo": losses}
+
+
+def hf_reference(folder: Path, name: str, batch: DataProto) -> dict:
     """Return what a Hugging Face model computes, and its weights after STEPS steps."""
     from transformers import AutoModelForCausalLM
 
-    batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
     logits, optimizer = plain_logits(model, batch), adamw(model)
     norms, first, start = [], None, None
     for _ in range(STEPS):
@@ -89,11 +96,10 @@ def hf_reference(folder: Path, name: str) -> dict:
     return {"logits": logits, "outputs": start, "gradients": split_experts(first), "norms": norms, "weights": weights}
 
 
-def hf_ppo_losses(folder: Path, name: str) -> list[float]:
+def hf_ppo_losses(folder: Path, name: str, batch: DataProto) -> list[float]:
     """Return the losses of actor and critic in every epoch of one PPO step."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    batch = make_batch()
     policy = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
     critic = AutoModelForTokenClassification.from_pretrained(folder / f"{name} critic", dtype=torch.float32).eval()
     models = ((policy, adamw(policy), plain_outputs), (critic, adamw(critic), plain_values))
@@ -166,18 +172,19 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"there is no case {unknown[0]!r}; cases are {', '.join(CASES)}")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    models = dict.fromkeys(CASES[case][1] for case in chosen)
     print(
         f"| engine and layout | processes | model | {' | '.join(TITLES)} |\n|{'---|' * (3 + len(TITLES))}", flush=True
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_models(folder, list(models))
-        expected = {model: hf_reference(folder, model) | {"ppo": hf_ppo_losses(folder, model)} for model in models}
+        save_models(folder, list(dict.fromkeys(CASES[case][1] for case in chosen)))
+        expected: dict[tuple, dict] = {}
         for case in chosen:
-            processes, model, _, _ = CASES[case]
+            processes, model, _, settings = CASES[case]
+            key = model, settings.get("share_prefixes")
+            expected[key] = expected.get(key) or plain_results(folder, case)
             run_cases(folder, [case])
-            differences, _ = compare(folder, case, expected[model])
+            differences, _ = compare(folder, case, expected[key])
             print(
                 f"| {case} | {processes} | {model} | {' | '.join(f'{differences[name]:.1e}' for name in COMPARED)} |",
                 flush=True,

@@ -25,7 +25,7 @@ from hybridrl.workers.engine.megatron.engine import MegatronEngine, finalize_mod
 from hybridrl.workers.engine.megatron.hf_weights import gather_full_tensors
 from hybridrl.workers.engine.megatron.local_tokens import LocalTokens
 from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel
-from tests.support.workers.engine_cases import OPTIM, make_batch, num_response_tokens, policy_loss, train, whole_weights
+from tests.support.workers.engine_cases import OPTIM, case_batch, num_response_tokens, policy_loss, train, whole_weights
 from tests.support.workers.engine_cases import gradients as fsdp_gradients
 from tests.support.workers.engine_cases import make_engine as make_fsdp
 from tests.support.workers.megatron_models import (
@@ -135,7 +135,7 @@ def ppo_step(policy: Engine, critic: Engine, mine: DataProto, *, num_tokens: flo
 
 def compute(case: str, folder: Path) -> dict:
     _, model, layout, settings = CASES[case]
-    batch = make_batch()
+    batch = case_batch(settings)
     batch.batch["number"] = torch.arange(len(batch))
     num_tokens = num_response_tokens(batch)
 

@@ -9,9 +9,9 @@ python -m tests.support.workers.megatron_parity                              pri
 import pytest
 
 from tests.support.workers.megatron_models import CASES, NEEDS_MEGATRON, save_models
-from tests.support.workers.megatron_parity import LIMIT_S, compare, hf_ppo_losses, hf_reference, run_cases
+from tests.support.workers.megatron_parity import LIMIT_S, compare, plain_results, run_cases
 
-QUICK = ("TP2", "PP2, untied, packed", "CP2", "qwen3_moe, EP2")
+QUICK = ("TP2", "PP2, untied, packed", "CP2", "TP2+SP, shared prefixes", "qwen3_moe, EP2")
 ATOL = 1e-5
 
 pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(LIMIT_S + 60)]
@@ -26,13 +26,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(folder):
-    """What a Hugging Face model computes and becomes, by model, computed once."""
-    found: dict[str, dict] = {}
+    """What a Hugging Face model computes and becomes, by model and batch, computed once."""
+    found: dict[tuple, dict] = {}
 
-    def of(model: str) -> dict:
-        if model not in found:
-            found[model] = hf_reference(folder, model) | {"ppo": hf_ppo_losses(folder, model)}
-        return found[model]
+    def of(case: str) -> dict:
+        key = CASES[case][1], CASES[case][3].get("share_prefixes")
+        found[key] = found.get(key) or plain_results(folder, case)
+        return found[key]
 
     return of
 
@@ -57,7 +57,7 @@ def cases() -> list:
 
 @pytest.mark.parametrize("case", cases())
 def test_a_layout_computes_and_trains_as_the_plain_model_does(folder, references, run, case):
-    expected = references(CASES[case][1])
+    expected = references(case)
     run(case)
     differences, found = compare(folder, case, expected)
     for name, value in differences.items():

@@ -89,7 +89,7 @@ def test_preferences_are_learned_as_under_fsdp(folder, found, name):
 @pytest.mark.parametrize("layout", ["TP2", "DP2", "PP2"])
 def test_bfloat16_stays_near_float32(folder, found, layout):
     assert found[f"bfloat16, {layout}"][0]["grad_norm"] == pytest.approx(
-        hf_reference(folder, "qwen2")["norms"][0], rel=0.03
+        hf_reference(folder, "qwen2", make_batch())["norms"][0], rel=0.03
     )
     assert found[f"bfloat16 critic, {layout}"]["grad_norm"] == pytest.approx(
         found["critic's step, CP2"]["grad_norm"], rel=0.03

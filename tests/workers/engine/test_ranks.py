@@ -3,6 +3,7 @@
 The processes are started once for all tests.
 """
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hybridrl.workers.engine.base import MicroBatching
 from tests.support.workers.engine_cases import (
     WHOLE,
     assert_same_weights,
+    case_batch,
     gradients,
     make_batch,
     make_engine,
@@ -84,11 +86,11 @@ def ranks(folder) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder) -> dict[str, dict]:
-    """The same two steps in one process, in one padded micro-batch."""
+def one_rank(folder) -> dict[tuple[str, bool], dict]:
+    """The same two steps in one process, in one padded micro-batch, by model and whether rows share their prompts."""
     found = {}
-    for model in ("tied", "untied"):
-        batch, engine = make_batch(), make_engine(str(folder / model))
+    for model, shared in itertools.product(("tied", "untied"), (False, True)):
+        batch, engine = case_batch({"share_prefixes": shared}), make_engine(str(folder / model))
         outputs = engine.forward(batch, WHOLE, outputs=POLICY)
         engine.forward_backward(batch, WHOLE, policy_loss(num_response_tokens(batch)), outputs=POLICY)
         first = gradients(engine)
@@ -96,13 +98,23 @@ def one_rank(folder) -> dict[str, dict]:
             engine.optimizer_step(),
             *train(engine, batch, WHOLE, num_tokens=num_response_tokens(batch), steps=1),
         ]
-        found[model] = {"outputs": outputs, "gradients": first, "reports": reports, "weights": whole_weights(engine)}
+        found[model, shared] = {
+            "outputs": outputs,
+            "gradients": first,
+            "reports": reports,
+            "weights": whole_weights(engine),
+        }
     return found
+
+
+def expectation(one_rank, case: str) -> dict:
+    model, settings, _, _ = CASES[case]
+    return one_rank[model, settings.get("share_prefixes", False)]
 
 
 @pytest.mark.parametrize("case", EXACT)
 def test_two_ranks_take_the_same_two_steps_as_one(ranks, one_rank, case):
-    expected = one_rank[CASES[case][0]]
+    expected = expectation(one_rank, case)
     for rank in ranks:
         for name, gradient in rank[case]["gradients"].items():
             torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-6, rtol=0)
@@ -117,7 +129,7 @@ def test_each_rank_gets_the_outputs_of_its_rows_in_their_order(ranks, one_rank, 
     for rank in ranks:
         outputs = rank[case]["outputs"]
         for name in POLICY:
-            expected = one_rank[CASES[case][0]]["outputs"][name][outputs["number"]]
+            expected = expectation(one_rank, case)["outputs"][name][outputs["number"]]
             torch.testing.assert_close(outputs[name], expected, atol=1e-5, rtol=0)
     assert sum(len(rank[case]["outputs"]["number"]) for rank in ranks) == 24
 

@@ -15,13 +15,16 @@ micro-batch.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.batching.packed_attention import SequenceSpan, sequence_spans
+
+if TYPE_CHECKING:  # only runs that share prefixes load it
+    from hybridrl.workers.engine.batching.tree_attention import AttentionTree
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,15 @@ class TokenLayout:
     last: torch.Tensor  # (b,) int64, flat index of each row's last real token
     shape: tuple[int, int]  # (b,R)
     spans: tuple[SequenceSpan, ...] = ()  # of a packed row, for `packed_attention`
+    tree: "AttentionTree | None" = None  # of a packed row with shared prefixes, see `tree_layout`
 
     def to(self, device: torch.device) -> "TokenLayout":
         """Return the layout with its tensors on a device."""
         if device.type == "cpu":
             return self
         moved: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved, spans=tuple(span.to(device) for span in self.spans))
+        spans, tree = tuple(span.to(device) for span in self.spans), self.tree and self.tree.to(device)
+        return replace(self, **moved, spans=spans, tree=tree)
 
 
 def make_layout(grid: TokenGrid, rows: list[int], *, packed: bool) -> TokenLayout:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from hybridrl.algos.partition import micro_batches
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import MicroBatching
-from hybridrl.workers.engine.batching.layout import TokenGrid, token_grid
+from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout, make_layout, placeholder_grid, token_grid
 
 PAIR = "pair"
 """Column (B,) int64: rows with the same number are one comparison.
@@ -20,7 +21,7 @@ They stay in one micro-batch and on one rank.
 
 
 def split_micro_batches(
-    batch: DataProto, micro: MicroBatching, *, packed: bool, device: torch.device
+    batch: DataProto, micro: MicroBatching, *, packed: bool, shared: bool = False, device: torch.device
 ) -> tuple[TokenGrid, list[list[int]], int]:
     """Return the tokens, the row numbers of each micro-batch, and the most micro-batches of any rank. Collective.
 
@@ -28,6 +29,7 @@ def split_micro_batches(
         batch: This rank's rows.
         micro: Limits of a micro-batch.
         packed: Whether a micro-batch is computed without padding.
+        shared: Whether a micro-batch is computed as prefix trees. Rows with a common prefix stay together then.
         device: Where the ranks compare their numbers.
 
     Raises:
@@ -36,12 +38,9 @@ def split_micro_batches(
     grid, groups, problem = None, [], None
     try:
         grid = token_grid(batch)
-        groups = micro_batches(
-            grid.lengths.clamp(min=1),
-            max_rows=micro.max_rows,
-            max_tokens=micro.max_tokens,
-            packed=packed,
-            units=batch.batch.get(PAIR, None),
+        by_prefix = shared and PAIR not in batch.batch.keys()
+        groups = (
+            batching.tree_micro_batches(grid, micro) if by_prefix else _by_length(batch, grid, micro, packed=packed)
         )
     except DataError as error:
         problem = error
@@ -52,6 +51,23 @@ def split_micro_batches(
         )
     assert grid is not None, "without a grid this rank has a problem, which was raised"
     return grid, groups, num_passes
+
+
+def _by_length(batch: DataProto, grid: TokenGrid, micro: MicroBatching, *, packed: bool) -> list[list[int]]:
+    return micro_batches(
+        grid.lengths.clamp(min=1),
+        max_rows=micro.max_rows,
+        max_tokens=micro.max_tokens,
+        packed=packed,
+        units=batch.batch.get(PAIR, None),
+    )
+
+
+def layout_of(grid: TokenGrid, rows: list[int], *, packed: bool, shared: bool) -> TokenLayout:
+    """Return the layout of the rows of a micro-batch; without rows, that of a placeholder."""
+    if not rows:
+        grid, rows = placeholder_grid(), [0]
+    return batching.make_tree_layout(grid, rows) if shared else make_layout(grid, rows, packed=packed)
 
 
 def _max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:

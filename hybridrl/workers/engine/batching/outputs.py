@@ -53,7 +53,8 @@ class OutputReader:
     Build it once per model, since it hooks the head.
 
     Args:
-        pass_spans: The model's attention is `packed_attention`, which needs a layout's spans.
+        passed: Fields of a layout that the model's attention needs: "spans" of `packed_attention`, "tree" of
+            `tree_attention`.
         terms: Further outputs of a causal model.
     """
 
@@ -63,10 +64,10 @@ class OutputReader:
         *,
         kind: str,
         temperature: float,
-        pass_spans: bool = False,
+        passed: tuple[str, ...] = (),
         terms: Mapping[str, TokenTerm] | None = None,
     ):
-        self.model, self.temperature, self.pass_spans = model, temperature, pass_spans
+        self.model, self.temperature, self.passed = model, temperature, passed
         self.terms = terms or {}
         self._read = {"causal_lm": self._log_probs, "value": self._values, "score": self._scores}[kind]
         self._wanted_states: torch.Tensor | None = None  # states for the head; the hook consumes them
@@ -89,7 +90,7 @@ class OutputReader:
         return self._read(layout, outputs, columns or {})
 
     def _run(self, layout: TokenLayout) -> torch.Tensor:
-        more = {"spans": layout.spans} if self.pass_spans else {}
+        more = {name: getattr(layout, name) for name in self.passed}
         return self.model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **more).logits
 
     def _log_probs(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
-from hybridrl.workers.engine.batching.layout import TokenLayout, make_layout, placeholder_grid
-from hybridrl.workers.engine.batching.micro_batches import split_micro_batches
+from hybridrl.workers.engine.batching.layout import TokenLayout
+from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs, token_columns
 from hybridrl.workers.engine.batching.packed_attention import use_packed_sdpa
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
@@ -64,15 +65,21 @@ class FSDPEngine:
         )
         self._params_on = self._optimizer_on = self._device
         self.model = _sharded_model(config, self._device)
+        self._shares_prefixes = config.share_prefixes and batching.use_tree_attention(self.model)
         self._reader = OutputReader(
             self.model,
             kind=config.kind,
             temperature=config.temperature,
-            pass_spans=config.packed and use_packed_sdpa(self.model),
+            passed=self._attention_inputs(),
             terms=config.token_terms,
         )
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
         self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
+
+    def _attention_inputs(self) -> tuple[str, ...]:
+        if self._shares_prefixes:
+            return ("tree",)
+        return ("spans",) if self.config.packed and use_packed_sdpa(self.model) else ()
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
@@ -116,6 +123,7 @@ class FSDPEngine:
             results = self._read(batch, rows, layout, outputs)
             if rows:
                 loss, values = loss_fn(results, batch.select_idxs(rows).to(self._device))
+                values = {**values, **(layout.tree.token_counts() if layout.tree else {})}
                 stats.append(
                     {
                         name: value.detach() if isinstance(value, torch.Tensor) else value
@@ -206,11 +214,11 @@ class FSDPEngine:
 
         Ranks with fewer micro-batches add placeholders without rows.
         """
-        grid, groups, num_passes = split_micro_batches(batch, micro, packed=self.config.packed, device=self._device)
+        how = {"packed": self.config.packed, "shared": self._shares_prefixes}
+        grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
-            layout = make_layout(grid if rows else placeholder_grid(), rows or [0], packed=self.config.packed)
-            yield rows, layout.to(self._device)
+            yield rows, layout_of(grid, rows, **how).to(self._device)
 
 
 def _ensure_process_group(device: str) -> None:

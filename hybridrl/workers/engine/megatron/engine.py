@@ -21,9 +21,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hybridrl.config.schema.workers import MegatronConfig, OptimConfig
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching, StateTensors
-from hybridrl.workers.engine.batching.layout import make_layout, placeholder_grid
-from hybridrl.workers.engine.batching.micro_batches import split_micro_batches
+from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import check_outputs
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.hf_model import empty_model, hf_config
@@ -32,7 +32,7 @@ from hybridrl.workers.engine.megatron.adapters import adapters_off, add_adapters
 from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
 from hybridrl.workers.engine.megatron.hf_weights import HFCheckpointReader, gather_full_tensors, read_weights
-from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenSharding, local_tokens
+from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenSharding, local_tokens, local_tree_tokens
 from hybridrl.workers.engine.megatron.network import Network
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
@@ -77,6 +77,9 @@ class MegatronEngine:
             cp_size=sizes.context,
             sp_size=sizes.tensor if settings.sequence_parallel else 1,
         )
+        self._shares_prefixes = config.share_prefixes and sizes.context == 1
+        if config.share_prefixes and not self._shares_prefixes:
+            batching.log_obstacle(f"context_parallel_size={sizes.context} cuts every row into parts")
         self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
         self._make_optimizer()
         self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
@@ -152,6 +155,8 @@ class MegatronEngine:
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in stats.items()
             }
+            tree = tokens.packed_params and tokens.packed_params.tree
+            stats |= tree.token_counts() if tree else {}
             return loss, no_tokens, stats
 
         found = self._run_pipeline(self._local_micro_batches(batch, micro), loss_of, forward_only=False)
@@ -256,6 +261,7 @@ class MegatronEngine:
         def forward_step(data: Iterator[LocalTokens], module: Any) -> tuple[torch.Tensor, Callable]:
             tokens = next(data)
             network = module.module if isinstance(module, DistributedDataParallel) else module
+            network.positions = tokens.position_ids[0] if self._shares_prefixes else None
             network.wanted_states = tokens.last if self.config.kind == "score" else tokens.state
             output = module(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens.packed_params)
             return output, lambda head, non_loss_data=False: read_fn(tokens, head)
@@ -312,19 +318,12 @@ class MegatronEngine:
         Raises:
             DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
         """
-        grid, groups, num_passes = split_micro_batches(batch, micro, packed=self.config.packed, device=self._device)
+        how = {"packed": self.config.packed, "shared": self._shares_prefixes}
+        grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
         multiple = self._num_micro_multiple
         groups += [[]] * (-(-max(1, num_passes) // multiple) * multiple - len(groups))
-        packed = self.config.packed
-        return [
-            local_tokens(
-                make_layout(grid if rows else placeholder_grid(), rows or [0], packed=packed),
-                rows,
-                self._sharding,
-                packed=packed,
-            ).to(self._device)
-            for rows in groups
-        ]
+        take = local_tree_tokens if self._shares_prefixes else partial(local_tokens, packed=self.config.packed)
+        return [take(layout_of(grid, rows, **how), rows, self._sharding).to(self._device) for rows in groups]
 
     def _in_row_order(
         self, batch: DataProto, micro_batch_tokens: list[LocalTokens], found: list[Outputs], outputs: tuple[str, ...]

@@ -8,7 +8,7 @@ Shapes: s tokens of this process, b rows, S = s * (context-parallel peers) token
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.batching.packed_attention import SequenceSpan
+
+if TYPE_CHECKING:  # only runs that share prefixes load it
+    from hybridrl.workers.engine.batching.tree_attention import AttentionTree
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16 tests it for None, but binds it only with Transformer Engine.
@@ -34,9 +38,11 @@ class PackedParams(PackedSeqParams):
 
     Attributes:
         spans: Adjacent sequences of similar length, attended together. Empty with context parallelism.
+        tree: Of a row with shared prefixes, which is one sequence for Megatron.
     """
 
     spans: tuple[SequenceSpan, ...] = ()
+    tree: "AttentionTree | None" = None
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -88,6 +94,9 @@ class TorchAttention(MegatronModule):
         """
         if packed_seq_params is None:
             return self._attend_rows(query, key, value)
+        if packed_seq_params.tree is not None:
+            q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+            return batching.attend_tree(q, k, v, packed_seq_params.tree, scale=self.scale)[0].transpose(0, 1).flatten(1)
         if self.cp.size() == 1:
             return self._attend_spans(query, key, value, packed_seq_params.spans)
         whole = packed_seq_params.cu_seqlens_q.tolist()

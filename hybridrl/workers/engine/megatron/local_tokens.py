@@ -10,6 +10,7 @@ from math import lcm
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hybridrl.workers.engine.batching.layout import TokenLayout
 from hybridrl.workers.engine.batching.packed_attention import sequence_spans
@@ -107,6 +108,37 @@ def local_tokens(layout: TokenLayout, rows: list[int], sharding: TokenSharding, 
     )
 
 
+def local_tree_tokens(layout: TokenLayout, rows: list[int], sharding: TokenSharding) -> LocalTokens:
+    """Return a process's tokens of a micro-batch of prefix trees: all of them, without context parallelism.
+
+    Tokens that fill the row up to a multiple form a segment of their own at its end.
+    """
+    assert sharding.cp_size == 1 and layout.tree is not None, "the engine shares prefixes in whole rows only"
+    num_tokens = layout.input_ids.numel()
+    fill = -num_tokens % sharding.multiple
+    tree, positions = layout.tree, F.pad(layout.position_ids, (0, fill))
+    if fill:
+        positions[0, num_tokens:] = torch.arange(fill)
+        tree = tree.extended(fill)
+    ends, longest = torch.tensor([0, num_tokens + fill], dtype=torch.int32), int(positions.max()) + 1
+    packed = PackedParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tree=tree,
+    )
+    return LocalTokens(
+        rows=rows,
+        input_ids=F.pad(layout.input_ids, (0, fill)),
+        position_ids=positions,
+        packed_params=packed,
+        last_row=torch.arange(len(layout.last)),
+        **{name: getattr(layout, name) for name in ("state", "labels", "cell", "last", "shape")},
+    )
+
+
 def _padded_lengths(lengths: torch.Tensor, sharding: TokenSharding, *, packed: bool) -> torch.Tensor:
     """Return lengths that can be sharded.
 
@@ -134,7 +166,7 @@ def _local_token_index(padded: list[int], sharding: TokenSharding) -> tuple[torc
 
 
 def _packed_params(padded: torch.Tensor, sharding: TokenSharding) -> PackedParams:
-    ends = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).int()
+    ends = F.pad(padded.cumsum(0), (1, 0)).int()
     longest = int(padded.max())
     return PackedParams(
         qkv_format="thd",
@@ -149,4 +181,5 @@ def _packed_params(padded: torch.Tensor, sharding: TokenSharding) -> PackedParam
 def _packed_to(pack: PackedParams, device: torch.device) -> PackedParams:
     ends = pack.cu_seqlens_q.to(device)
     moved: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}  # fields that megatron-core declares
-    return replace(pack, **moved, spans=tuple(span.to(device) for span in pack.spans))
+    spans, tree = tuple(span.to(device) for span in pack.spans), pack.tree and pack.tree.to(device)
+    return replace(pack, **moved, spans=spans, tree=tree)

@@ -21,7 +21,8 @@ from hybridrl.workers.engine.megatron.layers import layer_spec
 class Network(GPTModel):
     """GPTModel whose head computes only `wanted_states`, flat indices over (b, s).
 
-    The engine sets them before each forward. Kind "causal_lm": logits (1, N, vocabulary / tensor-parallel peers). Other
+    The engine sets them before each forward, and `positions` (T,) of a row with shared prefixes, whose positions are
+    not those of adjacent sequences. Kind "causal_lm": logits (1, N, vocabulary / tensor-parallel peers). Other
     kinds: (1, N, 1) float32, from a head that every peer holds in full.
     """
 
@@ -43,6 +44,8 @@ class Network(GPTModel):
         )
         self.vocab, self.init_std = model.vocab_size, model.initializer_range
         self.wanted_states: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+        self.rotary_pos_emb.register_forward_hook(self._select_positions)
         self._padding_id = model.pad_token_id
         if self.pre_process and self._padding_id is not None:
             self.embedding.register_forward_hook(self._detach_padding, with_kwargs=True)
@@ -68,6 +71,10 @@ class Network(GPTModel):
             ids = ids.chunk(self.config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
         # Pipelines send only contiguous tensors, and the transposed mask makes the result non-contiguous.
         return torch.where((ids == self._padding_id)[:, :, None], output.detach(), output).contiguous()
+
+    def _select_positions(self, rotary: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        """Return the rotary angles of every token of a row with shared prefixes: (positions,1,1,d) -> (T,1,1,d)."""
+        return output if self.positions is None else output.index_select(0, self.positions.to(output.device))
 
     def _select_states(self, head: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         states = args[0]

@@ -1,0 +1,255 @@
+"""Attention over a prefix tree, exact, in two parts: a segment's tokens see themselves, and their ancestors.
+
+Every segment attends to itself causally. All tokens below a segment, which are adjacent, attend to it in full. So no
+mask is needed, and a pair of tokens that may not see each other costs nothing. The parts of one query are merged by
+their log-sum-exp, as flash attention merges blocks (https://arxiv.org/abs/2205.14135). In the backward pass each part
+gets the merged output and log-sum-exp, and its gradients then simply add up.
+
+On CUDA one FlexAttention kernel does the same with a block mask (https://arxiv.org/abs/2412.05496).
+
+Shapes: T tokens of a packed row, d size of a head.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS
+from hybridrl.workers.engine.batching.packed_attention import SequenceSpan
+
+logger = logging.getLogger(__name__)
+
+NAME = "hybridrl_prefix_tree"
+REPLACED = {"sdpa", "flash_attention_2"}
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments by which models change the attention weights."""
+
+
+@dataclass(frozen=True)
+class AttentionTree:
+    """Which tokens of a packed row see each other.
+
+    Attributes:
+        spans: The segments, whose tokens see themselves and those before them.
+        branches: (start, stop, end) of each segment with a subtree: tokens from stop to end see those from start.
+        ends: (T,) int64, where the subtree of each token's segment ends.
+        num_row_tokens: Tokens of all rows; those that rows share count in each of them.
+    """
+
+    spans: tuple[SequenceSpan, ...]
+    branches: tuple[tuple[int, int, int], ...]
+    ends: torch.Tensor
+    num_row_tokens: int
+
+    def token_counts(self) -> dict[str, float]:
+        """Return an engine's statistics of a micro-batch."""
+        return {ROW_TOKENS: float(self.num_row_tokens), COMPUTED_TOKENS: float(len(self.ends))}
+
+    def to(self, device: torch.device) -> "AttentionTree":
+        """Return the tree with its tensors on a device."""
+        return replace(self, spans=tuple(span.to(device) for span in self.spans), ends=self.ends.to(device))
+
+    def extended(self, num_tokens: int) -> "AttentionTree":
+        """Return the tree with a segment of further tokens after it, at the start of another row."""
+        start = len(self.ends)
+        tokens = torch.arange(start, start + num_tokens)
+        span = SequenceSpan(tokens, torch.arange(num_tokens), num_tokens)
+        ends = torch.cat([self.ends, torch.full((num_tokens,), start + num_tokens)])
+        return AttentionTree((*self.spans, span), self.branches, ends, self.num_row_tokens + num_tokens)
+
+    @functools.cached_property
+    def block_mask(self) -> Any:
+        """Return FlexAttention's block mask, made once for all layers."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        size = len(self.ends)
+        return create_block_mask(sees(self.ends), None, None, size, size, device=str(self.ends.device))
+
+
+def sees(ends: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return FlexAttention's mask function: a query sees the keys before it whose subtree it is in.
+
+    In depth-first order a token is in the subtree of an earlier one if that subtree has not ended before it.
+    """
+
+    def mask(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
+
+    return mask
+
+
+def attend_tree(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: AttentionTree, *, scale: float | None
+) -> torch.Tensor:
+    """Return attention (1,heads,T,d) of a packed row of trees.
+
+    Args:
+        query: (1,heads,T,d).
+        key, value: (1,heads or fewer,T,d); adjacent heads of the query share theirs.
+        tree: Which tokens see each other.
+        scale: Factor of the products of queries and keys. None: d ** -0.5.
+    """
+    if query.device.type == "cpu":
+        found: torch.Tensor = _TwoPartAttention.apply(query, key, value, tree, scale)
+        return found
+    return _flex_attention()(query, key, value, block_mask=tree.block_mask, scale=scale, enable_gqa=True)
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _TwoPartAttention(torch.autograd.Function):
+    """`attend_tree` on the CPU, by torch's own flash attention."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: AttentionTree, scale: float | None
+    ) -> torch.Tensor:
+        states = (query, key, value)
+        sums = torch.promote_types(query.dtype, torch.float32)
+        merged, lse = query.new_empty(query.shape, dtype=sums), query.new_empty(query.shape[:3], dtype=sums)
+        for span in tree.spans:
+            part, part_lse = _forward(*(_gather(tensor, span) for tensor in states), 0.0, True, scale=scale)
+            _scatter(merged, part, span)
+            _scatter(lse, part_lse, span)
+        for start, stop, end in tree.branches:
+            q, k, v = _slices(states, start, stop, end)
+            part, part_lse = _forward(q, k, v, 0.0, False, scale=scale)
+            before = lse[:, :, stop:end]
+            after = torch.logaddexp(before, part_lse.to(sums))
+            kept, new = (before - after).exp_()[..., None], (part_lse - after).exp_()[..., None]
+            merged[:, :, stop:end] = merged[:, :, stop:end] * kept + part * new
+            lse[:, :, stop:end] = after
+        out = merged.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.tree, ctx.scale = tree, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        states = (query, key, value)
+        grads = tuple(torch.zeros_like(tensor, dtype=lse.dtype) for tensor in states)
+        for span in ctx.tree.spans:
+            inputs = [_gather(tensor, span) for tensor in (*states, out, lse)]
+            parts = _backward(_gather(grad, span, zero_padding=True), *inputs, 0.0, True, scale=ctx.scale)
+            for total, part in zip(grads, parts, strict=True):
+                _scatter(total, part, span)
+        for start, stop, end in ctx.tree.branches:
+            below = slice(stop, end)
+            parts = _backward(
+                grad[:, :, below],
+                *_slices(states, start, stop, end),
+                *(out[:, :, below], lse[:, :, below], 0.0, False),
+                scale=ctx.scale,
+            )
+            grads[0][:, :, below] += parts[0]
+            grads[1][:, :, start:stop] += parts[1]
+            grads[2][:, :, start:stop] += parts[2]
+        return (*(total.to(query.dtype) for total in grads), None, None)
+
+
+def _slices(states: tuple[torch.Tensor, ...], start: int, stop: int, end: int) -> tuple[torch.Tensor, ...]:
+    """Return the queries of a segment's subtree, and the segment's keys and values."""
+    query, key, value = states
+    return query[:, :, stop:end], key[:, :, start:stop], value[:, :, start:stop]
+
+
+def _gather(tensor: torch.Tensor, span: SequenceSpan, *, zero_padding: bool = False) -> torch.Tensor:
+    """Return a span's tokens as a padded batch: (1,heads,T,...) -> (b,heads,W,...)."""
+    found = tensor[0].index_select(1, span.tokens)
+    if zero_padding:
+        is_padding = torch.ones(len(span.tokens), dtype=torch.bool).index_fill_(0, span.cells, False)
+        found[:, is_padding] = 0
+    return found.unflatten(1, (-1, span.width)).transpose(0, 1)
+
+
+def _scatter(target: torch.Tensor, part: torch.Tensor, span: SequenceSpan) -> None:
+    """Write the cells of a padded batch (b,heads,W,...) that hold a token to the row (1,heads,T,...)."""
+    cells = part.transpose(0, 1).flatten(1, 2).index_select(1, span.cells)
+    target[0].index_copy_(1, span.tokens.index_select(0, span.cells), cells.to(target.dtype))
+
+
+def use_tree_attention(model: Any) -> bool:
+    """Replace the attention of a transformers model by this one and return whether it was replaced.
+
+    Models with another kind of attention keep theirs, and rank 0 logs why.
+    """
+    from transformers import AttentionInterface
+
+    if reason := _obstacle(model):
+        log_obstacle(f"{type(model).__name__} {reason}")
+        return False
+    AttentionInterface.register(NAME, tree_attention)
+    model.set_attn_implementation(NAME)
+    return True
+
+
+def log_obstacle(reason: str) -> None:
+    """Log on rank 0 why a model computes every row alone."""
+    if dist.get_rank() == 0:
+        logger.warning("use_prefix_grouper=True has no effect: %s; every row is computed alone.", reason)
+
+
+def _obstacle(model: Any) -> str | None:
+    settings = model.config.get_text_config()
+    kinds = set(getattr(settings, "layer_types", None) or ()) - {"full_attention"}
+    if getattr(model, "_is_stateful", False):
+        return "is recurrent"
+    if kinds:
+        return f"has layers of type {', '.join(sorted(kinds))}"
+    if getattr(settings, "sliding_window", None) and getattr(settings, "use_sliding_window", True):
+        return f"has a sliding window of {settings.sliding_window} tokens"
+    if not model._supports_attention_backend:
+        return "does not use the attention interface of transformers"
+    if settings._attn_implementation not in REPLACED:
+        return f"runs with attn_implementation={settings._attn_implementation}"
+    if getattr(settings, "attn_logit_softcapping", None):
+        return "caps its attention weights"
+    if getattr(settings, "v_head_dim", None):
+        return "has values of another size than its keys"
+    return None
+
+
+def tree_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    tree: AttentionTree | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return `attend_tree` as transformers calls it: (1,T,heads,d), and None for the attention weights.
+
+    Raises:
+        ConfigError: The model asks for what this attention cannot do.
+    """
+    other = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if tree is None or dropout or other or attention_mask is not None:
+        what = (
+            "does not get the keyword arguments of its model"
+            if tree is None
+            else "needs "
+            + ", ".join(other + ["dropout"] * bool(dropout) + ["an attention mask"] * (attention_mask is not None))
+        )
+        raise ConfigError(f"use_prefix_grouper=True: {type(module).__name__} {what}; set it to False")
+    return attend_tree(query, key, value, tree, scale=scaling).transpose(1, 2), None
