@@ -238,9 +238,7 @@ def balanced_tree_parts(rows: Sequence[Row], num_parts: int) -> list[list[int]]:
     """
     groups = prefix_groups(rows)
     costs = [tree_size(rows, group) for group in groups]
-    whole = [
-        sorted(row for group in part for row in groups[group]) for part in balanced_partition(costs, num_parts)
-    ]
+    whole = [sorted(row for group in part for row in groups[group]) for part in balanced_partition(costs, num_parts)]
     split = balanced_partition([len(row) for row in rows], num_parts)
     return min(whole, split, key=lambda parts: max(tree_size(rows, part) for part in parts))
 

@@ -322,7 +322,9 @@ class MegatronEngine:
         grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
         multiple = self._num_micro_multiple
         groups += [[]] * (-(-max(1, num_passes) // multiple) * multiple - len(groups))
-        take = local_tree_tokens if self._shares_prefixes else partial(local_tokens, packed=self.config.packed)
+        take: Callable[..., LocalTokens] = (
+            local_tree_tokens if self._shares_prefixes else partial(local_tokens, packed=self.config.packed)
+        )
         return [take(layout_of(grid, rows, **how), rows, self._sharding).to(self._device) for rows in groups]
 
     def _in_row_order(
