@@ -90,6 +90,7 @@ class UpdatePlan(Record):
         mini_batch_size: Rows of one optimizer step. None: the whole batch.
         shuffle_seed: Seed to shuffle the rows before cutting. None: in order.
         balance: Whether to distribute the tokens of a mini-batch evenly over ranks. False: rows in order.
+        share_prefixes: Whether rows with common first tokens should be on one rank, which computes those once.
         num_mini_batches: Optimizer steps of the whole batch. The dispatch sets it; the rows have a column for it then.
     """
 
@@ -98,10 +99,12 @@ class UpdatePlan(Record):
     mini_batch_size: int | None = None
     shuffle_seed: int | None = None
     balance: bool = False
+    share_prefixes: bool = False
     num_mini_batches: int | None = None
 
     def __post_init__(self) -> None:
         self._check_flag("balance")
+        self._check_flag("share_prefixes")
         for name, minimum in (("mini_batch_size", 1), ("shuffle_seed", 0), ("num_mini_batches", 0)):
             if getattr(self, name) is not None:
                 self._check_integer(name, minimum=minimum)

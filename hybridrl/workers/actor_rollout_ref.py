@@ -103,7 +103,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         )
         setup = replace(
             setup,
-            packed=policy.use_remove_padding,
+            **self._token_layout(),
             gradient_checkpointing=policy.enable_gradient_checkpointing,
             optim=actor.optim,
             total_steps=total_optimizer_steps,
@@ -113,10 +113,15 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         )
         self.actor = self._set_up(make_engine(actor.strategy, setup))
 
+    def _token_layout(self) -> dict[str, bool]:
+        """Return how the engines of the policy arrange the tokens of a micro-batch."""
+        policy = self.config.actor_rollout_ref
+        return {"packed": policy.model.use_remove_padding, "share_prefixes": policy.actor.use_prefix_grouper}
+
     def _init_ref(self) -> None:
         policy, settings = self.config.actor_rollout_ref.model, ref_engine_settings(self.config)
         setup = engine_setup(self.config, kind="causal_lm", path=policy.path, settings=settings, device=self.device)
-        setup = replace(setup, packed=policy.use_remove_padding)
+        setup = replace(setup, **self._token_layout())
         self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
 
     def _init_teachers(self) -> None:
@@ -128,7 +133,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         self.teachers: dict[str, Engine] = {}
         for key, path in self.config.distillation.teachers().items():
             setup = engine_setup(self.config, kind="causal_lm", path=path, settings=settings, device=self.device)
-            setup = replace(setup, packed=policy.use_remove_padding, token_terms=terms)
+            setup = replace(setup, **self._token_layout(), token_terms=terms)
             self.teachers[key] = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
         self._teacher_outputs = ("log_probs", *terms)
 

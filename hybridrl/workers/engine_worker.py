@@ -16,7 +16,7 @@ from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker import Worker
-from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MicroBatching
+from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, Engine, EngineSetup, LossFn, MicroBatching
 from hybridrl.workers.engine.collective_errors import raise_on_all_ranks
 from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.losses import REJECTED, GlobalCounts
@@ -145,7 +145,7 @@ class EngineWorker(Worker):
                 stats["empty"] = float(is_empty)
                 stats |= {"nonfinite_loss": float(num_nonfinite > 0), "num_updates": float(engine.num_updates)}
                 step_stats.append({f"{prefix}/{name}": value for name, value in stats.items()})
-        totals = sum_dicts_over_ranks(loss_stats)
+        totals = [_with_shared_ratio(total, prefix) for total in sum_dicts_over_ranks(loss_stats)]
         return {
             name: [row[name] for row in rows if name in row] for rows in (totals, step_stats) for name in _names(rows)
         }
@@ -178,6 +178,16 @@ class EngineWorker(Worker):
 def has_nonfinite_loss(stats: dict[str, float]) -> bool:
     """Return whether a loss among a rank's statistics of one mini-batch is not finite."""
     return not all(math.isfinite(value) for name, value in stats.items() if name.endswith("loss"))
+
+
+def _with_shared_ratio(total: dict[str, float], prefix: str) -> dict[str, float]:
+    """Replace the token counts of an engine that shares prefixes by the share of tokens that were not computed."""
+    if ROW_TOKENS not in total:
+        return total
+    ratio = 1 - total[COMPUTED_TOKENS] / total[ROW_TOKENS]
+    return {name: value for name, value in total.items() if name not in (ROW_TOKENS, COMPUTED_TOKENS)} | {
+        f"{prefix}/shared_prefix_ratio": ratio
+    }
 
 
 def _names(rows: list[dict[str, float]]) -> list[str]:

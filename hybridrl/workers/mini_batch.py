@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl import algos
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
@@ -41,7 +42,11 @@ def dispatch_mini_batches(mesh: str, group, data: DataProto, **kwargs) -> tuple[
     for step, start in enumerate(range(0, len(data), size)):
         mini = order[start : start + size]
         step_of_row[mini] = step
-        for rank, part in enumerate(_split(lengths[mini], pairs[mini], num_parts, balance=plan.balance)):
+        if plan.share_prefixes and plan.balance and num_parts > 1:
+            parts = _split_by_prefix(data, mini, num_parts)
+        else:
+            parts = _split(lengths[mini], pairs[mini], num_parts, balance=plan.balance)
+        for rank, part in enumerate(parts):
             rows[rank].extend(mini[part].tolist())
     shards = [data.select_idxs(np.array(r, dtype=np.int64)) for r in rows]
     for shard, own_rows in zip(shards, rows, strict=True):
@@ -67,6 +72,12 @@ def _split(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: b
     else:
         parts = [part.tolist() for part in np.array_split(np.arange(len(weights)), num_parts)]
     return [np.flatnonzero(np.isin(unit_of_row, part)) for part in parts]
+
+
+def _split_by_prefix(data: DataProto, rows: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Return which of the rows each part has, ascending; rows with a common prefix are in one part where that pays."""
+    tokens = algos.prefix_tree.real_tokens(data.batch["input_ids"][rows], data.batch["attention_mask"][rows])
+    return [np.array(part, dtype=np.int64) for part in algos.prefix_tree.balanced_tree_parts(tokens, num_parts)]
 
 
 ENGINE_MESH = "engine"

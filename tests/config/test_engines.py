@@ -105,6 +105,8 @@ def test_what_an_engine_does_not_declare_is_refused(mine):
     policy = config.actor_rollout_ref
     adapted = replace(config, actor_rollout_ref=replace(policy, model=replace(policy.model, lora_rank=4)))
     assert "model.lora_rank=4: actor_rollout_ref.actor.strategy=" in problems(adapted)
+    shared = replace(config, actor_rollout_ref=replace(policy, actor=replace(policy.actor, use_prefix_grouper=True)))
+    assert "actor.use_prefix_grouper=true: actor_rollout_ref.actor.strategy=" in problems(shared)
     offload = replace(config.critic, fsdp_config=replace(config.critic.fsdp_config, param_offload=True))
     assert "critic.fsdp_config.param_offload=true: the engine of" in problems(replace(config, critic=offload))
 

@@ -11,7 +11,14 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
-from hybridrl.workers.mini_batch import COLUMN, ENGINE_MESH, MINI_BATCH_COMPUTE, _split, split_mini_batches
+from hybridrl.workers.mini_batch import (
+    COLUMN,
+    ENGINE_MESH,
+    MINI_BATCH_COMPUTE,
+    _split,
+    _split_by_prefix,
+    split_mini_batches,
+)
 
 
 class Cutter(Worker):
@@ -56,6 +63,14 @@ def test_rows_of_one_pair_go_to_one_rank(balance):
     # the same, because pairs are numbered by their first rows
     in_order = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [part.tolist() for part in parts] == (in_order[::-1] if balance else in_order)
+
+
+def test_rows_that_begin_alike_go_to_one_rank():
+    # two prompts of 8 tokens, three responses of one token each, in turn; a tree has 11 tokens
+    ids = torch.tensor([[prompt] * 8 + [answer] for answer in (5, 6, 7) for prompt in (1, 2)])
+    data = DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    parts = [part.tolist() for part in _split_by_prefix(data, np.array([5, 4, 3, 2, 1, 0]), 2)]
+    assert sorted(parts) == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_without_a_plan_all_rows_are_one_optimizer_step(cutter):

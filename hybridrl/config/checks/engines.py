@@ -79,6 +79,11 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
             f"actor_rollout_ref.model.{what}: {chosen} does not train adapters; set "
             "actor_rollout_ref.actor.strategy=fsdp or megatron, or leave it out"
         )
+    if policy.actor.use_prefix_grouper and not settings.supports_shared_prefixes:
+        yield (
+            f"actor_rollout_ref.actor.use_prefix_grouper=true: {chosen} computes every row alone; set "
+            "actor_rollout_ref.actor.strategy=fsdp or megatron, or leave it out"
+        )
     if policy.actor.strategy not in SECTIONS and size % settings.model_parallel_size:
         yield (
             f"{chosen}: shares a model between {settings.model_parallel_size} processes, which does not divide the "

@@ -19,6 +19,7 @@ class EngineSettings:
         param_offload: Keep parameters in host memory between calls.
         optimizer_offload: Keep optimizer state in host memory between calls.
         supports_lora: The engine trains low-rank adapters, and its `adapters_off()` is a context without them.
+        supports_shared_prefixes: The engine computes common first tokens of the rows of a micro-batch once.
         supports_token_terms: The engine computes outputs from the log-probs of the whole vocabulary.
     """
 
@@ -26,6 +27,7 @@ class EngineSettings:
     param_offload = False
     optimizer_offload = False
     supports_lora = False
+    supports_shared_prefixes = False
     supports_token_terms = False
 
     @property

@@ -90,6 +90,7 @@ class CriticFSDPConfig(RefFSDPConfig):
 @dataclass(frozen=True)
 class FSDPConfig(CriticFSDPConfig, EngineSettings):
     supports_lora = True
+    supports_shared_prefixes = True
     supports_token_terms = True
     dtype: str = setting(
         "auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16")
@@ -102,6 +103,7 @@ class FSDPConfig(CriticFSDPConfig, EngineSettings):
 @dataclass(frozen=True)
 class MegatronConfig(EngineSettings):
     supports_lora = True
+    supports_shared_prefixes = True
     tensor_model_parallel_size: int = setting(1, f"Tensor-parallel ranks. {MCORE}", ge=1)
     pipeline_model_parallel_size: int = setting(1, f"Pipeline stages. {MCORE}", ge=1)
     virtual_pipeline_model_parallel_size: int | None = setting(
@@ -163,6 +165,9 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(False, DYNAMIC)
     ppo_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    use_prefix_grouper: bool = setting(
+        False, "Compute first tokens that rows of a micro-batch have in common once, in policy, reference and teachers."
+    )
     ppo_epochs: int = setting(1, "Passes over the batch of one step.", ge=1)
     shuffle: bool = setting(False, "Shuffle rows before cutting mini-batches.")
     clip_ratio: float = setting(0.2, "PPO clip range, both sides, unless low or high is given.", ge=0)

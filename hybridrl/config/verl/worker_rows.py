@@ -224,7 +224,9 @@ ACTOR_ROWS: tuple[Row, ...] = (
     refused("critic.ppo_epochs", "the critic makes as many passes as actor_rollout_ref.actor.ppo_epochs; leave it out"),
     done("critic.{loss_agg_mode,shuffle}", "the critic follows the actor", "token-mean", "false"),
     no_effect(f"{ROLES}.use_torch_compile", _COMPILE),
-    no_effect(f"{ROLES}.{{use_fused_kernels,use_prefix_grouper}}", _KERNELS),
+    no_effect(f"{ROLES}.use_fused_kernels", _KERNELS),
+    done(f"{REF}.use_prefix_grouper", "it is the actor's", same_as=f"{ACTOR}.use_prefix_grouper"),
+    no_effect("{actor_rollout_ref.ref,critic}.use_prefix_grouper", "actor.use_prefix_grouper is the whole policy's"),
     no_effect(
         f"{ROLES}.{{entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,entropy_checkpointing}}", _ENTROPY
     ),

@@ -45,7 +45,13 @@ def check_teachers(config: PPOConfig, tokenizer: Any) -> None:
 
 
 def score_by_teachers(
-    batch: DataProto, group: Any, config: DistillationConfig, *, num_ranks: int, balance: bool
+    batch: DataProto,
+    group: Any,
+    config: DistillationConfig,
+    *,
+    num_ranks: int,
+    balance: bool,
+    share_prefixes: bool = False,
 ) -> DataProto:
     """Return the columns that the teachers' workers compute, in the row order of the batch.
 
@@ -55,12 +61,14 @@ def score_by_teachers(
         config: Says which rows belong to which teacher.
         num_ranks: Data-parallel size of the teachers' engines.
         balance: Whether every rank gets about the same number of tokens.
+        share_prefixes: Whether rows that begin alike are on one rank, see `call_balanced`.
     """
     data = select_columns(batch, MODEL_INPUT)
     parts, order = [], []
     for teacher, rows in rows_of_teachers(batch, config).items():
         method = functools.partial(group.compute_teacher_log_prob, teacher=teacher)
-        parts.append(call_balanced(method, data.select_idxs(rows), num_ranks=num_ranks, balance=balance))
+        part = data.select_idxs(rows)
+        parts.append(call_balanced(method, part, num_ranks=num_ranks, balance=balance, share_prefixes=share_prefixes))
         order.append(rows)
     if len(parts) == 1:
         return parts[0]

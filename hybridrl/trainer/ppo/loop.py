@@ -298,12 +298,15 @@ class PPOLoop(Trainer):
             metrics |= global_seqlen_metrics(lengths, parts)
         return metrics
 
-    def _call_balanced(self, ctx: BatchContext, method: Callable, num_ranks: int) -> DataProto:
+    def _call_balanced(
+        self, ctx: BatchContext, method: Callable, num_ranks: int, *, of_policy: bool = True
+    ) -> DataProto:
         return call_balanced(
             method,
             select_columns(ctx.batch, MODEL_INPUT),
             num_ranks=self._num_dp(num_ranks),
             balance=self.config.trainer.balance_batch,
+            share_prefixes=of_policy and self.config.actor_rollout_ref.actor.use_prefix_grouper,
         )
 
     def _num_dp(self, num_ranks: int) -> int:

@@ -314,13 +314,20 @@ class RayPPOTrainer(PPOLoop):
     def teacher_log_prob(self, ctx: BatchContext) -> None:
         """Compute log-probs under the teacher of each row, and what else of it the divergence needs."""
         group, config = self.groups[Role.TeacherModel], self.config.distillation
-        num_ranks, balance = self._num_dp(group.world_size), self.config.trainer.balance_batch
-        ctx.batch.union(ppo.score_by_teachers(ctx.batch, group, config, num_ranks=num_ranks, balance=balance))
+        result = ppo.score_by_teachers(
+            ctx.batch,
+            group,
+            config,
+            num_ranks=self._num_dp(group.world_size),
+            balance=self.config.trainer.balance_batch,
+            share_prefixes=self.config.actor_rollout_ref.actor.use_prefix_grouper,
+        )
+        ctx.batch.union(result)
 
     def values(self, ctx: BatchContext) -> None:
         """Compute the critic's value before each response token."""
         critic = self.groups[Role.Critic]
-        ctx.batch.union(self._call_balanced(ctx, critic.compute_values, critic.world_size))
+        ctx.batch.union(self._call_balanced(ctx, critic.compute_values, critic.world_size, of_policy=False))
 
     def advantage(self, ctx: BatchContext) -> None:
         """Compute token rewards (with the KL penalty, if configured), advantages and returns.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from hybridrl import algos
 from hybridrl.algos import advantages, policy_losses, sample_selection
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
@@ -72,6 +73,7 @@ def select_training_rows(
         mini_batch_size=prompts_per_update(config, role) * samples_per_group(config),
         shuffle_seed=call_seed(seed=trainer.seed, purpose=Purpose.SHUFFLE, step=step) if shuffle else None,
         balance=trainer.balance_batch,
+        share_prefixes=config.actor_rollout_ref.actor.use_prefix_grouper and role == Role.Actor,
     )
     data.meta_info = {UpdatePlan.KEY: plan}
     return data
@@ -132,15 +134,21 @@ def select_columns(batch: DataProto, names: Collection[str]) -> DataProto:
     return batch.select(batch_keys=list(names), non_tensor_batch_keys=[], meta_info_keys=[])
 
 
-def call_balanced(method: Callable, data: DataProto, *, num_ranks: int, balance: bool) -> DataProto:
+def call_balanced(
+    method: Callable, data: DataProto, *, num_ranks: int, balance: bool, share_prefixes: bool = False
+) -> DataProto:
     """Call a pure method of a group with about the same number of tokens on every rank.
 
     The batch is not reordered, and the result has its row order: which rows form a mini-batch must not depend on the
-    number of ranks.
+    number of ranks. With `share_prefixes` rows that begin alike are on one rank, and their common tokens count once.
     """
     if num_ranks == 1 or not balance:
         return method(data)
-    parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)
+    if share_prefixes:
+        rows = algos.prefix_tree.real_tokens(data.batch["input_ids"], data.batch["attention_mask"])
+        parts = algos.prefix_tree.balanced_tree_parts(rows, num_ranks)
+    else:
+        parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)
     result = method([data.select_idxs(part) for part in parts])
     result.reorder(torch.tensor([row for part in parts for row in part]).argsort())
     return result
