@@ -102,7 +102,7 @@ def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = F
     order = sorted(range(len(weights)), key=lambda index: (-weights[index], index))
     hand_size = num_parts if equal_size else 1
     hands = [order[start : start + hand_size] for start in range(0, len(order), hand_size)]
-    parts = _largest_differencing([_deal(hand, weights, num_parts) for hand in hands], num_parts)
+    parts = _largest_differencing([_deal(hand, weights) for hand in hands], num_parts)
     if equal_size:
         parts = sorted(
             _swapped_while_better(parts, weights), key=lambda part: (-len(part[1]), -part[0], sorted(part[1]))
@@ -147,24 +147,40 @@ def _first_fit(units: Iterable[list[int]], lengths: list[int], max_rows: int, ma
 
 
 Part = tuple[float, list[int]]
-"""A part's total weight and its indices. A partial solution is a list of `num_parts` of them, heaviest first."""
+"""A part's total weight and its indices. A partial solution has its parts with indices, heaviest first."""
 
 
-def _deal(hand: list[int], weights: list[float], num_parts: int) -> list[Part]:
-    return [(weights[index], [index]) for index in hand] + [(0, [])] * (num_parts - len(hand))
+def _deal(hand: list[int], weights: list[float]) -> list[Part]:
+    return [(weights[index], [index]) for index in hand]
 
 
 def _largest_differencing(solutions: list[list[Part]], num_parts: int) -> list[Part]:
-    """Merge the two most uneven partial solutions, heaviest part with lightest, until one is left."""
+    """Merge the two most uneven partial solutions, heaviest part with lightest, until one is left.
+
+    Parts without indices are left out of the lists: most merges are of few parts, whatever `num_parts` is.
+    """
+
+    def negative_spread(solution: list[Part]) -> float:
+        return (solution[-1][0] if len(solution) == num_parts else 0) - solution[0][0]
+
     # The running number breaks ties, so that the order never depends on comparing parts.
-    heap = [(solution[-1][0] - solution[0][0], number, solution) for number, solution in enumerate(solutions)]
+    heap = [(negative_spread(solution), number, solution) for number, solution in enumerate(solutions)]
     heapq.heapify(heap)
     for number in range(len(solutions), 2 * len(solutions) - 1):
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        merged = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    return heap[0][2] if heap else [(0, [])] * num_parts
+        merged = _merged(first, second, num_parts)
+        heapq.heappush(heap, (negative_spread(merged), number, merged))
+    parts = heap[0][2] if heap else []
+    return parts + [(0, [])] * (num_parts - len(parts))
+
+
+def _merged(first: list[Part], second: list[Part], num_parts: int) -> list[Part]:
+    """Return one partial solution: part i of the first with part num_parts - 1 - i of the second."""
+    alone, other_alone = max(0, num_parts - len(second)), max(0, num_parts - len(first))
+    pairs = zip(first[alone:], reversed(second[other_alone:]), strict=True)
+    merged = first[:alone] + second[:other_alone] + [(a + b, left + right) for (a, left), (b, right) in pairs]
+    merged.sort(key=lambda part: (-part[0], part[1]))
+    return merged
 
 
 def _swapped_while_better(parts: list[Part], weights: list[float]) -> list[Part]:

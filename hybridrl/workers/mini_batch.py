@@ -71,7 +71,12 @@ def _split(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: b
         parts = balanced_partition(weights.tolist(), num_parts)
     else:
         parts = [part.tolist() for part in np.array_split(np.arange(len(weights)), num_parts)]
-    return [np.flatnonzero(np.isin(unit_of_row, part)) for part in parts]
+    part_of_unit = np.zeros(len(weights), dtype=np.int64)
+    for number, part in enumerate(parts):
+        part_of_unit[part] = number
+    part_of_row = part_of_unit[unit_of_row]
+    ends = np.bincount(part_of_row, minlength=num_parts).cumsum()
+    return np.split(np.argsort(part_of_row, kind="stable"), ends[:-1])
 
 
 def _split_by_prefix(data: DataProto, rows: np.ndarray, num_parts: int) -> list[np.ndarray]:

@@ -150,3 +150,22 @@ def test_refusals_name_the_value():
         balanced_partition([1, -2], 2)
     with pytest.raises(ValueError, match="weight 0 is nan"):
         balanced_partition(torch.tensor([float("nan")]), 2)
+
+
+def dense_differencing(weights: list[int], num_parts: int) -> list[list[int]]:
+    """The method as published: every partial solution has all its parts, also the empty ones."""
+    solutions = [[(weight, [i]), *[(0, [])] * (num_parts - 1)] for i, weight in enumerate(weights)]
+    solutions.sort(key=lambda solution: (-solution[0][0], solution[0][1]))
+    numbered = [(s[-1][0] - s[0][0], number, s) for number, s in enumerate(solutions)]
+    number = len(numbered)
+    while len(numbered) > 1:
+        (*_, first), (*_, second), *rest = sorted(numbered, key=lambda entry: entry[:2])
+        merged = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: (-part[0], part[1]))
+        numbered, number = [*rest, (merged[-1][0] - merged[0][0], number, merged)], number + 1
+    return [sorted(indices) for _, indices in numbered[0][2]]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 9))
+def test_leaving_out_empty_parts_changes_no_partition(weights, num_parts):
+    assert balanced_partition(weights, num_parts) == dense_differencing(weights, num_parts)
