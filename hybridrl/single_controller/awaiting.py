@@ -6,7 +6,7 @@ themselves, here and in the neighbouring modules, so that a run in one process (
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ def wait_all(
     method: str,
     timeout_s: float | None,
     hint: str = "",
+    find_lost: Callable[[Any], tuple[int, str] | None] | None = None,
 ) -> list[Any]:
     """Return the values behind the references, in their order.
 
@@ -105,6 +106,8 @@ def wait_all(
         ranks: rank behind each reference; default 0, 1, 2, ...
         timeout_s: seconds for the whole call; None waits without limit.
         hint: appended to the text of `CallTimeout`.
+        find_lost: returns the rank behind a reference that the master has reported as lost, and why. Default: the
+            reference's own.
 
     Raises:
         WorkerLost: a worker process died; names role, rank and method.
@@ -116,7 +119,7 @@ def wait_all(
     import ray
 
     rank_of = dict(zip(references, ranks or range(len(references)), strict=True))
-    reader = _ResultReader(role, method, None if timeout_s is None else time.monotonic() + timeout_s)
+    reader = _ResultReader(role, method, None if timeout_s is None else time.monotonic() + timeout_s, rank_of)
     values: dict[Any, Any] = {}
     pending = list(rank_of)
     with wait_span(role, method), waiting_for(references, role=role, method=method) as wait:
@@ -129,8 +132,8 @@ def wait_all(
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=wait_s, fetch_local=False)
             values |= reader.values(done, rank_of) if done else {}
             for reference in pending:
-                if reason := lost_reason(reference):
-                    raise WorkerLost(role, rank_of[reference], method, reason)
+                if lost := (find_lost or reader.reported_loss)(reference):
+                    raise WorkerLost(role, lost[0], method, lost[1])
             if pending and left is not None and left <= poll_s:
                 raise call_timeout(role, sorted(rank_of[p] for p in pending), method, timeout_s or 0.0, hint)
             wait.raise_if_cycle(pending)
@@ -156,6 +159,12 @@ class _ResultReader:
     role: str
     method: str
     deadline: float | None
+    rank_of: Mapping[Any, int]
+
+    def reported_loss(self, reference: Any) -> tuple[int, str] | None:
+        """Return the rank behind a reference and how it was lost; None if the master has not reported it."""
+        reason = lost_reason(reference)
+        return None if reason is None else (self.rank_of[reference], reason)
 
     def seconds_left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -178,6 +187,9 @@ class _ResultReader:
 
         try:
             return self.value(reference, rank_of[reference])
+        except ConnectionLost as error:  # of a relay's rank: the process that it was connected to may be elsewhere
+            self.raise_if_worker_lost([other for other in rank_of if other != reference], rank_of, error)
+            raise
         except WorkerLost:
             raise
         except Exception as error:
@@ -227,6 +239,8 @@ class _ResultReader:
             for reference in done:
                 try:
                     self.value(reference, rank_of[reference])
+                except ConnectionLost:
+                    continue
                 except WorkerLost as lost:
                     raise lost from error
                 except Exception:  # another consequence or another user error: the first one is reported

@@ -146,10 +146,17 @@ class WorkerGroup(ABC, Generic[W]):
             return self.fetch(output, method=name, timeout_s=invocation.timeout_s)[0] if wait else output
         args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
         per_worker = self._per_worker(args, kwargs)
-        outputs = self._submit(name, range(self.world_size), *per_worker, invocation=invocation, with_num_rows=not wait)
-        return mode.collect_fn(
-            self, self.fetch(outputs, method=name, timeout_s=invocation.timeout_s) if wait else outputs
-        )
+        if wait:
+            return mode.collect_fn(self, self._call_all(name, *per_worker, invocation=invocation))
+        outputs = self._submit(name, range(self.world_size), *per_worker, invocation=invocation, with_num_rows=True)
+        return mode.collect_fn(self, outputs)
+
+    def _call_all(
+        self, name: str, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], *, invocation: Invocation
+    ) -> list[Any]:
+        """Run a method on all workers, and return the outputs in worker order."""
+        outputs = self._submit(name, range(self.world_size), args, kwargs, invocation=invocation)
+        return self.fetch(outputs, method=name, timeout_s=invocation.timeout_s)
 
     def _check_callable(self, name: str, invocation: Invocation) -> None:
         """Raise ConfigError if the workers cannot run calls with this record."""

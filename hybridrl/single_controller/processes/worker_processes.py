@@ -19,6 +19,7 @@ from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIAB
 from hybridrl.single_controller.monitoring.part_times import PartTimes
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
+from hybridrl.single_controller.processes.relay import NodeRelays, OrderedRelays
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.worker import RankInfo
@@ -54,6 +55,7 @@ class WorkerProcesses:
         concurrency_groups: names of the concurrency groups that every process has.
         standbys: start replacements, where they can; None for none.
         times: seconds of the restarts so far, by part.
+        relayed: the relays of the processes, until one of them is replaced.
     """
 
     label: str
@@ -73,6 +75,7 @@ class WorkerProcesses:
     concurrency_groups: frozenset[str] = frozenset()
     standbys: "Standbys | None" = None
     times: PartTimes = field(default_factory=PartTimes)
+    relayed: OrderedRelays = field(default_factory=OrderedRelays)
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -177,6 +180,11 @@ class WorkerProcesses:
         reserved = wait_all(calls, role=self.label, method="reserved_devices", timeout_s=timeout_s)
         return node_devices(reserved, [slot.group.id for slot in pool.slots()], label=self.label)
 
+    def find_relays(self) -> NodeRelays | None:
+        """Return the relays of the processes, see `OrderedRelays.find`."""
+        node_of_rank = self.nodes if self.pool is None else [slot.group.id for slot in self.pool.slots()]
+        return self.relayed.find(self.hosts, self.nodes, node_of_rank, label=self.label)
+
     def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Kill these processes and start new ones on the same slots, with newly constructed workers.
 
@@ -220,6 +228,7 @@ class WorkerProcesses:
         self.times.split("model", {name: max(times.get(name, 0.0) for times in found) for name in names})
 
     def _kill_and_confirm(self, ranks: Sequence[int]) -> None:
+        self.relayed.stop()
         with self.times.part("kill"):
             kill_actors([self.hosts[rank] for rank in ranks])
             kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
@@ -291,6 +300,7 @@ class WorkerProcesses:
 
     def shutdown(self) -> None:
         """Kill the processes, also if they are frozen, and release their share of the pool."""
+        self.relayed.stop()
         kill_actors(self.hosts)
         kill_processes(zip(self.nodes, self.process_ids, strict=False))  # no ids if setup failed
         self._forget(list(self.addresses))
