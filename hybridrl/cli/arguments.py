@@ -21,6 +21,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_export(commands)
     _add_serve(commands)
+    _add_simulate(commands)
     _add_import_verl(commands)
     return parser
 
@@ -157,6 +158,37 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _add_trust(serve)
     serve.set_defaults(run_command="serve")
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    what = "run the trainer's schedule on a virtual clock, with stand-ins for the workers; starts nothing"
+    usage = "hybridrl simulate [-h] --gpus N [--rollout-gpus N] [...] [key=value ...]"
+    run = commands.add_parser("simulate", help=what, description=what, usage=usage)
+    run.epilog = "key=value: settings of python -m hybridrl.main_ppo, such as trainer.lag=1; see docs/simulation.md"
+    numbers = {
+        "gpus": (None, "devices that train, and generate if there are no others"),
+        "rollout-gpus": (0, "devices that only generate"),
+        "prompts": (512, "prompts of a step"),
+        "n": (16, "responses per prompt"),
+        "mini-batch": (0, "prompts of an optimizer step; 0: all of the step"),
+        "steps": (8, "steps, of which the first three do not count"),
+        "median": (490.0, "median length of a response in tokens"),
+        "sigma": (0.9, "standard deviation of its logarithm"),
+        "cap": (16384, "longest response"),
+    }
+    for name, (default, text) in numbers.items():
+        kind = float if isinstance(default, float) else int
+        shown = "" if default is None else " (default: %(default)g)"
+        run.add_argument(f"--{name}", type=kind, default=default, required=default is None, help=text + shown)
+    run.add_argument("--device", default="h100", help="h100, h800, h200, h20 or a100 (default: %(default)s)")
+    run.add_argument("--model", default="qwen2.5-7b", help="qwen2.5-1.5b, -7b, -14b or -32b (default: %(default)s)")
+    run.add_argument(
+        "--decode-table",
+        type=Path,
+        metavar="FILE",
+        help="JSON pairs of sequences and measured seconds of one decoding step, instead of the roofline",
+    )
+    run.set_defaults(run_command="simulate")
 
 
 def _add_import_verl(commands: argparse._SubParsersAction) -> None:

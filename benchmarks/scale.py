@@ -1,0 +1,220 @@
+"""What the driver computes with up to 1024 ranks and 4096 replicas: `python benchmarks/scale.py [PART ...]`.
+
+    calls    CPU milliseconds of the driver per call of a worker group, sent to every rank, and through one relay per
+             node of 8 ranks. The calls are Ray's; two processes answer for all ranks and two for all relays.
+    step     CPU milliseconds of the driver per step of GRPO on stand-ins for the workers: dispatch, merging, formulas,
+             metrics, ledger. Without Ray's part, which `calls` has.
+    router   CPU microseconds per request of a router whose replicas sleep, and its memory.
+    ledger   CPU milliseconds and bytes per step of the step ledger.
+
+CPU time is that of the measuring process, with all threads of Ray in it. Medians; the spread is the smallest and the
+largest value. The master with many workers: `benchmarks/heartbeats.py --workers 4096`.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import cloudpickle
+import ray
+import torch
+
+from hybridrl.protocol import DataProto
+from hybridrl.serving.router import ReplicaRouter
+from hybridrl.simulation import DEVICES, MODELS, Costs, Simulation, simulate
+from hybridrl.single_controller.dispatch import Dispatch, register
+from hybridrl.single_controller.processes.relay import NodeRelay, NodeRelays
+from hybridrl.single_controller.processes.worker_host import WorkerHost
+from hybridrl.single_controller.processes.worker_processes import WorkerProcesses
+from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
+from hybridrl.single_controller.worker import RankInfo, Worker
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.trainer.checkpoint.step_ledger import StepLedger
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, a busy machine starves the processes
+RANKS = (1, 8, 64, 512, 1024)
+PER_NODE, PROCESSES = 8, 2
+ROWS, TOKENS = 4096, 64
+METRICS = {f"actor/metric_{i}": [0.5] * 4 for i in range(20)}
+
+
+class Rank(Worker):
+    """Answers at once."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None: ...
+
+    @register(Dispatch.ONE_TO_ALL)
+    def metrics(self) -> dict[str, list[float]]:
+        return METRICS
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def score(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"scores": data.batch["advantages"] * 2})
+
+
+class SharedRelays(NodeRelays):
+    """Relays of many nodes in few processes."""
+
+    def stop(self) -> None:
+        """Leave them to the next group."""
+
+
+def spread(values: list[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def cpu_ms(work: Callable[[], object]) -> float:
+    """Return the CPU milliseconds of this process while it does the work, threads included."""
+    start = time.process_time()
+    work()
+    return (time.process_time() - start) * 1e3
+
+
+def start_processes() -> tuple[list[Any], list[Any]]:
+    """Return processes that answer for ranks, and such that are relays."""
+    host_cls, relay_cls = ray.remote(num_cpus=0)(WorkerHost), ray.remote(num_cpus=0, max_concurrency=16)(NodeRelay)
+    hosts = [host_cls.remote() for _ in range(PROCESSES)]
+    recipes = cloudpickle.dumps({"rank": ClassWithInitArgs(Rank)})
+    ray.get([host.setup.remote(recipes, RankInfo(0, 1, 0, 1, "127.0.0.1", 0), {}) for host in hosts])
+    return hosts, [relay_cls.remote() for _ in range(PROCESSES)]
+
+
+def group_of(ranks: int, hosts: list[Any], relays: list[Any], *, relayed: bool) -> RayWorkerGroup:
+    """Return a group of this many ranks in a few processes."""
+    own = [hosts[rank // PER_NODE % PROCESSES] for rank in range(ranks)]
+    processes = WorkerProcesses("rank", own, [f"rank-{rank}" for rank in range(ranks)], {"rank": Rank})
+    group = RayWorkerGroup.from_processes(processes, Rank, role="rank")
+    group.relay_from = 1 if relayed else ranks + 1
+    if relayed:
+        nodes = [list(range(start, min(ranks, start + PER_NODE))) for start in range(0, ranks, PER_NODE)]
+        ray.get([relay.attach.remote(dict(enumerate(own)), processes.addresses) for relay in relays])
+        actors = [relays[node % PROCESSES] for node in range(len(nodes))]
+        processes.relayed.relays = SharedRelays(
+            actors, nodes, {rank: host._actor_id.hex() for rank, host in enumerate(own)}
+        )
+    return group
+
+
+def calls(repeats: int) -> None:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**9)
+    hosts, relays = start_processes()
+    columns = {"advantages": torch.randn(ROWS, TOKENS), "input_ids": torch.randint(0, 50_000, (ROWS, 2 * TOKENS))}
+    batch = DataProto.from_dict(tensors=columns)
+    print(f"driver's CPU, ms per call: median (least to most) of {repeats}; {PER_NODE} ranks per relay")
+    print(f"{'ranks':>6}  {'call':<10}{'every rank':>28}{'relays':>28}{'ratio':>7}")
+    for ranks in RANKS:
+        direct, relayed = (group_of(ranks, hosts, relays, relayed=relayed) for relayed in (False, True))
+        work = {"nothing": lambda g: g.nothing(), "metrics": lambda g: g.metrics(), "batch": lambda g: g.score(batch)}
+        for name, call in work.items():
+            times: dict[bool, list[float]] = {False: [], True: []}
+            for repeat in range(repeats + 1):
+                for is_relayed, group in ((False, direct), (True, relayed)):
+                    spent = cpu_ms(lambda call=call, group=group: call(group))
+                    times[is_relayed] += [spent] if repeat else []
+            ratio = median(times[False]) / median(times[True])
+            print(f"{ranks:>6}  {name:<10}{spread(times[False]):>28}{spread(times[True]):>28}{ratio:>7.1f}", flush=True)
+    ray.shutdown()
+
+
+def step(repeats: int) -> None:
+    costs = Costs(DEVICES["h100"], MODELS["qwen2.5-7b"])
+    settings = {"actor_rollout_ref.actor.use_kl_loss": False}
+    print(f"driver's CPU per step of GRPO, {ROWS} responses, 4 optimizer steps, stand-ins for the workers")
+    for ranks in RANKS:
+        run = Simulation(costs, ranks, prompts=ROWS // 8, n=8, mini_batch=ROWS // 32, warmup=0, settings=settings)
+        few, many = (cpu_ms(partial(simulate, replace(run, steps=n))) for n in (1, 1 + repeats))
+        print(f"{ranks:>6} ranks {(many - few) / repeats:>10.0f} ms", flush=True)
+
+
+class Sleepers:
+    """Replicas that answer each request after a time of its own."""
+
+    can_respawn = False
+
+    def __init__(self, num_replicas: int, seconds: dict[str, float]):
+        self.num_replicas, self._seconds = num_replicas, seconds
+        self._ends: list[dict[str, float]] = [{} for _ in range(num_replicas)]
+
+    def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
+        """Sleep until a request has ended, or for a second."""
+        now, ends = time.monotonic(), self._ends[replica]
+        ends |= {request.request_id: now + self._seconds[request.request_id] for request in requests}
+        time.sleep(max(0.0, min([1.0, *(end - now for end in ends.values())])))
+        done = [name for name, end in ends.items() if end <= time.monotonic()]
+        for name in done:
+            del ends[name]
+        return [TokenOutput(name, [1], [0.0], "stop", 0) for name in done]
+
+    def respawn(self, replica: int) -> None:
+        raise AssertionError(f"replica {replica} cannot be lost")
+
+
+def router(repeats: int) -> None:
+    print("router: replicas that sleep, 4 requests each; seconds of a request log-normal, median 1, the longest 28")
+    for replicas in (64, 1024, 4096):
+        draws = random.Random(0)
+        seconds = {f"r{i}": min(28.0, draws.lognormvariate(0, 0.9)) for i in range(4 * replicas)}
+        before = resident_mib()
+        spent = cpu_ms(lambda replicas=replicas, seconds=seconds: asyncio.run(_serve(replicas, seconds)))
+        print(
+            f"{replicas:>6} replicas {len(seconds):>6} requests {spent / len(seconds) * 1e3:>8.0f} us per request, "
+            f"{resident_mib() - before:.0f} MiB more at its peak",
+            flush=True,
+        )
+
+
+async def _serve(replicas: int, seconds: dict[str, float]) -> None:
+    sampling = SamplingParams(n=1, max_new_tokens=8)
+    async with ReplicaRouter(Sleepers(replicas, seconds)) as router:
+        requests = [Request(name, tuple(range(i, i + 64)), sampling, i) for i, name in enumerate(seconds)]
+        await asyncio.gather(*(router.generate(request) for request in requests))
+
+
+def resident_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def ledger(repeats: int) -> None:
+    print("step ledger")
+    for prompts in (512, 4096, 16_384):
+        with tempfile.TemporaryDirectory() as directory:
+            book = StepLedger(directory, rows=10**6)
+            book.start()
+            spent = [
+                cpu_ms(lambda n=n, p=prompts, b=book: b.end_step(n, epoch=0, prompts=range(n * p, (n + 1) * p)))
+                for n in range(1, repeats + 2)
+            ]
+            size = os.path.getsize(book.path) / (repeats + 1)
+            print(f"{prompts:>6} prompts per step: {spread(spent[1:])} ms, {size:.0f} bytes", flush=True)
+
+
+PARTS = {"ledger": ledger, "step": step, "router": router, "calls": calls}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help="default: all")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
+    for part in arguments.parts or PARTS:
+        PARTS[part](arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

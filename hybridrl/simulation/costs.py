@@ -1,0 +1,155 @@
+"""How long devices take: a roofline from parameters, tokens, peak and bandwidth, or measured times of a decoding step.
+
+A decoding step of b sequences reads the weights and the keys and values of all their tokens, and computes b tokens: the
+slower of the two counts. Training computes 6 N operations per token and a forward pass 2 N, at a share of the peak.
+Times are estimates: they leave out preemption for lack of memory and everything that `Costs` does not name.
+
+Sources: 2 N and 6 N are of Kaplan et al. (arXiv 2001.08361, 2.1); the roofline of decoding is of Pope et al. (arXiv
+2211.05102, 2.1). Peaks and bandwidths are of the makers' data sheets, dense bfloat16.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        peak_flops: Dense bfloat16 operations per second.
+        bandwidth: Bytes per second of its memory.
+        link: Bytes per second to other machines.
+    """
+
+    peak_flops: float
+    bandwidth: float
+    link: float = 25e9
+
+
+@dataclass(frozen=True)
+class Model:
+    """A dense transformer in bfloat16; `kv_width` is key heads times their size."""
+
+    params: float
+    layers: int
+    hidden: int
+    kv_width: int
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2 * self.params
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of keys and values of one token."""
+        return 2 * 2 * self.layers * self.kv_width
+
+    def attention_flops(self, tokens: Any) -> Any:
+        """Return operations of attention of one new token to this many tokens, a number or an array."""
+        return 4 * self.layers * self.hidden * tokens
+
+
+DEVICES = {
+    "h20": Device(148e12, 4.0e12),
+    "h100": Device(989e12, 3.35e12, link=50e9),
+    "h800": Device(989e12, 3.35e12),
+    "h200": Device(989e12, 4.8e12, link=50e9),
+    "a100": Device(312e12, 2.04e12),
+}
+MODELS = {
+    "qwen2.5-1.5b": Model(1.54e9, 28, 1536, 256),
+    "qwen2.5-7b": Model(7.62e9, 28, 3584, 512),
+    "qwen2.5-14b": Model(14.8e9, 48, 5120, 1024),
+    "qwen2.5-32b": Model(32.8e9, 64, 5120, 1024),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a model's work on a device.
+
+    Attributes:
+        decode_efficiency: Share of peak and bandwidth that decoding reaches.
+        step_overhead_s: Of every decoding step: launches, sampling, scheduler.
+        train_efficiency: Share of the peak that training and scoring reach.
+        update_overhead_s: Of every optimizer step: optimizer, gathering of weights that computation does not hide.
+        call_overhead_s: Of every scoring call.
+        push_overhead_s: Of every push of weights, besides the bytes.
+        max_num_seqs: Sequences that one replica decodes at once.
+        prompt_tokens: Of every prompt.
+        train_ranks: Devices that share the sequences of one data-parallel rank.
+        decode_table: Measured seconds of a decoding step by number of sequences, ascending, instead of the roofline.
+    """
+
+    device: Device
+    model: Model
+    decode_efficiency: float = 0.7
+    step_overhead_s: float = 0.004
+    train_efficiency: float = 0.35
+    update_overhead_s: float = 0.5
+    call_overhead_s: float = 0.5
+    push_overhead_s: float = 0.5
+    max_num_seqs: int = 256
+    prompt_tokens: int = 200
+    train_ranks: int = 1
+    decode_table: tuple[tuple[float, float], ...] = ()
+
+    def decode_step_s(self, sequences: float, tokens: float, *, devices: int = 1) -> float:
+        """Return the seconds of one decoding step of sequences that have this many tokens together."""
+        if self.decode_table:
+            sizes, seconds = zip(*self.decode_table, strict=True)
+            return float(np.interp(sequences, sizes, seconds))
+        share = self.decode_efficiency * devices
+        memory = (self.model.weight_bytes + self.model.kv_bytes * tokens) / (self.device.bandwidth * share)
+        flops = 2 * self.model.params * sequences + self.model.attention_flops(tokens)
+        return max(memory, flops / (self.device.peak_flops * share)) + self.step_overhead_s
+
+    def generate_s(self, lengths: Sequence[int], *, done: int = 0, devices: int = 1) -> float:
+        """Return the seconds in which one replica generates responses, with continuous batching.
+
+        Args:
+            lengths: Tokens to generate.
+            done: Tokens that every response has already; they are read again first.
+            devices: Devices of the replica.
+        """
+        waiting = list(reversed(lengths))
+        context = self.prompt_tokens + done
+        seconds = self._forward_s(len(waiting) * context) / devices
+        open_rows: list[tuple[int, int]] = []  # number of the last and of the first decoding step
+        step, open_tokens = 0, 0.0
+        while waiting or open_rows:
+            while waiting and len(open_rows) < self.max_num_seqs:
+                heapq.heappush(open_rows, (step + waiting.pop(), step))
+                open_tokens += context
+            steps = open_rows[0][0] - step
+            middle = open_tokens + len(open_rows) * steps / 2
+            seconds += steps * self.decode_step_s(len(open_rows), middle, devices=devices)
+            step, open_tokens = open_rows[0][0], open_tokens + len(open_rows) * steps
+            while open_rows and open_rows[0][0] == step:
+                open_tokens -= context + step - heapq.heappop(open_rows)[1]
+        return seconds
+
+    def _forward_s(self, tokens: float) -> float:
+        return 2 * self.model.params * tokens / (self.device.peak_flops * self.train_efficiency)
+
+    def score_s(self, lengths: np.ndarray) -> float:
+        """Return the seconds in which one rank computes log-probs of responses (rows,) of these lengths."""
+        return self._pass_s(lengths) / self.train_ranks
+
+    def update_s(self, lengths: np.ndarray) -> float:
+        """Return the seconds in which one rank trains on these responses: a forward pass and two of a backward one."""
+        return 3 * self._pass_s(lengths) / self.train_ranks
+
+    def _pass_s(self, lengths: np.ndarray) -> float:
+        tokens: Any = lengths.astype(np.float64) + self.prompt_tokens
+        flops = 2 * self.model.params * tokens + self.model.attention_flops(tokens / 2) * tokens
+        return float(flops.sum()) / (self.device.peak_flops * self.train_efficiency)
+
+    def push_s(self) -> float:
+        """Return the seconds of sending, or of receiving, all weights."""
+        return self.push_overhead_s + self.model.weight_bytes / self.device.link

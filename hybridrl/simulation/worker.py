@@ -1,0 +1,214 @@
+"""`TimedWorker`: a stand-in for one process of the policy, which returns batches at once and says how long they take.
+
+It inherits `ActorRolloutRefWorker` for the contracts of its methods: how a group splits and merges their batches. It
+overrides all that compute. A column of a response stands for `unit` tokens, so that a batch of thousands of long
+responses fits into the driver; the first column of a response holds its exact number of tokens.
+
+Shapes: B prompts, n samples of each, S = B * n rows, R columns of a response.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from hybridrl.config import PPOConfig
+from hybridrl.data_plane.meta_info import GenerationRequest
+from hybridrl.errors import StaleWeightsError
+from hybridrl.protocol import DataProto
+from hybridrl.simulation.costs import Costs
+from hybridrl.simulation.lengths import Lengths
+from hybridrl.workers.actor_rollout_ref import ROLLOUT_MESH, ActorRolloutRefWorker
+from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
+from hybridrl.workers.rollout.base import RolloutHealth
+from hybridrl.workers.rollout.responses import GeneratedTokens, with_responses
+from hybridrl.workers.rollout.sampling.sampler import sampling_params
+
+COLLECTIVE = frozenset({"compute_log_prob", "compute_ref_log_prob", "update_actor", "update_weights", "send_weights"})
+"""Methods in which all ranks meet at the end of every phase."""
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the stand-ins of a run have in common.
+
+    Attributes:
+        costs: Seconds of a device's work.
+        lengths: Of the responses.
+        unit: Tokens that a column of a response stands for.
+    """
+
+    costs: Costs
+    lengths: Lengths
+    unit: int
+
+
+@dataclass
+class Answer:
+    """What a call of a stand-in returns, and the seconds of its phases."""
+
+    value: Any
+    phases: list[float] = field(default_factory=list)
+
+
+class TimedWorker(ActorRolloutRefWorker):
+    """One process of the policy that takes no time; its methods return an `Answer`.
+
+    Args:
+        config: Settings of the whole job.
+        role: Parts, as for the worker it stands for.
+        rank, world_size: Of the process.
+        workload: What the work costs.
+    """
+
+    def __init__(self, config: PPOConfig, role: str, *, rank: int, world_size: int, workload: Workload):
+        super().__init__(config, role)
+        self._place, self.workload = (rank, world_size), workload
+        self.version: int | None = None
+        self.num_updates = 0
+
+    @property
+    def rank(self) -> int:
+        return self._place[0]
+
+    @property
+    def world_size(self) -> int:
+        return self._place[1]
+
+    # -- set-up and pushes
+
+    def init_model(self, total_optimizer_steps: int = 0) -> Any:
+        num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        if "rollout" in self.parts:
+            self._register_dispatch_collect_info(ROLLOUT_MESH, self.rank // num_peers, self.rank % num_peers == 0)
+        ranks = self.workload.costs.train_ranks
+        self._register_dispatch_collect_info(ENGINE_MESH, self.rank // ranks, self.rank % ranks == 0)
+        return Answer(None)
+
+    def query_mesh_place(self, mesh_name: str) -> Any:
+        return Answer(super().query_mesh_place(mesh_name))
+
+    def open_weight_channel(self, transport: str, num_receivers: int) -> Any:
+        return Answer(None)  # as of a transport that stores the weights: no rank waits for another
+
+    def send_weights(self, version: int, adapters: bool = False) -> Any:
+        return Answer(_Receipt(version) if self.rank == 0 else None, [self.workload.costs.push_s()])
+
+    def receive_weights(self, version: int, sent: Any, adapters: bool = False) -> Any:
+        self.version = version
+        return Answer(self._health(), [self.workload.costs.push_s()])
+
+    def update_weights(self, version: int, adapters: bool = False) -> Any:
+        self.version = version
+        return Answer(self._health(), [self.workload.costs.push_s()])
+
+    def _health(self) -> RolloutHealth:
+        return RolloutHealth(self.version, fingerprint=self.version, received=self.version)
+
+    # -- generation
+
+    def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> Any:
+        return self._generate(prompts, self.config.data.max_response_length, weights_version, partial=False)
+
+    def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> Any:
+        return self._generate(prompts, max_new_tokens, weights_version, partial=True)
+
+    def _generate(self, prompts: DataProto, columns: int, version: int | None, *, partial: bool) -> Answer:
+        self._check_version(version)
+        if not self._is_output_rank:
+            return Answer(None)
+        request = GenerationRequest.of(prompts.meta_info)
+        sampling = sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
+        lengths = self.workload.lengths.draw(cast(torch.Tensor, prompts.batch["seeds"]), sampling.n)
+        generated = self._tokens(lengths, 0, columns)
+        batch = with_responses(prompts, generated, sampling=sampling, version=cast(int, self.version))
+        if partial:
+            versions = batch.batch["weights_version"][:, None].expand_as(generated.mask)
+            batch.batch["token_versions"] = versions.masked_fill(generated.mask == 0, -1)
+        limit = columns * self.workload.unit
+        return Answer(batch, [self._generate_s(lengths.clamp(max=limit))])
+
+    def continue_sequences(self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None) -> Any:
+        self._check_version(weights_version)
+        if not self._is_output_rank:
+            return Answer(None)
+        columns, n = batch.batch, self.config.actor_rollout_ref.rollout.n
+        done = columns["responses"].shape[1]
+        lengths = self.workload.lengths.draw(cast(torch.Tensor, columns["seeds"])[::n], n)
+        new = self._tokens(lengths, done, max_new_tokens)
+        width = columns["prompts"].shape[1]
+        versions = torch.full_like(new.mask, cast(int, self.version)).masked_fill(new.mask == 0, -1)
+        positions = columns["position_ids"][:, width - 1 :][:, :1] + torch.arange(1, done + max_new_tokens + 1)
+        joined = {
+            "responses": torch.cat([columns["responses"], new.tokens], dim=1),
+            "response_mask": torch.cat([columns["response_mask"], new.mask], dim=1),
+            "token_versions": torch.cat([columns["token_versions"], versions], dim=1),
+            "input_ids": torch.cat([columns["input_ids"], new.tokens], dim=1),
+            "attention_mask": torch.cat([columns["attention_mask"], new.mask], dim=1),
+            "position_ids": torch.cat([columns["position_ids"][:, :width], positions], dim=1),
+        }
+        if "rollout_log_probs" in columns:
+            joined["rollout_log_probs"] = torch.cat([columns["rollout_log_probs"], new.log_probs], dim=1)
+        result = DataProto.from_dict(
+            {**{str(name): columns[name] for name in columns.keys()}, **joined},
+            batch.non_tensor_batch,
+            dict(batch.meta_info),
+        )
+        tokens_done = done * self.workload.unit
+        left = lengths[lengths > tokens_done] - tokens_done
+        seconds = self._generate_s(left.clamp(max=max_new_tokens * self.workload.unit), done=tokens_done)
+        return Answer(result, [seconds])
+
+    def _tokens(self, lengths: torch.Tensor, done: int, columns: int) -> GeneratedTokens:
+        """Return columns `done` to `done + columns` of responses (S,) of these lengths in tokens."""
+        new = GeneratedTokens.empty(len(lengths), columns, pad_token_id=PAD)
+        filled = (lengths + self.workload.unit - 1) // self.workload.unit - done
+        new.mask[:] = (torch.arange(columns) < filled[:, None]).long()
+        new.tokens[:] = lengths[:, None] * new.mask  # every column: the first one of a response is what counts
+        return new
+
+    def _generate_s(self, lengths: torch.Tensor, *, done: int = 0) -> float:
+        num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        return self.workload.costs.generate_s(lengths.tolist(), done=done, devices=num_peers)
+
+    @property
+    def _is_output_rank(self) -> bool:
+        return self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
+
+    def _check_version(self, version: int | None) -> None:
+        if version is not None and version != self.version:
+            raise StaleWeightsError(f"rollout rank {self.rank} holds version {self.version}, not {version}")
+
+    # -- training
+
+    def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False) -> Any:
+        return self._score(data, {"old_log_probs": 0.0, "entropys": 1.0})
+
+    def compute_ref_log_prob(self, data: DataProto) -> Any:
+        return self._score(data, {"ref_log_prob": 0.0})
+
+    def _score(self, data: DataProto, columns: dict[str, float]) -> Answer:
+        costs, shape = self.workload.costs, data.batch["responses"].shape
+        values = {name: torch.full(shape, value) for name, value in columns.items()}
+        return Answer(DataProto.from_dict(values), [costs.call_overhead_s + costs.score_s(_lengths(data))])
+
+    def update_actor(self, data: DataProto) -> Any:
+        costs, phases = self.workload.costs, []
+        for mini_batch in split_mini_batches(data):
+            phases.append(costs.update_overhead_s + costs.update_s(_lengths(mini_batch)))
+        self.num_updates += len(phases)
+        count = float(self.num_updates)
+        metrics = {"actor/pg_loss": [0.0], "actor/grad_norm": [1.0], "actor/num_updates": [count]}
+        return Answer(DataProto(meta_info={"metrics": metrics}), phases)
+
+
+@dataclass(frozen=True)
+class _Receipt:
+    fingerprint: int
+
+
+def _lengths(data: DataProto) -> np.ndarray:
+    """Return the exact numbers of tokens of the responses, (S,) int64."""
+    return data.batch["responses"][:, 0].numpy()
