@@ -136,7 +136,7 @@ def simulate(simulation: Simulation) -> SimulationResult:
     workload = Workload(simulation.costs, simulation.lengths, simulation.unit)
     with tempfile.TemporaryDirectory() as directory:
         config = simulation.config(directory)
-        workers = dict.fromkeys(main_ppo.worker_classes(config), TimedWorker)
+        workers: main_ppo.WorkerClasses = dict.fromkeys(main_ppo.worker_classes(config), TimedWorker)
         manager = main_ppo.resource_pools(config, workers)
         manager.backend = "local"  # pools of slots, of which nothing is reserved
         trainer = _TimedTrainer(

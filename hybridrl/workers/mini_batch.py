@@ -72,8 +72,8 @@ def _split(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: b
     else:
         parts = [part.tolist() for part in np.array_split(np.arange(len(weights)), num_parts)]
     part_of_unit = np.zeros(len(weights), dtype=np.int64)
-    for number, part in enumerate(parts):
-        part_of_unit[part] = number
+    for i, part in enumerate(parts):
+        part_of_unit[part] = i
     part_of_row = part_of_unit[unit_of_row]
     ends = np.bincount(part_of_row, minlength=num_parts).cumsum()
     return np.split(np.argsort(part_of_row, kind="stable"), ends[:-1])
