@@ -81,6 +81,7 @@ class Simulation:
             "actor_rollout_ref.model.path": "simulated",
             "actor_rollout_ref.rollout.n": self.n,
             "actor_rollout_ref.actor.ppo_mini_batch_size": self.mini_batch or self.prompts,
+            "actor_rollout_ref.actor.calculate_old_log_probs": True,  # as in the published runs
             "trainer.total_training_steps": self.steps,
             "trainer.default_local_dir": directory,
             "trainer.logger": [],

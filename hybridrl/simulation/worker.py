@@ -183,7 +183,7 @@ class TimedWorker(ActorRolloutRefWorker):
 
     # -- training
 
-    def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False) -> Any:
+    def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False, reference: bool = False) -> Any:
         return self._score(data, {"old_log_probs": 0.0, "entropys": 1.0})
 
     def compute_ref_log_prob(self, data: DataProto) -> Any:

@@ -28,7 +28,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers import rollout
-from hybridrl.workers.engine.base import AdapterEngine, Engine, LossFn, MicroBatching
+from hybridrl.workers.engine.base import AdapterEngine, Engine, EngineSetup, LossFn, MicroBatching
 from hybridrl.workers.engine.hf_model import vocabulary_size
 from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import (
@@ -102,8 +102,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
             self.config, kind="causal_lm", path=policy.path, settings=self._offload, device=self.device
         )
         setup = replace(
-            setup,
-            **self._token_layout(),
+            self._with_token_layout(setup),
             gradient_checkpointing=policy.enable_gradient_checkpointing,
             optim=actor.optim,
             total_steps=total_optimizer_steps,
@@ -113,15 +112,15 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         )
         self.actor = self._set_up(make_engine(actor.strategy, setup))
 
-    def _token_layout(self) -> dict[str, bool]:
-        """Return how the engines of the policy arrange the tokens of a micro-batch."""
+    def _with_token_layout(self, setup: EngineSetup) -> EngineSetup:
+        """Return the setup with how the engines of the policy arrange the tokens of a micro-batch."""
         policy = self.config.actor_rollout_ref
-        return {"packed": policy.model.use_remove_padding, "share_prefixes": policy.actor.use_prefix_grouper}
+        return replace(setup, packed=policy.model.use_remove_padding, share_prefixes=policy.actor.use_prefix_grouper)
 
     def _init_ref(self) -> None:
         policy, settings = self.config.actor_rollout_ref.model, ref_engine_settings(self.config)
         setup = engine_setup(self.config, kind="causal_lm", path=policy.path, settings=settings, device=self.device)
-        setup = replace(setup, **self._token_layout())
+        setup = self._with_token_layout(setup)
         self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
 
     def _init_teachers(self) -> None:
@@ -133,7 +132,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         self.teachers: dict[str, Engine] = {}
         for key, path in self.config.distillation.teachers().items():
             setup = engine_setup(self.config, kind="causal_lm", path=path, settings=settings, device=self.device)
-            setup = replace(setup, **self._token_layout(), token_terms=terms)
+            setup = replace(self._with_token_layout(setup), token_terms=terms)
             self.teachers[key] = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
         self._teacher_outputs = ("log_probs", *terms)
 

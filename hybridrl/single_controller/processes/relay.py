@@ -95,7 +95,7 @@ class NodeRelays:
         ranks: dict[Any, list[int]] = {}
         for rank, node in enumerate(node_of_rank):
             ranks.setdefault(node, []).append(rank)
-        actors = []
+        actors: list[Any] = []
         for own in ranks.values():
             options: dict[str, Any] = {
                 "num_cpus": 0,

@@ -90,7 +90,7 @@ def metrics_of_update(batch: DataProto, updated: DataProto) -> Metrics:
         batch: All rows of the step.
         updated: What `update_actor` returned: `batch_row`, and of these rows the mask, log-probs and entropy.
     """
-    trained = DataProto.from_dict(tensors=dict(updated.batch.items()))
+    trained = updated.select()
     if "rollout_log_probs" in batch.batch.keys():
         trained.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"][trained.batch["batch_row"]]
     return log_prob_metrics(trained, trained.batch["entropys"])

@@ -141,7 +141,7 @@ class _TwoPartAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         states = (query, key, value)
         grads = tuple(torch.zeros_like(tensor, dtype=lse.dtype) for tensor in states)

@@ -48,18 +48,18 @@ def _log_nothing_shared() -> None:
 def make_tree_layout(grid: TokenGrid, rows: list[int]) -> TokenLayout:
     """Return the layout (1,T) of some rows of a batch. Adjacent rows share their prefixes."""
     tokens = prefix_tree.real_tokens(grid.input_ids[rows], grid.is_real[rows])
-    tokens = [row if len(row) else np.zeros(1, dtype=np.int64) for row in tokens]  # the model needs an input
+    tokens = [ids if len(ids) else np.zeros(1, dtype=np.int64) for ids in tokens]  # the model needs an input
     tree = prefix_tree.prefix_tree(tokens)
     places = [torch.from_numpy(place) for place in tree.places]
     input_ids = torch.zeros(1, tree.num_tokens, dtype=torch.int64)
     position_ids = torch.zeros_like(input_ids)
-    for place, row in zip(places, tokens, strict=True):
-        input_ids[0, place] = torch.from_numpy(row)
-        position_ids[0, place] = torch.arange(len(row))
+    for place, ids in zip(places, tokens, strict=True):
+        input_ids[0, place] = torch.from_numpy(ids)
+        position_ids[0, place] = torch.arange(len(ids))
     is_response = grid.is_response[rows]
     row, column = is_response.nonzero(as_tuple=True)
     token = column + (grid.input_ids.size(1) - is_response.size(1))
-    starts = torch.tensor([0, *accumulate(len(row) for row in tokens)])
+    starts = torch.tensor([0, *accumulate(len(ids) for ids in tokens)])
     joined = torch.cat(places)
     return TokenLayout(
         input_ids=input_ids,
