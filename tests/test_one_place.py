@@ -36,6 +36,8 @@ HOMES = {
         "system/child_process.py": "every child: it ends with its parent, and takes along what it started",
         "system/child_guard.py": "the guard's own child",
         "driver/supervisor.py": "forks that are drivers and must not load anything again; they end with the program",
+        "single_controller/processes/standby/standbys.py": "the standby process: the kernel ends it with its actor",
+        "single_controller/processes/standby/process.py": "forks that are Ray's workers, which outlive it",
         "testing/transport.py": "the peer of a suite for transports of users",
     },
     "loads what may name code": {
@@ -57,6 +59,7 @@ HOMES = {
         "master/health/heartbeat_server.py": "loopback while the cluster has one machine; a token per master",
         "serving/openai/connections.py": "the endpoint: loopback by default, API key, limits",
         "serving/openai/server.py": "the same",
+        "single_controller/processes/standby/standbys.py": "an abstract socket of this machine, for the same user only",
         "system/rendezvous.py": "rank 0 of a group, at its own address",
         "workers/process_setup.py": "the same, once the listener is there",
         "workers/weight_transfer/channel.py": "the weight channel, at its own address, keys with a secret prefix",

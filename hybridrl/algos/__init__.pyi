@@ -1,6 +1,5 @@
 from . import distillation as distillation
 from . import length_rewards as length_rewards
-from . import prefix_tree as prefix_tree
 from . import sample_selection as sample_selection
 from .advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
 from .advantages import AdvantageEstimator as AdvantageEstimator
@@ -20,6 +19,7 @@ from .masked import masked_var as masked_var
 from .masked import masked_whiten as masked_whiten
 from .partition import balanced_partition as balanced_partition
 from .partition import micro_batches as micro_batches
+from .partition import prefix_tree as prefix_tree
 from .policy_losses import OWN_AGG_MODES as OWN_AGG_MODES
 from .policy_losses import POLICY_LOSSES as POLICY_LOSSES
 from .policy_losses import PolicyLoss as PolicyLoss

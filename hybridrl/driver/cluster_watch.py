@@ -41,8 +41,8 @@ class ClusterWatch:
         self._num_stopped: dict[int, int] = {}
         self._newest: list[int] = []
 
-    def wait(self) -> None:
-        """Wait for `POLL_PERIOD_S`, or until an essential process ends, where the kernel tells."""
+    def sleep(self) -> None:
+        """Sleep for `POLL_PERIOD_S`, or until an essential process ends, where the kernel tells."""
         if self._pidfds:
             select.select(self._pidfds, [], [], POLL_PERIOD_S)
         else:
@@ -51,7 +51,7 @@ class ClusterWatch:
     def check(self) -> str:
         """Kill what is frozen; return what is lost, "" if the cluster is there.
 
-        Call it after every `wait`. A frozen essential process is lost, but not killed: a program's own Ray library
+        Call it after every `sleep`. A frozen essential process is lost, but not killed: a program's own Ray library
         would end the program at its next call.
         """
         if lost := next((name for pid, name in self._essential.items() if not read_process_stat(pid).state), ""):
@@ -101,7 +101,7 @@ def watch_in_thread() -> None:
 
     def run() -> None:
         while not (lost := watch.check()):
-            watch.wait()
+            watch.sleep()
         if _is_ending():
             return watch.kill_rest()
         if is_terminating():  # the same signal may have ended Ray's processes

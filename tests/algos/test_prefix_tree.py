@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hybridrl.algos.prefix_tree import (
+from hybridrl.algos.partition.prefix_tree import (
     balanced_tree_parts,
     common_length,
     prefix_groups,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from hybridrl.algos.prefix_tree import prefix_tree, real_tokens
+from hybridrl.algos.partition.prefix_tree import prefix_tree, real_tokens
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, MicroBatching
 from hybridrl.workers.engine.batching.layout import token_grid

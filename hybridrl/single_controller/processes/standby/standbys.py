@@ -24,13 +24,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybridrl.single_controller.cluster import NAMESPACE, actor_names
+from hybridrl.errors import CallTimeout
+from hybridrl.single_controller.cluster import NAMESPACE, actor_names, get_value
 from hybridrl.single_controller.processes.standby import request
 from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_processes
 
 logger = logging.getLogger(__name__)
 NAME = "standby"  # of the actors
 MAX_STARTS = 3  # of a standby process; what ends as often is not started again
+ANSWER_TIMEOUT_S = 10.0  # for an answer that is there
 QUEUED_REQUESTS = 128  # as many workers may start at once on a node
 # Settings of a runtime environment that start a worker in another Python, or in another way.
 OTHER_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight", "rocprof_sys")
@@ -129,9 +131,9 @@ class Standbys:
         if not _is_done(standby.ready) or _is_done(standby.ended):
             return None
         try:
-            address, _ = ray.get(standby.ready)
+            address, _ = _value(standby.ready)
             return str(address)
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, CallTimeout) as error:
             self._log_refusal(str(getattr(error, "cause", error)))
             return None
 
@@ -142,10 +144,8 @@ class Standbys:
 
     def process_ids(self) -> list[int]:
         """Return the ids of the standby processes that are ready."""
-        import ray
-
         ready = [one.ready for one in self._standbys.values() if _is_done(one.ready) and not _is_done(one.ended)]
-        return [ids[-1] for _, ids in ray.get(ready)]
+        return [_value(answer)[1][-1] for answer in ready]
 
     def stop(self) -> None:
         """End all standby processes, also if their actors are frozen. Workers that they started stay."""
@@ -155,9 +155,9 @@ class Standbys:
             kill_actors([standby.actor])
             if _is_done(standby.ready):
                 try:
-                    _, (actor_id, _) = ray.get(standby.ready)
+                    _, (actor_id, _) = _value(standby.ready)
                     kill_processes([(node, actor_id)])
-                except ray.exceptions.RayError:
+                except (ray.exceptions.RayError, CallTimeout):
                     continue  # it never started
         self._standbys.clear()
 
@@ -229,6 +229,14 @@ def _can_fork(options: Mapping[str, Any]) -> bool:
 
 def _variables(options: Mapping[str, Any]) -> Variables:
     return frozenset(options.get("runtime_env", {}).get("env_vars", {}).items())
+
+
+def _value(ready: Any) -> tuple[str, tuple[int, int]]:
+    """Return what a standby process answered that is ready."""
+    answer: tuple[str, tuple[int, int]] = get_value(
+        ready, what="the address of a standby process", timeout_s=ANSWER_TIMEOUT_S
+    )
+    return answer
 
 
 def _is_done(reference: Any) -> bool:

@@ -48,7 +48,7 @@ class PendingBatch:
     pending_pushes: list[Pending] = field(default_factory=list)
     greedy: PendingResponses | None = None
 
-    def wait(self) -> tuple[DataProto, DataProto | None]:
+    def fetch(self) -> tuple[DataProto, DataProto | None]:
         """Wait for the submitted tokens; return the responses and the greedy ones.
 
         Raises:
@@ -134,7 +134,7 @@ class RolloutPipeline:
         batch = self._pending.popleft()
         while batch.num_chunks < len(self.chunk_tokens):  # in the first steps of a run, batches are submitted late
             self._submit_next_chunk(batch)
-        return batch, *batch.wait()
+        return batch, *batch.fetch()
 
     def push_weights(self, version: int) -> None:
         """Push the actor's weights as `version`. Waits only with lag 0; else `pop` verifies the push."""
@@ -158,7 +158,7 @@ class RolloutPipeline:
         return [self._with_values(batch) for batch in self._pending]
 
     def _with_values(self, batch: PendingBatch) -> PendingBatch:
-        responses, greedy = batch.wait()
+        responses, greedy = batch.fetch()
         num_groups = len(batch.other_columns)
         return replace(
             batch,
@@ -182,7 +182,7 @@ class RolloutPipeline:
         state = []
         for number, batch in enumerate(self._pending):
             os.makedirs(directory, exist_ok=True)
-            responses, greedy = batch.wait()
+            responses, greedy = batch.fetch()
             batch.other_columns.save_to_disk(os.path.join(directory, f"{number}.rest"))
             responses.save_to_disk(os.path.join(directory, f"{number}.responses"))
             state.append({"step": batch.number, "epoch": batch.epoch, "shares": batch.num_chunks})

@@ -1,6 +1,6 @@
 """Cut this rank's rows into micro-batches, in agreement with all other ranks.
 
-Both engines call it before a forward pass. Which rows share a micro-batch is `algos/partition.py`.
+Both engines call it before a forward pass. Which rows share a micro-batch is `algos/partition/balanced.py`.
 """
 
 import torch

@@ -14,8 +14,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from hybridrl.algos import prefix_tree
-from hybridrl.algos.prefix_tree import PrefixTree
+from hybridrl.algos.partition import prefix_tree
+from hybridrl.algos.partition.prefix_tree import PrefixTree
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout
 from hybridrl.workers.engine.batching.packed_attention import sequence_spans

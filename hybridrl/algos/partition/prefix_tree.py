@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from hybridrl.algos.partition import balanced_partition, check_fits
+from hybridrl.algos.partition.balanced import balanced_partition, check_fits
 
 MIN_SHARED_TOKENS = 8
 """Rows branch only where they share at least as many tokens since the last branch.
