@@ -83,7 +83,8 @@ def used_bytes(folder: str) -> int:
 def directory_bytes(folder: Path) -> int:
     """Return the size of all files below a directory that is written meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for directory, _, names in os.walk(folder):  # a directory that is gone meanwhile is left out
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(directory, name)).st_size
     return total
