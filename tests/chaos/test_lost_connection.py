@@ -1,4 +1,7 @@
-"""A connection inside torch.distributed is lost while all processes live: the run continues, and ends bit-equal."""
+"""A connection inside torch.distributed is lost while all processes live: the run continues, and ends bit-equal.
+
+Gloo ends a process on it, or the call reports it; the driver rebuilds the role in both cases.
+"""
 
 import pytest
 
@@ -38,8 +41,8 @@ def test_a_lost_connection_of_a_process_group_costs_time_and_nothing_else(tmp_pa
         assert done.returncode == 0, done.stderr
     assert len(hits(cut)) == len(CUT)
     assert [failure["lost"][0].rpartition("-")[0] for failure in losses(cut)] == ["actor_rollout"] * len(CUT)
-    assert done.stderr.count(" was cut off while running ") >= len(CUT)
-    assert all(failure["back_at_step"] == failure["step"] - 1 for failure in losses(cut))
+    # In the last one the step's snapshot has been taken.
+    assert [failure["step"] - failure["back_at_step"] for failure in losses(cut)] == [1, 1, 1, 0]
     print(*(f"{failure['method']}: recovered after {failure['seconds']:.1f} s" for failure in losses(cut)), sep="\n")
     ends = [weights(folder / f"run/global_step_{STEPS}", folder / "hf") for folder in (calm, cut)]
     assert largest_difference(*ends) == 0

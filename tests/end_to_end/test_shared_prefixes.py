@@ -14,7 +14,7 @@ def test_a_run_with_shared_prompts_has_the_weights_of_one_without(tmp_path, tiny
             tiny_qwen2,
             actor_rollout_ref__actor__use_prefix_grouper=shared,
             actor_rollout_ref__actor__use_kl_loss=True,
-            trainer__test_freq=0,
+            trainer__test_freq=-1,
         )
         found[shared] = weights(folder / "run" / "global_step_2", folder / "export")
     assert largest_difference(found[False], found[True]) < 1e-4
