@@ -25,7 +25,7 @@ def test_put_into_replaces_an_earlier_record_and_plain_keys_and_keeps_the_rest()
 
 
 def test_a_batch_file_keeps_the_records(tmp_path):
-    records = {"generation_request": GenerationRequest(5, True), "update_plan": UpdatePlan(2, 3, True, 4)}
+    records = {"generation_request": GenerationRequest(5, True), "update_plan": UpdatePlan(2, 3, True, True, 4)}
     three_rows(**records).save_to_disk(tmp_path / "batch")
     assert DataProto.load_from_disk(tmp_path / "batch").meta_info == records
 

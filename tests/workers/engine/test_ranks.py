@@ -118,7 +118,8 @@ def test_two_ranks_take_the_same_two_steps_as_one(ranks, one_rank, case):
     for rank in ranks:
         for name, gradient in rank[case]["gradients"].items():
             torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-6, rtol=0)
-        assert_same_weights(rank[case]["weights"], expected["weights"], atol=1e-6)
+        shared = CASES[case][1].get("share_prefixes", False)  # Adam's quotient enlarges sums in another order
+        assert_same_weights(rank[case]["weights"], expected["weights"], atol=3e-6 if shared else 1e-6)
         for step, wanted in zip(rank[case]["reports"], expected["reports"], strict=True):
             assert step == pytest.approx(wanted, rel=1e-5)
     assert ranks[0][case]["reports"] == ranks[1][case]["reports"]
@@ -146,7 +147,9 @@ def test_adapters_on_two_ranks_learn_what_they_learn_on_one(ranks, folder):
 
 def test_bfloat16_on_two_ranks_stays_near_float32(ranks, one_rank):
     found = ranks[0]["bfloat16"]
-    assert found["reports"][0]["grad_norm"] == pytest.approx(one_rank["tied"]["reports"][0]["grad_norm"], rel=0.03)
+    assert found["reports"][0]["grad_norm"] == pytest.approx(
+        one_rank["tied", False]["reports"][0]["grad_norm"], rel=0.03
+    )
     assert {tensor.dtype for tensor in found["weights"].values()} == {torch.float32}
 
 
@@ -180,7 +183,7 @@ def test_two_ranks_continue_from_a_checkpoint_of_one(ranks, folder, one_rank):
     engine = make_engine(str(folder / "tied"))
     engine.load(str(folder / "one_rank"))
     assert all(torch.equal(tensor, ranks[0]["from one rank"][name]) for name, tensor in whole_weights(engine).items())
-    assert_same_weights(ranks[0]["from one rank, a step later"], one_rank["tied"]["weights"], atol=1e-6)
+    assert_same_weights(ranks[0]["from one rank, a step later"], one_rank["tied", False]["weights"], atol=1e-6)
 
 
 def test_rows_that_one_rank_refuses_are_refused_by_both(ranks):
