@@ -128,7 +128,7 @@ MANY = 512  # devices, from which on half of them generate, and fewer steps are 
 
 
 def scale(figure: str | None, gpus: tuple[int, ...]) -> None:
-    """Print tokens per second and device of each schedule, 2 prompts of 8 responses per device, at least 64 prompts."""
+    """Print tokens per second and device of each schedule: 2 prompts of 8 responses per device, at least 64."""
     costs = Costs(DEVICES["h100"], MODELS["qwen2.5-7b"])
     print("tokens per second and device (share of the devices that generate)")
     print(f"{'devices':>8}" + "".join(f"{name:>20}" for name in SCHEDULES))

@@ -61,9 +61,9 @@ def main_command(*arguments: str, **environment: str) -> list[str]:
 
 
 def test_variables_arrays_branches_and_arguments_are_followed():
-    assert main_command("trainer.seed=2", HOME="/home/me", DEVICE="gpu") == [
+    assert main_command("trainer.seed=2", HOME="/data/me", DEVICE="gpu") == [
         *("uv", "run", "python3", "-m", "verl.trainer.main_ppo"),
-        "data.train_files=['/home/me/a.parquet', '/home/me/b.parquet']",
+        "data.train_files=['/data/me/a.parquet', '/data/me/b.parquet']",
         "data.max_prompt_length=2048",
         "data.truncation=error",
         "trainer.experiment_name=run_8",

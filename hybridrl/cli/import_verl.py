@@ -1,4 +1,4 @@
-"""`hybridrl import-verl`: a command line or a launch script of verl as a command of ours, with every change explained.
+"""`hybridrl import-verl`: verl's command lines and launch scripts as commands of ours, with every change explained.
 
 It runs nothing of the script. The rows of `hybridrl/config/verl` decide what becomes of each key, as in `main_ppo`.
 """

@@ -30,7 +30,7 @@ def suggest_key(name: str, known: Collection[str]) -> str:
 
 
 def nearest_keys(name: str, known: Collection[str]) -> list[str]:
-    """Return the keys of `known` that `name` is a slip of: another section, a missing one, or a typing error."""
+    """Return the keys of `known` that `name` may mean: another section, a missing one, or a typing error."""
     section, _, leaf = name.rpartition(".")
     moved = [
         key for key in known if key.rpartition(".")[2] == leaf and (not section or _similarity(name, key) >= MIN_MOVED)

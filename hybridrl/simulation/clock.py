@@ -1,4 +1,4 @@
-"""Virtual time of a simulated run: `VirtualClock`, and the references to results that will be ready at some time.
+"""Virtual time of a simulated run: `VirtualClock`, and references to results that are ready later.
 
 The driver is one thread, and every process executes its calls in submission order. So the start of a call is known when
 it is submitted, and no event loop is needed: a submission computes when the result is ready, and a wait moves the clock

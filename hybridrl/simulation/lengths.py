@@ -1,4 +1,4 @@
-"""Lengths of simulated responses: log-normal, with a share of the variance that the samples of a prompt have in common.
+"""Lengths of simulated responses: log-normal; the samples of a prompt share a part of the variance.
 
 A length depends on the seed of its prompt and the number of the sample alone, as a real response does. So it is the
 same in every schedule and on every number of devices.

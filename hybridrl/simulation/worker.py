@@ -1,4 +1,4 @@
-"""`TimedWorker`: a stand-in for one process of the policy, which returns batches at once and says how long they take.
+"""`TimedWorker`: a stand-in for one process of the policy. It returns batches at once, and says how long they take.
 
 It inherits `ActorRolloutRefWorker` for the contracts of its methods: how a group splits and merges their batches. It
 overrides all that compute. A column of a response stands for `unit` tokens, so that a batch of thousands of long

@@ -1,4 +1,4 @@
-"""Settings that look like secrets, by their names: their values are in no file and no logger of a run.
+"""Settings whose names look like secrets: their values are in no file and no logger of a run.
 
 Such as `custom_reward_function.kwargs.api_key`. The program that was started has the value; a file has `HIDDEN`.
 """

@@ -80,7 +80,7 @@ def _split(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: b
 
 
 def _split_by_prefix(data: DataProto, rows: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Return which of the rows each part has, ascending; rows with a common prefix are in one part where that pays."""
+    """Return the rows of each part, ascending. Rows with a common prefix are in one part where that pays."""
     tokens = algos.prefix_tree.real_tokens(data.batch["input_ids"][rows], data.batch["attention_mask"][rows])
     return [np.array(part, dtype=np.int64) for part in algos.prefix_tree.balanced_tree_parts(tokens, num_parts)]
 

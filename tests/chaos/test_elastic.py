@@ -1,4 +1,4 @@
-"""A run that loses a machine goes on with fewer ranks, takes it back, and learns what an undisturbed run learns.
+"""A run that loses a machine goes on with fewer ranks, takes it back, and learns the same.
 
 AdamW divides by the size of the gradient, so it turns a rounding difference in a tiny gradient into a part of a whole
 step. With a learning rate of 1e-4 that stays far below the limit, and one lost or repeated update would be 1e-4.

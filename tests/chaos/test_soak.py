@@ -1,4 +1,4 @@
-"""Soaks: what grows in a run of hours with faults is found, and processes that start anew are not mistaken for growth.
+"""Soaks: what grows in a run of hours is found, and processes that start anew are no growth.
 
 `make soak HOURS=1` runs one; `tests/support/soak` says what it is.
 """

@@ -78,7 +78,7 @@ class _TreeBuilder:
         self._path: list[Segment] = []  # of the row that was added last
 
     def branch_depth(self, shared: int) -> int:
-        """Return how many of its tokens a row shares that has `shared` first tokens in common with the last row."""
+        """Return how many tokens the next row shares, given its first tokens in common with the last row."""
         if shared < self.min_shared:
             return 0
         for segment in reversed(self._path):

@@ -10,7 +10,7 @@ TABLE: tuple[Row, ...] = (*WORKER_ROWS, *PROGRAM_ROWS)
 
 
 def rows_of(name: str) -> list[tuple[str, Row]]:
-    """Return the rows of a key in the table's order, each with the key it has there: `name`, or one above it."""
+    """Return the rows of a key in the table's order, each with its key there: `name`, or one above."""
     above = [name[:dot] for dot, letter in enumerate(f"{name}.") if letter == "."]
     found = [(place, key, row) for key in above for place, row in _by_key().get(key, ())]
     return [(key, row) for _, key, row in sorted(found, key=lambda entry: entry[0])]

@@ -310,7 +310,7 @@ def _is_valid(value: Any, spec: Any) -> bool:
 
 
 def _parse(word: str) -> _Word:
-    """Return key and value of an override; both are empty for a word that is none, or takes a value back."""
+    """Return key and value of an override, both empty for a word that sets nothing."""
     override = parse_override(word)
     if override is None or override.is_delete() or override.is_sweep_override():
         return _Word(word, "", None)

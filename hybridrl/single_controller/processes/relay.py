@@ -1,4 +1,4 @@
-"""`NodeRelays`: one actor per node that hands a call to the ranks of its node and gives their answers back as one.
+"""`NodeRelays`: one actor per node, which passes calls on to its ranks and returns their answers as one.
 
 A driver that calls 1024 ranks sends and awaits 1024 messages; with 8 ranks on a node, it exchanges 128 with relays. A
 `RayWorkerGroup` of at least `RELAY_FROM` ranks uses them for calls of all ranks that it waits for. Calls that it does

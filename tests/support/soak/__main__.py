@@ -88,7 +88,7 @@ def soak(scene: Scene) -> int:
 
 @contextmanager
 def ended_by_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forward SIGTERM and Ctrl-C to a stage, which then ends the run early; kill it if it is still there at the end."""
+    """Forward SIGTERM and Ctrl-C to a stage, which then ends the run early; kill it if it stays."""
 
     def forward(*_: object) -> None:
         os.killpg(process.pid, signal.SIGTERM)

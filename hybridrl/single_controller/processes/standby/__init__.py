@@ -1,1 +1,1 @@
-"""Standby processes: one per node has imported what the workers import, and lost workers start by a fork of it."""
+"""Standby processes: one per node has imported what workers import; lost workers start as its forks."""

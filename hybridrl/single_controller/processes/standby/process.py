@@ -1,4 +1,4 @@
-"""The standby process of a node: it has imported what workers import, and becomes a worker by a fork.
+"""The standby process of a node: it has imported what workers import, and forks to become one.
 
 `StandbyActor` (`standbys.py`) runs this module as a program of its own.
 

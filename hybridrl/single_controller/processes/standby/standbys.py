@@ -1,4 +1,4 @@
-"""`Standbys`: the standby processes of a run, and what has to be in a Ray actor's options to start by one.
+"""`Standbys`: the standby processes of a run, and the options of a Ray actor that one of them starts.
 
     standbys = Standbys("run", detached=False)
     standbys.start_missing(processes)          # after a step; returns at once
