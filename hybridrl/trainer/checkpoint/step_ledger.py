@@ -32,7 +32,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import CheckpointError
@@ -246,23 +246,26 @@ def read_ledger(path: str) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: A line is damaged; the message has its number.
     """
-    try:
-        with open(path, "rb") as file:
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    entries: list[dict[str, Any]] = []
+    return list(_iterate_ledger(path))
+
+
+def _iterate_ledger(path: str) -> Iterator[dict[str, Any]]:
+    """Yield what `read_ledger` returns, one entry in memory at a time."""
+    if not os.path.exists(path):
+        return
     before = ""
-    for number, line in enumerate(lines[:-1], 1):
-        entry = _read_line(line, before)
-        if entry is None:
-            raise CheckpointError(
-                f"{path} is damaged in line {number}; move it away: the run then resumes without it, from its "
-                "checkpoint's own counts"
-            )
-        before = entry[CHECKSUM]
-        entries.append(entry)
-    return entries
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            entry = _read_line(line, before)
+            if entry is None:
+                raise CheckpointError(
+                    f"{path} is damaged in line {number}; move it away: the run then resumes without it, from its "
+                    "checkpoint's own counts"
+                )
+            before = entry[CHECKSUM]
+            yield entry
 
 
 def _read_line(line: bytes, before: str) -> dict[str, Any] | None:
@@ -284,22 +287,22 @@ def _cut_partial_line(path: str, *, expected: tuple[int, str] | None) -> str:
     Raises:
         CheckpointError: No line of that step has that checksum.
     """
-    entries = read_ledger(path)
-    if not entries:
+    last, has_steps, found = "", False, expected is None
+    for entry in _iterate_ledger(path):
+        last, has_steps = entry[CHECKSUM], has_steps or "step" in entry
+        if expected is not None and expected == (entry.get("step", entry.get("begin")), last):
+            found = True
+    if not last:
         return ""
     with open(path, "rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
-    if expected is not None and any("step" in entry for entry in entries):
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+    if expected is not None and has_steps and not found:
         step, checksum = expected
-        if not any(
-            entry[CHECKSUM] == checksum for entry in entries if entry.get("step") == step or entry.get("begin") == step
-        ):
-            raise CheckpointError(
-                f"{path} has no line of step {step} with the checksum {checksum} of that step's checkpoint: it is the "
-                "ledger of another run; move it away, or set trainer.default_local_dir to a new value"
-            )
-    return entries[-1][CHECKSUM]
+        raise CheckpointError(
+            f"{path} has no line of step {step} with the checksum {checksum} of that step's checkpoint: it is the "
+            "ledger of another run; move it away, or set trainer.default_local_dir to a new value"
+        )
+    return last
 
 
 def main(argv: Sequence[str]) -> int:

@@ -198,13 +198,17 @@ PACKAGES = {
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Return the lines of a `metrics.jsonl` that are whole."""
-    history = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
-                history.append(entry)
-    return history
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: str | Path) -> Iterator[dict[str, float]]:
+    """Yield the lines of a `metrics.jsonl` that are whole, one in memory at a time."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
+                    yield entry
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -241,6 +245,5 @@ def _keep_steps(path: Path, *, last: int) -> None:
     """Drop half-written lines and steps after `last`; the file is replaced by one rename."""
     if not path.exists():
         return
-    valid = [entry for entry in read_metrics(path) if entry["step"] <= last]
     with atomic_write(path) as file:
-        file.writelines(json.dumps(entry) + "\n" for entry in valid)
+        file.writelines(json.dumps(entry) + "\n" for entry in iterate_metrics(path) if entry["step"] <= last)

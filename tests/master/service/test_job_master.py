@@ -46,7 +46,9 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
     state, _ = replay(str(tmp_path / client.run))
     assert (state.state, state.reason) == (JobPhase.SUCCEEDED, "done")
     assert state.failures == ()  # the shutdown of the group at the end is none
-    assert len(history(str(tmp_path / client.run))) == 7  # start, 2 joins, 2 steps, a commit, end
+    names = [type(entry.event).__name__ for entry in history(str(tmp_path / client.run))]
+    events = [name for name in names if name != "WarningRaised"]  # a warning: this machine's disk is nearly full
+    assert len(events) == 7, events  # start, 2 joins, 2 steps, a commit, end
 
 
 def test_a_driver_finds_busy_processes_without_calling_them(tmp_path):
