@@ -1,0 +1,8 @@
+"""Log-probs, entropy and sum of squared probabilities of tokens: from logits, or from the states before the head.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
