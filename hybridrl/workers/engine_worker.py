@@ -45,6 +45,8 @@ def engine_setup(
         override_config=dict(policy.override_config) if path == policy.path else {},
         temperature=config.actor_rollout_ref.rollout.temperature,
         seed=config.trainer.seed,
+        whole_logits=not policy.use_fused_kernels,
+        logits_chunk=config.actor_rollout_ref.actor.entropy_from_logits_chunk_size,
     )
 
 

@@ -66,6 +66,7 @@ class SupervisedWorker(EngineWorker):
             grad_clip=config.grad_clip,
             seed=config.trainer.seed,
             lora=lora_of(config.model),
+            whole_logits=not config.model.use_fused_kernels,
         )
 
     def _train(

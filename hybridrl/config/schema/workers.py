@@ -30,6 +30,9 @@ class ModelConfig:
     override_config: dict = setting({}, "Values that replace entries of the model's own config.", free=True)
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     use_remove_padding: bool = setting(False, "Pack sequences end to end instead of sorting and padding them.")
+    use_fused_kernels: bool = setting(
+        True, "Compute log-probs and entropy from hidden states in parts, so that logits never exist whole."
+    )
     lora_rank: int = setting(
         0, "Rank of LoRA adapters, which are then all that is trained; 0: none. Rollouts get merged weights.", ge=0
     )
@@ -191,6 +194,11 @@ class ActorConfig:
     kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", ge=0)
     kl_loss_type: str = setting("low_var_kl", "KL estimator of the loss.", choices=KL_KINDS)
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
+    entropy_from_logits_chunk_size: int | None = setting(
+        None,
+        "At most as many logits exist at a time as those of this many tokens; null chooses by the device.",
+        ge=1,
+    )
     calculate_sum_pi_squared: bool | None = setting(
         None,
         "Compute the sum of squared probabilities with the log-probs; null means: if the advantage estimator needs it.",

@@ -24,7 +24,9 @@ _SHARDED = "parameters are sharded over all worker processes"
 _ULYSSES = "sequence parallelism is not in this release; long sequences need more memory"
 _COMPILE = "models run uncompiled"
 _KERNELS = "there are no fused kernels in this release"
-_ENTROPY = "the entropy has no memory-saving form here"
+_ENTROPY = "log-probs and entropy are computed in parts, and again in the backward pass"
+_CHUNK = f"{ACTOR}.entropy_from_logits_chunk_size"
+_ALL_ALIKE = "all models of a run compute log-probs as actor_rollout_ref.model.use_fused_kernels says"
 _WHOLE = "a checkpoint always holds everything that resuming needs; hybridrl export writes Hugging Face files"
 _SPEED = "speed and memory of Megatron's kernels and pipeline"
 _BRIDGE = "weights are always converted from and to Hugging Face's"
@@ -88,9 +90,9 @@ FSDP_ROWS: tuple[Row, ...] = (
     no_effect(
         f"{FSDP}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted, not padded to a length"
     ),
-    no_effect(
-        f"{FSDP}.{{entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,entropy_checkpointing}}", _ENTROPY
-    ),
+    renamed(f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size", _CHUNK),
+    done(f"{FSDP}.{{entropy_from_logits_with_chunking,entropy_checkpointing}}", _ENTROPY),
+    no_effect(f"{FSDP}.entropy_from_logits_chunk_size", "other models use the actor's"),
     done(
         f"{{{FSDP[1:-1]},{ACTOR},{REF},{CRITIC}}}.ulysses_sequence_parallel_size",
         "one process has whole sequences",
@@ -224,12 +226,12 @@ ACTOR_ROWS: tuple[Row, ...] = (
     refused("critic.ppo_epochs", "the critic makes as many passes as actor_rollout_ref.actor.ppo_epochs; leave it out"),
     done("critic.{loss_agg_mode,shuffle}", "the critic follows the actor", "token-mean", "false"),
     no_effect(f"{ROLES}.use_torch_compile", _COMPILE),
-    no_effect(f"{ROLES}.use_fused_kernels", _KERNELS),
+    renamed(f"{ACTOR}.use_fused_kernels", f"{MODEL}.use_fused_kernels"),
+    no_effect(f"{ROLES}.use_fused_kernels", _ALL_ALIKE),
     done(f"{REF}.use_prefix_grouper", "it is the actor's", same_as=f"{ACTOR}.use_prefix_grouper"),
     no_effect("{actor_rollout_ref.ref,critic}.use_prefix_grouper", "actor.use_prefix_grouper is the whole policy's"),
-    no_effect(
-        f"{ROLES}.{{entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,entropy_checkpointing}}", _ENTROPY
-    ),
+    done(f"{ROLES}.{{entropy_from_logits_with_chunking,entropy_checkpointing}}", _ENTROPY),
+    no_effect(f"{{{REF},{CRITIC}}}.entropy_from_logits_chunk_size", "other models use the actor's"),
     no_effect(f"{ROLES}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted"),
     done(f"{ACTOR}.use_remove_padding", "it is the model's", same_as=f"{MODEL}.use_remove_padding"),
     done(f"{ACTOR}.freeze_vision_tower", "models read text only", "false"),
@@ -260,7 +262,8 @@ MODEL_ROWS: tuple[Row, ...] = (
     refused(f"{MODELS}.custom_chat_template", "write it into the tokenizer's directory, as chat_template.jinja"),
     refused(f"{MODELS}.hf_config_path", "the model's config is read from actor_rollout_ref.model.path"),
     elsewhere(f"{MODELS}.use_shm", "the model is read from its path"),
-    no_effect(f"{MODELS}.{{use_liger,use_fused_kernels,fused_kernel_options,tiled_mlp}}", _KERNELS),
+    no_effect("critic.model.use_fused_kernels", _ALL_ALIKE),
+    no_effect(f"{MODELS}.{{use_liger,fused_kernel_options,tiled_mlp}}", _KERNELS),
     no_effect(f"{MODELS}.enable_activation_offload", "activations stay on the device or are recomputed"),
     done(f"{MODELS}.{{exclude_modules,lora.exclude_modules}}", "no layer is left out", "null", "[]"),
     refused(f"{MODELS}.{{exclude_modules,lora.exclude_modules}}", "name the layers in model.target_modules"),

@@ -68,6 +68,9 @@ class EngineSetup:
         seed: Seed of new adapters, and of a head for values or scores that the checkpoint lacks. A score head must be
             in the checkpoint unless it is trained.
         lora: Train low-rank adapters and freeze the model's own parameters. None trains all parameters.
+        whole_logits: Compute log-probs from whole logits, which otherwise only exist in parts.
+        logits_chunk: At most as many logits exist at a time as those of this many tokens. None chooses it by the
+            device.
         token_terms: Further outputs by name, besides log-probs and entropy. Only engines whose settings declare
             `supports_token_terms` compute them.
     """
@@ -87,6 +90,8 @@ class EngineSetup:
     grad_clip: float = 1.0
     seed: int = 0
     lora: LoRA | None = None
+    whole_logits: bool = False
+    logits_chunk: int | None = None
     token_terms: Mapping[str, TokenTerm] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,7 @@
-"""Statistics of tokens over a sharded vocabulary, on two real processes (gloo), equal those of whole logits."""
+"""Statistics of tokens over a sharded vocabulary, on two real processes (gloo), equal those of whole logits.
+
+From shards of the logits, and from states and shards of the weight.
+"""
 
 import os
 
@@ -7,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hybridrl.algos.token_stats import token_stats
+from hybridrl.algos.token_stats import VocabularyShard, token_stats, token_stats_of_states
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
 
 VOCABULARY, TEMPERATURE = 10, 0.7  # padded to 12 columns, 6 on each process
@@ -16,6 +19,15 @@ VOCABULARY, TEMPERATURE = 10, 0.7  # padded to 12 columns, 6 on each process
 def inputs():
     torch.manual_seed(0)
     return torch.randn(5, 12) * 3, torch.tensor([0, 5, 6, 9, 3])
+
+
+def states():
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def padded(weight_VH):
+    """Return the rows of tokens, and rows of numbers that must not matter."""
+    return torch.cat([weight_VH[:VOCABULARY], torch.full_like(weight_VH[:2], 7.0)])
 
 
 def peer(rank: int, folder: str) -> None:
@@ -34,6 +46,20 @@ def peer(rank: int, folder: str) -> None:
     torch.save(
         [*(x.detach() for x in stats), shard_Nv.grad, stats.sum_pi_squared_N.requires_grad], f"{folder}/{rank}.pt"
     )
+    states_NH = states().requires_grad_()
+    weight_vH = (padded(logits_NV.T) @ states_NH.detach())[rank * 6 : rank * 6 + 6].requires_grad_()
+    stats = token_stats_of_states(
+        states_NH,
+        weight_vH,
+        labels_N,
+        temperature=TEMPERATURE,
+        with_entropy=True,
+        with_sum_pi_squared=True,
+        chunk=1,
+        shard=VocabularyShard(dist.group.WORLD, VOCABULARY),
+    )
+    (stats.log_probs_N + 0.3 * stats.entropy_N).sum().backward()
+    torch.save([*(x.detach() for x in stats), states_NH.grad, weight_vH.grad], f"{folder}/states_{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -52,3 +78,15 @@ def test_two_processes_compute_what_one_does(tmp_path):
             torch.testing.assert_close(ours, theirs.detach())
         expected_Nv = torch.nn.functional.pad(logits_NV.grad, (0, 2))[:, rank * 6 : rank * 6 + 6]
         torch.testing.assert_close(gradient_Nv, expected_Nv)
+    states_NH, logits_NV = states().requires_grad_(), inputs()[0]
+    weight_VH = (padded(logits_NV.T) @ states_NH.detach())[:VOCABULARY].requires_grad_()
+    whole = token_stats(
+        states_NH @ weight_VH.T, labels_N, temperature=TEMPERATURE, with_entropy=True, with_sum_pi_squared=True
+    )
+    (whole.log_probs_N + 0.3 * whole.entropy_N).sum().backward()
+    for rank in range(2):
+        *stats, of_states_NH, of_weight_vH = torch.load(tmp_path / f"states_{rank}.pt")
+        for ours, theirs in zip([*stats, of_states_NH], [*whole, states_NH.grad], strict=True):
+            torch.testing.assert_close(ours, theirs.detach())
+        expected_vH = torch.nn.functional.pad(weight_VH.grad, (0, 0, 0, 2))[rank * 6 : rank * 6 + 6]
+        torch.testing.assert_close(of_weight_vH, expected_vH)

@@ -2,9 +2,10 @@
 
 Used by the FSDP engine. How the model is parallel is not its concern.
 
-The vocabulary is large, so the head of a language model only receives the states whose logits are needed. A hook on the
-output embedding selects them. This works for any Hugging Face causal model, also sharded and with tied embeddings,
-because the model's own forward still runs, including soft caps and scales on the logits.
+The vocabulary is large, so logits are avoided: `head.TokenStatsHead` computes log-probs without them. Where it cannot,
+and for outputs that need all log-probs, the head of a language model only receives the states whose logits are needed.
+A hook on the output embedding selects them. This works for any Hugging Face causal model, also sharded and with tied
+embeddings, because the model's own forward still runs, including soft caps and scales on the logits.
 
 Shapes: b rows of a micro-batch, R response width, N response tokens, H hidden size, V vocabulary.
 """
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.algos.token_stats import of_log_probs, token_stats
+from hybridrl.algos.token_stats import TokenStats, of_log_probs, token_stats
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import TokenTerm
+from hybridrl.workers.engine.batching.head import TokenStatsHead
 from hybridrl.workers.engine.batching.layout import TokenLayout
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",), "score": ("scores",)}
@@ -56,6 +58,8 @@ class OutputReader:
         passed: Fields of a layout that the model's attention needs: "spans" of `packed_attention`, "tree" of
             `tree_attention`.
         terms: Further outputs of a causal model.
+        whole_logits: Compute log-probs from whole logits.
+        chunk: See `TokenStatsHead`.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class OutputReader:
         temperature: float,
         passed: tuple[str, ...] = (),
         terms: Mapping[str, TokenTerm] | None = None,
+        whole_logits: bool = False,
+        chunk: int | None = None,
     ):
         self.model, self.temperature, self.passed = model, temperature, passed
         self.terms = terms or {}
@@ -73,7 +79,11 @@ class OutputReader:
         self._wanted_states: torch.Tensor | None = None  # states for the head; the hook consumes them
         self._head_output: torch.Tensor | None = None
         if kind == "causal_lm":
-            _output_embedding(model).register_forward_pre_hook(self._select_states)
+            head = _output_embedding(model)
+            head.register_forward_pre_hook(self._select_states)
+            self._stats_head = (
+                None if whole_logits else TokenStatsHead(model, head, temperature=temperature, chunk=chunk)
+            )
         if kind == "score":
             _score_head(model).register_forward_hook(self._store_head_output)
 
@@ -89,11 +99,22 @@ class OutputReader:
         """
         return self._read(layout, outputs, columns or {})
 
-    def _run(self, layout: TokenLayout) -> torch.Tensor:
+    def _call(self, layout: TokenLayout) -> Any:
         more = {name: getattr(layout, name) for name in self.passed}
-        return self.model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **more).logits
+        return self.model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **more)
+
+    def _run(self, layout: TokenLayout) -> torch.Tensor:
+        return self._call(layout).logits
 
     def _log_probs(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:
+        stats: TokenStats | None = None
+        if self._stats_head is not None and not self.terms.keys() & {*outputs}:
+            stats = self._stats_head(self._call, layout, outputs=outputs)
+        found = stats.by_name() if stats is not None else self._from_logits(layout, outputs, columns)
+        return {name: _cells(found[name], layout) for name in outputs}
+
+    def _from_logits(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:
+        """Return the outputs (N, ...) of response tokens, from their logits."""
         self._wanted_states = layout.state
         logits = self._run(layout).flatten(0, -2)
         if (
@@ -113,7 +134,7 @@ class OutputReader:
             found[name] = of_log_probs(
                 logits, term.fn, [columns[column] for column in term.columns], temperature=self.temperature
             )
-        return {name: _cells(found[name], layout) for name in outputs}
+        return found
 
     def _values(self, layout: TokenLayout, outputs: tuple[str, ...], columns: Columns) -> dict[str, torch.Tensor]:
         return {"values": _cells(self._run(layout).flatten()[layout.state], layout)}

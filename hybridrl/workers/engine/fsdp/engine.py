@@ -72,6 +72,8 @@ class FSDPEngine:
             temperature=config.temperature,
             passed=self._attention_inputs(),
             terms=config.token_terms,
+            whole_logits=config.whole_logits,
+            chunk=config.logits_chunk,
         )
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
         self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)

@@ -24,7 +24,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
-from hybridrl.workers.engine.batching.outputs import check_outputs
+from hybridrl.workers.engine.batching.outputs import OUTPUTS, check_outputs
 from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.hf_model import empty_model, hf_config
 from hybridrl.workers.engine.lr_schedule import learning_rate
@@ -33,7 +33,7 @@ from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
 from hybridrl.workers.engine.megatron.hf_weights import HFCheckpointReader, gather_full_tensors, read_weights
 from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenSharding, local_tokens, local_tree_tokens
-from hybridrl.workers.engine.megatron.network import Network
+from hybridrl.workers.engine.megatron.network import Network, WantedStats
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
 from hybridrl.workers.engine.peft_format import read_adapter
@@ -133,7 +133,10 @@ class MegatronEngine:
         micro_batch_tokens = self._local_micro_batches(batch, micro)
         with torch.no_grad():
             found = self._run_pipeline(
-                micro_batch_tokens, partial(self._read_outputs, outputs=outputs), forward_only=True
+                micro_batch_tokens,
+                partial(self._read_outputs, outputs=outputs),
+                forward_only=True,
+                stats=self._stats_of_head(outputs),
             )
         return self._in_row_order(batch, micro_batch_tokens, found, outputs)
 
@@ -159,7 +162,8 @@ class MegatronEngine:
             stats |= tree.token_counts() if tree else {}
             return loss, no_tokens, stats
 
-        found = self._run_pipeline(self._local_micro_batches(batch, micro), loss_of, forward_only=False)
+        micro_batch_tokens = self._local_micro_batches(batch, micro)
+        found = self._run_pipeline(micro_batch_tokens, loss_of, forward_only=False, stats=self._stats_of_head(outputs))
         return [
             {name: float(value) for name, value in stats.items()}
             for stats in found
@@ -251,8 +255,15 @@ class MegatronEngine:
         read_fn: Callable[[LocalTokens, torch.Tensor], Any],
         *,
         forward_only: bool,
+        stats: tuple[str, ...] = (),
     ) -> list[Any]:
         """Run micro-batches through the pipeline.
+
+        Args:
+            micro_batch_tokens: This process's tokens of each.
+            read_fn: Called on the last stage.
+            forward_only: Do not compute gradients.
+            stats: Statistics that the head of a causal model computes; without any, it computes logits.
 
         Returns:
             `read_fn(tokens, output of the head)` of each micro-batch on the last stage; an empty list on other stages.
@@ -263,6 +274,9 @@ class MegatronEngine:
             network = module.module if isinstance(module, DistributedDataParallel) else module
             network.positions = tokens.position_ids[0] if self._shares_prefixes else None
             network.wanted_states = tokens.last if self.config.kind == "score" else tokens.state
+            network.wanted_stats = (
+                WantedStats(tokens.labels, stats, self.config.temperature, self.config.logits_chunk) if stats else None
+            )
             output = module(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens.packed_params)
             return output, lambda head, non_loss_data=False: read_fn(tokens, head)
 
@@ -278,6 +292,12 @@ class MegatronEngine:
             collect_non_loss_data=forward_only,
         )
 
+    def _stats_of_head(self, outputs: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the outputs that the head computes itself: those of a causal model, unless whole logits are wanted."""
+        names = OUTPUTS["causal_lm"]
+        is_own = self.config.kind == "causal_lm" and not self.config.whole_logits
+        return tuple(name for name in names if name in outputs) if is_own else ()
+
     def _read_outputs(self, tokens: LocalTokens, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
         """Return the named outputs of a micro-batch's rows, equal on all peers.
 
@@ -286,7 +306,9 @@ class MegatronEngine:
         """
         b, R = tokens.shape
         size: tuple[int, ...]
-        if self.config.kind == "causal_lm":
+        if names := self._stats_of_head(outputs):
+            found, size, cell = dict(zip(names, head[0].unbind(-1), strict=True)), (b, R), tokens.cell
+        elif self.config.kind == "causal_lm":
             stats = sharded_token_stats(
                 head[0],
                 tokens.labels,

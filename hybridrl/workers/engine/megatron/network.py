@@ -1,29 +1,49 @@
 """The model of one pipeline part: megatron-core's GPTModel with a selective head.
 
-The head computes only the states whose outputs are needed.
+The head computes only the states whose outputs are needed, and statistics of tokens instead of logits.
 
-Shapes: s tokens, b rows, H hidden size, N needed states.
+Shapes: s tokens, b rows, H hidden size, N needed states, K statistics.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from hybridrl.algos.token_stats import VocabularyShard, token_stats_of_states
 from hybridrl.workers.engine.megatron.architecture import rotary
 from hybridrl.workers.engine.megatron.layers import layer_spec
+
+
+@dataclass(frozen=True)
+class WantedStats:
+    """What the head of a causal model computes of the wanted states instead of logits.
+
+    Attributes:
+        labels: (N,) int64, the tokens after the states.
+        names: Of "log_probs", "entropy" and "sum_pi_squared", in this order.
+        temperature: Logits are divided by it.
+        chunk: See `token_stats_of_states`.
+    """
+
+    labels: torch.Tensor
+    names: tuple[str, ...]
+    temperature: float
+    chunk: int | None
 
 
 class Network(GPTModel):
     """GPTModel whose head computes only `wanted_states`, flat indices over (b, s).
 
-    The engine sets them before each forward, and `positions` (T,) of a row with shared prefixes, whose positions are
-    not those of adjacent sequences. Kind "causal_lm": logits (1, N, vocabulary / tensor-parallel peers). Other
-    kinds: (1, N, 1) float32, from a head that every peer holds in full.
+    The engine sets them before each forward, with `wanted_stats`, and `positions` (T,) of a row with shared prefixes,
+    whose positions are not those of adjacent sequences. Kind "causal_lm": the wanted statistics (1, N, K) float32, equal
+    on all tensor-parallel peers; without `wanted_stats`, logits (1, N, vocabulary / peers). Other kinds: (1, N, 1)
+    float32, from a head that every peer holds in full.
     """
 
     def __init__(self, config: TransformerConfig, model: Any, *, kind: str, vp_stage: int | None):
@@ -44,6 +64,7 @@ class Network(GPTModel):
         )
         self.vocab, self.init_std = model.vocab_size, model.initializer_range
         self.wanted_states: torch.Tensor | None = None
+        self.wanted_stats: WantedStats | None = None
         self.positions: torch.Tensor | None = None
         self.rotary_pos_emb.register_forward_hook(self._select_positions)
         self._padding_id = model.pad_token_id
@@ -53,6 +74,9 @@ class Network(GPTModel):
             self.embedding.register_forward_hook(_require_gradient)
         if last and kind != "causal_lm":
             self.output_layer: Any = ScalarHead(config.hidden_size, bias=kind == "value")
+        elif last:
+            self.output_layer.__class__ = StatsLayer
+            self.output_layer.stats_of = self._stats_of
         if last:
             self.output_layer.register_forward_pre_hook(self._select_states)
             self._gather = config.sequence_parallel
@@ -82,6 +106,38 @@ class Network(GPTModel):
         if self._gather:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         return (states.transpose(0, 1).flatten(0, 1).index_select(0, self.wanted_states)[:, None],)
+
+    def _stats_of(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the wanted statistics (N, K) of states (N, H), or None if logits are wanted. Collective."""
+        if (wanted := self.wanted_stats) is None:
+            return None
+        found = token_stats_of_states(
+            states,
+            weight,
+            wanted.labels,
+            temperature=wanted.temperature,
+            with_entropy="entropy" in wanted.names,
+            with_sum_pi_squared="sum_pi_squared" in wanted.names,
+            chunk=wanted.chunk,
+            shard=VocabularyShard(parallel_state.get_tensor_model_parallel_group(), self.vocab),
+        ).by_name()
+        return torch.stack([found[name] for name in wanted.names], dim=-1)
+
+
+class StatsLayer(ColumnParallelLinear):
+    """Head of a causal model that returns what `stats_of` makes of states and weight, or else logits.
+
+    `stats_of` sums the gradient of the states over peers, as this layer does for logits.
+    """
+
+    stats_of: Any
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ((N, 1, K), None) or ((N, 1, vocabulary / peers), None) from states (N, 1, H)."""
+        found = self.stats_of(input_[:, 0], self.weight if weight is None else weight)
+        return super().forward(input_, weight, runtime_gather_output) if found is None else (found[:, None], None)
 
 
 def _require_gradient(embedding: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
