@@ -67,6 +67,7 @@ OPTIONAL_ROOMS = (
     "hybridrl.trainer.supervised",
     "hybridrl.workers.critic",
     "hybridrl.workers.engine.megatron",
+    "hybridrl.workers.engine.memory_plan",
     "hybridrl.workers.export",
     "hybridrl.workers.preference",
     "hybridrl.workers.reward_model",

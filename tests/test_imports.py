@@ -32,6 +32,7 @@ LIGHT = (
     "import hybridrl.main_rm",
     "import hybridrl.main_job",
     "import hybridrl.cli",
+    "import hybridrl.workers.engine.memory_plan.choice",
 )
 TORCH = ("from hybridrl import DataProto",)
 
