@@ -41,9 +41,9 @@ class Network(GPTModel):
     """GPTModel whose head computes only `wanted_states`, flat indices over (b, s).
 
     The engine sets them before each forward, with `wanted_stats`, and `positions` (T,) of a row with shared prefixes,
-    whose positions are not those of adjacent sequences. Kind "causal_lm": the wanted statistics (1, N, K) float32, equal
-    on all tensor-parallel peers; without `wanted_stats`, logits (1, N, vocabulary / peers). Other kinds: (1, N, 1)
-    float32, from a head that every peer holds in full.
+    whose positions are not those of adjacent sequences. Kind "causal_lm": the wanted statistics (1, N, K) float32,
+    equal on all tensor-parallel peers; without `wanted_stats`, logits (1, N, vocabulary / peers). Other kinds:
+    (1, N, 1) float32, from a head that every peer holds in full.
     """
 
     def __init__(self, config: TransformerConfig, model: Any, *, kind: str, vp_stage: int | None):
