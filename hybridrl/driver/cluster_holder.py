@@ -10,19 +10,17 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NoReturn
 
-from hybridrl.driver.cluster_watch import POLL_PERIOD_S, ClusterWatch
+from hybridrl.driver.cluster_watch import POLL_PERIOD_S, ClusterWatch, shut_down_ray
 from hybridrl.system.child_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, prctl
 from hybridrl.system.process_stat import read_process_stat
 
 logger = logging.getLogger(__name__)
-SHUTDOWN_TIMEOUT_S = 8.0
 KILL_TIMEOUT_S = 3.0
 EXIT_LOST = 3
 
@@ -54,7 +52,7 @@ def hold_cluster(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     lost = _wait(alive, ClusterWatch())
     if not lost:
-        _shut_down_ray()
+        shut_down_ray()
     _kill_all()
     os._exit(EXIT_LOST if lost else 0)  # skips the exit handlers of imported libraries
 
@@ -91,15 +89,6 @@ def _wait(alive: int, watch: ClusterWatch) -> bool:
             logger.warning("%s has ended; stopping the Ray cluster of this machine", lost)
             return True
     return False
-
-
-def _shut_down_ray() -> None:
-    """Stop Ray as it wants to be stopped, for `SHUTDOWN_TIMEOUT_S` at most."""
-    if (ray := sys.modules.get("ray")) is None:  # the start failed before its import
-        return
-    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
-    thread.start()
-    thread.join(SHUTDOWN_TIMEOUT_S)
 
 
 def _kill_all() -> None:

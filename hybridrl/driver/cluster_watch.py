@@ -25,6 +25,7 @@ POLL_PERIOD_S = 0.5
 # 6 s: the master reports and kills frozen workers after 4.5 s. Ctrl-Z stops this process, too, which counts nothing.
 MAX_STOPPED_POLLS = 12
 TERMINATION_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 8.0
 EXIT_CODE = 1  # of a program that ends with its cluster
 ESSENTIAL = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}  # as the kernel names them
 STDERR = 2
@@ -111,6 +112,21 @@ def watch_in_thread() -> None:
 
     atexit.register(EXITING.set)  # called before Ray's own exit handler, which was registered when Ray was imported
     threading.Thread(target=run, name="cluster-watch", daemon=True).start()
+
+
+def disconnect_for_error() -> None:
+    """Disconnect a program that ends with an error, so that what Ray still prints comes before it."""
+    EXITING.set()
+    shut_down_ray()
+
+
+def shut_down_ray() -> None:
+    """Stop Ray as it wants to be stopped, for `SHUTDOWN_TIMEOUT_S` at most."""
+    if (ray := sys.modules.get("ray")) is None:
+        return
+    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    thread.start()
+    thread.join(SHUTDOWN_TIMEOUT_S)
 
 
 def _report_frozen(pid: int) -> None:

@@ -175,8 +175,8 @@ def submit(
         running.stop("the submitting process no longer waits for the job")
 
 
-def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[str] = ()) -> None:
-    """Connect to the cluster of `submit`, if this process is not connected.
+def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[str] = ()) -> bool:
+    """Connect to the cluster of `submit`, and return True; return False if this process is connected already.
 
     Args:
         blocking: See `submit`.
@@ -187,7 +187,7 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
     from ray.job_config import JobConfig
 
     if ray.is_initialized():
-        return
+        return False
     setting = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
     if not address and not blocking:
@@ -216,6 +216,7 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
                 "RAY_ADDRESS to a running cluster"
             ) from error
         watch_in_thread()
+    return True
 
 
 def _start(

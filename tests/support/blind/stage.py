@@ -297,7 +297,8 @@ class Stage:
 
 
 def _shared_memory() -> set[str]:
-    return {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
+    found = {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
+    return {name for name in found if "faketime" not in name}  # killed processes leave those of the changed clock
 
 
 def set_up(scene: Scene) -> None:
