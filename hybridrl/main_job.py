@@ -15,7 +15,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybridrl import master
-from hybridrl.driver.cluster_watch import disconnect_for_error
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.master.jobs import NAME_VARIABLE
 
@@ -69,13 +68,8 @@ def submit_file(arguments: argparse.Namespace) -> int:
         found.job.dry_run(name)
         return 0
     blocking, code_paths = not arguments.no_wait, [str(found.folder)]
-    is_connected_here = master.connect(blocking=blocking, address=arguments.address, code_paths=code_paths)
-    try:
+    with master.connection(blocking=blocking, address=arguments.address, code_paths=code_paths):
         started = found.job.submit(name, blocking=blocking, journal=arguments.journal)
-    except Exception:
-        if is_connected_here:
-            disconnect_for_error()
-        raise
     if not isinstance(started, master.RunningJob):
         return started
     sys.stdout.write(

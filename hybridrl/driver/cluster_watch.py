@@ -114,12 +114,6 @@ def watch_in_thread() -> None:
     threading.Thread(target=run, name="cluster-watch", daemon=True).start()
 
 
-def disconnect_for_error() -> None:
-    """Disconnect a program that ends with an error, so that what Ray still prints comes before it."""
-    EXITING.set()
-    shut_down_ray()
-
-
 def shut_down_ray() -> None:
     """Stop Ray as it wants to be stopped, for `SHUTDOWN_TIMEOUT_S` at most."""
     if (ray := sys.modules.get("ray")) is None:

@@ -9,7 +9,7 @@ from .jobs.job_supervisor import JobSupervisor as JobSupervisor
 from .jobs.resume import find_journals as find_journals
 from .jobs.resume import resume_job as resume_job
 from .jobs.submit import RunningJob as RunningJob
-from .jobs.submit import connect as connect
+from .jobs.submit import connection as connection
 from .plan.planner import plan_job as plan_job
 from .plan.spec import JobSpec as JobSpec
 from .plan.spec import PoolSpec as PoolSpec

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.job_handle import ResumePoint
-from hybridrl.master.jobs.submit import RunningJob, connect, submit
+from hybridrl.master.jobs.submit import RunningJob, connection, submit
 from hybridrl.master.plan.spec import JobSpec
 from hybridrl.master.service.journal import history, replay
 from hybridrl.master.service.run_journals import JOURNAL_ROOT
@@ -37,13 +37,14 @@ def resume_job(journal_dir_or_run: str, *, blocking: bool = True, address: str |
     spec, state = read_job(journal)
     if state.state == JobPhase.SUCCEEDED:
         raise ConfigError(f"{journal}: the run {state.run} has succeeded; submit the job again to repeat it")
-    connect(blocking=blocking, address=address)
-    if state.state not in JOB_ENDS and find_actor(master_name(state.run)) is not None:
-        raise ConfigError(
-            f"{journal}: the run {state.run} still runs on this cluster; end it first: `hybridrl job stop {state.run}`"
-        )
-    resume_point = ResumePoint(step=state.step, commit=state.commit, commit_step=state.commit_step)
-    return submit(spec, state.job, blocking=blocking, journal=os.path.dirname(journal), resume_point=resume_point)
+    with connection(blocking=blocking, address=address):
+        if state.state not in JOB_ENDS and find_actor(master_name(state.run)) is not None:
+            raise ConfigError(
+                f"{journal}: the run {state.run} still runs on this cluster; end it first: "
+                f"`hybridrl job stop {state.run}`"
+            )
+        resume_point = ResumePoint(step=state.step, commit=state.commit, commit_step=state.commit_step)
+        return submit(spec, state.job, blocking=blocking, journal=os.path.dirname(journal), resume_point=resume_point)
 
 
 def read_job(journal: str) -> tuple[JobSpec, JobState]:

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.driver import ray_cluster
-from hybridrl.driver.cluster_watch import watch_in_thread
+from hybridrl.driver.cluster_watch import shut_down_ray, watch_in_thread
 from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object
@@ -158,21 +159,38 @@ def submit(
     if dry_run:
         sys.stdout.write(plan_table(plan_job(spec, name), spec.edges))
         return 0
-    connect(blocking=blocking)
-    nodes = cluster_nodes()
-    spec = choose_device(spec, nodes)
-    plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
-    check_feasible([*master.reservations(plan.job), *plan.reservations()], nodes)
-    journal = os.path.join(journal or JOURNAL_ROOT, plan.job)
-    running = _start(spec, plan, name, journal=journal, resume_point=resume_point, detached=not blocking, master=master)
-    count = len(plan.workers()) + (plan.driver is not None)
-    logger.info("started job %s with %d processes; journal: %s", plan.job, count, running.journal)
-    if not blocking:
-        return running
+    with connection(blocking=blocking):
+        nodes = cluster_nodes()
+        spec = choose_device(spec, nodes)
+        plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
+        check_feasible([*master.reservations(plan.job), *plan.reservations()], nodes)
+        journal = os.path.join(journal or JOURNAL_ROOT, plan.job)
+        running = _start(
+            spec, plan, name, journal=journal, resume_point=resume_point, detached=not blocking, master=master
+        )
+        count = len(plan.workers()) + (plan.driver is not None)
+        logger.info("started job %s with %d processes; journal: %s", plan.job, count, running.journal)
+        if not blocking:
+            return running
+        try:
+            return running.wait()
+        finally:
+            running.stop("the submitting process no longer waits for the job")
+
+
+@contextmanager
+def connection(*, blocking: bool, address: str | None = None, code_paths: Sequence[str] = ()) -> Iterator[None]:
+    """Be connected to the cluster of `submit`; see `connect`.
+
+    An error ends a connection that began here, so that what Ray still prints of its workers comes before the error.
+    """
+    is_own = connect(blocking=blocking, address=address, code_paths=code_paths)
     try:
-        return running.wait()
-    finally:
-        running.stop("the submitting process no longer waits for the job")
+        yield
+    except Exception:
+        if is_own:
+            shut_down_ray()
+        raise
 
 
 def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[str] = ()) -> bool:
