@@ -1,4 +1,4 @@
-"""Memory of the FSDP2 engine on one process, as `memory_plan` predicts it and as the operating system measures it.
+"""Memory of an engine on one process, as `memory_plan` predicts it and as the operating system measures it.
 
     python benchmarks/memory_plan.py                  prints the table of docs/memory.md
     python benchmarks/memory_plan.py "packed"         one of its rows
@@ -44,6 +44,16 @@ CASES: dict[str, tuple[dict, dict]] = {
     "2048 tokens, whole logits": ({}, {"tokens": 2048, "whole_logits": True}),
     "2048 tokens, bfloat16": ({}, {"tokens": 2048, "dtype": "bfloat16"}),
     "2048 tokens, reference": ({}, {"tokens": 2048, "trains": False}),
+    "Megatron, 2048 tokens": ({}, {"tokens": 2048, "strategy": "megatron"}),
+    "Megatron, 2048 tokens, recomputed": (
+        {},
+        {"tokens": 2048, "strategy": "megatron", "gradient_checkpointing": True},
+    ),
+    "Megatron, 1024 tokens, vocabulary 150k": (
+        {"vocab_size": 150_000, "num_hidden_layers": 4, "hidden_size": 256},
+        {"tokens": 1024, "strategy": "megatron"},
+    ),
+    "Megatron, 2048 tokens, reference": ({}, {"tokens": 2048, "strategy": "megatron", "trains": False}),
 }
 NUM_MICRO_BATCHES = 2  # the first leaves gradients behind
 PHASES = ("rest", "log_probs", "update", "optimizer_step")
@@ -94,6 +104,7 @@ def measure(name: str) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     sizes = sizes_of(CASES[name][1])
     batch = random_batch((SHAPE | CASES[name][0])["vocab_size"], sizes)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,22 +151,22 @@ def random_batch(vocab: int, sizes: EngineSizes) -> Any:
 
 def new_engine(path: str, sizes: EngineSizes) -> Any:
     """Return an engine that has not been set up."""
-    from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
+    from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig, OptimConfig
     from hybridrl.workers.engine.base import EngineSetup, MicroBatching
-    from hybridrl.workers.engine.fsdp.engine import FSDPEngine
     from hybridrl.workers.engine.lora import LoRA
+    from hybridrl.workers.engine_worker import make_engine
 
     setup = EngineSetup(
         kind="causal_lm",
         path=path,
-        settings=FSDPConfig(dtype=sizes.dtype),
+        settings={"fsdp": FSDPConfig, "megatron": MegatronConfig}[sizes.strategy](dtype=sizes.dtype),
         optim=OptimConfig() if sizes.trains else None,
         gradient_checkpointing=sizes.gradient_checkpointing,
         lora=LoRA(sizes.lora_rank, 16.0) if sizes.lora_rank else None,
         whole_logits=sizes.whole_logits,
         logits_chunk=sizes.chunk,
     )
-    engine: Any = FSDPEngine(setup)
+    engine: Any = make_engine(sizes.strategy, setup)
     engine.micro = MicroBatching(max_rows=sizes.tokens // 512)
     return engine
 
@@ -164,6 +175,8 @@ def warm_up() -> None:
     """Load what torch and transformers load at first use."""
     import torch
     from transformers import Qwen2ForCausalLM  # noqa: F401  # loads its module
+
+    import hybridrl.workers.engine.megatron.engine  # noqa: F401
 
     layer = torch.nn.Linear(8, 8)
     layer(torch.ones(2, 8)).sum().backward()
@@ -189,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(measure(found.measure)))
     else:
         print(
-            f"| FSDP2, one process; MiB predicted / measured (error) | {' | '.join(PHASES)} |\n|{'---|' * 5}",
+            f"| one process; MiB predicted / measured (error) | {' | '.join(PHASES)} |\n|{'---|' * 5}",
             flush=True,
         )
         for name in found.cases or CASES:

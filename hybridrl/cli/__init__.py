@@ -1,4 +1,4 @@
-"""The `hybridrl` command: jobs, graphs and timelines, models to export and serve, simulated runs, commands of verl.
+"""The `hybridrl` command: jobs, graphs and timelines, models to export and serve, plans, simulated runs, verl.
 
     hybridrl job submit FILE                  start the job that a file describes: YAML, JSON, or Python with a builder
     hybridrl job graph FILE                   its roles, what flows between them, and their placement; starts nothing
@@ -12,6 +12,7 @@
     hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto
     hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
+    hybridrl plan key=value ...               the memory that a job needs of its devices, and settings that fit
     hybridrl simulate --gpus N key=value ...  what a schedule would take on N devices, on a virtual clock
     hybridrl import-verl SCRIPT               a launch script or a command line of verl as ours, every change explained
 

@@ -9,5 +9,6 @@ from .jobs import submit as submit
 from .models import export as export
 from .models import export_checkpoint as export_checkpoint
 from .models import serve as serve
+from .plan import plan as plan
 from .simulate import simulate as simulate
 from .trace import write_trace as write_trace

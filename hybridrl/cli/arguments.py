@@ -9,6 +9,7 @@ from pathlib import Path
 from hybridrl import __version__, main_job
 
 TEXTS, PICTURES = ("text", "dot"), ("svg", "png")  # formats of a graph
+DEVICES = ("h100", "h800", "h200", "h20", "a100")  # of `simulation.DEVICES`
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -21,6 +22,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_export(commands)
     _add_serve(commands)
+    _add_plan(commands)
     _add_simulate(commands)
     _add_import_verl(commands)
     return parser
@@ -160,6 +162,17 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.set_defaults(run_command="serve")
 
 
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    what = "predict the memory of a PPO job's processes, and print settings that fit its devices; starts nothing"
+    usage = "hybridrl plan [-h] [--device NAME | --memory GIB] [--apply] key=value ..."
+    plan = commands.add_parser("plan", help=what, description=what, usage=usage)
+    plan.epilog = "key=value: as for python -m hybridrl.main_ppo; needs the model's config.json, no weights and no data"
+    plan.add_argument("--device", choices=DEVICES, default="h100", help="default: %(default)s")
+    plan.add_argument("--memory", type=float, metavar="GIB", help="of one device, instead of the device's own")
+    plan.add_argument("--apply", action="store_true", help="print the settings that fit, and nothing else")
+    plan.set_defaults(run_command="plan")
+
+
 def _add_simulate(commands: argparse._SubParsersAction) -> None:
     what = "run the trainer's schedule on a virtual clock, with stand-ins for the workers; starts nothing"
     usage = "hybridrl simulate [-h] --gpus N [--rollout-gpus N] [...] [key=value ...]"
@@ -180,7 +193,7 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
         kind = float if isinstance(default, float) else int
         shown = "" if default is None else " (default: %(default)g)"
         run.add_argument(f"--{name}", type=kind, default=default, required=default is None, help=text + shown)
-    run.add_argument("--device", default="h100", help="h100, h800, h200, h20 or a100 (default: %(default)s)")
+    run.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: %(default)s)")
     run.add_argument("--model", default="qwen2.5-7b", help="qwen2.5-1.5b, -7b, -14b or -32b (default: %(default)s)")
     run.add_argument(
         "--decode-table",

@@ -11,7 +11,7 @@ from hybridrl.simulation import Costs, Device, Lengths, Model, Simulation, simul
 pytestmark = pytest.mark.timeout(300)
 # One operation per parameter and token: times are counts. No attention, no keys, no overheads.
 EXACT = Costs(
-    Device(peak_flops=2.0, bandwidth=1e30, link=2.0),
+    Device(peak_flops=2.0, bandwidth=1e30, memory=1e30, link=2.0),
     Model(params=1.0, layers=1, hidden=0, kv_width=0),
     decode_efficiency=1.0,
     step_overhead_s=0.0,

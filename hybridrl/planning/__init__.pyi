@@ -1,0 +1,9 @@
+from .choices import Candidate as Candidate
+from .choices import Devices as Devices
+from .choices import candidates as candidates
+from .choices import fitting_settings as fitting_settings
+from .choices import with_settings as with_settings
+from .processes import Moment as Moment
+from .processes import PlannedProcess as PlannedProcess
+from .processes import plan_processes as plan_processes
+from .rollout_memory import RolloutMemory as RolloutMemory

@@ -1,0 +1,203 @@
+"""Settings of a job that fit into its devices, and other layouts of the same devices."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+from hybridrl.config.engines import SECTIONS
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.planning.processes import Moment, PlannedProcess, ReadShape, plan_processes
+from hybridrl.workers.engine.memory_plan import choose
+
+TENSOR_SIZES = (1, 2, 4, 8)
+PIPELINE_SIZES = (1, 2, 4)
+MAX_TOKENS = 65536  # of a micro-batch; larger ones are not faster
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+OFFLOADS = ("param_offload", "optimizer_offload")
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings for the same devices.
+
+    Attributes:
+        layout: What is placed where, in words.
+        changes: Settings to change, by their dotted names.
+        processes: What the processes then hold.
+        problem: Why they do not fit; "" if they do.
+    """
+
+    layout: str
+    changes: Changes
+    processes: list[PlannedProcess]
+    problem: str
+
+    @property
+    def peak(self) -> Moment:
+        """Return the largest moment of all processes."""
+        return max((process.peak for process in self.processes), key=lambda moment: moment.total)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the actor's largest micro-batch."""
+        return max(process.models["actor"].sizes.tokens for process in self.processes if "actor" in process.models)
+
+
+class Devices:
+    """The devices of a job, for which its processes are planned.
+
+    Args:
+        read_shape: Returns the shape of a model by its path.
+        device: "cuda" or "cpu".
+        memory: Bytes of one device.
+        budget: Those that may be used.
+    """
+
+    def __init__(self, *, read_shape: ReadShape, device: str, memory: float, budget: float):
+        self.budget = budget
+        self.plan = partial(plan_processes, read_shape=read_shape, device=device, memory=memory)
+
+    def problem(self, config: PPOConfig, processes: list[PlannedProcess]) -> str:
+        """Return why a job does not fit, "" if it does."""
+        length = config.data.max_prompt_length + config.data.max_response_length
+        for process in processes:
+            cached = length if process.rollout is None else process.rollout.cache_tokens
+            if cached < length:
+                return f"the cache of {process.pool} holds {cached:,.0f} tokens, a row has {length:,}"
+            if process.peak.total > self.budget:
+                return f"{process.pool} needs {process.peak.total / 2**30:,.1f} GiB in {process.peak.name}"
+        return ""
+
+
+def fitting_settings(config: PPOConfig, devices: Devices) -> tuple[dict[str, Any], list[PlannedProcess]]:
+    """Return settings that make a layout fit, and its processes with them; the least slow ones, if any fit.
+
+    Chooses token budgets, recomputation, offload and the chunk of logits of every trained model. What does not train
+    is offloaded only if it does not fit otherwise.
+    """
+    found: dict[str, Any] = {}
+    processes = devices.plan(config)
+    for is_offloaded in (False, True):
+        changes = _resting_offload(config, processes) if is_offloaded else {}
+        changed = with_settings(config, changes)
+        for process in devices.plan(changed):
+            for role in [role for role, memory in process.models.items() if memory.sizes.trains]:
+                changes = changes | _engine_changes(with_settings(changed, changes), process, role, devices)
+        found, processes = changes, devices.plan(with_settings(config, changes))
+        if not devices.problem(config, processes):
+            break
+    return found, processes
+
+
+def candidates(config: PPOConfig, devices: Devices) -> Iterator[Candidate]:
+    """Yield layouts of the job's devices with the settings that fit them best, the given one first."""
+    length = config.data.max_prompt_length + config.data.max_response_length
+    caches = [process.rollout.cache_tokens for process in devices.plan(config) if process.rollout is not None]
+    for layout, changes in _layouts(config, shards_rollout=min(caches, default=length) < length):
+        changed = with_settings(config, changes)
+        more, processes = fitting_settings(changed, devices)
+        yield Candidate(layout, {**changes, **more}, processes, devices.problem(config, processes))
+
+
+def with_settings(config: Any, changes: Changes) -> Any:
+    """Return settings with other values, by dotted names."""
+    for name, value in changes.items():
+        config = _with_setting(config, name.split("."), value)
+    return config
+
+
+def _with_setting(section: Any, path: list[str], value: Any) -> Any:
+    first, *rest = path
+    new = _with_setting(getattr(section, first), rest, value) if rest else value
+    assert is_dataclass(section) and not isinstance(section, type)
+    return replace(section, **{first: new})
+
+
+def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, devices: Devices) -> dict[str, Any]:
+    """Return the settings that fit a trained model beside everything else in its process."""
+    memory = process.models[role]
+    others = sum(other.by_phase()["rest"].total for name, other in process.models.items() if name != role)
+    resting = 0.0 if process.rollout is None else process.rollout.resting
+    generating = 0.0 if process.rollout is None else process.rollout.total
+    length = config.data.max_prompt_length + config.data.max_response_length
+    rows = -(-config.data.train_batch_size * config.actor_rollout_ref.rollout.n // process.count)
+    chosen = choose(
+        memory.shape,
+        memory.sizes,
+        budget=devices.budget - others - resting,
+        min_tokens=length,
+        max_tokens=max(length, min(MAX_TOKENS, rows * length)),
+        beside=generating - resting,
+    ).sizes
+    return _actor_settings(config, chosen) if role == "actor" else _critic_settings(chosen)
+
+
+def _actor_settings(config: PPOConfig, sizes: Any) -> dict[str, Any]:
+    section = f"{ACTOR}.{SECTIONS[config.actor_rollout_ref.actor.strategy]}"
+    return {
+        f"{ACTOR}.use_dynamic_bsz": True,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": sizes.tokens,
+        f"{ACTOR}.entropy_from_logits_chunk_size": sizes.chunk,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": sizes.gradient_checkpointing,
+        **{f"{section}.{name}": getattr(sizes, name) for name in OFFLOADS},
+    }
+
+
+def _critic_settings(sizes: Any) -> dict[str, Any]:
+    return {
+        "critic.use_dynamic_bsz": True,
+        "critic.ppo_max_token_len_per_gpu": sizes.tokens,
+        "critic.model.enable_gradient_checkpointing": sizes.gradient_checkpointing,
+        **{f"critic.fsdp_config.{name}": getattr(sizes, name) for name in OFFLOADS},
+    }
+
+
+def _resting_offload(config: PPOConfig, processes: list[PlannedProcess]) -> dict[str, Any]:
+    """Return the settings that offload all models between their calls."""
+    roles = {role for process in processes for role in process.models}
+    section = f"{ACTOR}.{SECTIONS[config.actor_rollout_ref.actor.strategy]}"
+    changes = {f"{section}.{name}": True for name in OFFLOADS}
+    if "critic" in roles:
+        changes |= {f"critic.fsdp_config.{name}": True for name in OFFLOADS}
+    if "ref" in roles:
+        changes["actor_rollout_ref.ref.fsdp_config.param_offload"] = True
+    return changes
+
+
+def _layouts(config: PPOConfig, *, shards_rollout: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what may be changed of the layout, with its name in words; the rollout's shards if that is asked for."""
+    trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    yield "as given", {}
+    own, count = trainer.n_gpus_per_node, trainer.n_gpus_per_node * trainer.nnodes
+    if not rollout.n_gpus_per_node and own > 1:
+        half = own // 2
+        yield (
+            "rollout on half of the devices",
+            {
+                "trainer.n_gpus_per_node": own - half,
+                f"{ROLLOUT}.n_gpus_per_node": half,
+                f"{ROLLOUT}.nnodes": trainer.nnodes,
+            },
+        )
+    for size in TENSOR_SIZES[1:]:
+        if shards_rollout and rollout.name == "vllm" and rollout.mode == "sync" and own % size == 0:
+            yield f"rollout TP {size}", {f"{ROLLOUT}.tensor_model_parallel_size": size}
+    if actor.strategy != "megatron" and config.actor_rollout_ref.model.lora_rank:
+        return
+    for tensor in TENSOR_SIZES:
+        for pipeline in PIPELINE_SIZES:
+            if tensor * pipeline == 1 or own % tensor or count % (tensor * pipeline):
+                continue
+            yield (
+                f"Megatron TP {tensor} PP {pipeline}",
+                {
+                    f"{ACTOR}.strategy": "megatron",
+                    "critic.strategy": "megatron",
+                    f"{ACTOR}.megatron.tensor_model_parallel_size": tensor,
+                    f"{ACTOR}.megatron.pipeline_model_parallel_size": pipeline,
+                    f"{ACTOR}.megatron.sequence_parallel": tensor > 1,
+                },
+            )

@@ -1,0 +1,276 @@
+"""What the processes of a PPO job hold in memory, moment by moment."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from hybridrl.config.engines import (
+    SECTIONS,
+    critic_engine_settings,
+    engine_settings,
+    ref_engine_settings,
+    reward_model_engine_settings,
+)
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig
+from hybridrl.errors import ConfigError
+from hybridrl.planning.rollout_memory import RolloutMemory, rollout_memory
+from hybridrl.trainer.roles import Role
+from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, MemoryParts, ModelShape
+
+MIB = 2**20
+TILE_BYTES = {"cuda": 256 * MIB, "cpu": 4 * MIB}  # of float32 logits, see algos/token_stats/from_states.py
+PUSH_BUFFERS = 2
+ReadShape = Callable[[str], ModelShape]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step in one process.
+
+    Attributes:
+        name: What the process does: "generate", "push", or a role with a phase of its engine.
+        parts: What the models in the process hold, together.
+        rollout: Bytes of the generation engine.
+        buffers: Bytes of buffers that weights are sent in.
+    """
+
+    name: str
+    parts: MemoryParts
+    rollout: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return the sum of all bytes."""
+        return self.parts.total + self.rollout + self.buffers
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """The processes of a pool, which are alike.
+
+    Attributes:
+        pool: Its name.
+        count: How many processes it has.
+        models: Role -> memory of its engine.
+        rollout: Memory of the generation engine, if there is one.
+        buffers: Bytes of buffers that weights are sent in, during a push.
+    """
+
+    pool: str
+    count: int
+    models: Mapping[str, EngineMemory]
+    rollout: RolloutMemory | None = None
+    buffers: float = 0.0
+
+    def moments(self) -> list[Moment]:
+        """Return the moments of a step that need most."""
+        phases = {role: memory.by_phase() for role, memory in self.models.items()}
+        rest = {role: found["rest"] for role, found in phases.items()}
+        moments = []
+        if self.rollout is not None:
+            moments.append(Moment("generate", _sum(rest.values()), self.rollout.total))
+        resting = 0.0 if self.rollout is None else self.rollout.resting
+        for role, found in phases.items():
+            others = _sum(parts for other, parts in rest.items() if other != role)
+            moments += [
+                Moment(f"{role} {phase}", _sum([others, parts]), resting)
+                for phase, parts in found.items()
+                if phase != "rest"
+            ]
+        if self.rollout is not None and self.buffers:
+            moments.append(Moment("push", _sum(self._while_pushing(rest)), self.rollout.weights, self.buffers))
+        return moments
+
+    def _while_pushing(self, rest: Mapping[str, MemoryParts]) -> list[MemoryParts]:
+        """Return what the models hold during a push: the actor has its parameters back, and gathers one tensor."""
+        pushing = dict(rest)
+        if (actor := self.models.get("actor")) is not None:
+            one = actor.shape.matrix_params * actor.sizes.element
+            pushing["actor"] = replace(rest["actor"], weights=actor.weights, gathered=one)
+        return [*pushing.values()]
+
+    @property
+    def peak(self) -> Moment:
+        """Return the moment that needs most."""
+        return max(self.moments(), key=lambda moment: moment.total)
+
+
+def plan_processes(config: PPOConfig, *, read_shape: ReadShape, device: str, memory: float) -> list[PlannedProcess]:
+    """Return the processes of the pools of a job.
+
+    Args:
+        config: Settings that `main_ppo.validate_config` accepts.
+        read_shape: Returns the shape of a model by its path.
+        device: "cuda" or "cpu".
+        memory: Bytes of one device.
+
+    Raises:
+        ConfigError: An engine is a class of the user's own, or a model's config lacks an entry.
+    """
+    from hybridrl.main_ppo import resource_pools, worker_classes
+
+    workers = worker_classes(config)
+    manager = resource_pools(config, workers)
+    path = config.actor_rollout_ref.model.path
+    policy = read_shape(_required(path))
+    processes = []
+    for pool, nodes in manager.resource_pool_spec.items():
+        count = sum(nodes)
+        roles = {role for role, name in manager.mapping.items() if name == pool}
+        models: dict[str, EngineMemory] = {}
+        for role in sorted(roles, key=str):
+            models |= _models(config, role, policy, read_shape, device=device, count=count)
+        rollout = None
+        if roles & {Role.Rollout, Role.ActorRollout, Role.Evaluator}:
+            rollout = rollout_memory(
+                config,
+                policy,
+                device=device,
+                memory=memory,
+                is_apart=not models,
+                num_processes=count,
+            )
+        bucket = config.actor_rollout_ref.rollout.weight_sync.bucket_mb * MIB
+        processes.append(PlannedProcess(pool, count, MappingProxyType(models), rollout, PUSH_BUFFERS * bucket))
+    return processes
+
+
+def _models(
+    config: PPOConfig, role: Role, policy: ModelShape, read_shape: ReadShape, *, device: str, count: int
+) -> dict[str, EngineMemory]:
+    """Return the models that a role has in a process of a pool with `count` processes, by name."""
+    model, critic = config.actor_rollout_ref.model, config.critic
+    sizes = _Sizes(config, device, count)
+    if role in (Role.Actor, Role.ActorRollout):
+        return {"actor": EngineMemory(policy, sizes.actor())}
+    if role is Role.Critic:
+        path = critic.model.path or model.path
+        return {"critic": EngineMemory(_without_head(read_shape(_required(path))), sizes.critic())}
+    if role is Role.RefPolicy:
+        return {"ref": EngineMemory(policy, sizes.reference())}
+    if role is Role.RewardModel:
+        shape = read_shape(_required(config.reward_model.model.path))
+        return {"reward_model": EngineMemory(_without_head(shape), sizes.reward_model())}
+    if role is Role.TeacherModel:
+        teachers = config.distillation.teacher_models
+        return {
+            f"teacher {name}": EngineMemory(read_shape(_required(teacher["model_path"])), sizes.reference())
+            for name, teacher in teachers.items()
+        }
+    return {}
+
+
+class _Sizes:
+    """The settings of a job's engines, as `EngineSizes`."""
+
+    def __init__(self, config: PPOConfig, device: str, count: int):
+        self._config, self._device, self._count = config, device, count
+        data = config.data
+        self._length = data.max_prompt_length + data.max_response_length
+        self._response_share = data.max_response_length / self._length
+
+    def actor(self) -> EngineSizes:
+        actor, model = self._config.actor_rollout_ref.actor, self._config.actor_rollout_ref.model
+        return self._sizes(
+            engine_settings(actor),
+            self._tokens(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+            lora_rank=_lora_rank(model),
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            entropy_bonus=actor.entropy_coeff != 0,
+        )
+
+    def critic(self) -> EngineSizes:
+        critic = self._config.critic
+        return self._sizes(
+            critic_engine_settings(self._config),
+            self._tokens(critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
+            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            response_share=0.0,
+        )
+
+    def reference(self) -> EngineSizes:
+        ref = self._config.actor_rollout_ref.ref
+        tokens = self._tokens(
+            ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
+        )
+        return self._sizes(ref_engine_settings(self._config), tokens, trains=False)
+
+    def reward_model(self) -> EngineSizes:
+        model = self._config.reward_model
+        tokens = self._tokens(model.micro_batch_size_per_gpu, False, model.forward_max_token_len_per_gpu)
+        return self._sizes(reward_model_engine_settings(self._config), tokens, trains=False, response_share=0.0)
+
+    def _tokens(self, rows: int | None, is_dynamic: bool, budget: int) -> int:
+        """Return the tokens of the largest micro-batch of a process, at most those of a step."""
+        config = self._config
+        all_rows = -(-config.data.train_batch_size * config.actor_rollout_ref.rollout.n // self._count)
+        if rows is not None and not is_dynamic:
+            return min(rows, all_rows) * self._length
+        return min(max(budget, self._length), all_rows * self._length)
+
+    def _sizes(self, settings: Any, tokens: int, **chosen: Any) -> EngineSizes:
+        policy = self._config.actor_rollout_ref
+        if not isinstance(settings, FSDPConfig | MegatronConfig):
+            raise ConfigError(
+                f"actor_rollout_ref.actor.strategy={policy.actor.strategy}: the memory of an engine of your own is not "
+                f"known; plan with strategy={' or '.join(SECTIONS)}"
+            )
+        dtype = settings.dtype if settings.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[self._device]
+        chunk = policy.actor.entropy_from_logits_chunk_size
+        layout = {} if isinstance(settings, FSDPConfig) else _megatron_layout(settings)
+        if isinstance(settings, FSDPConfig):
+            chosen["reshard_after_forward"] = settings.reshard_after_forward
+        return EngineSizes(
+            **{
+                "processes": self._count,
+                "dtype": dtype,
+                "tokens": tokens,
+                "response_share": self._response_share,
+                "chunk": chunk or TILE_BYTES[self._device] // 4 // 32_000,
+                "whole_logits": not policy.model.use_fused_kernels,
+                "param_offload": settings.param_offload,
+                "optimizer_offload": settings.optimizer_offload,
+                **layout,
+                **chosen,
+            }
+        )
+
+
+def _megatron_layout(settings: MegatronConfig) -> dict[str, Any]:
+    return {
+        "strategy": "megatron",
+        "tensor": settings.tensor_model_parallel_size,
+        "pipeline": settings.pipeline_model_parallel_size,
+        "context": settings.context_parallel_size,
+        "sequence_parallel": settings.sequence_parallel,
+        "distributed_optimizer": settings.use_distributed_optimizer,
+    }
+
+
+def _without_head(shape: ModelShape) -> ModelShape:
+    """Return the shape of a model with a head of one output."""
+    return replace(shape, tied=True)
+
+
+def _lora_rank(model: Any) -> int:
+    if model.lora_adapter_path is None:
+        return model.lora_rank
+    from hybridrl.config.checks.adapters import read_saved_adapter
+
+    return read_saved_adapter(model.lora_adapter_path).rank
+
+
+def _required(path: str | None) -> str:
+    if path is None:
+        raise ConfigError("actor_rollout_ref.model.path is not set: memory depends on the model; set it")
+    return path
+
+
+def _sum(parts: Any) -> MemoryParts:
+    """Return what several models hold together."""
+    found = [*parts]
+    names = MemoryParts.__dataclass_fields__
+    return MemoryParts(**{name: sum(getattr(part, name) for part in found) for name in names})

@@ -1,0 +1,163 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from hybridrl import cli
+from hybridrl.config import PPOConfig
+from hybridrl.config.load import compose_settings
+from hybridrl.planning import Devices, candidates, plan_processes, with_settings
+from hybridrl.workers.engine.memory_plan import ModelShape
+
+GIB = 2**30
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+SHAPE = ModelShape(
+    hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, head_dim=128, vocab=152064, tied=False
+)
+SETTINGS = {
+    "data.train_files": "x",
+    "data.train_batch_size": 512,
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 4096,
+    "actor_rollout_ref.model.path": "x",
+    "actor_rollout_ref.rollout.n": 8,
+    "algorithm.adv_estimator": "grpo",
+    "trainer.n_gpus_per_node": 8,
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return folder
+
+
+def job(**changes) -> PPOConfig:
+    return with_settings(
+        compose_settings(PPOConfig, SETTINGS, config_name="ppo_trainer"),
+        {name.replace("__", "."): value for name, value in changes.items()},
+    )
+
+
+def devices(gib: float) -> Devices:
+    return Devices(read_shape=lambda path: SHAPE, device="cuda", memory=gib * GIB, budget=gib * GIB)
+
+
+def planned(config: PPOConfig, gib: float = 80.0):
+    return plan_processes(config, read_shape=lambda path: SHAPE, device="cuda", memory=gib * GIB)
+
+
+def words(model, **changes) -> list[str]:
+    chosen = {**SETTINGS, "actor_rollout_ref.model.path": model}
+    chosen |= {name.replace("__", "."): value for name, value in changes.items()}
+    return ["plan", *(f"{name}={value}" for name, value in chosen.items())]
+
+
+def test_a_shared_process_has_every_model_and_a_separate_rollout_has_none():
+    [shared] = planned(job(actor_rollout_ref__actor__use_kl_loss=True, algorithm__adv_estimator="gae"))
+    assert (shared.count, set(shared.models)) == (8, {"actor", "critic", "ref"})
+    separate = planned(job(actor_rollout_ref__rollout__n_gpus_per_node=4, trainer__n_gpus_per_node=4))
+    assert {process.pool: set(process.models) for process in separate} == {
+        "global_pool": {"actor"},
+        "rollout_pool": set(),
+    }
+    assert separate[0].rollout is None and separate[1].rollout is not None
+
+
+def test_a_separate_rollout_keeps_its_memory_and_a_shared_one_frees_it():
+    [shared] = planned(job())
+    rollout = planned(job(actor_rollout_ref__rollout__n_gpus_per_node=8))[1].rollout
+    assert shared.rollout and rollout and shared.rollout.resting == 0.0
+    assert rollout.resting == rollout.total == pytest.approx(40 * GIB)
+    [kept] = planned(job(actor_rollout_ref__rollout__free_cache_engine=False))
+    assert kept.rollout and kept.peak.total == pytest.approx(shared.peak.total + kept.rollout.total)
+
+
+def test_a_critic_has_no_logits_and_a_smaller_head():
+    [process] = planned(job(algorithm__adv_estimator="gae"))
+    actor, critic = process.models["actor"], process.models["critic"]
+    assert actor.shape.params - critic.shape.params == SHAPE.matrix_params
+    assert critic.by_phase()["backward_start"].logits == 0.0 < actor.by_phase()["backward_start"].logits
+
+
+def test_rows_of_a_micro_batch_count_with_their_longest_length():
+    [rows] = planned(job(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=2))
+    assert rows.models["actor"].sizes.tokens == 2 * 5120
+    [tokens] = planned(job(actor_rollout_ref__actor__use_dynamic_bsz=True))
+    assert tokens.models["actor"].sizes.tokens == 16384
+    [few] = planned(job(data__train_batch_size=2))  # 16 rows on 8 processes
+    assert few.models["actor"].sizes.tokens == 2 * 5120
+
+
+def test_more_memory_gives_larger_micro_batches_and_less_memory_recomputation_and_offload():
+    first = {gib: next(candidates(job(), devices(gib))) for gib in (32.0, 48.0, 80.0)}
+    assert [found.problem for found in first.values()] == ["", "", ""]
+    assert first[80.0].tokens > 5120
+    changes = first[32.0].changes
+    assert changes["actor_rollout_ref.model.enable_gradient_checkpointing"]
+    assert all(found.peak.total <= gib * GIB for gib, found in first.items())
+
+
+def test_what_fits_is_planned_to_fit_again():
+    small = devices(40.0)
+    for found in candidates(job(algorithm__adv_estimator="gae"), small):
+        config = with_settings(job(algorithm__adv_estimator="gae"), found.changes)
+        assert small.problem(config, small.plan(config)) == found.problem
+
+
+def test_too_small_a_cache_is_a_problem_that_more_shards_of_the_rollout_solve():
+    found = {one.layout: one.problem for one in candidates(job(), devices(28.0))}
+    assert found["as given"].startswith("the cache of global_pool holds 0 tokens, a row has 5,120")
+    assert "rollout TP 2" in found and not found["rollout TP 4"].startswith("the cache")
+
+
+def test_the_settings_that_the_command_prints_fit(model, capsys):
+    assert cli.main(words(model)) == 1
+    shown = capsys.readouterr().out
+    assert "global_pool: 8 processes, GiB of each" in shown and "Megatron TP 8 PP 1" in shown
+    assert cli.main([*words(model), "--apply"]) == 0
+    changes = capsys.readouterr().out.replace("\\\n", " ").split()
+    assert cli.main([*words(model), *changes]) == 0
+    shown = capsys.readouterr().out
+    assert "the job fits as it is" in shown and "expected step: " in shown and "generate" in shown
+
+
+def test_wrong_input_is_one_error(model, tmp_path, capsys):
+    for changes, text in {
+        ("actor_rollout_ref.model.path=/nowhere",): "/nowhere: the model's config.json cannot be used",
+        ("trainer.n_gpus_per_nod=8",): "trainer.n_gpus_per_node",
+        ("actor_rollout_ref.actor.strategy=fsdp3",): "fsdp3",
+    }.items():
+        assert cli.main([*words(model), *changes]) == 2
+        error = capsys.readouterr().err
+        assert text in error and "Traceback" not in error
+    (model / "config.json").write_text(json.dumps(QWEN_7B | {"model_type": "nothing"}))
+    assert cli.main(words(model)) == 2
+
+
+def test_a_cpu_job_has_the_memory_that_is_given(model, capsys):
+    assert cli.main([*words(model, trainer__device="cpu", trainer__n_gpus_per_node=1), "--memory", "8"]) == 1
+    assert "of 8 GiB" in capsys.readouterr().out
+
+
+def test_adapters_train_in_less_memory():
+    def peak(config: PPOConfig) -> float:
+        [process] = planned(config)
+        return process.peak.total
+
+    assert peak(job(actor_rollout_ref__model__lora_rank=8)) < peak(job())
+    [process] = planned(job(actor_rollout_ref__model__lora_rank=8))
+    sizes = process.models["actor"].sizes
+    assert replace(sizes, lora_rank=0).trains and sizes.lora_rank == 8
