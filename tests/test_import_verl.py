@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from hybridrl import cli
-from hybridrl.cli.import_verl import imported_command, verl_commands
-from hybridrl.cli.shell_script import script_commands, unresolved
+from hybridrl.cli.verl.command import imported_command, verl_commands
+from hybridrl.cli.verl.shell_script import script_commands, unresolved
 from hybridrl.errors import ConfigError
 
 SCRIPT = """

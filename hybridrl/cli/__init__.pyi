@@ -1,7 +1,6 @@
 from .command import main as main
 from .graph import job_graph as job_graph
 from .graph import show_graph as show_graph
-from .import_verl import import_verl as import_verl
 from .jobs import print_states as print_states
 from .jobs import resume as resume
 from .jobs import show_or_stop as show_or_stop
@@ -12,3 +11,4 @@ from .models import serve as serve
 from .plan import plan as plan
 from .simulate import simulate as simulate
 from .trace import write_trace as write_trace
+from .verl.command import import_verl as import_verl

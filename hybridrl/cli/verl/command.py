@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybridrl import config as settings
 from hybridrl import main_ppo
-from hybridrl.cli.shell_script import script_commands, unresolved
+from hybridrl.cli.verl.shell_script import script_commands, unresolved
 from hybridrl.config.verl.defaults import differing_defaults
 from hybridrl.config.verl.row import Kind
 from hybridrl.config.verl.take_over import Change

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hybridrl.cli.shell_words import ARRAY, Token, tokens
+from hybridrl.cli.verl.shell_words import ARRAY, Token, tokens
 from hybridrl.errors import ConfigError
 
 UNKNOWN = "\0"  # encloses what could not be resolved
