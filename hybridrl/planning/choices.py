@@ -158,10 +158,12 @@ def _critic_settings(sizes: Any) -> dict[str, Any]:
 def _resting_offload(config: PPOConfig, processes: list[PlannedProcess]) -> dict[str, Any]:
     """Return the settings that offload all models between their calls."""
     roles = {role for process in processes for role in process.models}
-    section = f"{ACTOR}.{SECTIONS[config.actor_rollout_ref.actor.strategy]}"
-    changes = {f"{section}.{name}": True for name in OFFLOADS}
-    if "critic" in roles:
-        changes |= {f"critic.fsdp_config.{name}": True for name in OFFLOADS}
+    actor = config.actor_rollout_ref.actor
+    changes: dict[str, Any] = {}
+    if not (actor.strategy == "megatron" and actor.megatron.use_distributed_optimizer):
+        changes = {f"{ACTOR}.{SECTIONS[actor.strategy]}.{name}": True for name in OFFLOADS}
+        if "critic" in roles:
+            changes |= {f"critic.fsdp_config.{name}": True for name in OFFLOADS}
     if "ref" in roles:
         changes["actor_rollout_ref.ref.fsdp_config.param_offload"] = True
     return changes

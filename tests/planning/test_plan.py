@@ -117,6 +117,12 @@ def test_what_fits_is_planned_to_fit_again():
         assert small.problem(config, small.plan(config)) == found.problem
 
 
+def test_a_plan_offloads_nothing_that_the_settings_refuse():
+    for found in candidates(job(algorithm__adv_estimator="gae"), devices(24.0)):
+        if found.layout.startswith("Megatron"):
+            assert not any(value for name, value in found.changes.items() if name.endswith("_offload"))
+
+
 def test_too_small_a_cache_is_a_problem_that_more_shards_of_the_rollout_solve():
     found = {one.layout: one.problem for one in candidates(job(), devices(28.0))}
     assert found["as given"].startswith("the cache of global_pool holds 0 tokens, a row has 5,120")

@@ -68,9 +68,13 @@ def chunk_for(shape: ModelShape, sizes: EngineSizes, *, budget: float) -> int:
 
 
 def _options(sizes: EngineSizes) -> Iterator[EngineSizes]:
-    """Yield what may be switched on, the cheapest in time first."""
+    """Yield what may be switched on, the cheapest in time first.
+
+    Megatron with a distributed optimizer has no offload (`config/checks/megatron.py`).
+    """
+    stays = sizes.strategy == "megatron" and sizes.distributed_optimizer
     for recompute in (False, True):
-        for optimizer, params in ((False, False), (True, False), (True, True)):
+        for optimizer, params in ((False, False),) if stays else ((False, False), (True, False), (True, True)):
             yield replace(sizes, gradient_checkpointing=recompute, optimizer_offload=optimizer, param_offload=params)
 
 

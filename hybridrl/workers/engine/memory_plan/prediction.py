@@ -108,8 +108,10 @@ class EngineMemory:
         all activations, and the head's backward pass; "backward_end": all gradients, and the embedding's; and
         "optimizer_step".
         """
+        kept = 0.0 if self._is_fsdp else self.gradients  # Megatron keeps their buffer
         rest = MemoryParts(
             weights=0.0 if self.sizes.param_offload else self.weights,
+            gradients=kept,
             optimizer=0.0 if self.sizes.optimizer_offload else self.optimizer,
         )
         away = 0.0 if self.sizes.optimizer_offload else self.optimizer
@@ -118,6 +120,7 @@ class EngineMemory:
             "log_probs": MemoryParts(
                 weights=self.weights,
                 gathered=self.gathered,
+                gradients=0.0 if self._is_fsdp else self.gradients,
                 optimizer=away,
                 activations=self._tokens * self.shape.layer_working(self.sizes.element) / self.sizes.tensor,
                 logits=self._logits(backward=False),
