@@ -1,4 +1,4 @@
-"""The `hybridrl` command: jobs, graphs and timelines, models to export and serve, plans, simulated runs, verl.
+"""The `hybridrl` command: jobs, graphs, timelines, a page about runs, models, plans, simulated runs, verl.
 
     hybridrl job submit FILE                  start the job that a file describes: YAML, JSON, or Python with a builder
     hybridrl job graph FILE                   its roles, what flows between them, and their placement; starts nothing
@@ -10,6 +10,7 @@
     hybridrl job resume RUN                   resume a run from its last checkpoint
     hybridrl job states                       states of a job, its roles and workers; what follows a failure
     hybridrl trace RUN [--output FILE]        the timeline of a run with trainer.trace=true, for Perfetto
+    hybridrl view RUN ...                     a web page about runs: curves, samples, settings, timeline, failures
     hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
     hybridrl plan key=value ...               the memory that a job needs of its devices, and settings that fit

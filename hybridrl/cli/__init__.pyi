@@ -12,3 +12,4 @@ from .plan import plan as plan
 from .simulate import simulate as simulate
 from .trace import write_trace as write_trace
 from .verl.command import import_verl as import_verl
+from .view import view_runs as view_runs

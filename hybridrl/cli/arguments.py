@@ -20,6 +20,7 @@ def command_parser() -> argparse.ArgumentParser:
     job = commands.add_parser("job", help="submit, inspect, stop or resume a job")
     _add_job_commands(job.add_subparsers(dest="what", required=True))
     _add_trace(commands)
+    _add_view(commands)
     _add_export(commands)
     _add_serve(commands)
     _add_plan(commands)
@@ -127,6 +128,20 @@ def _add_trace(commands: argparse._SubParsersAction) -> None:
     trace.add_argument("run", help="the directory the run wrote to, or one of the jobs in its trace/", type=Path)
     trace.add_argument("--output", metavar="FILE", type=Path, help="default: trace.json in that directory")
     trace.set_defaults(run_command="write_trace")
+
+
+def _add_view(commands: argparse._SubParsersAction) -> None:
+    what = "show runs on a web page: curves, samples, settings, timeline, failures; read only, until Ctrl-C"
+    view = commands.add_parser("view", help=what, description=what)
+    view.add_argument(
+        "runs", nargs="*", metavar="RUN", help="a run's directory, or one with runs in it; also a URL that fsspec knows"
+    )
+    view.add_argument("--port", type=int, default=6006, help="0: any free port (default: %(default)d)")
+    view.add_argument(
+        "--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; the link then has a token that is needed"
+    )
+    view.add_argument("--demo", action="store_true", help="show a recorded run")
+    view.set_defaults(run_command="view_runs")
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.errors import DataError
 from hybridrl.framework.graph.stage_tracer import DRIVER, TRACE
@@ -248,6 +248,15 @@ def summarize(spans: Sequence[Span]) -> str:
 
 
 def _stage_lines(spans: Sequence[Span], total: float) -> list[str]:
+    rows = [
+        (name, f"{took:.3f}", f"{took / total:.1%}", f"{waited:.3f}")
+        for name, (took, waited) in stage_seconds(spans).items()
+    ]
+    return _table(("stage", "s", "of the time", "s waiting for workers"), rows)
+
+
+def stage_seconds(spans: Sequence[Span]) -> dict[str, tuple[float, float]]:
+    """Return stage -> seconds that it took, and seconds of them in which it waited for workers."""
     waits: dict[str, list[Span]] = {}  # of the driver, by thread; within a thread they are disjoint
     for entry in spans:
         if entry.kind == "wait" and entry.role is None:
@@ -262,11 +271,29 @@ def _stage_lines(spans: Sequence[Span], total: float) -> list[str]:
                 took + stage.duration / 1e9,
                 waited + sum(wait.duration for wait in own[first:last]) / 1e9,
             )
-    rows = [(name, f"{took:.3f}", f"{took / total:.1%}", f"{waited:.3f}") for name, (took, waited) in seconds.items()]
-    return _table(("stage", "s", "of the time", "s waiting for workers"), rows)
+    return seconds
 
 
 def _rank_lines(spans: Sequence[Span], between: tuple[int, int]) -> list[str]:
+    rows = [
+        (times.role, str(times.rank), f"{times.working_s:.3f}", f"{times.waiting_s:.3f}", f"{times.idle_share:.1%}")
+        for times in rank_times(spans, between)
+    ]
+    return _table(("role", "rank", "s at work", "s waiting for data", "process waits for its next call"), rows)
+
+
+class RankTimes(NamedTuple):
+    """What a rank did in an interval: seconds at work, seconds of waiting for data, share without a call."""
+
+    role: str
+    rank: int
+    working_s: float
+    waiting_s: float
+    idle_share: float
+
+
+def rank_times(spans: Sequence[Span], between: tuple[int, int]) -> list[RankTimes]:
+    """Return the times of every rank that was called, between two moments in nanoseconds."""
     total = between[1] - between[0]
     calls: dict[tuple[str, int], list[Span]] = {}
     waited: dict[tuple[str, int], int] = {}
@@ -279,13 +306,13 @@ def _rank_lines(spans: Sequence[Span], between: tuple[int, int]) -> list[str]:
                 0, min(entry.end, between[1]) - max(entry.begin, between[0])
             )
     idle = {row: _length(gaps) for row, gaps in _idle_rows(spans, between=between).items()}
-    rows = []
+    found = []
     for (role, rank), own in sorted(calls.items()):
         waiting = waited.get((role, rank), 0)
         working = total - _length(idle_intervals(own, between=between)) - waiting
         share = idle[role, _rank_row(rank)] / total
-        rows.append((role, str(rank), f"{working / 1e9:.3f}", f"{waiting / 1e9:.3f}", f"{share:.1%}"))
-    return _table(("role", "rank", "s at work", "s waiting for data", "process waits for its next call"), rows)
+        found.append(RankTimes(role, rank, working / 1e9, waiting / 1e9, share))
+    return found
 
 
 def _length(intervals: Iterable[tuple[int, int]]) -> int:

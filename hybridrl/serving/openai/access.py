@@ -5,13 +5,12 @@ runs pages of strangers. Such a page sends its `Origin`, or a `Host` that it mad
 """
 
 import hmac
-import ipaddress
 import os
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from hybridrl.serving.openai.parameters import RequestError
+from hybridrl.system.web_origin import hostname_of, is_loopback
 
 API_KEY_VARIABLE = "HYBRIDRL_API_KEY"
 OPEN_PATHS = ("/health",)  # need no key
@@ -20,14 +19,6 @@ OPEN_PATHS = ("/health",)  # need no key
 def api_key_of_environment() -> str | None:
     """Return the key that clients must send; None: they need none."""
     return os.environ.get(API_KEY_VARIABLE) or None
-
-
-def is_loopback(host: str | None) -> bool:
-    """Return whether a name or an address is this machine's own."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def check_access(request: web.Request, *, listens_on: str, api_key: str | None) -> None:
@@ -43,11 +34,3 @@ def check_access(request: web.Request, *, listens_on: str, api_key: str | None) 
     sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(sent.encode("utf-8", "replace"), api_key.encode()):
         raise RequestError(f"the API key is wrong or missing; it is in {API_KEY_VARIABLE} of the server", status=401)
-
-
-def hostname_of(url: str) -> str | None:
-    """Return the host in a URL, without brackets and port; None if there is none."""
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None

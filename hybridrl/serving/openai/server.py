@@ -22,12 +22,13 @@ from aiohttp import web
 
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.serving.continuation import generate_in_chunks
-from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access, is_loopback
+from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
 from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
 from hybridrl.serving.openai.parameters import RequestError
 from hybridrl.serving.openai.requests import CompletionRequest, parse_request
 from hybridrl.serving.openai.responses import Choice, completion_body, error_body, final_chunk, stream_chunk
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.system.web_origin import is_loopback
 from hybridrl.workers.rollout.requests import TokenOutput
 
 logger = logging.getLogger(__name__)

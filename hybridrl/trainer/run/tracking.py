@@ -23,6 +23,7 @@ from hybridrl.trainer.run.console import ConsoleProgress
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 METRICS_FILE, TENSORBOARD_DIRECTORY = "metrics.jsonl", "tensorboard"
+SETTINGS_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class ConsoleTracker:
 class JsonlTracker:
     """`metrics.jsonl`: one object per step, `{"step": 3, "critic/score/mean": 0.5, ...}`, flushed by every `log`.
 
-    Values that are not finite are written as NaN and Infinity, which Python and pandas read. What a full disk does not
+    Beside it are the settings of the run, in `config.json`, for `hybridrl view`. Values that are not finite are written as NaN and Infinity, which Python and pandas read. What a full disk does not
     take is written with a later step.
     """
 
@@ -180,6 +181,8 @@ class JsonlTracker:
             logger.warning("%s of an earlier run without a checkpoint is replaced", path)
         _keep_steps(path, last=run.start_step if run.start_step > 0 else -1)
         self._file = PatientFile(path)
+        with contextlib.suppress(OSError), atomic_write(run.directory / SETTINGS_FILE) as file:
+            json.dump(run.config, file, default=str)
 
     def log(self, metrics: Metrics, step: int) -> None:
         line = json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n"

@@ -1,0 +1,16 @@
+"""A web page about one or more runs: curves, samples, settings, timeline, failures.
+
+`hybridrl view` starts it. It reads what a run has written, on a local disk or any fsspec path, and writes nothing. It
+loads neither torch nor Ray.
+
+    readers            a run's directory as data, one module per view
+    runs               which runs there are
+    access, server     who may ask, and the routes; `answers` has what each route sends
+    page/              HTML, style and scripts; uPlot draws the curves
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

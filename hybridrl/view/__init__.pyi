@@ -1,0 +1,1 @@
+from .command import show_runs as show_runs

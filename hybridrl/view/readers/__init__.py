@@ -1,0 +1,1 @@
+"""A run's directory as data for the views of the page: read as it grows, never loaded whole."""

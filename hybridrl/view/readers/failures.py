@@ -1,0 +1,119 @@
+"""What failed in a run and how it was mended, and the state of its roles.
+
+Read from the master's journals below the run's directory (`master/RUN`), and from `failures.jsonl`, which has the
+steps that the driver repeated. The journal is folded event by event as it grows.
+"""
+
+import json
+import zlib
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+from hybridrl.errors import JournalError
+from hybridrl.master.service.journal import EVENTS
+from hybridrl.master.state.events import CheckpointCommitted, JobStarted, StepCompleted, WorkerJoined, decode
+from hybridrl.master.state.reducer import JobState, reduce
+from hybridrl.single_controller.cluster import MASTER
+from hybridrl.view.readers.storage import Folder, LineTail, parsed
+
+FAILURES_FILE = "failures.jsonl"  # of `trainer/recovery/step_retry.py`, which loads torch
+MAX_EVENTS = 1000  # of one journal; the newest
+HIDDEN_FIELDS = ("machine", "node", "name", "stdout", "stderr", "spec", "plan")
+COMMON = (StepCompleted, CheckpointCommitted)  # counted, but not listed
+
+
+class JournalReader:
+    """One journal, folded to the job's state as it grows."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._tails: dict[str, LineTail] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.state, self.problem = JobState(), ""
+        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.restarts: dict[str, int] = {}  # slot -> processes after its first
+        self.started_at: float | None = None
+
+    def update(self) -> None:
+        """Read the new events. Damage ends the reading; `problem` says so."""
+        for name in sorted(name for name in self._folder.names() if name.startswith(EVENTS)):
+            tail = self._tails.setdefault(name, LineTail(self._folder, name))
+            for _, line in tail.lines():
+                if self.problem:
+                    return
+                self._apply(line, name)
+
+    def _apply(self, line: bytes, name: str) -> None:
+        checksum, _, text = line.partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(text):
+            self.problem = f"{name} is damaged: a checksum is wrong; what follows is not shown"
+            return
+        data = json.loads(text)
+        at = data.pop("at")
+        data.pop("n")
+        try:
+            event = decode(data)
+        except JournalError as error:
+            self.problem = str(error)
+            return
+        self.state, _ = reduce(self.state, event)
+        self.started_at = at if self.started_at is None else self.started_at
+        if isinstance(event, WorkerJoined):
+            self.restarts[event.slot] = self.state.workers[event.slot].incarnation - 1
+        if not isinstance(event, COMMON):
+            fields = {} if isinstance(event, JobStarted) else asdict(event)
+            shown = {
+                field: value
+                for field, value in fields.items()
+                if value not in ("", (), {}) and field not in HIDDEN_FIELDS
+            }
+            self.events.append({"at": at, "at_step": self.state.step, "event": type(event).__name__, **shown})
+
+    def summary(self) -> dict[str, Any]:
+        """Return state, processes, failures and events of the job."""
+        state = self.state
+        workers = [
+            {
+                "slot": slot,
+                "state": worker.state,
+                "pid": worker.pid,
+                "restarts": self.restarts.get(slot, 0),
+                "exit_reason": worker.exit_reason,
+            }
+            for slot, worker in sorted(state.workers.items())
+        ]
+        return {
+            "run": state.run or self._folder.name,
+            "state": state.state,
+            "reason": state.reason,
+            "step": state.step,
+            "commit_step": state.commit_step if state.commit else None,
+            "started_at": self.started_at,
+            "workers": workers,
+            "events": list(self.events),
+            "problem": self.problem,
+        }
+
+
+class FailureReader:
+    """All journals of one run, and its repeated steps."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder.below(MASTER)
+        self._journals: dict[str, JournalReader] = {}
+        self._tail = LineTail(folder, FAILURES_FILE)
+        self._recoveries: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+
+    def read(self) -> dict[str, Any]:
+        """Return the journals, the newest first, and the repeated steps."""
+        for _, line in self._tail.lines(on_replaced=self._recoveries.clear):
+            if (record := parsed(line)) is not None:
+                self._recoveries.append(record)
+        for name in self._folder.names():
+            self._journals.setdefault(name, JournalReader(self._folder.below(name))).update()
+        found = [journal.summary() for journal in self._journals.values() if journal.started_at is not None]
+        found.sort(key=lambda journal: journal["started_at"], reverse=True)
+        return {"journals": found, "recoveries": list(self._recoveries)}
