@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridrl.view.graph_picture import graph_picture
-from hybridrl.view.runs import Run
 from hybridrl.view.readers.samples import Place, SampleQuery
 from hybridrl.view.readers.settings import SAMPLE_SETTINGS
+from hybridrl.view.runs import Run
 
 Query = Mapping[str, str]
 MAX_NAMES = 50  # metrics in one request

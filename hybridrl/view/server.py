@@ -22,13 +22,8 @@ from hybridrl.view.answers import VIEWS, BadRequest
 from hybridrl.view.runs import Run
 
 logger = logging.getLogger(__name__)
-TYPES = {
-    "html": "text/html",
-    "js": "text/javascript",
-    "css": "text/css",
-    "LICENSE": "text/plain",
-    "svg": "image/svg+xml",
-}
+SVG = "image/svg+xml"
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}  # by suffix
 EVENT_PERIOD_S = 1.0  # between two looks at the runs
 KEEP_ALIVE_S = 15.0
 MAX_STREAMS = 64

@@ -6,3 +6,4 @@ from .distillation import score_by_teachers as score_by_teachers
 from .distillation import teacher_metrics as teacher_metrics
 from .stages import uses_critic as uses_critic
 from .stages import uses_reference as uses_reference
+from .token_record import record_tokens as record_tokens

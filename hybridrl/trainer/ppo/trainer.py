@@ -370,6 +370,7 @@ class RayPPOTrainer(PPOLoop):
             updated = self.policy.actor.update_actor(data)
             ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="actor", prefix="actor")
             if not has_old:
+                ctx.own_log_probs = updated
                 ctx.metrics |= metrics_of_update(ctx.batch, updated)
 
     def update_weights(self, ctx: BatchContext) -> None:
@@ -396,6 +397,9 @@ class RayPPOTrainer(PPOLoop):
         if not self.config.distillation.in_loss:
             self.no_signal.check(ctx.metrics, step=self.global_steps)
         ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics() | self.ranks.metrics()
+        if directory := self.config.trainer.rollout_data_dir:
+            updated = ctx.get("own_log_probs")
+            ppo.record_tokens(directory, ctx.batch, self.tokenizer, step=self.global_steps, updated=updated)
         if self.step_retry.is_first_completion(self.global_steps):
             self.tracking.log(ctx.metrics, self.global_steps)
 

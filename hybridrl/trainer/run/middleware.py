@@ -90,6 +90,7 @@ class BatchContext(OnlineRLContext):
         gen_batch: Number of the generation batch within its step, counted from 1; set for all but the first.
         reward_extra: Columns that the reward function returns beside the scores. Empty after `filter_groups` and
             `select_samples`.
+        own_log_probs: What the update of the actor returned, if its own log-probs are the old ones.
         group_outcomes: With `filter_groups`: epoch -> what became of a prompt -> its rows of the dataset.
         num_new: Samples of this step; those after them come from the replay buffer.
         updated: Whether the policy was updated.
@@ -102,6 +103,7 @@ class BatchContext(OnlineRLContext):
     gen_batch: int = field(init=False)
     reward_extra: dict[str, list] = field(init=False)
     group_outcomes: Outcomes = field(init=False)
+    own_log_probs: Any = field(init=False)
     num_new: int = field(init=False)
     updated: bool = field(init=False)
 

@@ -7,6 +7,7 @@ Also a few examples of every validation, of the same problems each time, to comp
 import json
 import logging
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,18 @@ def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list
         r.get("ground_truth") if isinstance(r, dict) else None
         for r in batch.non_tensor_batch.get("reward_model", [None] * len(batch))
     ]
+    ids, versions = sample_ids(batch), batch.batch.get("weights_version")
     for i, score in enumerate(scores):
-        yield {"step": step, "input": prompts[i], "output": responses[i], "gts": truths[i], "score": score} | {
-            k: v[i] for k, v in extra.items()
-        }
+        record = {"step": step, "id": ids[i], "input": prompts[i], "output": responses[i], "gts": truths[i]}
+        record |= {"score": score} | ({} if versions is None else {"version": int(versions[i])})
+        yield record | {k: v[i] for k, v in extra.items()}
+
+
+def sample_ids(batch: DataProto) -> list[str]:
+    """Return an id for each row: its prompt's `uid` and a checksum of its response, equal for equal responses."""
+    uids = batch.non_tensor_batch.get("uid", range(len(batch)))
+    responses = batch.batch["responses"].to(torch.int64).cpu().numpy()
+    return [f"{uid}:{zlib.crc32(row.tobytes()):08x}" for uid, row in zip(uids, responses, strict=True)]
 
 
 def _ids(tokens: torch.Tensor, is_token: torch.Tensor) -> list[list[int]]:

@@ -171,8 +171,8 @@ class ConsoleTracker:
 class JsonlTracker:
     """`metrics.jsonl`: one object per step, `{"step": 3, "critic/score/mean": 0.5, ...}`, flushed by every `log`.
 
-    Beside it are the settings of the run, in `config.json`, for `hybridrl view`. Values that are not finite are written as NaN and Infinity, which Python and pandas read. What a full disk does not
-    take is written with a later step.
+    Values that are not finite are written as NaN and Infinity, which Python and pandas read. What a full disk does not
+    take is written with a later step. Beside it are the settings of the run, in `config.json`, for `hybridrl view`.
     """
 
     def __init__(self, run: RunInfo) -> None:

@@ -154,5 +154,4 @@ async function start() {
   follow();
 }
 
-addEventListener("DOMContentLoaded", start);
-if (document.readyState !== "loading") start();
+start();

@@ -88,7 +88,7 @@ export function showCurves(place) {
     const last = curves.length === 1 ? curves[0][1].values.at(-1) : null;
     item.value.textContent = last === null ? "" : short(last);
     item.plot?.destroy();
-    item.plot = curves.length ? plot(item.box, curves) : null;
+    item.plot = curves.length ? plot(item, curves, last) : null;
     item.box.classList.toggle("empty", !curves.length);
     if (!curves.length) item.box.textContent = "no finite value";
   }
@@ -171,7 +171,7 @@ export function smoothed(values, weight) {
   });
 }
 
-function plot(box, curves) {
+function plot({ box, value: corner }, curves, last) {
   const tables = [];
   const series = [{ label: "step" }];
   for (const [run, { steps, values }] of curves) {
@@ -198,6 +198,12 @@ function plot(box, curves) {
     scales: { x: { time: false }, y: { distr: wish.log && !isEmpty ? 3 : 1 } },
     series,
     axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick, 3))) }],
+    hooks: { setCursor: [(shown) => {
+      if (curves.length > 1) return;
+      const at = shown.cursor.idx;
+      const value = at === null || at === undefined ? null : shown.data.at(-1)[at];
+      corner.textContent = value === null || value === undefined ? short(last) : `${short(value)} at step ${shown.data[0][at]}`;
+    }] },
     cursor: { sync: { key: "curves" }, points: { size: 6 } },
     legend: { show: curves.length > 1 && wish.smooth === 0 },
   }, uPlot.join(tables.map(([steps, values]) => [steps, values])), box);

@@ -42,7 +42,7 @@ export function showSettings(place) {
     const rows = [];
     for (const [name, byRun] of [...names].sort(([a], [b]) => (a < b ? -1 : 1))) {
       const values = runs.map((run) => byRun.get(run));
-      const differ = new Set(values.map((row) => row?.value)).size > 1;
+      const differ = new Set(values.filter(Boolean).map((row) => row.value)).size > 1;
       if (!name.includes(wish.text) || (!wish.all && !differ && !values.some((row) => row?.differs))) continue;
       const known = values.find(Boolean);
       rows.push([el("code", {}, name), ...values.map((row) => el("code", { className: row?.differs ? "differs" : "" }, row?.value ?? "–")),

@@ -174,11 +174,11 @@ function drawAxis(pen, { from, to }, { at, height, quiet, line }) {
 function drawEvent(pen, event, { x, end, y, line }) {
   const width = Math.max(1, end - x);
   const isWait = event.cat === "wait";
-  pen.fillStyle = isWait ? line : colourOf(event.cat === "step" ? "step" : event.name);
-  pen.fillRect(x, isWait ? y + 6 : y + 2, width, isWait ? ROW - 12 : ROW - 4);
-  if (width > 40 && !isWait) {
+  pen.fillStyle = isWait ? line : colourOf(event.cat === "step" ? `step ${event.args.step % 2}` : event.name);
+  pen.fillRect(x, isWait ? y + ROW - 6 : y + 2, width, isWait ? 3 : ROW - 4);
+  if (!isWait && pen.measureText(event.name).width < width - 8) {
     pen.fillStyle = "#fff";
-    pen.fillText(event.name, x + 4, y + ROW / 2, width - 8);
+    pen.fillText(event.name, x + 4, y + ROW / 2);
   }
 }
 
