@@ -125,6 +125,6 @@ function picture(run) {
   const image = el("img", { className: "graph", alt: `stages of ${run}`, src: `/api/runs/${encodeURIComponent(run)}/graph.svg` });
   image.onload = () => { note.textContent = "What one step does, from the run's settings; without stages of trainer.middleware. As `hybridrl job graph` draws it."; };
   image.onerror = () => { image.remove(); note.textContent = "no graph: the settings are not those of PPO or its relatives, or they could not be read"; };
-  return el("div", { className: "card" }, el("h2", {}, "Stages"), note, image);
+  return el("div", { className: "card gap" }, el("h2", {}, "Stages"), note, image);
 }
 

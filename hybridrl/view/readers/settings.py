@@ -74,7 +74,7 @@ class RunSettings:
                 "name": name,
                 "value": _text(value),
                 "default": _text(defaults[name]) if name in defaults else None,
-                "differs": name not in defaults or _text(value) != _text(defaults[name]),
+                "differs": name not in defaults or (value != defaults[name] and _text(value) != _text(defaults[name])),
             }
             for name, value in sorted(values.items())
         ]
