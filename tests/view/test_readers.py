@@ -250,7 +250,10 @@ def test_settings_that_differ_from_their_defaults_are_marked(tmp_path):
     nested = {"actor_rollout_ref": {"rollout": {"n": 4, "name": "vllm"}}, "algorithm": {"adv_estimator": "grpo"}}
     (tmp_path / "config.json").write_text(json.dumps(nested))
     rows = {row["name"]: row for row in RunSettings(Folder(str(tmp_path))).table()["settings"]}
-    assert (rows["actor_rollout_ref.rollout.n"]["default"], rows["actor_rollout_ref.rollout.n"]["differs"]) == ("1", True)
+    assert (rows["actor_rollout_ref.rollout.n"]["default"], rows["actor_rollout_ref.rollout.n"]["differs"]) == (
+        "1",
+        True,
+    )
     assert not rows["actor_rollout_ref.rollout.name"]["differs"]
 
 

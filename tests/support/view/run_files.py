@@ -24,7 +24,12 @@ def write_metrics(run: Path, steps: Iterable[int], **metrics: float) -> Path:
 
 
 def sample(step: int, row: int, *, score: float = 0.0, prompt: str = "1+1?", answer: str = "2") -> dict[str, Any]:
-    return {"step": step, "id": f"{step}-{row}:{zlib.crc32(answer.encode()):08x}", "input": prompt, "output": answer} | {
+    return {
+        "step": step,
+        "id": f"{step}-{row}:{zlib.crc32(answer.encode()):08x}",
+        "input": prompt,
+        "output": answer,
+    } | {
         "gts": "2",
         "score": score,
         "version": step - 1,
@@ -38,7 +43,7 @@ def write_samples(run: Path, step: int, records: Iterable[dict[str, Any]]) -> Pa
 
 
 def write_trace(run: Path, steps: int, *, job: str = "job") -> None:
-    """Write a trace in which a step takes 10 ms: 2 ms of `prepare`, then 8 ms of `update`, 6 ms of them in the actor."""
+    """Write a trace whose steps take 10 ms: 2 ms of `prepare`, 8 ms of `update`, of which the actor works 6 ms."""
     stages, calls = [], []
     for step in range(1, steps + 1):
         begin = step * 10 * MS
