@@ -59,6 +59,7 @@ HOMES = {
         "master/health/heartbeat_server.py": "loopback while the cluster has one machine; a token per master",
         "serving/openai/connections.py": "the endpoint: loopback by default, API key, limits",
         "serving/openai/server.py": "the same",
+        "view/server.py": "the page about runs: reads only; loopback by default, else a token",
         "single_controller/processes/standby/standbys.py": "an abstract socket of this machine, for the same user only",
         "system/rendezvous.py": "rank 0 of a group, at its own address",
         "workers/process_setup.py": "the same, once the listener is there",

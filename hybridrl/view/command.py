@@ -31,7 +31,9 @@ def show_runs(paths: Sequence[str], *, host: str, port: int, demo: bool) -> None
     with _demo_run(demo) as more:
         runs = open_runs([*paths, *more])
         server = ViewServer(runs, host=host, port=port)
-        server.listen()
+        server.take_port()
+        for run in runs.values():  # before the link is there, so that the page opens at once
+            run.metrics.update()
         sys.stdout.write(f"{_described(runs)} at {server.link} (Ctrl-C ends it)\n")
         sys.stdout.flush()
         server.serve()

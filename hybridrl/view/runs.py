@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridrl.driver.resume_command import FILE as COMMAND_FILE
 from hybridrl.errors import ConfigError
+from hybridrl.system.directory_lock import LOCK_FILE
 from hybridrl.trainer.checkpoint.step_ledger import FILE as LEDGER_FILE
 from hybridrl.trainer.run.tracking import METRICS_FILE, SETTINGS_FILE
 from hybridrl.view.readers.failures import FailureReader
@@ -19,7 +20,7 @@ from hybridrl.view.readers.settings import RunSettings
 from hybridrl.view.readers.storage import Folder
 from hybridrl.view.readers.timeline import TimelineReader
 
-RUN_FILES = {METRICS_FILE, SETTINGS_FILE, COMMAND_FILE, LEDGER_FILE}  # one of them makes a directory a run
+RUN_FILES = {METRICS_FILE, SETTINGS_FILE, COMMAND_FILE, LEDGER_FILE, LOCK_FILE}  # one of them makes a directory a run
 MAX_RUNS = 100
 
 
@@ -43,7 +44,7 @@ class Run:
     def samples(self, kind: str) -> SampleStore:
         """Return the samples of "rollout" or "validation"."""
         where = self.settings.sample_folder(kind)
-        if kind not in self._samples or self._samples[kind].folder.url != where.url:
+        if kind not in self._samples or self._samples[kind].url != where.url:
             self._samples[kind] = SampleStore(where)
         return self._samples[kind]
 

@@ -54,7 +54,7 @@ class ViewServer:
         self.token = None if is_loopback(host) else secrets.token_urlsafe(24)
         self._num_streams = 0
 
-    def listen(self) -> None:
+    def take_port(self) -> None:
         """Take the port.
 
         Raises:
@@ -83,7 +83,7 @@ class ViewServer:
         return f"http://{name}:{self._port}/{query}"
 
     def serve(self) -> None:
-        """Serve until Ctrl-C, after `listen`."""
+        """Serve until Ctrl-C, after `take_port`."""
         web.run_app(self.application(), sock=self._socket, print=None, access_log=None, shutdown_timeout=1.0)
 
     def application(self) -> web.Application:
@@ -113,6 +113,9 @@ class ViewServer:
             response = _json({"error": str(error)}, status=error.status)
         except web.HTTPException as error:
             response = _json({"error": error.reason}, status=error.status)
+        except Exception:
+            logger.exception("%s could not be answered", request.path)
+            response = _json({"error": "the server failed; its terminal says why"}, status=500)
         if not response.prepared:
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)

@@ -35,7 +35,7 @@ def served(run: Path, ask: Callable[[TestClient, ViewServer], Awaitable[Any]], *
 
     async def main() -> Any:
         server = ViewServer(open_runs([str(run)]), host=host, port=0)
-        server.listen()
+        server.take_port()
         async with TestClient(TestServer(server.application(), host=LOCAL)) as client:
             return await ask(client, server)
 
@@ -82,6 +82,16 @@ def test_the_list_has_every_run_with_its_step(run):
 def test_each_view_has_its_answer(run, view, holds):
     status, found = answer(run, f"/api/runs/mine/{view}")
     assert status == 200 and holds(found), found
+
+
+def test_a_second_page_of_samples_follows_the_first(run):
+    async def ask(client: TestClient, _: ViewServer) -> list[list[int]]:
+        first = json.loads(await (await client.get("/api/runs/mine/samples?limit=1")).text())
+        after = ",".join(map(str, first["next"]))
+        second = json.loads(await (await client.get(f"/api/runs/mine/samples?limit=1&after={after}")).text())
+        return [one["place"] for one in first["samples"] + second["samples"]]
+
+    assert served(run, ask) == [[1, 0, 0], [1, 0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -208,10 +218,10 @@ def test_the_link_opens_the_page_and_leaves_the_token_in_a_cookie_alone(run):
 def test_a_port_in_use_is_one_line_with_the_way_out(run):
     runs = open_runs([str(run)])
     first = ViewServer(runs, host=LOCAL, port=0)
-    first.listen()
+    first.take_port()
     port = int(first.link.rstrip("/").rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"--port {port}: cannot listen there .*--port 0"):
-        ViewServer(runs, host=LOCAL, port=port).listen()
+        ViewServer(runs, host=LOCAL, port=port).take_port()
 
 
 @pytest.mark.parametrize(

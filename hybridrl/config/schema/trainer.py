@@ -137,7 +137,16 @@ class TrainerConfig:
     trace: bool = setting(
         False, "Record start and end of every stage, worker call and wait; `hybridrl trace` makes a timeline of them."
     )
+    page_port: int | None = setting(
+        None,
+        "Port of this machine at which the web page about the run is served while it runs (`hybridrl view`), on "
+        "loopback; 0: any free one.",
+        ge=0,
+        le=65535,
+    )
     rollout_data_dir: str | None = setting(
-        None, "Write every step's rollouts there as JSONL, also those that algorithm.filter_groups drops."
+        None,
+        "Write every step's rollouts there as JSONL, also those that algorithm.filter_groups drops; and of some of them "
+        "the tokens.",
     )
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")

@@ -21,6 +21,7 @@ from hybridrl.framework.stage import StageFn, spec_of, with_spec
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, is_recording, start_recording
 from hybridrl.system.directory_lock import lock_directory
 from hybridrl.system.secrets import without_secrets
+from hybridrl.trainer import run
 from hybridrl.trainer.checkpoint.store import CheckpointStore, find_resume_checkpoint
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.tracking import Tracking
@@ -43,7 +44,7 @@ def prepared_run_directory(config: TrainerConfig) -> Iterator[str]:
     Raises:
         CheckpointError: No checkpoint to resume from is whole.
         ConfigError: The directory cannot be written, another program writes to it, or a new run would overwrite the
-            record of an older one whose checkpoints are there.
+            record of an older one whose checkpoints are there. Or `trainer.page_port` is in use.
     """
     directory = run_directory(config)
     for key, path in output_directories(config, directory).items():
@@ -51,7 +52,12 @@ def prepared_run_directory(config: TrainerConfig) -> Iterator[str]:
     with lock_directory(directory):
         _check_not_overwritten(directory, config)
         find_resume_checkpoint(CheckpointStore(directory), config)
-        yield directory
+        with _page(directory, config.page_port):
+            yield directory
+
+
+def _page(directory: str, port: int | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if port is None else run.served_page(directory, port)
 
 
 def output_directories(config: TrainerConfig, directory: str) -> dict[str, str]:

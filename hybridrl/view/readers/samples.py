@@ -73,7 +73,7 @@ class SampleStore:
     """The samples in one directory."""
 
     def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+        self.url, self._folder = folder.url, folder
         self._indexes: dict[str, StepIndex] = {}
         self._files: dict[tuple[int, int], str] = {}
         self._listed_at = -math.inf

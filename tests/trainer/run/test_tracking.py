@@ -69,7 +69,7 @@ def test_a_resumed_run_drops_what_a_killed_one_logged_after_its_last_commit(tmp_
         tracking.log({"x": 40.0}, 4)
     assert _steps(tmp_path) == [0, 1, 2, 3, 4]
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["x"] == 40.0
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "config.json"}
 
 
 def test_a_new_run_replaces_the_record_of_an_older_one_with_a_warning(tmp_path, caplog):
