@@ -6,8 +6,6 @@ import asyncio
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -15,59 +13,15 @@ import pytest
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai import Endpoint, ServedModel, server
-from hybridrl.serving.router import ReplicaRouter
-from hybridrl.workers.replica import LocalReplica
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.sampling.sampler import sequence_keys
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
 
+from tests.support.serving.site import Site  # noqa: E402 - it imports openai
+
 PROMPT, RESPONSE = 64, 64
-
-
-class Site:
-    """An endpoint with its router in a thread, and a client for it."""
-
-    def __init__(self, rollout, served: ServedModel):
-        self.rollout, self.served = rollout, served
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.router = self.run(self._open())
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.endpoint.port}/v1", api_key="none", max_retries=0, timeout=60
-        )
-
-    async def _open(self) -> ReplicaRouter:
-        router = ReplicaRouter(LocalReplica(self.rollout))
-        await router.__aenter__()
-        self.endpoint = Endpoint(router, self.served, host="127.0.0.1", port=0)
-        await self.endpoint.start()
-        return router
-
-    def run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
-
-    async def _resume(self) -> None:
-        self.router.resume()
-
-    def resume(self) -> None:
-        self.run(self._resume())
-
-    def close(self) -> None:
-        self.run(self.endpoint.stop())
-        self.run(self.router.__aexit__())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
-    def post(self, path: str, body: bytes) -> tuple[int, dict, dict]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.endpoint.port}{path}", body, {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.load(answer), dict(answer.headers)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error), dict(error.headers)
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "echo": (None, False),
     "logit_bias": (None, {}),
     "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -48,7 +46,6 @@ IGNORED_PARAMETERS = {
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
-    "parallel_tool_calls",
 }  # change no answer
 COMMON_PARAMETERS = {
     *("model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
@@ -64,7 +61,8 @@ COMMON_PARAMETERS = {
 }
 SUPPORTED = {
     "completions": COMMON_PARAMETERS | {"prompt", "max_tokens"},
-    "chat": COMMON_PARAMETERS | {"messages", "max_tokens", "max_completion_tokens"},
+    "chat": COMMON_PARAMETERS
+    | {"messages", "max_tokens", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls"},
 }
 
 

@@ -7,9 +7,11 @@ tokenizing takes time: texts that cannot fit are rejected before.
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridrl.serving.openai.chat import read_messages, read_tools, wants_calls
 from hybridrl.serving.openai.parameters import (
     Policy,
     RequestError,
@@ -20,7 +22,10 @@ from hybridrl.serving.openai.parameters import (
     sampling_of,
     shorten,
 )
+from hybridrl.serving.openai.tool_calls import ToolFormat, detect_format
+from hybridrl.serving.sessions.session import Plan, Session, SessionEnded, SessionFull
 from hybridrl.workers.rollout.requests import Request
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 MAX_SAMPLES = 128  # n times the number of prompts, in one request
 MAX_CHARACTERS_PER_TOKEN = 16  # of the model's length; a longer text is taken for too long without tokenizing it
@@ -29,9 +34,17 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat an
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One parsed HTTP request. requests: one per response, n for each prompt, in the order of the prompts."""
+    """One parsed HTTP request.
 
-    kind: str  # "completions" or "chat"
+    Attributes:
+        kind: "completions" or "chat".
+        requests: One per response, n for each prompt, in the order of the prompts.
+        tool_format: Of the calls in the answers; None: answers are text.
+        has_one_call: Only the first call of an answer is returned (`parallel_tool_calls=false`).
+        session, plan: Of a chat. The session is one of this request alone if it belongs to none.
+    """
+
+    kind: str
     requests: list[Request]
     n: int
     stream: bool
@@ -39,13 +52,19 @@ class CompletionRequest:
     logprobs: bool
     return_token_ids: bool
     stop: tuple[str, ...]
+    tool_format: ToolFormat | None = None
+    has_one_call: bool = False
+    session: Session | None = None
+    plan: Plan | None = None
 
     @property
     def is_chat(self) -> bool:
         return self.kind == "chat"
 
 
-def parse_request(raw: bytes, *, kind: str, policy: Policy, name: str) -> CompletionRequest:
+def parse_request(
+    raw: bytes, *, kind: str, policy: Policy, name: str, session: Session | None = None
+) -> CompletionRequest:
     """Return the parsed request.
 
     Args:
@@ -53,6 +72,7 @@ def parse_request(raw: bytes, *, kind: str, policy: Policy, name: str) -> Comple
         kind: "completions" or "chat".
         policy: The served model.
         name: Unique id of this request.
+        session: That a chat belongs to.
 
     Raises:
         RequestError: The request cannot be served as written.
@@ -77,21 +97,60 @@ def parse_request(raw: bytes, *, kind: str, policy: Policy, name: str) -> Comple
     seed = secrets.randbits(63) if seed is None else seed
     if not -(2**63) <= seed < 2**63:
         raise RequestError(f"seed={shorten(seed)}: must be an integer of 64 bits", param="seed")
-    requests = []
-    for i, prompt in enumerate(given):  # the first one that does not fit ends the request before the next is tokenized
-        ids = _chat_prompt(body, policy) if kind == "chat" else _encode_prompt(prompt, policy)
-        own_sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, ids, kind, policy))
-        requests += [Request(f"{name}.{i}.{one}", tuple(ids), own_sampling, seed, sample=one) for one in range(n)]
     options = get_typed(body, "stream_options", dict, {})
-    return CompletionRequest(
+    completion = CompletionRequest(
         kind=kind,
-        requests=requests,
+        requests=[],
         n=n,
         stream=get_typed(body, "stream", bool, False),
         include_usage=bool(options.get("include_usage", False)),
         logprobs=_wants_logprobs(body, kind),
         return_token_ids=get_typed(body, "return_token_ids", bool, False),
         stop=sampling.stop,
+    )
+    if kind == "chat":
+        return _with_chat(completion, body, policy, session or Session(name), sampling, name=name, seed=seed)
+    for i, prompt in enumerate(given):  # the first one that does not fit ends the request before the next is tokenized
+        ids = _encode_prompt(prompt, policy)
+        own_sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, ids, kind, policy))
+        completion.requests.extend(
+            Request(f"{name}.{i}.{one}", tuple(ids), own_sampling, seed, sample=one) for one in range(n)
+        )
+    return completion
+
+
+def _with_chat(
+    completion: CompletionRequest,
+    body: dict,
+    policy: Policy,
+    session: Session,
+    sampling: SamplingParams,
+    *,
+    name: str,
+    seed: int,
+) -> CompletionRequest:
+    """Return the completion with the requests of a chat. In an episode, the training batch says how to sample."""
+    plan = _plan_chat(body, policy, session, completion.n)
+    if (episode := session.episode) is not None and plan.tokens_left is not None:
+        requested = get_typed(body, "max_tokens", int, plan.tokens_left)
+        requested = get_typed(body, "max_completion_tokens", int, requested)
+        longest = min(plan.tokens_left, episode.sampling.max_new_tokens, requested)
+        if longest < 1:
+            raise RequestError(f"max_tokens={shorten(requested)}: must be 1 or more", param="max_tokens")
+        stop = tuple(dict.fromkeys((*episode.sampling.stop, *sampling.stop)))
+        sampling, seed = replace(episode.sampling, max_new_tokens=longest, stop=stop), session.seed(plan)
+    else:
+        sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, plan.prompt_ids, "chat", policy))
+    return replace(
+        completion,
+        requests=[
+            Request(f"{name}.0.{one}", plan.prompt_ids, sampling, seed, sample=one) for one in range(completion.n)
+        ],
+        stop=sampling.stop,
+        tool_format=detect_format(policy.tokenizer) if wants_calls(body) else None,
+        has_one_call=not get_typed(body, "parallel_tool_calls", bool, True),
+        session=session,
+        plan=plan,
     )
 
 
@@ -160,46 +219,36 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
     return ids
 
 
-def _chat_prompt(body: dict, policy: Policy) -> list[int]:
-    messages = get_typed(body, "messages", list, None)
-    if not messages:
-        raise RequestError("messages is missing: a list of messages with role and content", param="messages")
-    if not getattr(policy.tokenizer, "chat_template", None):
-        raise RequestError("this model's tokenizer has no chat template; use /v1/completions", param="messages")
+def _plan_chat(body: dict, policy: Policy, session: Session, n: int) -> Plan:
+    """Return the prompt of a chat. Raises RequestError if the template rejects it, or it is too long."""
+    messages = read_messages(body, policy)
+    tools = read_tools(body, policy)
     if len(messages) > policy.max_length:
         raise _too_long(f"{len(messages)} messages", policy, "messages")
-    plain = [_flatten_content(message) for message in messages]
-    _require_length("".join(message["content"] for message in plain), policy, "messages")
+    _require_length("".join(message["content"] for message in messages), policy, "messages")
     try:
-        rendered = policy.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        plan = session.plan(
+            messages,
+            tools,
+            policy.tokenizer,
+            n=n,
+            check_text=lambda text: _require_length(text, policy, "messages"),
+        )
+    except SessionFull as error:
+        raise RequestError(str(error), param="messages", code="context_length_exceeded") from error
+    except SessionEnded as error:
+        raise RequestError(str(error), status=410) from error
+    except RequestError:
+        raise
     except Exception as error:  # a template may raise any exception
         raise RequestError(
             f"the chat template rejects these messages: {type(error).__name__}: {str(error)[:200]}", param="messages"
         ) from error
-    text = _require_length(rendered, policy, "messages")
-    return _require_tokens(policy.tokenizer.encode(text, add_special_tokens=False), "messages")
+    _require_tokens(list(plan.given_ids), "messages")
+    return plan
 
 
-def _flatten_content(message: Any) -> dict:
-    """Return the message with its content as one text, also where it came in parts."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            f"messages: {shorten(message)} is not a message; give an object with role and content", param="messages"
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        ):
-            raise RequestError("messages: this model takes text only", param="messages")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise RequestError(f"messages: content={shorten(content)} must be a text", param="messages")
-    return message | {"content": content}
-
-
-def _max_new_tokens(body: dict, ids: list[int], kind: str, policy: Policy) -> int:
+def _max_new_tokens(body: dict, ids: Sequence[int], kind: str, policy: Policy) -> int:
     """Return how many tokens may follow these."""
     tokens_left = min(policy.max_response_length, policy.max_length - len(ids))
     param = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"

@@ -5,6 +5,7 @@ Every answer has `weights_version`, the version of the oldest weights that sampl
 `server`.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Choice:
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     text: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     _num_reported: int = 0  # tokens whose details were sent
 
     def add(self, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
@@ -46,20 +48,69 @@ class Choice:
         self.versions += chunk.token_versions
         if is_last:
             self.finish_reason = FINISH_REASONS[chunk.finish_reason]
-        before, self.text = self.text, self._visible_text(is_last=is_last)
+        before, text = self.text, self._visible_text(is_last=is_last)
+        added = self._show(text, is_last=is_last)[len(before) :]
         start, self._num_reported = self._num_reported, len(self.token_ids)
-        return self._details(start) | self._content(self.text[len(before) :], delta=True)
+        return self._details(start) | self._content(added, delta=True)
 
     def body(self) -> dict[str, Any]:
         """Return the response as a choice of a whole answer."""
         return self._details(0) | self._content(self.text, delta=False)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return the whole answer as a message."""
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        content = self.text if self.text or not calls else None
+        return {"role": "assistant", "content": content, "refusal": None} | calls
+
+    def _show(self, text: str, *, is_last: bool) -> str:
+        """Set the text that may be shown, and at the end the calls; return the text as a stream has shown it."""
+        tool_format, before = self.completion.tool_format, self.text
+        if tool_format is None:
+            self.text = text
+        elif not is_last:
+            visible = self._without_special(tool_format.visible(text))
+            self.text = visible if visible.startswith(before) else before
+        else:
+            content, calls = tool_format.parse(text)
+            self.text = self._without_special(content)
+            kept = calls[:1] if self.completion.has_one_call else calls
+            self.tool_calls = [
+                {
+                    "id": self._call_id(number),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(kept)
+            ]
+            self.finish_reason = "tool_calls" if kept else self.finish_reason
+        return self.text if self.text.startswith(before) else before
+
+    def _call_id(self, number: int) -> str:
+        """Return nine letters and digits, as Mistral's templates demand, the same ones when a run is repeated."""
+        request = self.request
+        what = request.prompt_ids, self.token_ids, request.seed, request.sample, number
+        return hashlib.blake2b(repr(what).encode(), digest_size=8).hexdigest()[:9]
+
+    def _decode(self) -> str:
+        """Return the text without special tokens; where calls may have some, only without the end of the turn."""
+        if self.completion.tool_format is None:
+            return self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        has_end = bool(self.token_ids) and self.token_ids[-1] in self.tokenizer.all_special_ids
+        return self.tokenizer.decode(self.token_ids[: len(self.token_ids) - has_end], skip_special_tokens=False)
+
+    def _without_special(self, text: str) -> str:
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
 
     def _visible_text(self, *, is_last: bool) -> str:
         """Return the text up to the stop text.
 
         Before the end, hold back what may become part of a stop text.
         """
-        text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        text = self._decode()
         if is_last:
             found = [
                 at for stop in self.completion.stop if (at := text.find(stop, max(0, len(text) - 2 * len(stop)))) >= 0
@@ -67,16 +118,15 @@ class Choice:
             return text[: min(found)] if found and self.finish_reason == "stop" else text
         held_back = max((len(stop) for stop in self.completion.stop), default=1) - 1
         safe = text[: len(text) - held_back].rstrip(UNFINISHED_CHARACTER)
-        return safe if safe.startswith(self.text) else self.text
+        return safe if self.completion.tool_format is not None or safe.startswith(self.text) else self.text
 
     def _content(self, text: str, *, delta: bool) -> dict[str, Any]:
         if not self.completion.is_chat:
             return {"text": text}
-        return (
-            {"delta": {"content": text}}
-            if delta
-            else {"message": {"role": "assistant", "content": text, "refusal": None}}
-        )
+        if not delta:
+            return {"message": self.message}
+        calls = [{"index": number, **call} for number, call in enumerate(self.tool_calls)]
+        return {"delta": {"content": text} | ({"tool_calls": calls} if calls else {})}
 
     def _details(self, start: int) -> dict[str, Any]:
         details: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason, "logprobs": None}

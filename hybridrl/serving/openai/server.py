@@ -11,9 +11,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +21,16 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError, WorkerLost
-from hybridrl.serving.continuation import generate_in_chunks
+from hybridrl.serving.continuation import PolicyClient, generate_in_chunks
 from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
 from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
 from hybridrl.serving.openai.parameters import RequestError
 from hybridrl.serving.openai.requests import CompletionRequest, parse_request
 from hybridrl.serving.openai.responses import Choice, completion_body, error_body, final_chunk, stream_chunk
+from hybridrl.serving.openai.session_routes import session_of, session_routes
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.serving.sessions.session import Session
+from hybridrl.serving.sessions.store import SessionStore
 from hybridrl.system.web_origin import is_loopback
 from hybridrl.workers.rollout.requests import TokenOutput
 
@@ -72,6 +75,7 @@ class Endpoint:
         self._started = int(time.time())
         self._num_open = 0
         self._connections = Connections()
+        self.sessions = SessionStore()
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the port is in use."""
@@ -83,6 +87,9 @@ class Endpoint:
                 web.get("/v1/models/{name}", self._model),
                 web.post("/v1/completions", partial(self._respond, "completions")),
                 web.post("/v1/chat/completions", partial(self._respond, "chat")),
+                web.get("/sessions/{session}/v1/models", self._models),
+                web.post("/sessions/{session}/v1/chat/completions", partial(self._respond, "chat")),
+                *session_routes(self.sessions, self._connections),
             ]
         )
         self._runner = web.AppRunner(
@@ -154,7 +161,10 @@ class Endpoint:
 
     async def _respond(self, kind: str, request: web.Request) -> web.StreamResponse:
         name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-        completion = await self._parse(request, kind=kind, name=name)
+        session = session_of(request, self.sessions) if kind == "chat" else None
+        completion = await self._parse(request, kind=kind, name=name, session=session)
+        if session is not None and session.episode is not None:  # of the training batch, which has no limit
+            return await self._answer(request, completion, name)
         num = len(completion.requests)
         if num + self._num_open > MAX_OPEN_RESPONSES:
             raise RequestError(
@@ -165,22 +175,27 @@ class Endpoint:
         self._num_open += num
         try:
             await self._wait_for_weights()
-            choices = [Choice(i, one, completion, self.served.tokenizer) for i, one in enumerate(completion.requests)]
-            about: dict[str, Any] = {"name": name, "model": self.served.name, "created": int(time.time())}
+            return await self._answer(request, completion, name)
+        finally:
+            self._num_open -= num
+
+    async def _answer(self, request: web.Request, completion: CompletionRequest, name: str) -> web.StreamResponse:
+        """Generate, and send the answer."""
+        choices = [Choice(i, one, completion, self.served.tokenizer) for i, one in enumerate(completion.requests)]
+        about: dict[str, Any] = {"name": name, "model": self.served.name, "created": int(time.time())}
+        with _work_in(completion.session):
             if completion.stream:
                 return await self._stream(request, completion, choices, about)
             async with aclosing(self._chunks(choices, chunk_tokens=None)) as chunks:
                 async for choice, chunk, is_last in chunks:
-                    choice.add(chunk, is_last=is_last)
-            return web.json_response(completion_body(completion, choices, **about))
-        finally:
-            self._num_open -= num
+                    _add(choice, chunk, is_last=is_last)
+        return web.json_response(completion_body(completion, choices, **about))
 
-    async def _parse(self, request: web.Request, *, kind: str, name: str) -> CompletionRequest:
+    async def _parse(self, request: web.Request, *, kind: str, name: str, session: Session | None) -> CompletionRequest:
         if request.content_type != "application/json":
             raise RequestError("the header Content-Type must be application/json", status=415)
         raw = await self._connections.read_body(request)
-        parse = partial(parse_request, raw, kind=kind, policy=self.served, name=name)
+        parse = partial(parse_request, raw, kind=kind, policy=self.served, name=name, session=session)
         return await asyncio.get_running_loop().run_in_executor(self._parsers, parse)
 
     async def _wait_for_weights(self) -> None:
@@ -224,7 +239,7 @@ class Endpoint:
         try:
             async with aclosing(self._chunks(choices, chunk_tokens=STREAM_CHUNK_TOKENS)) as chunks:
                 async for choice, chunk, is_last in chunks:
-                    content = choice.add(chunk, is_last=is_last)
+                    content = _add(choice, chunk, is_last=is_last)
                     await _send(response, stream_chunk(completion, choice, content, **about))
             if completion.include_usage:
                 await _send(response, final_chunk(completion, choices, **about))
@@ -246,7 +261,8 @@ class Endpoint:
         async def one(choice: Choice) -> None:
             try:
                 left = choice.request.sampling.max_new_tokens
-                async for chunk in generate_in_chunks(self.router, choice.request, chunk_tokens=chunk_tokens):
+                client = self._client_of(choice.completion.session)
+                async for chunk in generate_in_chunks(client, choice.request, chunk_tokens=chunk_tokens):
                     left -= len(chunk.token_ids)
                     await arrived.put((choice, chunk, chunk.finish_reason in ("stop", "abort") or left == 0))
             except BaseException as error:
@@ -265,6 +281,36 @@ class Endpoint:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _client_of(self, session: Session | None) -> PolicyClient:
+        return self.router if session is None or session.episode is None else session.episode.client
+
+
+@contextmanager
+def _work_in(session: Session | None) -> Iterator[None]:
+    """Count a request of a session as open."""
+    if session is None:
+        yield
+        return
+    session.num_open += 1
+    try:
+        yield
+    finally:
+        session.num_open -= 1
+
+
+def _add(choice: Choice, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
+    """Append a chunk to a choice; record an answer that is complete. Return what a stream shows of it."""
+    content, completion = choice.add(chunk, is_last=is_last), choice.completion
+    if is_last and completion.session is not None and completion.plan is not None:
+        completion.session.record(
+            completion.plan,
+            token_ids=choice.token_ids,
+            log_probs=choice.log_probs,
+            versions=choice.versions,
+            reply=choice.message,
+        )
+    return content
 
 
 async def _send(response: web.StreamResponse, event: dict) -> None:

@@ -1,0 +1,94 @@
+"""The messages and tools of a chat request, checked before a chat template sees them.
+
+Called by `requests`, in a thread. What a template cannot take is rejected with the parameter's name.
+"""
+
+from typing import Any
+
+from hybridrl.serving.openai.parameters import Policy, RequestError, get_typed, shorten
+
+MAX_TOOLS = 128
+
+
+def read_messages(body: dict, policy: Policy) -> list[dict]:
+    """Return the messages, each with its content as one text. Raises RequestError for what is no message."""
+    messages = get_typed(body, "messages", list, None)
+    if not messages:
+        raise RequestError("messages is missing: a list of messages with role and content", param="messages")
+    if not getattr(policy.tokenizer, "chat_template", None):
+        raise RequestError("this model's tokenizer has no chat template; use /v1/completions", param="messages")
+    return [_readable(message) for message in messages]
+
+
+def read_tools(body: dict, policy: Policy) -> list[dict]:
+    """Return the tools, in OpenAI's format.
+
+    Raises:
+        RequestError: They have another format, the chat template takes none, or a call is demanded: the engine samples
+            freely.
+    """
+    tools = get_typed(body, "tools", list, [])
+    choice = body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise RequestError(
+            f"tool_choice={shorten(choice)}: the policy samples freely and cannot be made to call a tool; use auto",
+            param="tool_choice",
+        )
+    if not tools:
+        return []
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools: {len(tools)} tools; at most {MAX_TOOLS}", param="tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f'tools: {shorten(tool)} is no tool; give {{"type": "function", "function": {{"name": ...}}}}',
+                param="tools",
+            )
+    if "tools" not in str(policy.tokenizer.chat_template):
+        raise RequestError(
+            "tools: this model's chat template shows no tools to the model; describe them in a message", param="tools"
+        )
+    return tools
+
+
+def wants_calls(body: dict) -> bool:
+    """Return whether calls in the answer are to be returned as such. Call after `read_tools`."""
+    return bool(body.get("tools")) and body.get("tool_choice") != "none"
+
+
+def _readable(message: Any) -> dict:
+    """Return the message with its content as one text, also where it came in parts or beside calls."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            f"messages: {shorten(message)} is not a message; give an object with role and content", param="messages"
+        )
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        ):
+            raise RequestError("messages: this model takes text only", param="messages")
+        content = "".join(part["text"] for part in content)
+    if content is None and message["role"] == "assistant":
+        content = ""
+    if not isinstance(content, str):
+        raise RequestError(f"messages: content={shorten(content)} must be a text", param="messages")
+    readable = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+    if readable["role"] == "developer":  # OpenAI's later name, which chat templates do not know
+        readable["role"] = "system"
+    calls = message.get("tool_calls")
+    return readable if not calls else readable | {"tool_calls": _checked_calls(calls)}
+
+
+def _checked_calls(calls: Any) -> list[dict]:
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"messages: {shorten(call)} is no tool call", param="messages")
+        if not isinstance(function.get("arguments"), str | dict | None):
+            raise RequestError(
+                f"messages: arguments={shorten(function['arguments'])} of a tool call must be a text", param="messages"
+            )
+    return calls

@@ -1,0 +1,232 @@
+"""`Session`: the turns of one agent, and the prompt of its next request.
+
+Every token that the engine reads for a session is either part of a recorded turn, taken over as it is, or part of the
+messages that are new in a request. Rows made of the turns therefore have exactly the tokens that the policy sampled,
+with their log-probs, after exactly the tokens that it read.
+
+The endpoint plans in its parser threads and records on its event loop.
+"""
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybridrl.serving.continuation import PolicyClient
+from hybridrl.serving.sessions import matching, prompts
+from hybridrl.serving.sessions.matching import BranchKind
+from hybridrl.serving.sessions.messages import MessageKey, call_ids, conversation_keys, message_key
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+
+class SessionFull(Exception):
+    """A conversation has no room for another token of the policy."""
+
+
+class SessionEnded(Exception):
+    """A session takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request and its answer.
+
+    Attributes:
+        parent: Number of the turn that it continues; None: it starts a conversation.
+        keys: Of the messages since the parent's answer.
+        given_ids: Tokens of these messages: what the engine read after the parent's tokens.
+        token_ids, log_probs, versions: What the engine sampled, with the weight version of each token.
+        reply: Key of the answer.
+        call_ids: Ids of the answer's tool calls.
+    """
+
+    parent: int | None
+    keys: tuple[MessageKey, ...]
+    given_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reply: MessageKey
+    call_ids: tuple[str, ...]
+    kind: BranchKind
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prompt of a request. tokens_left: for the answer; None: the session sets no limit."""
+
+    parent: int | None
+    keys: tuple[MessageKey, ...]
+    given_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    kind: BranchKind
+    tokens_left: int | None
+    occurrence: int  # of this prompt in the session, from 0
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """How a session samples that an agent loop has opened: as the training batch does, whatever its requests say.
+
+    Attributes:
+        client: Answers its requests, in place of the router.
+        sampling: Of each request, except for its length.
+        seed, sample: Of the row.
+        max_prompt_length: Tokens of a training row's prompt.
+        max_response_length: Tokens of a training row's response, those between the policy's turns included.
+    """
+
+    client: PolicyClient
+    sampling: SamplingParams
+    seed: int
+    sample: int
+    max_prompt_length: int
+    max_response_length: int
+
+    def tokens_left(self, first_prompt: int, total: int) -> int:
+        """Return how many tokens a conversation may still get.
+
+        What does not fit into the prompt of a row is at the start of its response, outside the mask.
+
+        Args:
+            first_prompt: Tokens of the first request of the conversation.
+            total: Tokens so far.
+        """
+        return self.max_response_length - (total - min(first_prompt, self.max_prompt_length))
+
+
+@dataclass
+class Session:
+    """The turns of one agent, with their branches.
+
+    Attributes:
+        name: In the URL.
+        episode: Set for sessions that an agent loop has opened.
+        counts: Answered requests by kind.
+        reward: What the agent has posted.
+        was_full: A request was refused because a row had no room for its answer.
+        is_closed: It takes no more requests.
+        num_open: Requests in work.
+        num_tokens: Tokens of all turns.
+    """
+
+    name: str
+    episode: EpisodeLimits | None = None
+    turns: list[Turn] = field(default_factory=list)
+    counts: Counter[BranchKind] = field(default_factory=Counter)
+    reward: float | None = None
+    was_full: bool = False
+    is_closed: bool = False
+    num_open: int = 0
+    num_tokens: int = 0
+    _occurrences: Counter[bytes] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def plan(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        *,
+        n: int = 1,
+        check_text: Callable[[str], str] = str,
+    ) -> Plan:
+        """Return the prompt of a request with these messages.
+
+        Args:
+            messages: The whole conversation, as the client sends it; contents are texts.
+            tools: Of the request.
+            tokenizer: With a chat template.
+            n: Answers of the request.
+            check_text: Returns a rendered text, or raises, before it is tokenized.
+
+        Raises:
+            SessionEnded: The session is closed.
+            SessionFull: An episode has no room for an answer.
+            Exception: What the chat template raises.
+        """
+        if self.is_closed:
+            raise SessionEnded(f"session {self.name!r} has ended")
+        turns = list(self.turns)
+        keys = conversation_keys(messages, tools)
+        parent, num_matched = matching.find_parent(turns, keys, [(), *map(call_ids, messages)])
+        kind = matching.branch_kind(turns, keys, parent, num_matched)
+        text = None
+        if parent is not None:
+            sampled = turns[parent].token_ids
+            text = prompts.text_after_answer(tokenizer, messages, tools, answer=num_matched - 2, sampled=sampled)
+            if text is None:
+                parent, num_matched, kind = None, 0, BranchKind.RENDERED
+        if text is None:
+            text = prompts.render(tokenizer, messages, tools)
+        given = prompts.encode(tokenizer, check_text(text))
+        prompt = (*path_tokens(turns, parent), *given)
+        with self._lock:
+            digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest()
+            occurrence = self._occurrences[digest]
+            self._occurrences[digest] += n
+        plan = Plan(parent, tuple(keys[num_matched:]), tuple(given), prompt, kind, None, occurrence)
+        return plan if self.episode is None else self._limited(turns, plan, self.episode)
+
+    def _limited(self, turns: list[Turn], plan: Plan, episode: EpisodeLimits) -> Plan:
+        first = path(turns, plan.parent)[:1]
+        first_prompt = len(turns[first[0]].given_ids) if first else len(plan.given_ids)
+        left = episode.tokens_left(first_prompt, len(plan.prompt_ids))
+        if left < 1:
+            self.was_full = True
+            raise SessionFull(
+                f"the conversation has {len(plan.prompt_ids)} tokens, and a training row has no room for an answer "
+                f"(data.max_prompt_length={episode.max_prompt_length}, "
+                f"data.max_response_length={episode.max_response_length})"
+            )
+        return replace(plan, tokens_left=left)
+
+    def seed(self, plan: Plan) -> int:
+        """Return the seed of an episode's request: of its row and its prompt, so that the order does not matter."""
+        assert self.episode is not None
+        numbers = self.episode.seed, self.episode.sample, plan.occurrence, plan.prompt_ids
+        return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1
+
+    def record(
+        self,
+        plan: Plan,
+        *,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        reply: Mapping[str, Any],
+    ) -> None:
+        """Add the answer to a request.
+
+        Args:
+            plan: Of the request.
+            token_ids, log_probs, versions: As the engine returned them.
+            reply: The message that the client gets.
+        """
+        if not token_ids or self.is_closed:
+            return
+        self.counts[plan.kind] += 1
+        self.num_tokens += len(plan.given_ids) + len(token_ids)
+        self.turns.append(
+            Turn(
+                *(plan.parent, plan.keys, plan.given_ids),
+                *(tuple(token_ids), tuple(log_probs), tuple(versions)),
+                *(message_key(reply), call_ids(reply), plan.kind),
+            )
+        )
+
+
+def path(turns: Sequence[Turn], number: int | None) -> list[int]:
+    """Return the numbers of the turns from the first one of a conversation to this one."""
+    found: list[int] = []
+    while number is not None:
+        found.append(number)
+        number = turns[number].parent
+    return found[::-1]
+
+
+def path_tokens(turns: Sequence[Turn], number: int | None) -> list[int]:
+    """Return all tokens of the conversation that ends with this turn."""
+    return [token for place in path(turns, number) for token in (*turns[place].given_ids, *turns[place].token_ids)]

@@ -1,0 +1,198 @@
+"""Sessions and tools through the endpoint, by OpenAI's own client: on a tiny model, and on scripted answers."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.serving.openai import ServedModel
+from hybridrl.serving.sessions.session import EpisodeLimits, Session
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
+from hybridrl.workers.rollout.base import load_special_tokens
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from tests.support.serving.chat_templates import tokenizer_of
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
+
+from tests.support.serving.site import Site  # noqa: E402 - it imports openai
+
+PROMPT, RESPONSE = 200, 300
+QUESTION = {"role": "user", "content": "How many?"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def site(tiny_qwen2, tiny_tokenizer) -> Iterator[Site]:
+    tokens, tokenizer = load_special_tokens(str(tiny_qwen2)), tokenizer_of("qwen", tiny_tokenizer)
+    config = RolloutConfig(name="hf", dtype="float32")
+    rollout = make_rollout("hf", RolloutSetup(str(tiny_qwen2), config, tokens.eos_ids, tokens.pad_id, PROMPT, RESPONSE))
+    found = Site(rollout, ServedModel("tiny", tokenizer, PROMPT + RESPONSE, RESPONSE, len(tokenizer)))
+    yield found
+    found.close()
+
+
+@dataclass
+class Script:
+    """A policy with scripted answers, each ended by the end token."""
+
+    tokenizer: object
+    answers: list[str]
+    requests: list[Request] = field(default_factory=list)
+
+    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        whole = [*self.tokenizer.encode(self.answers[0]), self.tokenizer.eos_token_id]
+        done = request.num_done
+        ids = whole[done : done + request.sampling.max_new_tokens]
+        is_last = done + len(ids) == len(whole)
+        self.requests.append(request)
+        self.answers = self.answers[is_last:]
+        return TokenOutput(request.request_id, ids, [-0.25] * len(ids), "stop" if is_last else "length", 7)
+
+
+def open_episode(
+    site: Site, answers: list[str], *, response: int = RESPONSE
+) -> tuple[Session, Script, "openai.OpenAI"]:
+    script = Script(site.served.tokenizer, answers)
+    limits = EpisodeLimits(script, SamplingParams(response, temperature=0.5), 3, 1, PROMPT, response)
+    session = site.endpoint.sessions.open_episode(limits)
+    return session, script, client_of(site, session.name)
+
+
+def client_of(site: Site, session: str) -> "openai.OpenAI":
+    url = f"http://127.0.0.1:{site.endpoint.port}/sessions/{session}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+def read(site: Site, session: str) -> dict:
+    return json.loads(
+        client_of(site, session)
+        .with_options(base_url=site.client.base_url)
+        .get(f"http://127.0.0.1:{site.endpoint.port}/sessions/{session}", cast_to=str)
+    )
+
+
+def test_a_session_returns_what_the_engine_read_and_drew(site):
+    client, messages, prompt = client_of(site, "talk"), [QUESTION], []
+    drawn: list[list[int]] = []
+    for turn in range(3):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=20,
+            seed=turn,
+            logprobs=True,
+            extra_body={"return_token_ids": True},
+        )
+        [choice] = answer.choices
+        assert choice.prompt_token_ids[: len(prompt)] == prompt  # what was drawn before is read as it is
+        prompt = choice.prompt_token_ids + choice.token_ids
+        drawn.append(choice.token_ids)
+        messages += [choice.message.model_dump(exclude_none=True), {"role": "user", "content": f" And {turn}? "}]
+        log_probs = [entry.logprob for entry in choice.logprobs.content]
+    found = read(site, "talk")
+    [row] = found["rows"]
+    assert row["prompt_ids"] + row["response_ids"] == prompt and found["counts"] == {"first": 1, "continued": 2}
+    sampled = [token for token, mask in zip(row["response_ids"], row["response_mask"], strict=True) if mask]
+    assert sampled == sum(drawn, []) and row["response_logprobs"][-len(log_probs) :] == log_probs
+    assert {*row["token_versions"]} == {0, -1}
+
+
+def test_the_header_names_a_session_too(site):
+    for _ in range(2):
+        site.client.chat.completions.create(
+            model="tiny", messages=[QUESTION], max_tokens=2, extra_headers={"X-Session-Id": "by-header"}
+        )
+    found = read(site, "by-header")
+    assert found["counts"] == {"first": 1, "resampled": 1} and len(found["rows"]) == 2
+    site.client.delete(f"http://127.0.0.1:{site.endpoint.port}/sessions/by-header", cast_to=str)
+    assert read(site, "by-header")["rows"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_come_as_calls_and_their_answers_continue_the_tokens(site, stream):
+    session, script, client = open_episode(site, [f"I look. {CALL}{CALL.replace('1', '5')}", "It is 3."])
+    asked = {"model": "tiny", "tools": TOOLS, "temperature": 1.7}
+    if stream:
+        events = [
+            event.choices[0] for event in client.chat.completions.create(messages=[QUESTION], stream=True, **asked)
+        ]
+        parts = [call for event in events for call in event.delta.tool_calls or []]
+        calls = [{"id": part.id, "type": part.type, "function": part.function.model_dump()} for part in parts]
+        content = "".join(event.delta.content or "" for event in events)
+        assert [part.index for part in parts] == [0, 1] and events[-1].finish_reason == "tool_calls"
+        assert len(script.requests) > 3 and all("<tool" not in (event.delta.content or "") for event in events)
+    else:
+        [choice] = client.chat.completions.create(messages=[QUESTION], **asked).choices
+        calls = [call.model_dump() for call in choice.message.tool_calls]
+        content = choice.message.content
+        assert choice.finish_reason == "tool_calls"
+    assert content == "I look." and [json.loads(call["function"]["arguments"])["a"] for call in calls] == [1, 5]
+    answers = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+    messages = [QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}, *answers]
+    assert client.chat.completions.create(messages=messages, **asked).choices[0].message.content == "It is 3."
+    tokenizer, last = site.served.tokenizer, script.requests[-1]
+    first = script.requests[0].prompt_ids
+    assert tokenizer.decode(last.prompt_ids[len(first) :]).startswith(f"I look. {CALL}")  # as it was drawn
+    assert tokenizer.decode(last.prompt_ids).endswith("3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert last.sampling.temperature == 0.5  # of the training batch
+    assert [turn.kind for turn in session.turns] == ["first", "continued"]
+
+
+def test_a_malformed_call_stays_text_and_one_call_can_be_asked_for(site):
+    broken = '<tool_call>{"name": "add", </tool_call>'
+    _, _, client = open_episode(site, [broken, CALL + CALL, CALL])
+    asked = {"model": "tiny", "messages": [QUESTION], "tools": TOOLS}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert (message.content, message.tool_calls) == (broken, None)
+    assert len(client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    message = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
+    assert (message.content, message.tool_calls) == (CALL, None)
+
+
+def test_a_conversation_without_room_for_an_answer_is_refused(site):
+    session, script, client = open_episode(site, ["x" * 50, "y"], response=16)
+    first = client.chat.completions.create(model="tiny", messages=[QUESTION], max_tokens=4000).choices[0]
+    assert first.finish_reason == "length" and script.requests[0].sampling.max_new_tokens == 16
+    messages = [QUESTION, first.message.model_dump(exclude_none=True), QUESTION]
+    with pytest.raises(openai.BadRequestError, match="a training row has no room for an answer") as refused:
+        client.chat.completions.create(model="tiny", messages=messages)
+    assert refused.value.code == "context_length_exceeded" and session.was_full
+
+
+def test_a_reward_is_posted_and_an_ended_session_answers_nothing(site):
+    session, _, client = open_episode(site, ["one", "two"])
+    client.chat.completions.create(model="tiny", messages=[QUESTION])
+    client.post("/reward", body={"reward": 0.75}, cast_to=str)
+    assert session.reward == 0.75
+    with pytest.raises(openai.BadRequestError, match="a finite one"):
+        client.post("/reward", body={"reward": "good"}, cast_to=str)
+    with pytest.raises(openai.PermissionDeniedError, match="ends with its agent loop"):
+        client.delete(f"http://127.0.0.1:{site.endpoint.port}/sessions/{session.name}", cast_to=str)
+    site.endpoint.sessions.close(session.name)
+    with pytest.raises(openai.APIStatusError, match="has ended") as ended:
+        client.chat.completions.create(model="tiny", messages=[QUESTION])
+    assert ended.value.status_code == 410
+
+
+@pytest.mark.parametrize(
+    "changes, param, message",
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "cannot be made to call a tool; use auto"),
+        ({"tools": [{"name": "add"}]}, "tools", "is no tool"),
+        ({"tools": TOOLS * 200}, "tools", "200 tools; at most 128"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages", "is no tool call"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "content=None must be a text"),
+    ],
+)
+def test_requests_with_tools_that_cannot_be_served_are_rejected(site, changes, param, message):
+    body = {"model": "tiny", "messages": [QUESTION]} | changes
+    status, answer, _ = site.post("/sessions/mistakes/v1/chat/completions", json.dumps(body).encode())
+    assert status == 400 and answer["error"]["param"] == param and message in answer["error"]["message"]
+
+
+def test_a_session_needs_a_name_of_its_own(site):
+    status, answer, _ = site.post("/sessions/a%20b/v1/chat/completions", b"{}")
+    assert status == 400 and "letters, digits" in answer["error"]["message"]
