@@ -12,6 +12,7 @@
     ├── WorkerLost               a worker process was lost: role, rank, method
     │   └── ConnectionLost       it lives, but lost a connection of a collective call
     ├── RequestFailed            a rollout process could not serve one request; others go on
+    ├── AgentFailed              the program of an agent failed, did not end, or asked nothing
     ├── ObjectLost               an object was lost with the memory of its node
     ├── CallTimeout              a call did not return before its timeout (also a TimeoutError)
     └── CallCycle                calls wait for each other, so that none of them can return
@@ -95,6 +96,18 @@ class ConnectionLost(WorkerLost):
 
 class RequestFailed(HybridRLError):
     """A rollout process raised an error because of one request. The message has the request and that error."""
+
+
+class AgentFailed(HybridRLError):
+    """The program of an agent failed, did not end, or asked the policy nothing.
+
+    Attributes:
+        cause: What happened, in few words: failures are counted by it.
+    """
+
+    def __init__(self, text: str, *, cause: str):
+        super().__init__(text)
+        self.cause = cause
 
 
 class ObjectLost(HybridRLError):

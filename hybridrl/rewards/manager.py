@@ -37,6 +37,7 @@ from hybridrl.rewards.sample_score import SampleScore, read_score
 logger = logging.getLogger(__name__)
 
 DEFAULT_FUNCTION = ("reward_score", "default_compute_score")
+AGENT_REWARD = "agent_reward"  # column: what an agent says itself, (B,) of numbers or None
 MAX_NAMED = 3  # reasons logged per batch, with a sample each; the metrics count all
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hybridrl import cli, main_ppo
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from tests.support.end_to_end.ports import free_port
 from tests.support.end_to_end.runs import assert_none_is_left, metrics, processes_with, settings, train
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
@@ -51,12 +52,6 @@ class Outside(AgentLoop):
             token_versions=choice.token_versions,
         )
 '''
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from hybridrl.config.schema.workers import RolloutConfig
 
 Problems = Iterator[str]
 
+HTTP_AGENT = "http_agent"  # the agent loop that starts programs
+
 
 def rollout_problems(config: PPOConfig) -> Problems:
     """Yield settings with which the generation engine cannot run."""
@@ -137,8 +139,23 @@ def agent_problems(config: PPOConfig) -> Problems:
         return
     if _serves_while_training(config) and rollout.weight_sync.lora == "adapter":
         yield f"{key}.weight_sync.lora=adapter: {_lost(config)} all weights of the last push; leave it out"
+    if rollout.agent.default_agent_loop == HTTP_AGENT:
+        yield from _http_agent_problems(config)
     if rollout.endpoint_host != defaults.endpoint_host and not rollout.endpoint_port:
         yield f"{key}.endpoint_host={rollout.endpoint_host}: has no effect without {key}.endpoint_port"
+
+
+def _http_agent_problems(config: PPOConfig) -> Problems:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.agent.program is None:
+        yield f"{key}.agent.default_agent_loop={HTTP_AGENT}: there is no agent to start; set {key}.agent.program"
+    if not rollout.endpoint_port:
+        yield f"{key}.agent.default_agent_loop={HTTP_AGENT}: agents need the endpoint; set {key}.endpoint_port"
+    if config.trainer.partial_rollout:
+        yield (
+            f"trainer.partial_rollout=true: agents of {key}.agent.default_agent_loop={HTTP_AGENT} cannot wait in the "
+            "middle of an answer for new weights; leave it out"
+        )
 
 
 def _serves_while_training(config: PPOConfig) -> bool:

@@ -271,6 +271,12 @@ class AgentConfig:
         "single_turn_agent", "Agent loop that generates responses (mode=async), unless a row has an agent_name."
     )
     path: str | None = setting(None, "Python file or module that registers agent loops of your own (mode=async).")
+    program: str | None = setting(
+        None,
+        "What the agent loop http_agent starts for each row: a Python function (file.py:name or package.module:name), "
+        "or a command.",
+    )
+    timeout_s: float = setting(600.0, "Seconds for one such agent.", gt=0)
 
 
 @dataclass(frozen=True)

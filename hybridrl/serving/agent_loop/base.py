@@ -15,6 +15,7 @@ Sampled tokens are never decoded and encoded again, so training sees the tokens 
 log-probs. Only the text of tools and environments is tokenized here. The loss leaves it out (response_mask 0).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.serving.continuation import PolicyClient
+from hybridrl.serving.sessions.store import SessionHost
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
@@ -34,13 +36,15 @@ class AgentLoopOutput:
     """One response with all its turns.
 
     Attributes:
-        prompt_ids: As given.
+        prompt_ids: As given, or those of an agent that writes its own prompt; at most `data.max_prompt_length`.
         response_ids, response_mask, response_logprobs: Equally long. Mask and log-prob are 1 and the sampled one for
             the policy's tokens, 0 and 0.0 for tokens of tools and environments.
         num_turns: Messages, those of the user and the tools included.
         version: Version of the oldest weights that sampled a token.
         token_versions: Version of the weights that sampled each token, -1 for tokens that were not sampled. Empty where
             `version` sampled all.
+        reward: What the agent says itself; None: the run's reward function scores the response.
+        counts: Numbers of this response; their sums are logged as `rollout/agent/NAME`.
     """
 
     prompt_ids: list[int]
@@ -50,6 +54,8 @@ class AgentLoopOutput:
     num_turns: int = 2
     version: int = UNSET_VERSION
     token_versions: list[int] = field(default_factory=list)
+    reward: float | None = None
+    counts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs)}
@@ -148,12 +154,19 @@ class AgentLoopContext:
     Attributes:
         tools: Name to function.
         max_turns: Most turns of the policy in one response; None: only the length limits it.
+        max_prompt_length: Tokens of a prompt.
+        program, agent_timeout_s: `rollout.agent.program` and `timeout_s`, of `http_agent`.
+        session_host: Of the endpoint, while there is one.
     """
 
     tokenizer: Any
     max_response_length: int
     tools: Mapping[str, Callable] = field(default_factory=dict)
     max_turns: int | None = None
+    max_prompt_length: int = 0
+    program: str | None = None
+    agent_timeout_s: float = math.inf
+    session_host: SessionHost | None = None
 
 
 class AgentLoop(ABC):

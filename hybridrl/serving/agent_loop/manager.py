@@ -24,6 +24,7 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.protocol import DataProto
+from hybridrl.rewards.manager import AGENT_REWARD
 from hybridrl.serving.agent_loop.base import (
     UNSET_VERSION,
     AgentLoop,
@@ -45,6 +46,7 @@ from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sampling_params
 
 KEY = "actor_rollout_ref.rollout"
+AGENT_METRICS = "rollout/agent/"
 TURNS_COLUMN = "said"  # of an incomplete batch, also in checkpoints: the policy's turns so far (`dump_turns`)
 
 
@@ -93,6 +95,9 @@ class AgentLoopManager:
             max_response_length=config.data.max_response_length,
             tools=load_tools(rollout.multi_turn.function_tool_path, key=f"{KEY}.multi_turn.function_tool_path"),
             max_turns=rollout.multi_turn.max_assistant_turns,
+            max_prompt_length=config.data.max_prompt_length,
+            program=rollout.agent.program,
+            agent_timeout_s=rollout.agent.timeout_s,
         )
         self._loops: dict[str, AgentLoop] = {}
         assert model.path is not None  # `check_config` demands it
@@ -125,6 +130,7 @@ class AgentLoopManager:
             )
             self._service.call(endpoint.start())
             self._service.on_close.append(endpoint.stop)
+            self.context = replace(self.context, session_host=endpoint.session_host)
 
     def close(self, *, wait: bool = False) -> None:
         """Stop generating. Safe to call twice, and before `open`.
@@ -244,6 +250,8 @@ class AgentLoopManager:
             return self._incomplete_batch(future)
         outputs = future.batch.outputs
         self.metrics["rollout/num_turns/mean"] = sum(out.num_turns for out in outputs) / max(1, len(outputs))
+        self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(AGENT_METRICS)}
+        self.metrics |= _summed_counts(outputs)
         return self._to_batch(future.prompts, outputs, future.sampling)
 
     def _incomplete_batch(self, future: AgentFuture) -> DataProto:
@@ -311,6 +319,7 @@ class AgentLoopManager:
         width = self.context.max_response_length
         rows = prompts.repeat(sampling.n, interleave=True)
         columns = cast(dict[str, torch.Tensor], dict(rows.batch.items()))
+        columns |= self._own_prompts(columns, outputs)
         lengths = torch.tensor([len(out.response_ids) for out in outputs], dtype=torch.int64)
         is_token = (torch.arange(width) < lengths[:, None]).to(columns["attention_mask"].dtype)
         responses = _pad_to([out.response_ids for out in outputs], width, fill=self._pad_id)
@@ -331,7 +340,26 @@ class AgentLoopManager:
             columns["token_versions"] = _pad_to([out.all_token_versions for out in outputs], width, fill=NOT_SAMPLED)
         if sampling.logprobs:
             columns["rollout_log_probs"] = _pad_to([out.response_logprobs for out in outputs], width, fill=0.0)
-        return DataProto.from_dict(tensors=columns, non_tensors={}, meta_info=dict(prompts.meta_info))
+        rewards = np.fromiter((out.reward for out in outputs), dtype=object, count=len(outputs))
+        others = {AGENT_REWARD: rewards} if any(out.reward is not None for out in outputs) else {}
+        return DataProto.from_dict(tensors=columns, non_tensors=others, meta_info=dict(prompts.meta_info))
+
+    def _own_prompts(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:
+        """Return the prompt's columns (S, P) where agents have written prompts of their own; else nothing."""
+        given = zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
+        if all(ids[mask].tolist() == out.prompt_ids for (ids, mask), out in zip(given, outputs, strict=True)):
+            return {}
+        width = max(len(out.prompt_ids) for out in outputs)
+        lengths = torch.tensor([len(out.prompt_ids) for out in outputs])
+        mask = (torch.arange(width) >= width - lengths[:, None]).to(columns["attention_mask"].dtype)
+        ids = torch.tensor([[self._pad_id] * (width - len(out.prompt_ids)) + out.prompt_ids for out in outputs])
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def _summed_counts(outputs: list[AgentLoopOutput]) -> dict[str, float]:
+    """Return the sums of the responses' own counts, as metrics."""
+    names = sorted({name for out in outputs for name in out.counts})
+    return {f"{AGENT_METRICS}{name}": sum(out.counts.get(name, 0.0) for out in outputs) for name in names}
 
 
 def _pad_to(lists: list[list], width: int, *, fill: float) -> torch.Tensor:

@@ -30,7 +30,7 @@ from hybridrl.serving.openai.responses import Choice, completion_body, error_bod
 from hybridrl.serving.openai.session_routes import session_of, session_routes
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.sessions.session import Session
-from hybridrl.serving.sessions.store import SessionStore
+from hybridrl.serving.sessions.store import SessionHost, SessionStore
 from hybridrl.system.web_origin import is_loopback
 from hybridrl.workers.rollout.requests import TokenOutput
 
@@ -76,6 +76,13 @@ class Endpoint:
         self._num_open = 0
         self._connections = Connections()
         self.sessions = SessionStore()
+
+    @property
+    def session_host(self) -> SessionHost:
+        """Return where agents of this machine find their sessions; call after `start`."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return SessionHost(self.sessions, url, self._api_key or "none", self.served.name)
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the port is in use."""

@@ -8,6 +8,7 @@ recently used ones.
 import re
 import uuid
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from hybridrl.serving.sessions.session import EpisodeLimits, Session, SessionEnded
 
@@ -62,3 +63,24 @@ class SessionStore:
             if not session.num_open:
                 num_tokens -= session.num_tokens
                 self.close(name)
+
+
+@dataclass(frozen=True)
+class SessionHost:
+    """Where agents of this machine find their sessions.
+
+    Attributes:
+        sessions: Of the endpoint.
+        url: Of the endpoint, without a path.
+        api_key: That clients send.
+        model: Name of the policy.
+    """
+
+    sessions: SessionStore
+    url: str
+    api_key: str
+    model: str
+
+    def url_of(self, session: str) -> str:
+        """Return the base URL of OpenAI's API within a session."""
+        return f"{self.url}/sessions/{session}/v1"

@@ -63,6 +63,7 @@ from hybridrl.trainer.ppo.rewards import (
     add_reward_baselines,
     add_reward_components,
     add_token_rewards,
+    apply_agent_results,
     score_batch,
 )
 from hybridrl.trainer.ppo.sampling.group_metrics import group_metrics
@@ -234,13 +235,15 @@ class RayPPOTrainer(PPOLoop):
 
     def score(self, batch: DataProto, reward_fn: RewardFn | None, *, metrics: dict[str, float]) -> dict[str, list]:
         """Add `token_level_scores` and `reward_valid` to the batch, see `rewards.score_batch`."""
-        return score_batch(
+        extra = score_batch(
             batch,
             reward_fn,
             reward_model=self.groups.get(Role.RewardModel),
             model_input=MODEL_INPUT,
             metrics=metrics,
         )
+        apply_agent_results(batch)
+        return extra
 
     def update_sampler(self, ctx: BatchContext) -> None:
         """Show the results of all generated samples to the sampler, for the order of later prompts."""

@@ -1,0 +1,229 @@
+"""Train agents of other people: start one for each row, and let it talk to the endpoint in a session of its own.
+
+`rollout.agent.program` is a Python function (`path/to/file.py:name`, `package.module:name`), plain or `async`, or a
+command. The agent uses any client of OpenAI's API. It sends its messages as ever; the session keeps the tokens
+(`serving/sessions`). The row that is trained on is the session's main conversation.
+
+The driver runs a function: an `async` one on the event loop of the agent loops, another one in a thread. A command is a
+process of its own on the driver's machine, and ends with all that it started.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import re
+import shlex
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.errors import AgentFailed, ConfigError, DataError
+from hybridrl.import_path import load_object
+from hybridrl.rewards.sample_score import as_number
+from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop.tool_threads import ToolExit, ToolHangs, call_in_thread
+from hybridrl.serving.continuation import PolicyClient
+from hybridrl.serving.sessions.rows import SessionRow, session_rows
+from hybridrl.serving.sessions.session import EpisodeLimits, Session
+from hybridrl.system.child_process import ChildProcess, ProcessLimits
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+KEY = "actor_rollout_ref.rollout.agent.program"
+FUNCTION = re.compile(r"(\S+):([A-Za-z_]\w*)")
+MAX_COROUTINES, MAX_PROCESSES = 128, 32  # agents at the same time; others wait, without using up their time
+MAX_ROW_BYTES = 100_000  # Linux takes 128 KiB per environment variable
+MAX_OUTPUT_MB = 1.0  # of a command
+POLL_PERIOD_S = 0.05
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What an agent gets.
+
+    Attributes:
+        base_url: Of OpenAI's API, in a session of this agent alone.
+        api_key: For the client; any text if the endpoint needs none.
+        model: Name of the policy.
+        session: Name of the session.
+        row: Columns of the row: `raw_prompt` (its messages), `extra_info`, `reward_model`, ...
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    session: str
+    row: dict[str, Any]
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of a command. Raises DataError if the row is too large for one."""
+        row = json.dumps(self.row, ensure_ascii=False, default=_plain)
+        if len(row.encode()) > MAX_ROW_BYTES:
+            raise DataError(
+                f"row {self.row.get('index')} has {len(row.encode())} bytes, and an environment variable at most "
+                f"{MAX_ROW_BYTES}; make extra_info smaller, or use a Python function in {KEY}"
+            )
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+            "HYBRIDRL_SESSION": self.session,
+            "HYBRIDRL_ROW": row,
+        }
+
+
+@dataclass(frozen=True)
+class _LoopClient:
+    """The policy of a row, for the endpoint, which may run on another event loop."""
+
+    client: PolicyClient
+    loop: asyncio.AbstractEventLoop
+
+    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        work = self.client.generate(request, conversation=conversation)
+        if asyncio.get_running_loop() is self.loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_as_coroutine(work), self.loop))
+
+
+async def _as_coroutine(work: Awaitable[TokenOutput]) -> TokenOutput:
+    return await work
+
+
+@register_agent_loop("http_agent")
+class HTTPAgentLoop(AgentLoop):
+    """Starts the program of `rollout.agent.program` for each row."""
+
+    def __init__(self, context: AgentLoopContext):
+        super().__init__(context)
+        if context.program is None:
+            raise ConfigError(f"{KEY}=null: the agent loop http_agent needs a Python function or a command")
+        self._function, self._command = load_program(context.program)
+        limit = MAX_PROCESSES if self._function is None else MAX_COROUTINES
+        self._places = asyncio.Semaphore(limit)
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        """Return the main conversation of the agent. Raises AgentFailed if there is none."""
+        host = self.context.session_host
+        if host is None:
+            raise ConfigError("the agent loop http_agent needs actor_rollout_ref.rollout.endpoint_port")
+        request, client = row["request"], _LoopClient(row["client"], asyncio.get_running_loop())
+        limits = (self.context.max_prompt_length, self.context.max_response_length)
+        session = host.sessions.open_episode(
+            EpisodeLimits(client, sampling_params, request.seed, request.sample, *limits)
+        )
+        columns = {name: value for name, value in row.items() if name not in ("request", "client")}
+        try:
+            task = AgentTask(host.url_of(session.name), host.api_key, host.model, session.name, columns)
+            reward = await self._run_agent(task, session)
+        finally:
+            host.sessions.close(session.name)
+        return self._output(session, reward)
+
+    async def _run_agent(self, task: AgentTask, session: Session) -> float | None:
+        """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
+        try:
+            async with self._places:
+                returned = await self._call(task)
+        except AgentFailed:
+            if session.was_full and session.turns:
+                return None
+            raise
+        if returned is not None and (as_number(returned) is None):
+            raise TypeError(f"{self.context.program} returned {returned!r}; an agent returns its reward, or None")
+        return None if returned is None else as_number(returned)
+
+    async def _call(self, task: AgentTask) -> Any:
+        timeout_s, name = self.context.agent_timeout_s, self.context.program
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._function is None:
+                    return await _run_command(self._command, task.environment())
+                if inspect.iscoroutinefunction(self._function):
+                    return await self._function(task)
+                return await call_in_thread(self._run_function, {"task": task}, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise AgentFailed(
+                f"the agent {name} did not end within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
+                cause="timeout",
+            ) from error
+        except (AgentFailed, ConfigError, DataError):
+            raise
+        except (Exception, ToolHangs, ToolExit) as error:
+            raise AgentFailed(
+                f"the agent {name} raised {type(error).__name__}: {error}", cause=type(error).__name__
+            ) from error
+
+    def _run_function(self, task: AgentTask) -> Any:
+        assert self._function is not None
+        return self._function(task)
+
+    def _output(self, session: Session, reward: float | None) -> AgentLoopOutput:
+        rows = session_rows(session.turns, max_prompt_length=self.context.max_prompt_length)
+        if not rows:
+            raise AgentFailed(
+                f"the agent {self.context.program} ended without an answered request to its session; does its client "
+                "use the base_url (OPENAI_BASE_URL) that it was given?",
+                cause="no request",
+            )
+        main = rows[0]
+        left_out = sum(sum(row.response_mask) for row in rows[1:])
+        counts = {f"requests/{kind}": float(number) for kind, number in session.counts.items()}
+        return AgentLoopOutput(
+            main.prompt_ids,
+            main.response_ids,
+            main.response_mask,
+            main.response_logprobs,
+            num_turns=2 * len(main.turns),
+            version=min(_sampled_versions(main)),
+            token_versions=main.token_versions,
+            reward=session.reward if reward is None else reward,
+            counts=counts | {"branches_left_out": float(len(rows) - 1), "tokens_left_out": float(left_out)},
+        )
+
+
+def load_program(program: str) -> tuple[Callable | None, list[str]]:
+    """Return the function of a program, or None and its command.
+
+    Raises:
+        ConfigError: The function cannot be loaded, or the command is none.
+    """
+    if found := FUNCTION.fullmatch(program.strip()):
+        try:
+            function = load_object(found[1], found[2])
+        except ConfigError as error:
+            raise ConfigError(f"{KEY}={program}: {error}") from error
+        if not callable(function):
+            raise ConfigError(f"{KEY}={program}: {found[2]} is no function")
+        return function, []
+    try:
+        command = shlex.split(program)
+    except ValueError as error:
+        raise ConfigError(f"{KEY}={program}: is no command ({error})") from error
+    if not command:
+        raise ConfigError(f"{KEY}={program!r}: give a Python function (file.py:name), or a command")
+    return None, command
+
+
+async def _run_command(command: list[str], environment: dict[str, str]) -> None:
+    """Return when the command has ended well. Raises AgentFailed otherwise. It ends when the caller is cancelled."""
+    limits = ProcessLimits(output_mb=MAX_OUTPUT_MB)
+    child = ChildProcess(command, limits=limits, environment={**os.environ, **environment})
+    try:
+        while (code := child.poll()) is None:
+            await asyncio.sleep(POLL_PERIOD_S)
+    finally:
+        await asyncio.to_thread(child.end)
+    if code:
+        what = child.describe_exit(code)
+        raise AgentFailed(f"the agent's command {command[0]} {what}; the log has what it printed", cause=what)
+
+
+def _sampled_versions(row: SessionRow) -> list[int]:
+    return [version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a row as JSON has it: numpy's numbers and arrays as lists, others as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
