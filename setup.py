@@ -40,7 +40,12 @@ setup(
     packages=find_packages(
         include=["hybridrl", "hybridrl.*", "reward_score", "reward_score.*", "data_preprocess", "data_preprocess.*"]
     ),
-    package_data={"": ["*.pyi"], "hybridrl": ["py.typed"], "hybridrl.config": ["presets/*.yaml"], "hybridrl.view": ["page/*", "*.zip"]},
+    package_data={
+        "": ["*.pyi"],
+        "hybridrl": ["py.typed"],
+        "hybridrl.config": ["presets/*.yaml"],
+        "hybridrl.view": ["page/*", "*.zip"],
+    },
     entry_points={"console_scripts": ["hybridrl=hybridrl.cli:main"]},
     install_requires=[
         # transformers, vLLM and megatron-core are limited to minor versions: their interfaces change between these.

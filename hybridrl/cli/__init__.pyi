@@ -1,4 +1,5 @@
 from .command import main as main
+from .evaluate import evaluate as evaluate
 from .graph import job_graph as job_graph
 from .graph import show_graph as show_graph
 from .jobs import print_states as print_states

@@ -23,6 +23,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_view(commands)
     _add_export(commands)
     _add_serve(commands)
+    _add_eval(commands)
     _add_plan(commands)
     _add_simulate(commands)
     _add_import_verl(commands)
@@ -175,6 +176,18 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _add_trust(serve)
     serve.set_defaults(run_command="serve")
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    what = "measure how often a model answers right: avg@n, pass@k and maj@n with 95 %% confidence intervals"
+    usage = "hybridrl eval [-h] [--n N] [--output DIR] TASK MODEL [key=value ...]"
+    run = commands.add_parser("eval", help=what, description=what, usage=usage)
+    run.add_argument("task", metavar="TASK", help="gsm8k, math, arithmetic, or a parquet file as for data.val_files")
+    run.add_argument("model", metavar="MODEL", help="a model's directory or hub name, or a global_step_N of a run")
+    run.add_argument("--n", type=int, default=1, help="samples per prompt; one is greedy (default: %(default)s)")
+    run.add_argument("--output", metavar="DIR", help="where samples and metrics go; default: outputs/eval/TASK")
+    run.epilog = "key=value: settings of python -m hybridrl.main_ppo, such as data.max_response_length=2048"
+    run.set_defaults(run_command="evaluate")
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

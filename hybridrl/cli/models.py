@@ -99,7 +99,7 @@ def serve(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
     trust = arguments.trust_remote_code
-    with _model_directory(arguments.model, trust_remote_code=trust) as path:
+    with model_directory(arguments.model, trust_remote_code=trust) as path:
         tokenizer = load_tokenizer(path, key="model", trust_remote_code=trust)
         check_model(path, key="model", tokenizer=tokenizer, trust_remote_code=trust)
         model = StandaloneModel(
@@ -129,7 +129,7 @@ def _print_address(endpoint: "Endpoint") -> None:
 
 
 @contextmanager
-def _model_directory(path: str, *, trust_remote_code: bool) -> Iterator[str]:
+def model_directory(path: str, *, trust_remote_code: bool) -> Iterator[str]:
     """Yield a model's directory; for a checkpoint, its policy as Hugging Face files while the block runs."""
     if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
         yield os.path.join(path, "huggingface")
