@@ -41,6 +41,9 @@ def masked_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, dim: int | Non
     if values_BT.ndim == 2 and values_BT.is_floating_point() and dim in (None, 1):
         sums_B: torch.Tensor = _RowSums.apply(values_BT, mask_BT)
         return sums_B.sum() if dim is None else sums_B
+    if values_BT.ndim == 2 and values_BT.dtype == torch.bool and dim in (None, 1):
+        counts_B = row_counts(mask_BT, flags_BT=values_BT)
+        return counts_B.sum() if dim is None else counts_B
     kept_BT = torch.where(mask_BT.bool(), values_BT, 0)
     return kept_BT.sum() if dim is None else kept_BT.sum(dim)
 
@@ -58,11 +61,16 @@ def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, dim: int | No
     return masked_sum(values_BT, mask_BT, dim=dim) / count.clamp(min=1)
 
 
-def row_counts(mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the number of each row's entries on the mask, (B,) int64."""
+def row_counts(mask_BT: torch.Tensor, *, flags_BT: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the number of each row's entries on the mask, (B,) int64.
+
+    Args:
+        flags_BT: bool. If given, only entries with a flag are counted.
+    """
     counts_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=mask_BT.device)
     for part in row_parts(mask_BT):
-        counts_B[part] = torch.count_nonzero(mask_BT[part].bool(), dim=1)  # 10 times as fast as a sum of bools
+        kept = mask_BT[part].bool() if flags_BT is None else mask_BT[part].bool() & flags_BT[part]
+        counts_B[part] = torch.count_nonzero(kept, dim=1)  # 10 times as fast as a sum of bools
     return counts_B
 
 

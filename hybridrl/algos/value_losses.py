@@ -6,9 +6,11 @@ Shape letters: B rows, T response tokens.
 import torch
 
 from hybridrl.algos.masked import masked_var
+from hybridrl.algos.row_wise import row_wise
 from hybridrl.algos.shapes import check_same_shape
 
 
+@row_wise
 def clipped_value_loss(
     values_BT: torch.Tensor, old_values_BT: torch.Tensor, returns_BT: torch.Tensor, *, cliprange: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -239,12 +239,12 @@ def surrogate_terms(
         loss = reduce(weighted_losses(parts.losses_BT, rows), OWN_AGG_MODES.get(mode, config.loss_agg_mode))
         stats = {
             "actor/pg_loss": loss,
-            "actor/pg_clipfrac": reduce(parts.clipped_BT.float()),
-            "actor/pg_clipfrac_lower": reduce(parts.clipped_lower_BT.float()),
+            "actor/pg_clipfrac": reduce(parts.clipped_BT),
+            "actor/pg_clipfrac_lower": reduce(parts.clipped_lower_BT),
             "actor/ppo_kl": reduce(parts.approx_kl_BT),
         }
         if bypass and bypass.rejections and parts.rejected_BT is not None:
-            stats[REJECTED] = reduce(parts.rejected_BT.float())
+            stats[REJECTED] = reduce(parts.rejected_BT)
         return loss, stats
 
     return terms
@@ -293,7 +293,7 @@ def critic_loss(cliprange_value: float, counts: GlobalCounts) -> LossFn:
         loss = mean(losses_BT)
         return loss, {
             "critic/vf_loss": loss,
-            "critic/vf_clipfrac": mean(clipped_BT.float()),
+            "critic/vf_clipfrac": mean(clipped_BT),
             "critic/vpred_mean": mean(outputs["values"]),
         }
 

@@ -1,13 +1,16 @@
 """The optimal token baseline: a baseline for each token position of a group of responses.
 
-Shape letters and conventions as in `estimator.py`; G groups.
+Shape letters and conventions as in `estimator.py`; G groups, b rows of one part.
 """
+
+from typing import NamedTuple
 
 import torch
 
 from hybridrl.algos.advantages.discounting import TokenOrder
 from hybridrl.algos.advantages.estimator import register_adv_est
 from hybridrl.algos.advantages.temporal import reward_to_go
+from hybridrl.algos.masked import row_parts
 
 WEIGHT_EPS = 1e-8
 """Added to a sum of weights, as in verl.
@@ -49,9 +52,16 @@ def optimal_token_baseline(
     """
     returns_BT = reward_to_go(token_level_rewards_BT, response_mask_BT, gamma=1.0)
     mask_BT = response_mask_BT.bool()
-    weights_BT = _cumulative_weights(mask_BT, old_log_probs_BT, sum_pi_squared_BT, is_weights_BT)
-    baseline_BT = _baseline(returns_BT, weights_BT, mask_BT, group_B)
-    return torch.where(mask_BT, returns_BT - baseline_BT, 0), returns_BT
+    ids_G, index_B = torch.unique(group_B, return_inverse=True)
+    sums = _GroupSums(*returns_BT.new_zeros(3, len(ids_G), returns_BT.shape[1]))
+    for part in row_parts(returns_BT):
+        is_bT = None if is_weights_BT is None else is_weights_BT[part]
+        weights_bT = _cumulative_weights(mask_BT[part], old_log_probs_BT[part], sum_pi_squared_BT[part], is_bT)
+        sums.add(index_B[part], returns_BT[part], weights_bT, mask_BT[part])
+    baseline_GT, advantages_BT = sums.baseline(), torch.empty_like(returns_BT)
+    for part in row_parts(returns_BT):
+        advantages_BT[part] = torch.where(mask_BT[part], returns_BT[part] - baseline_GT[index_B[part]], 0)
+    return advantages_BT, returns_BT
 
 
 @register_adv_est("tir_optimal_token_baseline", needs_group=True, needs=NEEDS, masks=True)
@@ -86,25 +96,29 @@ def tir_optimal_token_baseline(
 
 
 def _cumulative_weights(
-    mask_BT: torch.Tensor, log_probs_BT: torch.Tensor, sum_pi_squared_BT: torch.Tensor, is_BT: torch.Tensor | None
+    mask_bT: torch.Tensor, log_probs_bT: torch.Tensor, sum_pi_squared_bT: torch.Tensor, is_bT: torch.Tensor | None
 ) -> torch.Tensor:
-    norms_BT = (1 - 2 * log_probs_BT.exp() + sum_pi_squared_BT).clamp(min=0)  # rounding may leave -1e-7
-    if is_BT is not None:
-        norms_BT = norms_BT * is_BT**2
-    return torch.where(mask_BT, norms_BT, 0).cumsum(1)
+    norms_bT = (1 - 2 * log_probs_bT.exp() + sum_pi_squared_bT).clamp(min=0)  # rounding may leave -1e-7
+    if is_bT is not None:
+        norms_bT = norms_bT * is_bT**2
+    return torch.where(mask_bT, norms_bT, 0).cumsum(1)
 
 
-def _baseline(
-    returns_BT: torch.Tensor, weights_BT: torch.Tensor, mask_BT: torch.Tensor, group_B: torch.Tensor
-) -> torch.Tensor:
-    """Return each row's baseline (B, T): that of its group at each position."""
-    ids_G, index_B = torch.unique(group_B, return_inverse=True)
+class _GroupSums(NamedTuple):
+    """Sums over the rows of each group with a token at a position, (G, T): of G W, of W, and of rows."""
 
-    def per_group(terms_BT: torch.Tensor) -> torch.Tensor:
-        sums_GT = terms_BT.new_zeros(len(ids_G), terms_BT.shape[1])
-        return sums_GT.index_add_(0, index_B, terms_BT)
+    weighted_GT: torch.Tensor
+    weights_GT: torch.Tensor
+    count_GT: torch.Tensor
 
-    weights_BT = torch.where(mask_BT, weights_BT, 0)
-    baseline_GT = per_group(returns_BT * weights_BT) / (per_group(weights_BT) + WEIGHT_EPS)
-    count_GT = per_group(mask_BT.to(returns_BT.dtype))
-    return torch.where(count_GT > 1, baseline_GT, 0)[index_B]
+    def add(
+        self, index_b: torch.Tensor, returns_bT: torch.Tensor, weights_bT: torch.Tensor, mask_bT: torch.Tensor
+    ) -> None:
+        weights_bT = torch.where(mask_bT, weights_bT, 0)
+        self.weighted_GT.index_add_(0, index_b, returns_bT * weights_bT)
+        self.weights_GT.index_add_(0, index_b, weights_bT)
+        self.count_GT.index_add_(0, index_b, mask_bT.to(returns_bT.dtype))
+
+    def baseline(self) -> torch.Tensor:
+        """Return b of each group and position, (G, T)."""
+        return torch.where(self.count_GT > 1, self.weighted_GT / (self.weights_GT + WEIGHT_EPS), 0)

@@ -14,10 +14,12 @@ from hybridrl.algos.policy_losses.registry import (
     on_mask,
     register_policy_loss,
 )
+from hybridrl.algos.row_wise import row_wise
 from hybridrl.errors import ConfigError
 
 
 @register_policy_loss("vanilla")
+@row_wise
 def vanilla(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -49,6 +51,7 @@ def vanilla(
 
 
 @register_policy_loss("gspo")
+@row_wise
 def gspo(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -80,6 +83,7 @@ def gspo(
 
 
 @register_policy_loss("geo_mean")
+@row_wise
 def geo_mean(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -99,13 +103,11 @@ def geo_mean(
     rows' losses are averaged over the mini-batch; verl averages over each micro-batch. `clip_c` is unused.
     """
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
-    sign_BT = torch.where(advantages_BT < 0, -1.0, 1.0).to(log_ratio_BT.dtype)
-    signed_BT, limited_BT = sign_BT * log_ratio_BT, sign_BT * log_ratio_BT.clamp(-clip_low, clip_high)
-    kept_BT = sign_BT * torch.minimum(signed_BT, limited_BT)
+    kept_BT = torch.where(advantages_BT < 0, log_ratio_BT.clamp(min=-clip_low), log_ratio_BT.clamp(max=clip_high))
     ratio_B1 = masked_mean(kept_BT, response_mask_BT, dim=1)[:, None].exp()
     advantage_B1 = masked_mean(advantages_BT, response_mask_BT, dim=1)[:, None]
     losses_BT = (-advantage_B1 * ratio_B1).expand_as(log_ratio_BT)
-    clipped_BT = limited_BT < signed_BT
+    clipped_BT = kept_BT != log_ratio_BT
     return on_mask(losses_BT, clipped_BT, nowhere(clipped_BT), log_ratio_BT, response_mask_BT)
 
 

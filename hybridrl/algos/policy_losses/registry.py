@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from hybridrl.algos.row_wise import is_one_value
 from hybridrl.algos.shapes import check_same_shape
 from hybridrl.registry import Registry
 
@@ -103,7 +104,10 @@ def on_mask(
     mask_BT = mask_BT.bool()
     losses_BT = torch.where(mask_BT, losses_BT, 0)
     approx_kl_BT, rejected_BT = -log_ratio_BT.detach(), nowhere(mask_BT)
-    return PolicyLoss(losses_BT, clipped_BT & mask_BT, clipped_lower_BT & mask_BT, approx_kl_BT, rejected_BT)
+    clipped_BT, clipped_lower_BT = (
+        flags_BT if is_one_value(flags_BT) else flags_BT & mask_BT for flags_BT in (clipped_BT, clipped_lower_BT)
+    )
+    return PolicyLoss(losses_BT, clipped_BT, clipped_lower_BT, approx_kl_BT, rejected_BT)
 
 
 def nowhere(like_BT: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,12 @@ Their keyword arguments beside the clip ranges are settings of `actor.policy_los
 import torch
 
 from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
+from hybridrl.algos.row_wise import row_wise
 from hybridrl.errors import ConfigError
 
 
 @register_policy_loss("sapo")
+@row_wise
 def sapo(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -42,6 +44,7 @@ def sapo(
 
 
 @register_policy_loss("dro")
+@row_wise
 def dro(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,

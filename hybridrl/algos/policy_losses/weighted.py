@@ -8,6 +8,7 @@ import torch
 
 from hybridrl.algos.masked import masked_sum
 from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
+from hybridrl.algos.row_wise import row_wise
 
 MAX_DPPO_RATIO = 20.0
 """Largest weight of `dppo_tv` and `dppo_kl`, the constant of arXiv:2602.04879 and of verl's code."""
@@ -16,6 +17,7 @@ PROBABILITY_EPS = 1e-6
 
 
 @register_policy_loss("gpg")
+@row_wise
 def gpg(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -40,6 +42,7 @@ def gpg(
 
 
 @register_policy_loss("cispo")
+@row_wise
 def cispo(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -65,6 +68,7 @@ def cispo(
 
 
 @register_policy_loss("topr")
+@row_wise
 def topr(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -92,6 +96,7 @@ def topr(
 
 
 @register_policy_loss("dppo_tv")
+@row_wise
 def dppo_tv(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -116,6 +121,7 @@ def dppo_tv(
 
 
 @register_policy_loss("dppo_kl")
+@row_wise
 def dppo_kl(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
