@@ -114,10 +114,10 @@ def grouped(rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
 
 
 def estimates(by_prompt: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Estimate]:
-    """Yield the mean score (avg@n); pass@k for k = 1, 2, 4, ... where scores are 0 or 1; maj@n where answers are known.
+    """Yield the mean score (avg@n), pass@k for k = 1, 2, 4, ... n, and maj@n.
 
-    Every one is a mean over prompts of an estimate per prompt, so the interval is that of a mean of independent
-    prompts.
+    pass@k needs scores of 0 or 1, maj@n the answers (`pred`). Every one is a mean over prompts of an estimate per
+    prompt, so the interval is that of a mean of independent prompts.
     """
     num = min(len(rows) for rows in by_prompt)
     scores = [[float(row.get("acc", row["score"])) for row in rows] for rows in by_prompt]

@@ -1,4 +1,4 @@
-"""Memory of every process of a PPO job, predicted from its settings and its models' configs; and settings that fit.
+"""Memory of every process of a PPO job, predicted from its settings; and settings that fit.
 
 Starts nothing and loads no weights. `workers/engine/memory_plan` predicts one engine; this package adds what shares a
 process with it: other models, the rollout with its keys and values, a push of weights.

@@ -170,7 +170,7 @@ def _resting_offload(config: PPOConfig, processes: list[PlannedProcess]) -> dict
 
 
 def _layouts(config: PPOConfig, *, shards_rollout: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what may be changed of the layout, with its name in words; the rollout's shards if that is asked for."""
+    """Yield other layouts with their names in words; more shards of the rollout only if asked for."""
     trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     yield "as given", {}
     own, count = trainer.n_gpus_per_node, trainer.n_gpus_per_node * trainer.nnodes
