@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridrl.errors import CheckpointError, ConfigError, DataError
 from hybridrl.workers.engine.base import MicroBatching
@@ -26,15 +25,9 @@ from tests.support.workers.engine_cases import (
     whole_weights,
 )
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 POLICY = ("log_probs", "entropy")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    mine = not dist.is_initialized()
-    yield
-    if mine and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

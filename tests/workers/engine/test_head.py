@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.lora import LoRA
@@ -18,6 +17,8 @@ from tests.support.workers.engine_cases import (
     save_tiny_qwen2,
 )
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 POLICY = ("log_probs", "entropy")
 MICRO = MicroBatching(max_rows=7)
 SIZES = {
@@ -29,14 +30,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    mine = not dist.is_initialized()
-    yield
-    if mine and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -39,16 +38,10 @@ from tests.support.workers.engine_cases import (
 )
 from tests.support.workers.prefix_cases import GROUPS, conversation_batch, grouped_batch
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 POLICY = ("log_probs", "entropy")
 BATCHES = {name: grouped_batch(groups) for name, groups in GROUPS.items()} | {"turns": conversation_batch()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    mine = not dist.is_initialized()
-    yield
-    if mine and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
