@@ -20,6 +20,7 @@ class FailureKind(StrEnum):
     """What failed. The value appears in the table and in the journal."""
 
     REQUEST_LOST = "request on a lost replica"
+    AGENT_LOOP_FAILED = "agent loop failed"
     REPLICA_LOST = "replica lost"
     WORKER_LOST = "worker lost"
     RANKS_MISSING = "no node for all ranks"
@@ -68,6 +69,7 @@ class Executor(StrEnum):
     """Who decides, and carries the decision out."""
 
     ROUTER = "router"
+    AGENT_BATCH = "agent batch"
     TRAINER = "trainer"
     SUPERVISOR = "supervisor"
     JOB_SUPERVISOR = "job supervisor"
@@ -108,6 +110,10 @@ RULES: Mapping[FailureKind, Rule] = {rule.kind: rule for rule in (
          2, "losses", Refill.NEVER,  # a request that kills every process it runs on is sent three times
          action="sends {target} to another replica with the same seed", hint="its tokens stay the same",
          consequence="its caller gets the loss", then=FailureKind.WORKER_LOST),
+    Rule(FailureKind.AGENT_LOOP_FAILED, Scope.CALL, Source.NOTHING, Executor.AGENT_BATCH,
+         2, "failures", Refill.NEVER,  # what fails three times in some seconds is not back soon
+         action="runs {target} again with a new loop object", hint="its requests have the same seeds",
+         consequence="the sample is left out"),
     Rule(FailureKind.REPLICA_LOST, Scope.REPLICA, Source.NOTHING, Executor.ROUTER,
          3, "losses", Refill.ANSWER,
          action="restarts {target} with the current weights", hint=STATUS_HINT,

@@ -102,6 +102,7 @@ def test_deciding_counts_nothing_and_subjects_have_budgets_of_their_own(kind):
 def test_limits_are_those_that_the_documents_promise():
     assert {kind.name: RULES[kind].limit for kind in FailureKind} == {
         "REQUEST_LOST": 2,
+        "AGENT_LOOP_FAILED": 2,
         "REPLICA_LOST": 3,
         "WORKER_LOST": 3,
         "RANKS_MISSING": 3,

@@ -98,6 +98,7 @@ def test_an_async_function_is_trained(tmp_path, tiny_qwen2, tiny_tokenizer, requ
         assert row["rollout/agent/requests/separate"] == row["rollout/agent/branches_left_out"] == 12
 
 
+@pytest.mark.slow
 def test_a_command_is_trained_on_the_reward_that_it_posts(tmp_path, tiny_qwen2):
     (tmp_path / "agent.py").write_text(COMMAND)
     [batch] = run(
@@ -117,9 +118,7 @@ def test_a_command_is_trained_on_the_reward_that_it_posts(tmp_path, tiny_qwen2):
     ("changes", "message"),
     [
         ({"agent.program": "null"}, "there is no agent to start; set actor_rollout_ref.rollout.agent.program"),
-        ({"endpoint_port": 0}, "agents need the endpoint; set actor_rollout_ref.rollout.endpoint_port"),
         ({"agent.program": "absent.py:agent"}, "agent.program=absent.py:agent: no file absent.py"),
-        ({"agent.program": '"unclosed \'"'}, "is no command"),
         ({"mode": "sync"}, "agent.program=python x.py: has no effect without actor_rollout_ref.rollout.mode=async"),
     ],
 )

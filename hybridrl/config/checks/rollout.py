@@ -139,10 +139,17 @@ def agent_problems(config: PPOConfig) -> Problems:
         return
     if _serves_while_training(config) and rollout.weight_sync.lora == "adapter":
         yield f"{key}.weight_sync.lora=adapter: {_lost(config)} all weights of the last push; leave it out"
+    yield from _agent_timeout_problems(config)
     if rollout.agent.default_agent_loop == HTTP_AGENT:
         yield from _http_agent_problems(config)
     if rollout.endpoint_host != defaults.endpoint_host and not rollout.endpoint_port:
         yield f"{key}.endpoint_host={rollout.endpoint_host}: has no effect without {key}.endpoint_port"
+
+
+def _agent_timeout_problems(config: PPOConfig) -> Problems:
+    timeout_s, key = config.actor_rollout_ref.rollout.agent.timeout_s, "actor_rollout_ref.rollout.agent.timeout_s"
+    if timeout_s is not None and config.trainer.partial_rollout:
+        yield f"{key}={timeout_s:g}: with trainer.partial_rollout responses wait for new weights; leave out one of both"
 
 
 def _http_agent_problems(config: PPOConfig) -> Problems:

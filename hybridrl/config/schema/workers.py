@@ -276,7 +276,19 @@ class AgentConfig:
         "What the agent loop http_agent starts for each row: a Python function (file.py:name or package.module:name), "
         "or a command.",
     )
-    timeout_s: float = setting(600.0, "Seconds for one such agent.", gt=0)
+    timeout_s: float | None = setting(
+        None,
+        "Seconds for one response of an agent loop, which fails after that (mode=async); null: only "
+        "trainer.call_timeout_s limits all of them together.",
+        gt=0,
+    )
+    min_group_share: float = setting(
+        0.5,
+        "Share of a batch's sample groups that a step needs (mode=async); the others are left out because their agent "
+        "loops failed.",
+        gt=0,
+        le=1,
+    )
 
 
 @dataclass(frozen=True)

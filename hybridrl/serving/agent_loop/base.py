@@ -15,13 +15,14 @@ Sampled tokens are never decoded and encoded again, so training sees the tokens 
 log-probs. Only the text of tools and environments is tokenized here. The loss leaves it out (response_mask 0).
 """
 
+import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridrl.errors import ConfigError
+from hybridrl.errors import AgentFailed, ConfigError
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.store import SessionHost
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
@@ -44,6 +45,7 @@ class AgentLoopOutput:
         token_versions: Version of the weights that sampled each token, -1 for tokens that were not sampled. Empty where
             `version` sampled all.
         reward: What the agent says itself; None: the run's reward function scores the response.
+        is_left_out: The loop has failed. The sample has no reward and trains nothing.
         counts: Numbers of this response; their sums are logged as `rollout/agent/NAME`.
     """
 
@@ -55,6 +57,7 @@ class AgentLoopOutput:
     version: int = UNSET_VERSION
     token_versions: list[int] = field(default_factory=list)
     reward: float | None = None
+    is_left_out: bool = False
     counts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -155,7 +158,8 @@ class AgentLoopContext:
         tools: Name to function.
         max_turns: Most turns of the policy in one response; None: only the length limits it.
         max_prompt_length: Tokens of a prompt.
-        program, agent_timeout_s: `rollout.agent.program` and `timeout_s`, of `http_agent`.
+        program: `rollout.agent.program`, of `http_agent`.
+        agent_timeout_s: Seconds for one response (`rollout.agent.timeout_s`).
         session_host: Of the endpoint, while there is one.
     """
 
@@ -172,8 +176,14 @@ class AgentLoopContext:
 class AgentLoop(ABC):
     """Base class of loops.
 
-    One object serves all rows of a batch at the same time: keep a row's state in local variables of `run`.
+    One object serves all rows of a batch at the same time: keep a row's state in local variables of `run`. A loop that
+    failed is tried again with a new object.
+
+    Attributes:
+        has_own_deadline: `run` ends itself after `agent_timeout_s`, not counting the time before it begins to work.
     """
+
+    has_own_deadline = False
 
     def __init__(self, context: AgentLoopContext):
         self.context, self.tokenizer, self.tools = context, context.tokenizer, context.tools
@@ -186,6 +196,20 @@ class AgentLoop(ABC):
             sampling_params: For one sample.
             row: The row's columns (`raw_prompt`, `extra_info`, ...), and `request` and `client` for `respond`.
         """
+
+    async def run_in_time(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        """Return what `run` returns. Raises AgentFailed if it has not returned after `agent_timeout_s`."""
+        timeout_s = self.context.agent_timeout_s
+        try:
+            async with asyncio.timeout(None if self.has_own_deadline or math.isinf(timeout_s) else timeout_s) as limit:
+                return await self.run(sampling_params, **row)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise AgentFailed(
+                f"{type(self).__name__} did not end within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
+                cause="timeout",
+            ) from error
 
     def respond(self, row: Mapping[str, Any]) -> ResponseBuilder:
         """Return an empty response to this row."""

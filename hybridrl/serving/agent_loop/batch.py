@@ -11,16 +11,23 @@ Runs in the driver process, on the router's event loop; `AgentLoopManager` creat
 
 import asyncio
 import json
+import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.errors import CallTimeout
+from hybridrl.failure_policy import Budgets, Failure, FailureKind
+from hybridrl.serving.agent_loop import failures
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.serving.continuation import PolicyClient, generate_in_chunks, join_chunks
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
-LoopRunner = Callable[[dict[str, Any]], Any]  # a row, with its request and client -> coroutine of its AgentLoopOutput
+logger = logging.getLogger(__name__)
+
+# A row with its request and client, whether a loop has failed on it -> coroutine of its AgentLoopOutput
+LoopRunner = Callable[[dict[str, Any], bool], Any]
 
 
 @dataclass
@@ -116,11 +123,14 @@ class AgentBatch:
         self._tasks: list[asyncio.Task[AgentLoopOutput]] = []
         self._raised = asyncio.Event()
         self._settled = asyncio.Event()
+        self._budgets = Budgets()  # of each row
+        self._logged: set[str] = set()
 
     async def advance(self, router: PolicyClient, limit: int, *, timeout_s: float) -> None:
         """Return when every response has ended or has `limit` tokens.
 
-        The first loop that fails ends all others, and its exception is raised.
+        A loop that fails is tried again, and its sample is left out if that does not help (`failures`). The first bug
+        of a loop ends all others, and its exception is raised.
 
         Raises:
             CallTimeout: Not done within `timeout_s`; names the unfinished rows.
@@ -130,10 +140,7 @@ class AgentBatch:
         self._settled.clear()
         raised.set()
         if not self._tasks:
-            self._tasks = [
-                asyncio.create_task(self._run_row(row, client))
-                for row, client in zip(self.rows, self.clients, strict=True)
-            ]
+            self._tasks = [asyncio.create_task(self._run_row(number)) for number in range(len(self.rows))]
         try:
             await asyncio.sleep(0)  # let rows that waited for the limit start again
             self._check_settled()
@@ -156,15 +163,48 @@ class AgentBatch:
                 for task in self._tasks:
                     task.cancel()
 
-    async def _run_row(self, row: dict[str, Any], client: RowClient) -> AgentLoopOutput:
+    async def _run_row(self, number: int) -> AgentLoopOutput:
         try:
-            return await self._run_loop(row | {"client": client})
+            return await self._try_row(number)
         except BaseException:
             self._settled.set()
             raise
         finally:
-            client.is_finished = True
+            self.clients[number].is_finished = True
             self._check_settled()
+
+    async def _try_row(self, number: int) -> AgentLoopOutput:
+        """Return the response to a row, after several tries if need be; one without tokens if it is left out."""
+        row, causes = self.rows[number], Counter[str]()
+        while True:
+            try:
+                output = await self._run_loop(row | {"client": self.clients[number]}, bool(causes))
+                break
+            except Exception as error:
+                sort = failures.sort_failure(error)
+                if sort is failures.FailureSort.BUG:
+                    raise
+                causes[failures.cause_of(error)] += 1
+                is_tried_again = self._decide(row["request"].request_id, error, sort)
+            if not is_tried_again:
+                output = failures.left_out_output(row["request"])
+                break
+            await asyncio.sleep(failures.BACK_OFF_S * 2 ** (causes.total() - 1))
+            self.clients[number] = RowClient(self)  # requests that the loop has left open go to the old one
+        counts = {f"{failures.FAILURE}{cause}": float(times) for cause, times in causes.items()}
+        return replace(output, counts=output.counts | counts)
+
+    def _decide(self, row: str, error: Exception, sort: failures.FailureSort) -> bool:
+        """Return whether a loop is tried again. Logs the first failure of each cause."""
+        what = f"the agent loop of row {row} failed ({type(error).__name__}: {error})"
+        cause = failures.cause_of(error)
+        failure = Failure(FailureKind.AGENT_LOOP_FAILED, what, subject=row, target="the row")
+        decision = None if sort is failures.FailureSort.DATA else self._budgets.spend(failure)
+        level = logging.DEBUG if cause in self._logged else logging.WARNING
+        self._logged.add(cause)
+        text = f"{what}; the row is at fault, so the sample is left out" if decision is None else str(decision)
+        logger.log(level, "%s. Further failures of this kind in the batch are only counted", text)
+        return decision is not None and decision.is_granted
 
     async def wait_for_raised_limit(self) -> None:
         """Return when `advance` was called again."""

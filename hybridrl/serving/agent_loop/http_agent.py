@@ -11,14 +11,16 @@ process of its own on the driver's machine, and ends with all that it started.
 import asyncio
 import inspect
 import json
+import math
 import os
 import re
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from hybridrl.errors import AgentFailed, ConfigError, DataError
+from hybridrl.errors import AgentFailed, ConfigError, DataError, HybridRLError, RequestFailed
 from hybridrl.import_path import load_object
 from hybridrl.rewards.sample_score import as_number
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
@@ -32,10 +34,12 @@ from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 KEY = "actor_rollout_ref.rollout.agent.program"
 FUNCTION = re.compile(r"(\S+):([A-Za-z_]\w*)")
-MAX_COROUTINES, MAX_PROCESSES = 128, 32  # agents at the same time; others wait, without using up their time
+MAX_COROUTINES, MAX_PROCESSES = 128, 32  # agents (threads as processes) at the same time; others wait their turn
 MAX_ROW_BYTES = 100_000  # Linux takes 128 KiB per environment variable
 MAX_OUTPUT_MB = 1.0  # of a command
 POLL_PERIOD_S = 0.05
+
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -73,35 +77,46 @@ class AgentTask:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LoopClient:
-    """The policy of a row, for the endpoint, which may run on another event loop."""
+    """The policy of a row, for the endpoint, which may run on another event loop.
+
+    Attributes:
+        failure: What ended the policy, such as a lost rollout process. An agent sees a status of HTTP; this is for the
+            trainer.
+    """
 
     client: PolicyClient
     loop: asyncio.AbstractEventLoop
+    failure: Exception | None = None
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        work = self.client.generate(request, conversation=conversation)
-        if asyncio.get_running_loop() is self.loop:
-            return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_as_coroutine(work), self.loop))
+        try:
+            if asyncio.get_running_loop() is self.loop:
+                return await self.client.generate(request, conversation=conversation)
+            work = asyncio.run_coroutine_threadsafe(self._generate(request, conversation), self.loop)
+            return await asyncio.wrap_future(work)
+        except RequestFailed:
+            raise
+        except HybridRLError as error:
+            self.failure = error
+            raise
 
-
-async def _as_coroutine(work: Awaitable[TokenOutput]) -> TokenOutput:
-    return await work
+    async def _generate(self, request: Request, conversation: str | None) -> TokenOutput:
+        return await self.client.generate(request, conversation=conversation)
 
 
 @register_agent_loop("http_agent")
 class HTTPAgentLoop(AgentLoop):
     """Starts the program of `rollout.agent.program` for each row."""
 
+    has_own_deadline = True
+
     def __init__(self, context: AgentLoopContext):
         super().__init__(context)
         if context.program is None:
             raise ConfigError(f"{KEY}=null: the agent loop http_agent needs a Python function or a command")
         self._function, self._command = load_program(context.program)
-        limit = MAX_PROCESSES if self._function is None else MAX_COROUTINES
-        self._places = asyncio.Semaphore(limit)
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Return the main conversation of the agent. Raises AgentFailed if there is none."""
@@ -117,32 +132,46 @@ class HTTPAgentLoop(AgentLoop):
         try:
             task = AgentTask(host.url_of(session.name), host.api_key, host.model, session.name, columns)
             reward = await self._run_agent(task, session)
+        except AgentFailed:
+            if client.failure is None:
+                raise
         finally:
             host.sessions.close(session.name)
+        if client.failure is not None:
+            raise client.failure
         return self._output(session, reward)
 
     async def _run_agent(self, task: AgentTask, session: Session) -> float | None:
         """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
         try:
-            async with self._places:
+            async with self._places():
                 returned = await self._call(task)
         except AgentFailed:
             if session.was_full and session.turns:
                 return None
             raise
-        if returned is not None and (as_number(returned) is None):
+        if returned is None:
+            return None
+        if (reward := as_number(returned)) is None:
             raise TypeError(f"{self.context.program} returned {returned!r}; an agent returns its reward, or None")
-        return None if returned is None else as_number(returned)
+        if not math.isfinite(reward):
+            raise AgentFailed(f"the agent {self.context.program} returned {reward}", cause="reward not finite")
+        return reward
+
+    def _places(self) -> asyncio.Semaphore:
+        """Return the places for agents of this event loop, which new loop objects share."""
+        limit = MAX_COROUTINES if inspect.iscoroutinefunction(self._function) else MAX_PROCESSES
+        return _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
 
     async def _call(self, task: AgentTask) -> Any:
         timeout_s, name = self.context.agent_timeout_s, self.context.program
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
                 if self._function is None:
                     return await _run_command(self._command, task.environment())
                 if inspect.iscoroutinefunction(self._function):
                     return await self._function(task)
-                return await call_in_thread(self._run_function, {"task": task}, timeout_s=timeout_s)
+                return await call_in_thread(self._run_function, {"task": task})
         except TimeoutError as error:
             raise AgentFailed(
                 f"the agent {name} did not end within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",

@@ -10,6 +10,7 @@ Shapes: B prompts of width P, n samples each, S = B * n rows, R = data.max_respo
 
 import asyncio
 import copy
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -24,7 +25,7 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.protocol import DataProto
-from hybridrl.rewards.manager import AGENT_REWARD
+from hybridrl.rewards.manager import AGENT_REWARD, LEFT_OUT
 from hybridrl.serving.agent_loop.base import (
     UNSET_VERSION,
     AgentLoop,
@@ -33,6 +34,7 @@ from hybridrl.serving.agent_loop.base import (
     lookup_agent_loop,
 )
 from hybridrl.serving.agent_loop.batch import AgentBatch, dump_turns, load_turns
+from hybridrl.serving.agent_loop.failures import leave_out_groups
 from hybridrl.serving.agent_loop.tools import load_tools
 from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
 from hybridrl.serving.openai import Endpoint, ServedModel
@@ -97,7 +99,7 @@ class AgentLoopManager:
             max_turns=rollout.multi_turn.max_assistant_turns,
             max_prompt_length=config.data.max_prompt_length,
             program=rollout.agent.program,
-            agent_timeout_s=rollout.agent.timeout_s,
+            agent_timeout_s=math.inf if rollout.agent.timeout_s is None else rollout.agent.timeout_s,
         )
         self._loops: dict[str, AgentLoop] = {}
         assert model.path is not None  # `check_config` demands it
@@ -226,7 +228,7 @@ class AgentLoopManager:
                 )
 
         asyncio.run(run())
-        return self._to_batch(prompts, batch.outputs, sampling)
+        return copied._to_batch(prompts, batch.outputs, sampling)
 
     def _advance(self, future: AgentFuture, max_new_tokens: int, *, version: int | None) -> AgentFuture:
         batch, timeout_s = future.batch, self.config.trainer.call_timeout_s
@@ -250,8 +252,6 @@ class AgentLoopManager:
             return self._incomplete_batch(future)
         outputs = future.batch.outputs
         self.metrics["rollout/num_turns/mean"] = sum(out.num_turns for out in outputs) / max(1, len(outputs))
-        self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(AGENT_METRICS)}
-        self.metrics |= _summed_counts(outputs)
         return self._to_batch(future.prompts, outputs, future.sampling)
 
     def _incomplete_batch(self, future: AgentFuture) -> DataProto:
@@ -281,11 +281,15 @@ class AgentLoopManager:
     def _batch(self, prompts: DataProto, sampling: SamplingParams, *, turns: list | None = None) -> AgentBatch:
         self._num_calls += 1
         one = replace(sampling, n=1)
-        return AgentBatch(self._rows(prompts, sampling), lambda row: self._run_row(row, one), turns=turns)
 
-    async def _run_row(self, row: dict[str, Any], sampling: SamplingParams) -> AgentLoopOutput:
+        async def run_loop(row: dict[str, Any], is_retry: bool) -> AgentLoopOutput:
+            return await self._run_row(row, one, is_retry=is_retry)
+
+        return AgentBatch(self._rows(prompts, sampling), run_loop, turns=turns)
+
+    async def _run_row(self, row: dict[str, Any], sampling: SamplingParams, *, is_retry: bool) -> AgentLoopOutput:
         name = row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
-        output = await self._get_loop(name).run(sampling, **row)
+        output = await self._get_loop(name, is_new=is_retry).run_in_time(sampling, **row)
         if len(output.response_ids) > self.context.max_response_length:
             raise ConfigError(
                 f"the agent loop {name!r} returned {len(output.response_ids)} tokens; data.max_response_length is "
@@ -293,8 +297,9 @@ class AgentLoopManager:
             )
         return output
 
-    def _get_loop(self, name: str) -> AgentLoop:
-        if name not in self._loops:
+    def _get_loop(self, name: str, *, is_new: bool = False) -> AgentLoop:
+        """Return the loop of this name. is_new: another object, also for all later rows."""
+        if is_new or name not in self._loops:
             self._loops[name] = lookup_agent_loop(name)(self.context)
         return self._loops[name]
 
@@ -316,10 +321,13 @@ class AgentLoopManager:
         return rows
 
     def _to_batch(self, prompts: DataProto, outputs: list[AgentLoopOutput], sampling: SamplingParams) -> DataProto:
-        width = self.context.max_response_length
+        width, share = self.context.max_response_length, self.config.actor_rollout_ref.rollout.agent.min_group_share
+        outputs = leave_out_groups(outputs, n=sampling.n, min_share=share)
         rows = prompts.repeat(sampling.n, interleave=True)
         columns = cast(dict[str, torch.Tensor], dict(rows.batch.items()))
         columns |= self._own_prompts(columns, outputs)
+        self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(AGENT_METRICS)}
+        self.metrics |= _summed_counts(outputs)
         lengths = torch.tensor([len(out.response_ids) for out in outputs], dtype=torch.int64)
         is_token = (torch.arange(width) < lengths[:, None]).to(columns["attention_mask"].dtype)
         responses = _pad_to([out.response_ids for out in outputs], width, fill=self._pad_id)
@@ -341,7 +349,9 @@ class AgentLoopManager:
         if sampling.logprobs:
             columns["rollout_log_probs"] = _pad_to([out.response_logprobs for out in outputs], width, fill=0.0)
         rewards = np.fromiter((out.reward for out in outputs), dtype=object, count=len(outputs))
+        left_out = np.fromiter((out.is_left_out for out in outputs), dtype=object, count=len(outputs))
         others = {AGENT_REWARD: rewards} if any(out.reward is not None for out in outputs) else {}
+        others |= {LEFT_OUT: left_out} if left_out.any() else {}
         return DataProto.from_dict(tensors=columns, non_tensors=others, meta_info=dict(prompts.meta_info))
 
     def _own_prompts(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:

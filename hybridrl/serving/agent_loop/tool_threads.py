@@ -34,13 +34,13 @@ _abandoned: Counter[Callable] = Counter()
 _lock = threading.Lock()
 
 
-async def call_in_thread(function: Callable, arguments: dict[str, Any], *, timeout_s: float) -> Any:
+async def call_in_thread(function: Callable, arguments: dict[str, Any], *, timeout_s: float | None = None) -> Any:
     """Return what the function returns.
 
     Args:
         function: Any callable.
         arguments: Its keyword arguments.
-        timeout_s: Seconds for the call, from when it begins. Its thread goes on after that.
+        timeout_s: Seconds for the call, from when it begins. Its thread goes on after that. None: the caller limits it.
 
     Raises:
         TimeoutError: It has not returned in time.

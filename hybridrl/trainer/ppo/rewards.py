@@ -19,7 +19,7 @@ from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config.schema.ppo import AlgorithmConfig, KLCtrlConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.rewards.manager import AGENT_REWARD, at_last_token, response_lengths, reward_positions
+from hybridrl.rewards.manager import AGENT_REWARD, LEFT_OUT, at_last_token, response_lengths, reward_positions
 from hybridrl.rewards.sample_score import as_number
 
 logger = logging.getLogger(__name__)
@@ -196,16 +196,22 @@ def score_batch(
 
 
 def apply_agent_results(batch: DataProto) -> None:
-    """Replace scores by the rewards that agents have given themselves, and remove the column of these rewards."""
-    rewards = batch.non_tensor_batch.pop(AGENT_REWARD, None)
-    if rewards is None:
-        return
-    given_B = torch.tensor([reward is not None for reward in rewards])
-    values_B = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
-    columns = batch.batch
-    own_BT = at_last_token(values_B, reward_positions(batch), width=columns["responses"].shape[1])
-    columns["token_level_scores"] = torch.where(given_B[:, None], own_BT, columns["token_level_scores"])
-    columns["reward_valid"] = columns["reward_valid"] | given_B
+    """Use the rewards that agents have given themselves, and none of samples whose agent loop has failed.
+
+    Removes both columns, see `rewards.manager`.
+    """
+    columns, rewards = batch.batch, batch.non_tensor_batch.pop(AGENT_REWARD, None)
+    if rewards is not None:
+        given_B = torch.tensor([reward is not None for reward in rewards])
+        values_B = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
+        own_BT = at_last_token(values_B, reward_positions(batch), width=columns["responses"].shape[1])
+        columns["token_level_scores"] = torch.where(given_B[:, None], own_BT, columns["token_level_scores"])
+        columns["reward_valid"] = columns["reward_valid"] | given_B
+    left_out = batch.non_tensor_batch.pop(LEFT_OUT, None)
+    if left_out is not None:
+        left_B = torch.from_numpy(left_out.astype(bool))
+        columns["token_level_scores"] = columns["token_level_scores"].masked_fill(left_B[:, None], 0.0)
+        columns["reward_valid"] = columns["reward_valid"] & ~left_B
 
 
 def check_data_sources(dataset: Any, reward_fn: RewardFn | None) -> None:

@@ -1,55 +1,20 @@
 """Sessions and tools through the endpoint, by OpenAI's own client: on a tiny model, and on scripted answers."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 
-from hybridrl.config.schema.workers import RolloutConfig
-from hybridrl.serving.openai import ServedModel
 from hybridrl.serving.sessions.session import EpisodeLimits, Session
-from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
-from hybridrl.workers.rollout.base import load_special_tokens
-from hybridrl.workers.rollout.requests import Request, TokenOutput
-from tests.support.serving.chat_templates import tokenizer_of
+from hybridrl.workers.rollout import SamplingParams
+from tests.support.serving.scripted_policy import PROMPT, RESPONSE, Script
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
 
 from tests.support.serving.site import Site  # noqa: E402 - it imports openai
 
-PROMPT, RESPONSE = 200, 300
 QUESTION = {"role": "user", "content": "How many?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def site(tiny_qwen2, tiny_tokenizer) -> Iterator[Site]:
-    tokens, tokenizer = load_special_tokens(str(tiny_qwen2)), tokenizer_of("qwen", tiny_tokenizer)
-    config = RolloutConfig(name="hf", dtype="float32")
-    rollout = make_rollout("hf", RolloutSetup(str(tiny_qwen2), config, tokens.eos_ids, tokens.pad_id, PROMPT, RESPONSE))
-    found = Site(rollout, ServedModel("tiny", tokenizer, PROMPT + RESPONSE, RESPONSE, len(tokenizer)))
-    yield found
-    found.close()
-
-
-@dataclass
-class Script:
-    """A policy with scripted answers, each ended by the end token."""
-
-    tokenizer: object
-    answers: list[str]
-    requests: list[Request] = field(default_factory=list)
-
-    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        whole = [*self.tokenizer.encode(self.answers[0]), self.tokenizer.eos_token_id]
-        done = request.num_done
-        ids = whole[done : done + request.sampling.max_new_tokens]
-        is_last = done + len(ids) == len(whole)
-        self.requests.append(request)
-        self.answers = self.answers[is_last:]
-        return TokenOutput(request.request_id, ids, [-0.25] * len(ids), "stop" if is_last else "length", 7)
 
 
 def open_episode(

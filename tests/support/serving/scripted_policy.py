@@ -1,0 +1,25 @@
+"""A policy with scripted answers."""
+
+from dataclasses import dataclass, field
+
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+
+PROMPT, RESPONSE = 200, 300  # tokens of a row
+
+
+@dataclass
+class Script:
+    """A policy with scripted answers, each ended by the end token."""
+
+    tokenizer: object
+    answers: list[str]
+    requests: list[Request] = field(default_factory=list)
+
+    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        whole = [*self.tokenizer.encode(self.answers[0]), self.tokenizer.eos_token_id]
+        done = request.num_done
+        ids = whole[done : done + request.sampling.max_new_tokens]
+        is_last = done + len(ids) == len(whole)
+        self.requests.append(request)
+        self.answers = self.answers[is_last:]
+        return TokenOutput(request.request_id, ids, [-0.25] * len(ids), "stop" if is_last else "length", 7)
