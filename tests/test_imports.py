@@ -33,6 +33,7 @@ LIGHT = (
     "import hybridrl.main_job",
     "import hybridrl.cli",
     "import hybridrl.workers.engine.memory_plan.choice",
+    "import hybridrl.view.command",
 )
 TORCH = ("from hybridrl import DataProto",)
 
@@ -60,6 +61,7 @@ COMMANDS = {
     "hybridrl job graph --help": "from hybridrl.cli import main; main(['job', 'graph', '--help'])",
     "hybridrl export --help": "from hybridrl.cli import main; main(['export', '--help'])",
     "hybridrl serve --help": "from hybridrl.cli import main; main(['serve', '--help'])",
+    "hybridrl view --help": "from hybridrl.cli import main; main(['view', '--help'])",
     "main_job --help": "from hybridrl.main_job import main; main(['--help'])",
     "main_ppo --help": "from hybridrl.main_ppo import main; main(['--help'])",
     "main_ppo --cfg job": "from hybridrl.main_ppo import main; main(['--cfg', 'job'])",

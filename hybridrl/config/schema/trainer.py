@@ -146,7 +146,7 @@ class TrainerConfig:
     )
     rollout_data_dir: str | None = setting(
         None,
-        "Write every step's rollouts there as JSONL, also those that algorithm.filter_groups drops; and of some of them "
+        "Write every step's rollouts there as JSONL, also those that algorithm.filter_groups drops; and of some "
         "the tokens.",
     )
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")
