@@ -141,7 +141,7 @@ def _add_view(commands: argparse._SubParsersAction) -> None:
     view.add_argument(
         "--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; the link then has a token that is needed"
     )
-    view.add_argument("--demo", action="store_true", help="show a recorded run")
+    view.add_argument("--demo", action="store_true", help="show recorded runs that come with the package")
     view.set_defaults(run_command="view_runs")
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from hybridrl.errors import ConfigError
-from hybridrl.view.demo import recorded_run
+from hybridrl.view.demo import recorded_runs
 from hybridrl.view.runs import Run, open_runs
 from hybridrl.view.server import ViewServer
 
@@ -19,7 +19,7 @@ def show_runs(paths: Sequence[str], *, host: str, port: int, demo: bool) -> None
         paths: Directories of runs, or with runs in them.
         host: Address to listen at.
         port: 0: any free one.
-        demo: Show a recorded run, too.
+        demo: Show the recorded runs, too.
 
     Raises:
         ConfigError: There is no run at a path, or the port is in use.
@@ -27,8 +27,8 @@ def show_runs(paths: Sequence[str], *, host: str, port: int, demo: bool) -> None
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port {port}: must be from 0 (any free port) to {MAX_PORT}")
     if not paths and not demo:
-        raise ConfigError("hybridrl view: name the directory of a run, or use --demo for a recorded one")
-    with _demo_run(demo) as more:
+        raise ConfigError("hybridrl view: name the directory of a run, or use --demo for recorded ones")
+    with _demo_runs(demo) as more:
         runs = open_runs([*paths, *more])
         server = ViewServer(runs, host=host, port=port)
         server.take_port()
@@ -44,9 +44,9 @@ def _described(runs: dict[str, Run]) -> str:
 
 
 @contextlib.contextmanager
-def _demo_run(demo: bool) -> Iterator[list[str]]:
+def _demo_runs(demo: bool) -> Iterator[list[str]]:
     if not demo:
         yield []
         return
-    with recorded_run() as directory:
+    with recorded_runs() as directory:
         yield [directory]

@@ -1,4 +1,8 @@
-"""A recorded run for `hybridrl view --demo`: the reinforcement learning of the quick start, one worker of it killed."""
+"""Recorded runs for `hybridrl view --demo`: `quickstart`, and `soak`, whose workers were killed.
+
+`quickstart` has 40 steps of one process. `soak` has every twentieth step of its first 1000.
+`tests/support/view/pack_demo.py` has made the archive.
+"""
 
 import contextlib
 import os
@@ -11,8 +15,8 @@ ARCHIVE = "demo_run.zip"
 
 
 @contextlib.contextmanager
-def recorded_run() -> Iterator[str]:
-    """Yield the directory of the recorded run, which is removed afterwards."""
+def recorded_runs() -> Iterator[str]:
+    """Yield a directory with the recorded runs, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="hybridrl-view-") as folder:
         directory = os.path.join(folder, "demo")
         with as_file(files("hybridrl.view") / ARCHIVE) as path, zipfile.ZipFile(path) as archive:

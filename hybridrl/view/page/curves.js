@@ -85,10 +85,8 @@ export function showCurves(place) {
     const looks = JSON.stringify([wish.smooth, wish.log, curves.map(([run, curve]) => [run, curve.rows, curve.revision])]);
     if (looks === item.drawn) return;
     item.drawn = looks;
-    const last = curves.length === 1 ? curves[0][1].values.at(-1) : null;
-    item.value.textContent = last === null ? "" : short(last);
     item.plot?.destroy();
-    item.plot = curves.length ? plot(item, curves, last) : null;
+    item.plot = curves.length ? plot(item, curves) : null;
     item.box.classList.toggle("empty", !curves.length);
     if (!curves.length) item.box.textContent = "no finite value";
   }
@@ -171,21 +169,30 @@ export function smoothed(values, weight) {
   });
 }
 
-function plot({ box, value: corner }, curves, last) {
+/** Return the values of the runs, each in its colour: those at a step, or the last ones. */
+function valuesOf(curves, shown, at) {
+  const width = (shown.data.length - 1) / curves.length; // a run has a raw and a smoothed curve, or one
+  const values = curves.map(([run, curve], i) => {
+    const value = at === null ? curve.values.at(-1) : shown.data[(i + 1) * width][at];
+    return el("span", { style: { color: state.colours.get(run) } }, ` ${value === null || value === undefined ? "–" : short(value)}`);
+  });
+  return at === null ? values : [`step ${shown.data[0][at]} `, ...values];
+}
+
+function plot({ box, value: corner }, curves) {
   const tables = [];
-  const series = [{ label: "step" }];
+  const series = [{}];
   for (const [run, { steps, values }] of curves) {
     const colour = state.colours.get(run);
     const fit = wish.log ? values.map((value) => (value > 0 ? value : null)) : values;
     const dots = { show: steps.length < 30, size: 4 };
-    const label = curves.length > 1 ? run : "value";
     if (wish.smooth > 0) {
       tables.push([steps, fit], [steps, smoothed(values, wish.smooth).map((value) => (wish.log && value <= 0 ? null : value))]);
-      series.push({ label: "", stroke: `${colour}55`, width: 1, points: { show: false }, spanGaps: true, class: "raw" });
-      series.push({ label, stroke: colour, width: 2, points: { show: false }, spanGaps: true, value: (_, value) => short(value) });
+      series.push({ stroke: `${colour}55`, width: 1, points: { show: false }, spanGaps: true });
+      series.push({ stroke: colour, width: 2, points: { show: false }, spanGaps: true });
     } else {
       tables.push([steps, fit]);
-      series.push({ label, stroke: colour, width: 1.6, points: dots, spanGaps: true, value: (_, value) => short(value) });
+      series.push({ stroke: colour, width: 1.6, points: dots, spanGaps: true });
     }
   }
   const style = getComputedStyle(document.documentElement);
@@ -198,13 +205,11 @@ function plot({ box, value: corner }, curves, last) {
     scales: { x: { time: false }, y: { distr: wish.log && !isEmpty ? 3 : 1 } },
     series,
     axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick, 3))) }],
-    hooks: { setCursor: [(shown) => {
-      if (curves.length > 1) return;
-      const at = shown.cursor.idx;
-      const value = at === null || at === undefined ? null : shown.data.at(-1)[at];
-      corner.textContent = value === null || value === undefined ? short(last) : `${short(value)} at step ${shown.data[0][at]}`;
-    }] },
+    hooks: {
+      ready: [(shown) => corner.replaceChildren(...valuesOf(curves, shown, null))],
+      setCursor: [(shown) => corner.replaceChildren(...valuesOf(curves, shown, shown.cursor.idx ?? null))],
+    },
     cursor: { sync: { key: "curves" }, points: { size: 6 } },
-    legend: { show: curves.length > 1 && wish.smooth === 0 },
+    legend: { show: false },
   }, uPlot.join(tables.map(([steps, values]) => [steps, values])), box);
 }

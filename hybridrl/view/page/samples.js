@@ -3,6 +3,7 @@
 import { ask, choice, el, field, report, runChoice, short, shownRuns } from "./app.js";
 
 const PAGE = 20;
+const SAME = 1e-9; // smaller differences are none
 const KNOWN = new Set(["step", "input", "output", "gts", "score", "id", "prompt_id", "place", "version", "valid"]);
 const COLOURINGS = {
   difference: ["log-prob: trainer − rollout", (token) => token.old - token.rollout],
@@ -115,11 +116,12 @@ async function showTokens(run, sample, answer, button) {
   const able = Object.entries(COLOURINGS).filter(([, [, value]]) => tokens.some((token) => Number.isFinite(value(token))));
   const paint = (name) => answer.replaceChildren(legend(name), ...tokens.map((token) => tokenSpan(token, COLOURINGS[name][1], scaleOf(tokens, COLOURINGS[name][1]))));
   const legend = (name) => el("div", { className: "quiet" }, choice(able.map(([key, [title]]) => [key, title]), name, paint),
-    ` largest ${short(scaleOf(tokens, COLOURINGS[name][1]))}; blue: negative, orange: positive; faint: masked`);
-  if (able.length) paint(able[0][0]);
+    ` largest ${short(Math.max(0, scaleOf(tokens, COLOURINGS[name][1]) - SAME))}; blue: negative, orange: positive; faint: masked`);
+  const telling = able.find(([, [, value]]) => scaleOf(tokens, value) > SAME) ?? able[0];
+  if (telling) paint(telling[0]);
 }
 
-const scaleOf = (tokens, value) => Math.max(1e-9, ...tokens.map((token) => Math.abs(value(token))).filter(Number.isFinite));
+const scaleOf = (tokens, value) => Math.max(SAME, ...tokens.map((token) => Math.abs(value(token))).filter(Number.isFinite));
 
 /** Return the colour of a number between -1 and 1: blue below zero, orange above. */
 export function colourOf(share) {

@@ -7,7 +7,7 @@ was resumed, counts once, with its later values.
 import math
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from hybridrl.trainer.run.tracking import METRICS_FILE
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
@@ -112,5 +112,5 @@ def _extremes(rows: list[int], column: "array[float]", count: int) -> Iterator[i
         yield rows[-1]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ import yaml
 
 KEPT = ("metrics.jsonl", "config.json", "ledger.jsonl", "failures.jsonl")
 FOLDERS = ("rollouts/*.jsonl", "rollouts/tokens/*.jsonl", "validation/*.jsonl", "trace/*/*.jsonl")
-MACHINE = {"machine": "", "node": "", "name": "", "stdout": "", "stderr": "", "spec": "", "plan": ""}
+MACHINE = {"machine": "", "node": "", "name": "", "stdout": "", "stderr": "", "spec": "", "plan": "", "path": ""}
 WHEN = (2026, 1, 1, 0, 0, 0)  # of every entry, so that equal runs make equal archives
 
 
@@ -42,6 +42,8 @@ def texts(run: Path, *, every: int, last: int) -> Iterator[tuple[str, str]]:
             records = [one for one in records if one["step"] <= last]
         elif path.name == "ledger.jsonl" and every > 1:
             continue
+        for one in records if path.name == "ledger.jsonl" else ():
+            one |= {"from": None} if "begin" in one else {}
         yield str(path.relative_to(run)), "".join(json.dumps(rounded(one)) + "\n" for one in records)
     if not (run / "config.json").exists():
         newest = max(run.glob("global_step_*/config.yaml"), key=lambda path: path.stat().st_mtime)
