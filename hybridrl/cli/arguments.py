@@ -137,7 +137,7 @@ def _add_view(commands: argparse._SubParsersAction) -> None:
     view.add_argument(
         "runs", nargs="*", metavar="RUN", help="a run's directory, or one with runs in it; also a URL that fsspec knows"
     )
-    view.add_argument("--port", type=int, default=6006, help="0: any free port (default: %(default)d)")
+    view.add_argument("--port", type=int, default=6070, help="0: any free port (default: %(default)d)")
     view.add_argument(
         "--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; the link then has a token that is needed"
     )

@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ SECTIONS = ("algorithm.", "actor_rollout_ref.", "critic.", "reward_model.", "dis
 NAMES_CODE = ("path", "middleware", "external_lib", "name", "class_path", "plugins", "worker", "files", "dir")
 MAX_WORDS = 300
 TIMEOUT_S = 120.0
+_DRAWING = threading.Lock()  # one child at a time
 MEMORY_MB = 4096
 
 
@@ -26,7 +28,8 @@ def graph_picture(settings: Mapping[str, Any]) -> bytes | str:
     """Return the picture as SVG, or why there is none."""
     if "algorithm.adv_estimator" not in settings:
         return "only runs of PPO and its relatives have a graph of stages; this run's settings are of another kind"
-    return _drawn(tuple(_words(settings)))
+    with _DRAWING:
+        return _drawn(tuple(_words(settings)))
 
 
 def _words(settings: Mapping[str, Any]) -> list[str]:

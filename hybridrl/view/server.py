@@ -18,7 +18,7 @@ from aiohttp import web
 from hybridrl.errors import ConfigError
 from hybridrl.system.web_origin import is_loopback
 from hybridrl.view.access import COOKIE, TOKEN_PARAMETER, AccessError, check_access
-from hybridrl.view.answers import VIEWS, BadRequest
+from hybridrl.view.answers import UNLOCKED, VIEWS, BadRequest
 from hybridrl.view.runs import Run
 
 logger = logging.getLogger(__name__)
@@ -139,15 +139,13 @@ class ViewServer:
         return _json([await self._read(run, run.summary) for run in self._runs.values()])
 
     async def _view(self, request: web.Request) -> web.Response:
-        run, view = self._runs.get(request.match_info["run"]), VIEWS.get(request.match_info["view"])
+        run_id, name = request.match_info["run"], request.match_info["view"]
+        run, view = self._runs.get(run_id), VIEWS.get(name)
         if run is None:
-            raise BadRequest(
-                f"there is no run {request.match_info['run']}; there are {', '.join(self._runs)}", status=404
-            )
+            raise BadRequest(f"there is no run {run_id}; there are {', '.join(self._runs)}", status=404)
         if view is None:
-            raise BadRequest(f"there is no view {request.match_info['view']}; there are {', '.join(VIEWS)}", status=404)
-        query = request.query.copy()
-        answer = await self._read(run, lambda: view(run, query))
+            raise BadRequest(f"there is no view {name}; there are {', '.join(VIEWS)}", status=404)
+        answer = await self._read(run, lambda: view(run, request.query), locks=name not in UNLOCKED)
         if isinstance(answer, bytes):
             return web.Response(
                 body=answer,
@@ -156,13 +154,13 @@ class ViewServer:
             )
         return _json(answer)
 
-    async def _read(self, run: Run, read: Callable[[], Any]) -> Any:
+    async def _read(self, run: Run, read: Callable[[], Any], *, locks: bool = True) -> Any:
         def locked() -> Any:
             with run.lock:
                 return read()
 
         try:
-            return await asyncio.to_thread(locked)
+            return await asyncio.to_thread(locked if locks else read)
         except OSError as error:
             raise BadRequest(f"{run.folder.url}: cannot be read ({error.strerror or error})", status=503) from error
 

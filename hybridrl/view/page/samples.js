@@ -8,7 +8,7 @@ const KNOWN = new Set(["step", "input", "output", "gts", "score", "id", "prompt_
 const COLOURINGS = {
   difference: ["log-prob: trainer − rollout", (token) => token.old - token.rollout],
   advantage: ["advantage", (token) => token.advantage],
-  probability: ["probability of the rollout", (token) => Math.exp(token.rollout)],
+  surprise: ["surprise: −log-prob of the rollout", (token) => -token.rollout],
 };
 const wish = { kind: "rollout", text: "", lowest: "", highest: "", first: "", last: "", order: "newest", prompt: "" };
 
