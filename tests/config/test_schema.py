@@ -11,7 +11,7 @@ from hybridrl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, from_dict
 from hybridrl.config.introspection import keys, sections
 
 SCHEMAS = [PPOConfig, SFTConfig, DPOConfig, RMConfig]
-MAX_KEYS = 259  # 200, sampling, distillation, settings of single losses, free sections of other engines
+MAX_KEYS = 263  # 200, sampling, distillation, settings of single losses, free sections of other engines
 # The keys that most of verl's launch scripts set, with their values.
 FREQUENT = (Path(__file__).parent / "frequent_overrides.txt").read_text().split()
 
