@@ -267,8 +267,10 @@ def _start(
     try:
         wait_all([supervisor.ping.remote()], role=JOB_SUPERVISOR, method="ping", timeout_s=master.start_timeout_s)
         return RunningJob(plan.job, journal, supervisor, supervisor.outcome.remote())
-    except BaseException:
+    except BaseException as error:
         ray.kill(supervisor, no_restart=True)
+        if isinstance(error, WorkerLost):
+            error.add_note("the job has not started; start the same command again")
         raise
 
 
