@@ -233,10 +233,15 @@ class EngineMemory:
         return min(sizes.chunk, wanted) * words * sizes.tile_element + states
 
     def _unreduced_gradients(self) -> tuple[float, float]:
-        """Return the bytes of gradients before they are reduced, at the start and at the end of the backward pass."""
-        if self.sizes.lora_rank or not self._is_fsdp:
+        """Return the bytes of gradients that wait to be summed, at both ends of the backward pass.
+
+        With Megatron one matrix at a time: each gradient is added to the buffer as soon as it is there.
+        """
+        if self.sizes.lora_rank:
             return 0.0, 0.0
-        head = self.shape.matrix_params * self.sizes.element
+        matrix = self.shape.matrix_params * self.sizes.element
+        if not self._is_fsdp:
+            return matrix / self.sizes.tensor, matrix / self.sizes.tensor
         outer = self.shape.outer_params
-        embedding = self.shape.matrix_params * self.sizes.element if self.shape.tied else 0
-        return head, outer * self.sizes.element + max(embedding, outer * FLOAT32)
+        embedding = matrix if self.shape.tied else 0
+        return matrix, outer * self.sizes.element + max(embedding, outer * FLOAT32)
