@@ -78,7 +78,7 @@ def leave_out_groups(outputs: Sequence[AgentLoopOutput], *, n: int, min_share: f
     kept = [sum(not out.is_left_out for out in group) >= min(n, 2) for group in groups]
     if sum(kept) < min_share * len(groups):
         raise AgentFailed(_too_few_text(outputs, sum(kept), len(groups), min_share), cause="too few groups")
-    result = []
+    result: list[AgentLoopOutput] = []
     for group, is_kept in zip(groups, kept, strict=True):
         result += group if is_kept else [_left_out_with_group(out, is_first=out is group[0]) for out in group]
     return result
