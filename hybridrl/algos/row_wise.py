@@ -56,7 +56,8 @@ class _RowWise(torch.autograd.Function):
     def forward(ctx: Any, formula: Callable[..., tuple[Any, ...]], *columns_BT: torch.Tensor) -> tuple[Any, ...]:
         ctx.formula = formula
         ctx.save_for_backward(*columns_BT)
-        kind, results = tuple, []
+        kind: type = tuple
+        results: list[torch.Tensor] = []
         for part in row_parts(columns_BT[0]):
             found = formula(*(column_BT[part] for column_BT in columns_BT))
             if not results:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK_TOKENS = 16  # prompts are compared in blocks of this size, as engines cache them
-MAX_PREFIXES = 65536  # stored; the least recently used ones are dropped
+MAX_PREFIXES = MAX_CONVERSATIONS = 65536  # stored; the least recently used ones are dropped
 
 
 class RoutingTable:
@@ -32,7 +32,7 @@ class RoutingTable:
         self._replica_of: dict[str, int] = {}  # open request -> replica
         self._num_open = [0] * num_replicas
         self._num_assigned = [0] * num_replicas
-        self._conversations: dict[str, int] = {}
+        self._conversations: OrderedDict[str, int] = OrderedDict()  # -> replica
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's first blocks -> replica
 
     def assign(self, request_id: str, prompt_ids: Sequence[int], *, conversation: str) -> int | None:
@@ -50,6 +50,9 @@ class RoutingTable:
         if chosen is None:
             chosen = self._least_loaded()
         self._replica_of[request_id] = self._conversations[conversation] = chosen
+        self._conversations.move_to_end(conversation)
+        if len(self._conversations) > MAX_CONVERSATIONS:
+            self._conversations.popitem(last=False)
         self._num_open[chosen] += 1
         self._num_assigned[chosen] += 1
         self._record_prefixes(prefixes, chosen)

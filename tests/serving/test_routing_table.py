@@ -95,3 +95,11 @@ def test_a_request_cannot_be_open_twice():
     table.assign("a", (1,), conversation="c")
     with pytest.raises(ValueError, match="request 'a' is open already, on replica 0"):
         table.assign("a", (1,), conversation="c")
+
+
+def test_conversations_that_nobody_ends_are_dropped_the_longest_unused_first(monkeypatch):
+    monkeypatch.setattr("hybridrl.serving.routing_table.MAX_CONVERSATIONS", 3)
+    table = RoutingTable(2)
+    for number, conversation in enumerate("abacd"):
+        table.assign(f"request {number}", (number,) * 20, conversation=conversation)
+    assert [table.replica_of_conversation(name) is None for name in "abcd"] == [False, True, False, False]
