@@ -127,7 +127,8 @@ def draw(found: dict[str, dict[int, tuple[float, float, float, bool]]], path: st
             if points:
                 face = "white" if extrapolated else color
                 mib = [cells[tokens][0] for tokens in points]
-                axes.plot(points, mib, style, color=color, label=name, markerfacecolor=face, markersize=4)
+                above = 3 - extrapolated  # measured points cover the point where the extrapolation begins
+                axes.plot(points, mib, style, color=color, label=name, markerfacecolor=face, markersize=4, zorder=above)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="peak memory, MiB")
     axes.set_xticks(sorted(found["parts"]), [f"{tokens // 1024}k" for tokens in sorted(found["parts"])])
     axes.minorticks_off()
