@@ -1,4 +1,4 @@
-"""A run whose agent loops crash in a part of the rows goes on without these samples, and counts them."""
+"""A run goes on without the samples whose agent loops crash, and counts them."""
 
 import pytest
 

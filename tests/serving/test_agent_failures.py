@@ -1,4 +1,4 @@
-"""Agent loops that crash or hang: they are tried again, left out and counted, and only bugs end the batch."""
+"""Agent loops that crash or hang are tried again, left out and counted; bugs end the batch."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ class Policy:
 
 
 class Shaky(AgentLoop):
-    """Crashes, hangs or gives up after its first tokens, in a fifth of the rows; the seed says in which way."""
+    """Crashes, hangs or gives up in a fifth of the rows, by the seed."""
 
     def __init__(self, tries: Counter, timeout_s: float):
         super().__init__(AgentLoopContext(None, 4, agent_timeout_s=timeout_s))

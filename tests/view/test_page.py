@@ -1,4 +1,4 @@
-"""The page in a real browser: every view shows a run's data, follows the run, and runs no script of a sample."""
+"""The page in a real browser: every view shows its data and runs no script of a sample."""
 
 import asyncio
 import json

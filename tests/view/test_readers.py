@@ -1,4 +1,4 @@
-"""The readers of `hybridrl view`: what they make of a run's files while these grow, and how much memory they take."""
+"""The readers of `hybridrl view`: growing files, and memory."""
 
 import json
 import math

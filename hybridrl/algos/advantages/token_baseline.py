@@ -105,7 +105,7 @@ def _cumulative_weights(
 
 
 class _GroupSums(NamedTuple):
-    """Sums over the rows of each group with a token at a position, (G, T): of G W, of W, and of rows."""
+    """Sums over the rows of each group, (G, T): of G W, of W, and of rows."""
 
     weighted_GT: torch.Tensor
     weights_GT: torch.Tensor

@@ -31,7 +31,7 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class FinalLogits:
-    """What a model does with the head's output: y = scale * x, and with a soft cap c, c tanh(y / c)."""
+    """What a model does with the head's output x: y = scale x, or c tanh(y / c)."""
 
     scale: float = 1.0
     soft_cap: float | None = None

@@ -174,7 +174,7 @@ class AgentBatch:
             self._check_settled()
 
     async def _try_row(self, number: int) -> AgentLoopOutput:
-        """Return the response to a row, after several tries if need be; one without tokens if it is left out."""
+        """Return the response to a row, without tokens if it is left out."""
         row, causes = self.rows[number], Counter[str]()
         while True:
             try:

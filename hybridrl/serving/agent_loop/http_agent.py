@@ -1,4 +1,4 @@
-"""Train agents of other people: start one for each row, and let it talk to the endpoint in a session of its own.
+"""Train agents of other people: one per row talks to the endpoint in a session of its own.
 
 `rollout.agent.program` is a Python function (`path/to/file.py:name`, `package.module:name`), plain or `async`, or a
 command. The agent uses any client of OpenAI's API. It sends its messages as ever; the session keeps the tokens

@@ -1,4 +1,4 @@
-"""Who may use the endpoint: the API key, and the headers by which web pages of other origins are recognised.
+"""Who may use the endpoint: the API key, and no web page of another origin.
 
 Called by `server` for every request. On a loopback address the endpoint needs no key, but a browser on the same machine
 runs pages of strangers. Such a page sends its `Origin`, or a `Host` that it made point to 127.0.0.1.

@@ -65,7 +65,7 @@ class Choice:
         return {"role": "assistant", "content": content, "refusal": None} | calls
 
     def _show(self, text: str, *, is_last: bool) -> str:
-        """Set the text that may be shown, and at the end the calls; return the text as a stream has shown it."""
+        """Set the text that may be shown, and at the end the calls; return that text."""
         tool_format, before = self.completion.tool_format, self.text
         if tool_format is None:
             self.text = text

@@ -1,4 +1,4 @@
-"""What a client can do with a session besides chatting in it: read its rows, post its reward, end it.
+"""Routes of a session besides its chat: its rows, its reward, its end.
 
     GET    /sessions/NAME              rows and counts
     POST   /sessions/NAME/v1/reward    {"reward": 1.0}

@@ -37,7 +37,7 @@ class MessageKey(NamedTuple):
 
 
 def conversation_keys(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[MessageKey]:
-    """Return the keys of a request: one for its tools, then one for each message, whose content is a text."""
+    """Return the keys of a request: one for its tools, then one per message (text only)."""
     return [MessageKey(TOOLS, _digest(_canonical(list(tools)))), *map(message_key, messages)]
 
 
@@ -58,7 +58,7 @@ def call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call as chat templates expect them: an object where the text is JSON of one."""
+    """Return the arguments of a call as chat templates expect them, as an object if possible."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -69,7 +69,7 @@ def end_text(tokenizer: Any, sampled: Sequence[int]) -> str | None:
 
 
 def _with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """Return an answer whose last part is the mark: templates write calls after the text, or leave the text out."""
+    """Return an answer that ends with the mark: templates write calls after the text."""
     calls = [*(message.get("tool_calls") or ())]
     if not calls:
         return {"role": message["role"], "content": mark}

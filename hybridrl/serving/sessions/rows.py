@@ -48,7 +48,9 @@ class SessionRow:
 
 
 def session_rows(turns: Sequence[Turn], *, max_prompt_length: int | None = None) -> list[SessionRow]:
-    """Return the rows of a session, the main one first. Each sampled token is on the mask of one row.
+    """Return the rows of a session, the main one first.
+
+    Each sampled token is on the mask of one row.
 
     Args:
         turns: Of the session.

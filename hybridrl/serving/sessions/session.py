@@ -184,7 +184,7 @@ class Session:
         return replace(plan, tokens_left=left)
 
     def seed(self, plan: Plan) -> int:
-        """Return the seed of an episode's request: of its row and its prompt, so that the order does not matter."""
+        """Return the seed of an episode's request, which depends on its row and its prompt alone."""
         assert self.episode is not None
         numbers = self.episode.seed, self.episode.sample, plan.occurrence, plan.prompt_ids
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1

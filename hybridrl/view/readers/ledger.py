@@ -1,4 +1,4 @@
-"""What the step ledger of a run adds up to, read as it grows; it is checked by `step_ledger`, not here."""
+"""Sums of the step ledger of a run, read as it grows; `step_ledger` checks it."""
 
 from typing import Any
 

@@ -61,7 +61,10 @@ class StepIndex:
                 self.prompts.append(prompt_number(record))
 
     def rows(self, query: SampleQuery) -> Iterator[int]:
-        """Yield the rows with a fitting prompt and score. A sample without a score fits if no score is asked for."""
+        """Yield the rows with a fitting prompt and score.
+
+        A sample without a score fits if no score is asked for.
+        """
         wanted = int(query.prompt, 16) if query.prompt else None
         any_score = query.lowest == -math.inf and query.highest == math.inf
         for row, (score, prompt) in enumerate(zip(self.scores, self.prompts, strict=True)):
@@ -115,7 +118,7 @@ class SampleStore:
         return {"samples": found, "next": None, "step": None if place is None else place[0]}
 
     def _matches(self, query: SampleQuery, after: Place | None) -> Iterator[tuple[Place, dict[str, Any] | None]]:
-        """Yield the samples that fit in order; without a record also after each file, so that a caller may end."""
+        """Yield the samples that fit, in order, and None after each file, where a caller may end."""
         for step, part in sorted(self.files(), reverse=not query.ascending):
             if not query.first <= step <= query.last or not _comes_after((step, part), after, query.ascending):
                 continue
@@ -141,7 +144,7 @@ class SampleStore:
         return (parsed(line) or {}) | {"prompt_id": f"{index.prompts[row]:016x}"}
 
     def tokens(self, step: int, sample_id: str) -> dict[str, Any] | None:
-        """Return the tokens of a sample with what was recorded of each; None if the run did not record them."""
+        """Return the tokens of a sample with their records; None if the run has none."""
         for _, line in LineTail(self._folder.below(TOKENS), f"{step}.jsonl").lines():
             record = parsed(line)
             if record is not None and record.get("id") == sample_id:

@@ -43,7 +43,7 @@ def write_samples(run: Path, step: int, records: Iterable[dict[str, Any]]) -> Pa
 
 
 def write_trace(run: Path, steps: int, *, job: str = "job") -> None:
-    """Write a trace whose steps take 10 ms: 2 ms of `prepare`, 8 ms of `update`, of which the actor works 6 ms."""
+    """Write a trace with 2 ms of `prepare` and 8 ms of `update` (actor: 6 ms) per step."""
     stages, calls = [], []
     for step in range(1, steps + 1):
         begin = step * 10 * MS

@@ -12,7 +12,7 @@ from hybridrl.trainer.run.samples import sample_ids
 
 
 def batch_of(**columns: torch.Tensor) -> DataProto:
-    """Two rows with prompts of 2 tokens; the responses have 3 and 2 tokens, the second of the first from a tool."""
+    """Two rows with prompts of 2 tokens and responses of 3 and 2, one token of a tool."""
     ones = {
         "responses": torch.tensor([[1, 2, 3], [4, 5, 0]]),
         "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),

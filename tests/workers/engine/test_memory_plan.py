@@ -1,4 +1,4 @@
-"""Memory of an engine as arithmetic: numbers worked out by hand, what each setting saves, and what a budget allows."""
+"""Memory of an engine: numbers worked out by hand, savings, and budgets."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -29,7 +29,7 @@ TOLERANCE = 16
 
 
 def final_logits_of(config: Any) -> FinalLogits:
-    """Return what a model with this config does with the output of its head, by the names of such entries."""
+    """Return what a model with this config does with the output of its head."""
     text = config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):

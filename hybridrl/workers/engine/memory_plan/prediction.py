@@ -199,7 +199,7 @@ class EngineMemory:
 
     @property
     def activations(self) -> float:
-        """Return the bytes that all decoder layers of this process keep of a micro-batch, or of several in a pipeline.
+        """Return the bytes that all decoder layers of this process keep for the backward pass.
 
         A pipeline's first stage holds as many micro-batches as there are stages.
         """

@@ -106,7 +106,7 @@ class ModelShape:
         return (2 * self.hidden + 3 * self.active_experts * self.intermediate) * element
 
     def layer_activations(self, *, element: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> float:
-        """Return the bytes that a decoder layer keeps of a token for the backward pass, with these bytes per element.
+        """Return the bytes that a decoder layer keeps of a token for the backward pass.
 
         Residual stream and norms: the input of each norm, what it normalizes and its result. Attention: queries, keys,
         values and result. Feed-forward: gate, its activation, the other branch, and their product.
