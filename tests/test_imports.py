@@ -34,6 +34,7 @@ LIGHT = (
     "import hybridrl.cli",
     "import hybridrl.workers.engine.memory_plan.choice",
     "import hybridrl.view.command",
+    "import hybridrl.doctor.run",
 )
 TORCH = ("from hybridrl import DataProto",)
 

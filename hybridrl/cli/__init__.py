@@ -13,6 +13,7 @@
     hybridrl view RUN ...                     a web page about runs: curves, samples, settings, timeline, failures
     hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
+    hybridrl doctor [RUN]                     what is wrong with this machine or with a run, and what to change
     hybridrl eval TASK MODEL                  how often a model answers right, with confidence intervals and samples
     hybridrl plan key=value ...               the memory that a job needs of its devices, and settings that fit
     hybridrl simulate --gpus N key=value ...  what a schedule would take on N devices, on a virtual clock

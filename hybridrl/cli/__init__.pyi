@@ -1,4 +1,5 @@
 from .command import main as main
+from .doctor import examine as examine
 from .evaluate import evaluate as evaluate
 from .graph import job_graph as job_graph
 from .graph import show_graph as show_graph

@@ -23,6 +23,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_view(commands)
     _add_export(commands)
     _add_serve(commands)
+    _add_doctor(commands)
     _add_eval(commands)
     _add_plan(commands)
     _add_simulate(commands)
@@ -176,6 +177,13 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _add_trust(serve)
     serve.set_defaults(run_command="serve")
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    what = "look for what is wrong with a run, or with this machine, and name the setting to change"
+    doctor = commands.add_parser("doctor", help=what, description=what)
+    doctor.add_argument("run", nargs="?", metavar="RUN", help="a run's directory, or a URL; default: this machine")
+    doctor.set_defaults(run_command="examine")
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:

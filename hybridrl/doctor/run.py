@@ -1,0 +1,91 @@
+"""What is wrong with a run, from the files that it has written."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrl.doctor import rules
+from hybridrl.doctor.curves import MIN_STEPS, Curves
+from hybridrl.doctor.finding import Finding
+from hybridrl.errors import ConfigError
+from hybridrl.view.readers.storage import Folder
+from hybridrl.view.runs import Run, open_runs
+
+ERROR_FILE = "error.log"
+ERROR_BYTES = 65536
+MAX_LOSSES = 3  # of one role, that chance explains
+STOPPED = ("Terminated", "KeyboardInterrupt")  # by whoever ran it
+
+
+def examine_run(path: str) -> Iterator[Finding]:
+    """Yield what was found in the files of a run, from a local disk or any fsspec path.
+
+    Raises:
+        ConfigError: There is no run, or there are several.
+    """
+    runs = [*open_runs([path]).values()]
+    if len(runs) > 1:
+        raise ConfigError(
+            f"{path}: has {len(runs)} runs; name one of them: {', '.join(run.folder.url for run in runs[:5])}"
+        )
+    run = runs[0]
+    run.metrics.update()
+    curves = Curves(run.metrics)
+    steps = curves.last_step
+    yield Finding("steps", f"{steps} of {run.settings.total_steps() or 'an unknown number'}")
+    yield from _end(run.folder)
+    yield from _failures(run)
+    yield from _checkpoints(run, steps)
+    if steps < MIN_STEPS:
+        yield Finding("metrics", f"fewer than {MIN_STEPS} steps: too few to judge the curves by")
+        return
+    lag = _setting(run, "trainer.lag", 0)
+    found = [*rules.findings(curves, lag=int(lag) if str(lag).isdigit() else 0)]
+    yield from found or [Finding("metrics", "no rule finds anything")]
+
+
+def _end(folder: Folder) -> Iterator[Finding]:
+    """Yield the error that the run has ended with."""
+    stat = folder.stat(ERROR_FILE)
+    if stat is None:
+        return
+    text = folder.read(ERROR_FILE, max(0, stat[0] - ERROR_BYTES), stat[0]).decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    last = next((line for line in reversed(lines) if not line.startswith((" ", "\t"))), "")
+    yield Finding(
+        "the run ended with an error", last[:300], f"{ERROR_FILE} has the whole traceback; start the same command again"
+    )
+
+
+def _failures(run: Run) -> Iterator[Finding]:
+    """Yield lost processes, and what the master says about the run."""
+    found = run.failures.read()
+    lost = Counter(name.rsplit("-", 1)[0] for entry in found["recoveries"] for name in entry.get("lost", ()))
+    if lost:
+        seen = ", ".join(f"{role} {count} times" for role, count in lost.most_common())
+        seconds = sum(float(entry.get("seconds", 0.0)) for entry in found["recoveries"])
+        often = [role for role, count in lost.items() if count > MAX_LOSSES]
+        change = ""
+        if often:
+            change = f"read the logs of {', '.join(often)} (memory first): hybridrl job logs RUN --process NAME"
+        yield Finding("lost processes", f"{seen}; {seconds:.0f} s of recovery", change)
+    for journal in found["journals"][:1]:
+        if str(journal["state"]).lower() == "failed" and not str(journal["reason"]).startswith(STOPPED):
+            yield Finding("the master ended the run", str(journal["reason"]), "hybridrl job status RUN says more")
+        if journal["problem"]:
+            yield Finding("the master's journal", journal["problem"], "what came after the damage is not known")
+
+
+def _checkpoints(run: Run, steps: int) -> Iterator[Finding]:
+    names = [name for name in run.folder.names() if name.startswith("global_step_")]
+    newest = max((int(name.rpartition("_")[2]) for name in names if name.rpartition("_")[2].isdigit()), default=None)
+    if newest is None and steps >= MIN_STEPS:
+        yield Finding(
+            "no checkpoint", f"{steps} steps are lost with the run", "trainer.save_freq=N commits every N steps"
+        )
+    elif newest is not None:
+        yield Finding("newest checkpoint", f"step {newest}")
+
+
+def _setting(run: Run, name: str, default: Any) -> Any:
+    return run.settings.values().get(name, default)
