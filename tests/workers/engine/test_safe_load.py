@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.safe_load import METADATA, WEIGHTS_ONLY_VARIABLE, read_metadata, without_code
@@ -49,6 +50,25 @@ def test_metadata_of_engines_name_no_class_whose_module_differs_between_pythons(
     dcp.save({"step": torch.tensor(1)}, storage_writer=PortableWriter(tmp_path))
     assert read_metadata(tmp_path / METADATA).storage_meta.checkpoint_id == str(tmp_path)
     assert b"pathlib" not in (tmp_path / METADATA).read_bytes()
+
+
+class Attribute:
+    """Pickles as an attribute of a class, as Python 3.11.2 pickles members of enums."""
+
+    def __init__(self, cls, name):
+        self.arguments = (cls, name)
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_a_member_of_an_enum_is_read_as_python_3_11_2_pickles_it_and_no_other_attribute(tmp_path):
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")))
+    assert read_metadata(tmp_path / METADATA) is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for cls, name in ((torch.Size, "numel"), (_MEM_FORMAT_ENCODING, "__subclasses__")):
+        (tmp_path / METADATA).write_bytes(pickle.dumps(Attribute(cls, name)))
+        with pytest.raises(CheckpointError, match="getattr|damaged"):
+            read_metadata(tmp_path / METADATA)
 
 
 def test_code_in_the_metadata_does_not_run(saved, tmp_path):
