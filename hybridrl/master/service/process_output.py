@@ -17,6 +17,7 @@ from hybridrl.system.machine import machine_id
 
 READ_TIMEOUT_S = 60.0  # for a task to start on the process's node
 MAX_BYTES = 4 * 1024**2  # of a file, from its end
+MOVED = "old"  # where Ray's log monitor moves files of ended processes when it has too many open
 RAY_LINES = (b":job_id:", b":actor_name:", b":task_name:")  # Ray's own marks at the start of a line
 
 
@@ -86,8 +87,9 @@ def read_ends(paths: Sequence[str], lines: int) -> list[str | None]:
 
 
 def _read_end(path: str, lines: int) -> str | None:
+    moved = os.path.join(os.path.dirname(path), MOVED, os.path.basename(path))
     try:
-        with open(path, "rb") as f:
+        with open(path if os.path.exists(path) else moved, "rb") as f:
             size = f.seek(0, os.SEEK_END)
             f.seek(max(0, size - MAX_BYTES))
             kept = [line for line in f.read().splitlines() if not line.startswith(RAY_LINES)]
