@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from hybridrl import planning, simulation
+from hybridrl import main_ppo, planning, simulation
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
 from hybridrl.planning import Candidate, Devices, Moment, PlannedProcess
@@ -25,9 +25,7 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(PPOConfig, arguments.settings, program="hybridrl plan", config_name="ppo_trainer")
     if config is None:  # --cfg job has shown the settings
         return 0
-    from hybridrl.main_ppo import validate_config
-
-    validate_config(config, with_inputs=False)
+    main_ppo.validate_config(config, with_inputs=False)
     device = "cpu" if config.trainer.device == "cpu" else "cuda"
     memory = _memory(arguments, device)
     devices = Devices(read_shape=_read_shape, device=device, memory=memory, budget=USABLE * memory)

@@ -5,10 +5,12 @@ from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any
 
+from hybridrl import main_ppo
 from hybridrl.config.engines import SECTIONS
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.errors import ConfigError
 from hybridrl.planning.processes import Moment, PlannedProcess, ReadShape, plan_processes
-from hybridrl.workers.engine.memory_plan import choose
+from hybridrl.workers.engine.memory_plan import ModelShape, choose
 
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4)
@@ -57,6 +59,7 @@ class Devices:
     """
 
     def __init__(self, *, read_shape: ReadShape, device: str, memory: float, budget: float):
+        self.read_shape = read_shape
         self.budget = budget
         self.plan = partial(plan_processes, read_shape=read_shape, device=device, memory=memory)
 
@@ -93,13 +96,27 @@ def fitting_settings(config: PPOConfig, devices: Devices) -> tuple[dict[str, Any
 
 
 def candidates(config: PPOConfig, devices: Devices) -> Iterator[Candidate]:
-    """Yield layouts of the job's devices with the settings that fit them best, the given one first."""
+    """Yield layouts of the job's devices with the settings that fit them best, the given one first.
+
+    A layout that the checks of the settings refuse is left out.
+    """
     length = config.data.max_prompt_length + config.data.max_response_length
     caches = [process.rollout.cache_tokens for process in devices.plan(config) if process.rollout is not None]
-    for layout, changes in _layouts(config, shards_rollout=min(caches, default=length) < length):
+    shape = devices.read_shape(str(config.actor_rollout_ref.model.path))
+    for layout, changes in _layouts(config, shape, shards_rollout=min(caches, default=length) < length):
         changed = with_settings(config, changes)
+        if not _is_accepted(changed):
+            continue
         more, processes = fitting_settings(changed, devices)
         yield Candidate(layout, {**changes, **more}, processes, devices.problem(config, processes))
+
+
+def _is_accepted(config: PPOConfig) -> bool:
+    try:
+        main_ppo.validate_config(config, with_inputs=False)
+    except ConfigError:
+        return False
+    return True
 
 
 def with_settings(config: Any, changes: Changes) -> Any:
@@ -169,9 +186,9 @@ def _resting_offload(config: PPOConfig, processes: list[PlannedProcess]) -> dict
     return changes
 
 
-def _layouts(config: PPOConfig, *, shards_rollout: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield other layouts with their names in words; more shards of the rollout only if asked for."""
-    trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+def _layouts(config: PPOConfig, shape: ModelShape, *, shards_rollout: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield layouts that the model can be cut into, in words; more shards of the rollout only if asked for."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     yield "as given", {}
     own, count = trainer.n_gpus_per_node, trainer.n_gpus_per_node * trainer.nnodes
     if not rollout.n_gpus_per_node and own > 1:
@@ -185,13 +202,12 @@ def _layouts(config: PPOConfig, *, shards_rollout: bool) -> Iterator[tuple[str, 
             },
         )
     for size in TENSOR_SIZES[1:]:
-        if shards_rollout and rollout.name == "vllm" and rollout.mode == "sync" and own % size == 0:
+        if shards_rollout and rollout.name == "vllm" and not own % size and not shape.heads % size:
             yield f"rollout TP {size}", {f"{ROLLOUT}.tensor_model_parallel_size": size}
-    if actor.strategy != "megatron" and config.actor_rollout_ref.model.lora_rank:
-        return
     for tensor in TENSOR_SIZES:
         for pipeline in PIPELINE_SIZES:
-            if tensor * pipeline == 1 or own % tensor or count % (tensor * pipeline):
+            divides = not (shape.heads % tensor or shape.kv_heads % tensor or shape.layers % pipeline)
+            if tensor * pipeline == 1 or own % tensor or count % (tensor * pipeline) or not divides:
                 continue
             yield (
                 f"Megatron TP {tensor} PP {pipeline}",

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
+from hybridrl import main_ppo
+from hybridrl.config.checks.adapters import read_saved_adapter
 from hybridrl.config.engines import (
     SECTIONS,
     critic_engine_settings,
@@ -21,6 +22,7 @@ from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, Memor
 
 MIB = 2**20
 TILE_BYTES = {"cuda": 256 * MIB, "cpu": 4 * MIB}  # of float32 logits, see algos/token_stats/from_states.py
+FLOAT32 = 4
 PUSH_BUFFERS = 2
 ReadShape = Callable[[str], ModelShape]
 
@@ -110,10 +112,8 @@ def plan_processes(config: PPOConfig, *, read_shape: ReadShape, device: str, mem
     Raises:
         ConfigError: An engine is a class of the user's own, or a model's config lacks an entry.
     """
-    from hybridrl.main_ppo import resource_pools, worker_classes
-
-    workers = worker_classes(config)
-    manager = resource_pools(config, workers)
+    workers = main_ppo.worker_classes(config)
+    manager = main_ppo.resource_pools(config, workers)
     path = config.actor_rollout_ref.model.path
     policy = read_shape(_required(path))
     processes = []
@@ -134,7 +134,7 @@ def plan_processes(config: PPOConfig, *, read_shape: ReadShape, device: str, mem
                 num_processes=count,
             )
         bucket = config.actor_rollout_ref.rollout.weight_sync.bucket_mb * MIB
-        processes.append(PlannedProcess(pool, count, MappingProxyType(models), rollout, PUSH_BUFFERS * bucket))
+        processes.append(PlannedProcess(pool, count, models, rollout, PUSH_BUFFERS * bucket))
     return processes
 
 
@@ -143,7 +143,7 @@ def _models(
 ) -> dict[str, EngineMemory]:
     """Return the models that a role has in a process of a pool with `count` processes, by name."""
     model, critic = config.actor_rollout_ref.model, config.critic
-    sizes = _Sizes(config, device, count)
+    sizes = _Sizes(config, device, count, vocab=policy.vocab)
     if role in (Role.Actor, Role.ActorRollout):
         return {"actor": EngineMemory(policy, sizes.actor())}
     if role is Role.Critic:
@@ -166,8 +166,8 @@ def _models(
 class _Sizes:
     """The settings of a job's engines, as `EngineSizes`."""
 
-    def __init__(self, config: PPOConfig, device: str, count: int):
-        self._config, self._device, self._count = config, device, count
+    def __init__(self, config: PPOConfig, device: str, count: int, *, vocab: int):
+        self._config, self._device, self._count, self._vocab = config, device, count, vocab
         data = config.data
         self._length = data.max_prompt_length + data.max_response_length
         self._response_share = data.max_response_length / self._length
@@ -229,7 +229,7 @@ class _Sizes:
                 "dtype": dtype,
                 "tokens": tokens,
                 "response_share": self._response_share,
-                "chunk": chunk or TILE_BYTES[self._device] // 4 // 32_000,
+                "chunk": chunk or max(1, TILE_BYTES[self._device] // FLOAT32 // self._vocab),
                 "whole_logits": not policy.model.use_fused_kernels,
                 "param_offload": settings.param_offload,
                 "optimizer_offload": settings.optimizer_offload,
@@ -258,8 +258,6 @@ def _without_head(shape: ModelShape) -> ModelShape:
 def _lora_rank(model: Any) -> int:
     if model.lora_adapter_path is None:
         return model.lora_rank
-    from hybridrl.config.checks.adapters import read_saved_adapter
-
     return read_saved_adapter(model.lora_adapter_path).rank
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl import cli
+from hybridrl import cli, main_ppo
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
@@ -123,6 +123,30 @@ def test_a_plan_offloads_nothing_that_the_settings_refuse():
             assert not any(value for name, value in found.changes.items() if name.endswith("_offload"))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"actor_rollout_ref__model__lora_rank": 8},
+        {"actor_rollout_ref__rollout__mode": "async"},
+        {"trainer__n_gpus_per_node": 6},
+        {"actor_rollout_ref__rollout__name": "hf"},
+    ],
+)
+def test_no_layout_is_offered_that_the_checks_of_the_settings_refuse(model, changes):
+    config = job(actor_rollout_ref__model__path=str(model), data__train_batch_size=480, **changes)
+    found = [*candidates(config, devices(28.0))]
+    assert len(found) > 1
+    for candidate in found:
+        main_ppo.validate_config(with_settings(config, candidate.changes), with_inputs=False)
+
+
+def test_models_that_fit_no_megatron_layout_are_offered_none(model):
+    (model / "config.json").write_text(json.dumps(QWEN_7B | {"model_type": "qwen2_moe_other"}))
+    config = job(actor_rollout_ref__model__path=str(model))
+    assert not any(found.layout.startswith("Megatron") for found in candidates(config, devices(28.0)))
+
+
 def test_too_small_a_cache_is_a_problem_that_more_shards_of_the_rollout_solve():
     found = {one.layout: one.problem for one in candidates(job(), devices(28.0))}
     assert found["as given"].startswith("the cache of global_pool holds 0 tokens, a row has 5,120")
@@ -132,7 +156,8 @@ def test_too_small_a_cache_is_a_problem_that_more_shards_of_the_rollout_solve():
 def test_the_settings_that_the_command_prints_fit(model, capsys):
     assert cli.main(words(model)) == 1
     shown = capsys.readouterr().out
-    assert "global_pool: 8 processes, GiB of each" in shown and "Megatron TP 8 PP 1" in shown
+    assert "global_pool: 8 processes, GiB of each" in shown
+    assert "Megatron TP 4 PP 1" in shown and "Megatron TP 8" not in shown  # 4 heads of keys and values
     assert cli.main([*words(model), "--apply"]) == 0
     changes = capsys.readouterr().out.replace("\\\n", " ").split()
     assert cli.main([*words(model), *changes]) == 0
