@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def submit_file(arguments: argparse.Namespace) -> int:
-    """Start the job of `arguments.file` and return its exit code: 0, also if it still runs, or 143 if it was stopped.
+    """Start the job of `arguments.file` and return its exit code.
+
+    The code is 0 also if the job still runs, and 143 if it was stopped.
 
     Raises:
         ConfigError: Before anything starts, if the file does not describe one job.

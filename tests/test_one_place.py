@@ -1,4 +1,4 @@
-"""What is dangerous is in one place each: starting a process, loading data that may name code, listening at a port.
+"""What is dangerous is in one place each: starting a process, loading code, listening at a port.
 
 A call elsewhere fails here, so that a second place is a decision: `docs/security.md` says what the first one checks.
 """

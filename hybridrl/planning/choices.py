@@ -187,7 +187,7 @@ def _resting_offload(config: PPOConfig, processes: list[PlannedProcess]) -> dict
 
 
 def _layouts(config: PPOConfig, shape: ModelShape, *, shards_rollout: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield layouts that the model can be cut into, in words; more shards of the rollout only if asked for."""
+    """Yield layouts that the model can be cut into, in words."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     yield "as given", {}
     own, count = trainer.n_gpus_per_node, trainer.n_gpus_per_node * trainer.nnodes

@@ -146,7 +146,10 @@ class Costs:
         return self._pass_s(lengths) / self.train_ranks
 
     def update_s(self, lengths: np.ndarray) -> float:
-        """Return the seconds in which one rank trains on these responses: a forward pass and two of a backward one."""
+        """Return the seconds in which one rank trains on these responses.
+
+        A backward pass costs two forward ones.
+        """
         return 3 * self._pass_s(lengths) / self.train_ranks
 
     def _pass_s(self, lengths: np.ndarray) -> float:

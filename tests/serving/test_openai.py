@@ -1,5 +1,6 @@
-"""The endpoint in front of one replica, called by OpenAI's own client, or by plain HTTP where that client rejects a
-mistake.
+"""The endpoint in front of one replica, called by OpenAI's own client.
+
+Mistakes that the client rejects itself are sent by plain HTTP.
 """
 
 import asyncio

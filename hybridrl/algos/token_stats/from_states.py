@@ -149,7 +149,9 @@ def token_stats_of_states(
 
 @dataclass
 class _Sums:
-    """Sums over the logits z of each token that were seen so far, (N,) float32; u = max(z - top, MIN_LOG_PROB).
+    """Sums over the logits z of each token that were seen so far, (N,) float32.
+
+    Below, u = max(z - top, MIN_LOG_PROB).
 
     Attributes:
         top: The largest z.

@@ -45,7 +45,7 @@ class ImportedCommand:
 
 
 def import_verl(arguments: argparse.Namespace) -> int:
-    """Print the commands of a script, or one command, as ours; return 1 if one cannot run as it is."""
+    """Print commands of verl as ours; return 1 if one cannot run as it is."""
     code = 0
     for place, words in enumerate(verl_commands(arguments.verl, os.environ)):
         imported = imported_command(words)

@@ -110,7 +110,7 @@ class RunningJob:
         ray.kill(self.supervisor, no_restart=False)
 
     def stop(self, reason: str = "RunningJob.stop()") -> None:
-        """Stop the job, as `hybridrl job stop` does: SIGTERM to its trainer, and 30 s later SIGKILL to what is left."""
+        """Stop the job: SIGTERM to its trainer, and 30 s later SIGKILL to what is left."""
         import ray
 
         if not self.is_finished() and (master := find_actor(master_name(self.name))) is not None:

@@ -39,7 +39,8 @@ def main() -> None:
     sys.path[:] = wanted["path"]
     imported = import_all(wanted["modules"])
     reason = why_not_forkable()
-    print(json.dumps({"refused": reason} if reason else {"imported": imported}), flush=True)
+    sys.stdout.write(json.dumps({"refused": reason} if reason else {"imported": imported}) + "\n")
+    sys.stdout.flush()
     if reason:
         return
     gc.collect()
