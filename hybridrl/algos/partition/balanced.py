@@ -6,7 +6,7 @@ give equal results in every process.
 
 import heapq
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from hybridrl.errors import DataError
 
 Numbers = Sequence[float] | torch.Tensor
+FEW_PARTS = 8
+"""So many parts are inserted into a sorted list one by one; more are sorted with it."""
 
 
 def micro_batches(
@@ -102,7 +104,7 @@ def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = F
     order = sorted(range(len(weights)), key=lambda index: (-weights[index], index))
     hand_size = num_parts if equal_size else 1
     hands = [order[start : start + hand_size] for start in range(0, len(order), hand_size)]
-    parts = _largest_differencing([_deal(hand, weights) for hand in hands], num_parts)
+    parts = [(-total, indices) for total, indices in _differenced([_deal(hand, weights) for hand in hands], num_parts)]
     if equal_size:
         parts = sorted(
             _swapped_while_better(parts, weights), key=lambda part: (-len(part[1]), -part[0], sorted(part[1]))
@@ -147,21 +149,23 @@ def _first_fit(units: Iterable[list[int]], lengths: list[int], max_rows: int, ma
 
 
 Part = tuple[float, list[int]]
-"""A part's total weight and its indices. A partial solution has its parts with indices, heaviest first."""
+"""A part's total weight and its indices."""
+Solution = list[Part]
+"""Parts with indices, heaviest first. Totals are negative, so that tuples sort without a key: 4 times as fast."""
 
 
-def _deal(hand: list[int], weights: list[float]) -> list[Part]:
-    return [(weights[index], [index]) for index in hand]
+def _deal(hand: list[int], weights: list[float]) -> Solution:
+    return [(-weights[index], [index]) for index in hand]
 
 
-def _largest_differencing(solutions: list[list[Part]], num_parts: int) -> list[Part]:
+def _differenced(solutions: list[Solution], num_parts: int) -> Solution:
     """Merge the two most uneven partial solutions, heaviest part with lightest, until one is left.
 
     Parts without indices are left out of the lists: most merges are of few parts, whatever `num_parts` is.
     """
 
-    def negative_spread(solution: list[Part]) -> float:
-        return (solution[-1][0] if len(solution) == num_parts else 0) - solution[0][0]
+    def negative_spread(solution: Solution) -> float:
+        return solution[0][0] - (solution[-1][0] if len(solution) == num_parts else 0)
 
     # The running number breaks ties, so that the order never depends on comparing parts.
     heap = [(negative_spread(solution), number, solution) for number, solution in enumerate(solutions)]
@@ -174,12 +178,18 @@ def _largest_differencing(solutions: list[list[Part]], num_parts: int) -> list[P
     return parts + [(0, [])] * (num_parts - len(parts))
 
 
-def _merged(first: list[Part], second: list[Part], num_parts: int) -> list[Part]:
+def _merged(first: Solution, second: Solution, num_parts: int) -> Solution:
     """Return one partial solution: part i of the first with part num_parts - 1 - i of the second."""
     alone, other_alone = max(0, num_parts - len(second)), max(0, num_parts - len(first))
     pairs = zip(first[alone:], reversed(second[other_alone:]), strict=True)
-    merged = first[:alone] + second[:other_alone] + [(a + b, left + right) for (a, left), (b, right) in pairs]
-    merged.sort(key=lambda part: (-part[0], part[1]))
+    merged, more = first[:alone], second[:other_alone]
+    if len(merged) < len(more):
+        merged, more = more, merged
+    more += [(a + b, left + right) for (a, left), (b, right) in pairs]
+    if len(more) > FEW_PARTS:
+        return sorted(merged + more)
+    for part in more:
+        insort(merged, part)
     return merged
 
 
