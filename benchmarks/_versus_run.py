@@ -94,7 +94,7 @@ def run_trl(job: dict[str, Any], clock: Clock) -> None:
 
     def reward(completions: list, ground_truth: list[str], **_: Any) -> list[float]:
         found = [
-            float(compute_score("hybridrl/arithmetic", answer[0]["content"], truth))
+            float(compute_score(answer[0]["content"], truth))
             for answer, truth in zip(completions, ground_truth, strict=True)
         ]
         scores.append(sum(found) / len(found))
