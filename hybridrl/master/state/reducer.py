@@ -230,10 +230,16 @@ def _add_worker(state: JobState, event: WorkerJoined) -> JobState:
         return _recovered_if_complete(state)
     sizes = state.sizes | {label: max(event.group_size, state.sizes.get(label, 0))}
     state = replace(state, sizes=sizes, roles={label: str(RolePhase.STARTING)} | state.roles)
+    return _recovered_if_complete(_move_role(state, label, "all_alive") if _are_all_alive(state, label) else state)
+
+
+def _are_all_alive(state: JobState, label: str) -> bool:
+    if len(state.workers) < state.sizes[label]:  # most joins of a large job end here
+        return False
     alive = sum(
-        role_of_slot(slot) == label and other.state == WorkerPhase.ALIVE for slot, other in state.workers.items()
+        role_of_slot(slot) == label and worker.state == WorkerPhase.ALIVE for slot, worker in state.workers.items()
     )
-    return _recovered_if_complete(_move_role(state, label, "all_alive") if alive >= sizes[label] else state)
+    return alive >= state.sizes[label]
 
 
 def _change_ranks(state: JobState, event: RanksChanged) -> JobState:
@@ -251,8 +257,10 @@ def _change_ranks(state: JobState, event: RanksChanged) -> JobState:
 
 def _recovered_if_complete(state: JobState) -> JobState:
     """Mark the job as recovered if none of its workers is lost or starting."""
-    lost = [slot for slot, worker in state.workers.items() if worker.state in (WorkerPhase.LOST, WorkerPhase.STARTING)]
-    return state if lost else _move_job(state, "recovered")
+    if next_state(JOB, state.state, "recovered") == state.state:
+        return state
+    lost = (worker.state in (WorkerPhase.LOST, WorkerPhase.STARTING) for worker in state.workers.values())
+    return state if any(lost) else _move_job(state, "recovered")
 
 
 def _step(state: JobState, event: StepCompleted) -> JobState:
