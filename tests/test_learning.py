@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_BEFORE, MIN_AFTER = 0.4, 0.8  # held-out accuracy; the recipe rises from about 0.2 to about 0.9
+MAX_BEFORE, MIN_AFTER = 0.4, 0.9  # held-out accuracy; the recipe rises from about 0.15 to about 0.98
 DEADLINE_S = 1800  # the aim is 480 s on two free cores
 
 
