@@ -1,9 +1,9 @@
 """One contender of `versus_trl.py`, in a process of its own: GRPO on the job in JOB, measured step by step.
 
-    python benchmarks/_versus_run.py ours|trl JOB OUT
+    python benchmarks/_versus_run.py ours|shared|trl JOB OUT
 
 JOB is a JSON file, see `versus_trl.Job.settings`. OUT gets one JSON line per step: `wall_s`, `cpu_s`, `reward`,
-`tokens` (generated). Both contenders train the same model on the same prompts with the same reward.
+`tokens` (generated). All contenders train the same model on the same prompts with the same reward.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Clock:
             file.write(json.dumps({"wall_s": wall, "cpu_s": cpu, **more}) + "\n")
 
 
-def run_ours(job: dict[str, Any], clock: Clock) -> None:
+def run_ours(job: dict[str, Any], clock: Clock, *, shares_prefixes: bool = False) -> None:
     from hybridrl import main_ppo
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
@@ -61,6 +62,7 @@ def run_ours(job: dict[str, Any], clock: Clock) -> None:
             "actor_rollout_ref.actor.optim.weight_decay": ADAM["weight_decay"],
             "actor_rollout_ref.actor.ppo_mini_batch_size": job["prompts"],
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096,
+            "actor_rollout_ref.actor.use_prefix_grouper": shares_prefixes,
             "actor_rollout_ref.actor.clip_ratio_low": CLIP_LOW,
             "actor_rollout_ref.actor.clip_ratio_high": CLIP_HIGH,
             "actor_rollout_ref.rollout.name": "hf",
@@ -157,7 +159,9 @@ def main() -> None:
     who, job, out = sys.argv[1:]
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    {"ours": run_ours, "trl": run_trl}[who](json.loads(Path(job).read_text()), Clock(Path(out)))
+    {"ours": run_ours, "shared": partial(run_ours, shares_prefixes=True), "trl": run_trl}[who](
+        json.loads(Path(job).read_text()), Clock(Path(out))
+    )
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@
 environment of its own (`--env`), on top of this environment's packages. The contenders run in turn, each in a process
 of its own; in every round their order changes. A job is 256 samples and one optimizer step per training step, without
 Ray: n samples for each of 256 / n prompts. Seconds of the wall say what a user waits on an idle machine; seconds of the
-CPU hold on a busy one. The figure has the reward of every step, of both.
+CPU hold on a busy one. "shared" is ours with `actor.use_prefix_grouper=true`, which computes common first tokens once.
+The figure has the reward of every step.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -31,7 +33,7 @@ HERE = Path(__file__).parent
 TRL = "trl==1.16.0"
 SAMPLES = 256  # of one step
 SKIPPED_STEPS = 2  # the first steps include allocations and imports
-CONTENDERS = ("ours", "trl")
+CONTENDERS = ("ours", "shared", "trl")
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,7 @@ def run(python: Path, who: str, settings: dict[str, Any], folder: Path) -> list[
 
 
 def compare(job: Job, arguments: argparse.Namespace, folder: Path) -> dict[str, list[list[dict[str, float]]]]:
-    """Run both contenders in every round; return contender -> its steps in each round."""
-    pythons = {"ours": Path(sys.executable), "trl": arguments.trl}
+    """Run all contenders in every round; return contender -> its steps in each round."""
     found: dict[str, list[list[dict[str, float]]]] = {who: [] for who in CONTENDERS}
     for number in range(arguments.rounds):
         settings = job.settings(
@@ -125,7 +126,8 @@ def compare(job: Job, arguments: argparse.Namespace, folder: Path) -> dict[str, 
             trl_micro_batch=arguments.trl_micro_batch,
         )
         for who in CONTENDERS if number % 2 else reversed(CONTENDERS):
-            found[who].append(run(pythons[who], who, settings, folder))
+            python = arguments.trl if who == "trl" else Path(sys.executable)
+            found[who].append(run(python, who, settings, folder))
     return found
 
 
@@ -135,12 +137,12 @@ def medians(rounds: Sequence[Sequence[dict[str, float]]], name: str) -> list[flo
 
 
 def print_job(name: str, found: dict[str, list[list[dict[str, float]]]]) -> None:
-    for clock in ("cpu_s", "wall_s"):
-        ours, theirs = (medians(found[who], clock) for who in CONTENDERS)
+    for clock, who in itertools.product(("cpu_s", "wall_s"), CONTENDERS[:-1]):
+        ours, theirs = medians(found[who], clock), medians(found["trl"], clock)
         ratios = sorted(own / other for own, other in zip(ours, theirs, strict=True))
         own, other = statistics.median(ours), statistics.median(theirs)
         print(
-            f"{name:>20} {clock:>7} {own:8.3f} {other:8.3f} {SAMPLES / own:10.0f} {SAMPLES / other:10.0f} "
+            f"{name:>20} {who:>7} {clock:>7} {own:8.3f} {other:8.3f} {SAMPLES / own:10.0f} {SAMPLES / other:10.0f} "
             f"{statistics.median(ratios):6.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})  load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
@@ -155,7 +157,7 @@ def draw(results: dict[str, dict[str, list[list[dict[str, float]]]]], path: Path
 
     figure, axes = pyplot.subplots(1, len(results), figsize=(4.5 * len(results), 3.6), squeeze=False, sharey=True)
     for axis, (name, found) in zip(axes[0], results.items(), strict=True):
-        for who, colour in zip(CONTENDERS, ("C0", "C1"), strict=True):
+        for who, colour in zip(CONTENDERS, ("C0", "C2", "C1"), strict=True):
             for number, steps in enumerate(found[who]):
                 rewards = [step["reward"] for step in steps]
                 axis.plot(range(1, len(rewards) + 1), rewards, colour, label=who if number == 0 else None, alpha=0.8)
@@ -186,7 +188,10 @@ def main() -> None:
     arguments.trl = trl_python(arguments.env)
     arguments.quickstart = arguments.quickstart.resolve()
     print(f"{SAMPLES} samples per step; medians of {arguments.rounds} rounds of {arguments.steps} steps")
-    print(f"{'job':>20} {'clock':>7} {'ours':>8} {'TRL':>8} {'ours/s':>10} {'TRL/s':>10}  ratio (lowest to highest)")
+    print(
+        f"{'job':>20} {'':>7} {'clock':>7} {'ours':>8} {'TRL':>8} {'ours/s':>10} {'TRL/s':>10}  "
+        "ratio (lowest to highest)"
+    )
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
