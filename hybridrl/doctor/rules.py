@@ -3,6 +3,7 @@
 A threshold is a reason to look, not a proof; docs/monitoring.md has the sources and the healthy ranges.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from hybridrl.doctor.finding import Finding
 
 SCORE, ENTROPY, LENGTH = "critic/score/mean", "actor/entropy", "response_length/mean"
 FLAT = 1e-3  # a score that moves less does not move
+MIN_FALL = 0.05  # of a score; a smaller one may be noise
 LOW_ENTROPY = 0.005  # nats; the quick start ends with 0.012 and 99 % right answers
 MIN_STAGE_SHARE = 0.1  # of a step, for a stage worth naming
 
@@ -107,6 +109,7 @@ def findings(curves: Curves, *, lag: int) -> Iterator[Finding]:
         curves: Its metrics.
         lag: `trainer.lag`.
     """
+    yield from _collapse(curves)
     for limit in LIMITS:
         value = curves.mean_end(limit.metric) if limit.metric.startswith("reward/") else curves.end(limit.metric)
         if value > limit.high or value < limit.low:
@@ -129,6 +132,18 @@ def _score(curves: Curves) -> Iterator[Finding]:
     else:
         change = "read samples (trainer.rollout_data_dir) and test the reward function on right answers"
     yield Finding("the reward does not move", seen, change)
+
+
+def _collapse(curves: Curves) -> Iterator[Finding]:
+    values = curves.values(SCORE)
+    first, last = max(values[: max(1, len(values) // 5)], default=0.0), curves.end(SCORE)
+    if first > 0 and last < min(0.5 * first, first - MIN_FALL):
+        seen = f"{SCORE} fell from {first:.3g} to {last:.3g}"
+        lowest, entropy = min(curves.values(ENTROPY), default=math.nan), curves.end(ENTROPY)
+        if entropy > 2 * lowest:
+            seen += f", {ENTROPY} rose from {lowest:.3g} to {entropy:.3g}"
+        change = "actor_rollout_ref.actor.optim.lr down, by 10 at first; actor.use_kl_loss=true; then start again"
+        yield Finding("the policy was destroyed", seen, change)
 
 
 def _entropy(curves: Curves) -> Iterator[Finding]:
@@ -181,7 +196,8 @@ def _stages(curves: Curves) -> Iterator[Finding]:
     step = curves.end("timing_s/step")
     for name in curves.names("timing_s/"):
         first, last = curves.begin(name), curves.end(name)
-        if name != "timing_s/step" and last > 2 * first > 0 and last > MIN_STAGE_SHARE * step:
+        usual = statistics.median(curves.values(name) or [0.0])  # low, if only some steps validate or save
+        if name != "timing_s/step" and last > 2 * first > 0 and min(last, 3 * usual) > MIN_STAGE_SHARE * step:
             grows = curves.end(LENGTH) > 1.5 * curves.begin(LENGTH)
             change = "responses grew as well; data.max_response_length" if grows else STAGES.get(name, TRACE)
             yield Finding("a stage has become slower", f"{name} went from {first:.3g} to {last:.3g} s", change)

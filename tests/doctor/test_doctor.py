@@ -1,4 +1,4 @@
-"""`hybridrl doctor`: twelve planted faults are named, and a healthy run has none."""
+"""`hybridrl doctor`: thirteen planted faults are named, and a healthy run has none."""
 
 import json
 import math
@@ -33,6 +33,7 @@ HEALTHY = {
     "timing_s/step": lambda step: 10.0,
     "timing_s/gen": lambda step: 6.0,
     "timing_s/reward": lambda step: 0.5,
+    "timing_s/testing": lambda step: 5.0 if step % 4 == 3 or step > 36 else 1e-5,
     "val-core/openai/gsm8k/acc/mean@1": curve(0.2, 0.7),
 }
 FAULTS = {
@@ -49,6 +50,14 @@ FAULTS = {
         },
         "the reward does not move",
         "algorithm.filter_groups.enable",
+    ),
+    "learning rate too high": (
+        {
+            "critic/score/mean": lambda step: 0.4 if step < 2 else 0.0,
+            "actor/entropy": lambda step: 0.1 if step < 2 else 4.0,
+        },
+        "the policy was destroyed",
+        "optim.lr down",
     ),
     "entropy that collapses": (
         {"actor/entropy": lambda step: 0.5 * 0.8**step},
