@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from hybridrl.doctor.finding import Finding
+from hybridrl.doctor.network import examine_nccl, examine_network
 
 GIB = 2**30
 MIN_SHM_GIB = 1.0  # Ray's object store of a local cluster takes 0.5 GiB
@@ -33,7 +34,10 @@ def examine_machine() -> Iterator[Finding]:
     yield from (_disk(what, path) for what, path in (("this directory", "."), ("Ray's directory", RAY_DIRECTORY)))
     yield _open_files()
     yield _clock()
+    yield from examine_network()
     yield _gpu()
+    if _gpu_models():
+        yield examine_nccl()
 
 
 def _packages() -> Iterator[Finding]:
@@ -101,14 +105,18 @@ def _clock() -> Finding:
     return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), change)
 
 
-def _gpu() -> Finding:
-    """Return what the driver of NVIDIA says about the devices."""
-    models = [
+def _gpu_models() -> list[str]:
+    """Return the models of the devices, as the driver of NVIDIA names them."""
+    return [
         line.partition(":")[2].strip()
         for file in sorted(NVIDIA.glob("gpus/*/information"))
         for line in file.read_text().splitlines()
         if line.startswith("Model")
     ]
+
+
+def _gpu() -> Finding:
+    models = _gpu_models()
     if not models:
         return Finding("GPU", f"none; {os.cpu_count()} cores")
     version = _version("torch") or ""
