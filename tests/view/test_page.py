@@ -23,6 +23,7 @@ from tests.support.view.run_files import (
 ROOT = Path(__file__).parents[2]
 BROWSER = find_browser()
 HOSTILE = "<script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\"> it's \"5\" & 6"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium, or set HYBRIDRL_TEST_BROWSER"),
@@ -36,8 +37,10 @@ def run(tmp_path_factory) -> Path:
     first = sample(1, 0, answer=HOSTILE, prompt=HOSTILE, score=1.0) | {HOSTILE: HOSTILE}
     write_samples(path, 1, [first, sample(1, 1)])
     write_samples(path, 2, [sample(2, 0, answer="later", prompt=HOSTILE)])
-    record = {"id": first["id"], "tokens": [HOSTILE, " end"], "mask": [1, 0], "advantage": [0.5, 0.5]}
-    write_lines(path / "rollouts" / "tokens" / "1.jsonl", [record | {"old": [-0.1, -0.9], "rollout": [-0.2, -0.3]}])
+    record = {"id": first["id"], "tokens": [HOSTILE, " end"], "mask": [1, 1], "advantage": [0.5, 0.5]}
+    spoken = {"id": sample(1, 1)["id"], "tokens": [CALL, " 5", HOSTILE], "mask": [1, 0, 1], "advantage": [0.5] * 3}
+    more = {"old": [-0.1, -0.9], "rollout": [-0.2, -0.3]}
+    write_lines(path / "rollouts" / "tokens" / "1.jsonl", [record | more, spoken])
     write_trace(path, 5)
     write_journal(path, LOST)
     write_lines(path / "failures.jsonl", [{"step": 2, "lost": [HOSTILE], "detected_at": 1.0, "seconds": 1.5}])
@@ -95,6 +98,19 @@ def test_a_sample_is_text_and_its_tokens_have_colours(address):
         colours = "[...document.querySelectorAll('.token')].map(e => e.style.backgroundColor)"
         positive, negative = await page.value(colours)
         assert positive.startswith("rgba(235") and negative.startswith("rgba(52")
+
+    look(address, "samples", visit)
+
+
+def test_turns_of_policy_and_environment_are_apart_and_name_the_calls(address):
+    async def visit(page: Page) -> None:
+        await page.until("document.querySelectorAll('.sample dl').length === 3")
+        await page.value("[...document.querySelectorAll('.sample')][2].querySelectorAll('button')[0].click()")
+        await page.until("document.querySelectorAll('.turn').length === 3")
+        turns = "[...document.querySelectorAll('.turn')]"
+        assert await page.value(f"{turns}.map(e => e.className)") == ["turn", "turn environment", "turn"]
+        assert "calls add(a=2, b=3)" in await page.value(f"{turns}[0].innerText")
+        assert HOSTILE in await page.value(f"{turns}[2].innerText")
 
     look(address, "samples", visit)
 

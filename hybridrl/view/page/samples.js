@@ -114,7 +114,10 @@ async function showTokens(run, sample, answer, button) {
   button.textContent = "tokens";
   const tokens = record.tokens.map((text, i) => ({ text, mask: record.mask?.[i] ?? 1, old: record.old?.[i], rollout: record.rollout?.[i], advantage: record.advantage?.[i] }));
   const able = Object.entries(COLOURINGS).filter(([, [, value]]) => tokens.some((token) => Number.isFinite(value(token))));
-  const paint = (name) => answer.replaceChildren(legend(name), ...tokens.map((token) => tokenSpan(token, COLOURINGS[name][1], scaleOf(tokens, COLOURINGS[name][1]))));
+  const paint = (name) => {
+    const value = COLOURINGS[name][1], scale = scaleOf(tokens, value);
+    answer.replaceChildren(legend(name), ...turnsOf(tokens, (token) => tokenSpan(token, value, scale)));
+  };
   const legend = (name) => el("div", { className: "quiet" }, choice(able.map(([key, [title]]) => [key, title]), name, paint),
     ` largest ${short(Math.max(0, scaleOf(tokens, COLOURINGS[name][1]) - SAME))}; blue: negative, orange: positive; faint: masked`);
   const telling = able.find(([, [, value]]) => scaleOf(tokens, value) > SAME) ?? able[0];
@@ -137,6 +140,34 @@ function tokenSpan(token, value, scale) {
     title: facts.filter(([, fact]) => fact !== undefined && fact !== null).map(([name, fact]) => `${name} ${short(fact)}`).join("\n"),
     style: { backgroundColor: Number.isFinite(shown) ? colourOf(shown / scale) : "transparent" },
   }, token.text);
+}
+
+/** Return the elements of the tokens; in blocks of policy and environment, if both wrote some. */
+function turnsOf(tokens, elementOf) {
+  const turns = [];
+  for (const token of tokens) {
+    if (!turns.length || !turns.at(-1)[0].mask !== !token.mask) turns.push([]);
+    turns.at(-1).push(token);
+  }
+  if (turns.length < 2) return tokens.map(elementOf);
+  return turns.map((turn) => {
+    const calls = turn[0].mask ? callsIn(turn.map((token) => token.text).join("")) : [];
+    const who = el("div", { className: "who" }, turn[0].mask ? "policy" : "environment", calls.map((call) => el("span", { className: "tag" }, `calls ${call}`)));
+    return el("div", { className: turn[0].mask ? "turn" : "turn environment" }, who, ...turn.map(elementOf));
+  });
+}
+
+/** Return the tool calls of a text, as name(arguments), in the formats of Hermes, Qwen and Mistral, and of Llama 3. */
+function callsIn(text) {
+  const blocks = [...text.matchAll(/<tool_call>(.*?)<\/tool_call>|\[TOOL_CALLS\]\s*(\[.*\])|^\s*(\{.*\})\s*$/gs)];
+  return blocks.flatMap(([, hermes, mistral, llama]) => {
+    try {
+      return [JSON.parse(hermes ?? mistral ?? llama)].flat().filter((call) => call?.name)
+        .map((call) => `${call.name}(${Object.entries(call.arguments ?? call.parameters ?? {}).map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ")})`);
+    } catch {
+      return [];  // not a call, or one that lacks its format
+    }
+  });
 }
 
 function showPromptChart(place, samples) {
