@@ -101,6 +101,7 @@ def read_files(paths: list[Path]) -> dict[str, list[RawRow]]:
 
 
 def read_json_lines(path: Path) -> Iterator[RawRow]:
+    """Yield the objects of a file, each with its line. Raises RawDataError for a line that is none."""
     opener = gzip.open if path.name.endswith(".gz") else open
     number = 0
     try:

@@ -37,6 +37,7 @@ from hybridrl.config.checks.sampling import sampling_problems
 from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
 from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
 from hybridrl.config.reward_limits import RewardLimits
+from hybridrl.config.schema.data import HubData
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
@@ -98,12 +99,12 @@ def check_sft_config(config: SFTConfig) -> None:
 def data_file_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield missing training files, and local files that do not exist."""
     if not config.data.train_files and not config.trainer.val_only:
-        yield "data.train_files=[]: no training data; give Parquet files (data_preprocess/ creates them)"
+        yield "data.train_files=[]: no training data; give parquet or .jsonl files (data_preprocess/ creates them)"
     for key in ("train_files", "val_files"):
         yield from (
             f"data.{key}={path}: there is no such file{_tilde_hint(path)}"
             for path in getattr(config.data, key)
-            if _is_missing(path)
+            if _is_missing(path) and HubData.named(path) is None
         )
 
 

@@ -1,8 +1,34 @@
 """Settings of the data: files, prompts, lengths."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from hybridrl.config.fields import MAX_SEED, section, setting
+
+FILES = "(one or a list): parquet, .jsonl, or ORG/NAME[:SPLIT] of the Hugging Face hub."
+HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?::([\w.-]+))??(?::([\w.-]+))?")
+FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".csv", ".arrow")
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A dataset of the Hugging Face hub as a setting names it: ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT."""
+
+    name: str
+    config: str | None
+    split: str
+
+    @classmethod
+    def named(cls, text: str) -> "HubData | None":
+        """Return what a setting names; None for a file that exists, and for what looks like a path of one."""
+        found = HUB_NAME.fullmatch(text)
+        if found is None or Path(text).is_file() or found[1].endswith(FILE_SUFFIXES):
+            return None
+        return cls(found[1], found[2], found[3] or "train")
+
+    def __str__(self) -> str:
+        return ":".join(part for part in (self.name, self.config, self.split) if part)
 
 
 @dataclass(frozen=True)
@@ -21,8 +47,8 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: list[str] = setting([], "Parquet files of training prompts (one path or a list).")
-    val_files: list[str] = setting([], "Parquet files of validation prompts (one path or a list).")
+    train_files: list[str] = setting([], f"Training prompts {FILES}")
+    val_files: list[str] = setting([], f"Validation prompts {FILES}")
     prompt_key: str = setting("prompt", "Column with the prompt: a string or a list of chat messages.")
     image_key: str = setting(
         "images", "Column with images; a dataset that has one is refused, because this release reads text only."

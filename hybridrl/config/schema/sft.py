@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 
 from hybridrl.config.fields import MAX_SEED, section, setting
+from hybridrl.config.schema.data import FILES
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.config.schema.workers import DYNAMIC, MICRO, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 
 
 @dataclass(frozen=True)
 class SupervisedDataConfig:
-    train_files: list[str] = setting([], "Parquet files of training rows (one path or a list).")
-    val_files: list[str] = setting([], "Parquet files of validation rows (one path or a list).")
+    train_files: list[str] = setting([], f"Training rows {FILES}")
+    val_files: list[str] = setting([], f"Validation rows {FILES}")
     train_batch_size: int = setting(256, "Rows of the data in one optimizer step.", ge=1)
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(True, DYNAMIC)

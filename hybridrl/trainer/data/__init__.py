@@ -1,1 +1,8 @@
-"""Training data: parquet files, datasets, the order of prompts, seeds and tokenizers."""
+"""Training data: files of rows, datasets, the order of prompts, seeds and tokenizers.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

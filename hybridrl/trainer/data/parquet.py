@@ -1,4 +1,4 @@
-"""Read the rows of several parquet files as one sequence.
+"""Read the rows of several files as one sequence: parquet, JSON lines, or a dataset of the Hugging Face hub.
 
 Errors name the file and the row in it.
 
@@ -15,20 +15,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from hybridrl.config.schema.data import HubData
 from hybridrl.errors import DataError
+from hybridrl.trainer import data
+
+JSON_LINES = (".jsonl", ".jsonl.gz")
 
 
 class ParquetRows:
-    """The rows of `files` in order. Files are memory-mapped and may differ in columns and types.
+    """The rows of `files` in order. Parquet files are memory-mapped. Files may differ in columns and types.
 
     Raises:
-        DataError: No file was given, or one is missing, not parquet, damaged, or has two columns of one name.
+        DataError: No file was given, or one is missing, cannot be read, is damaged, or has two columns of one name.
     """
 
     def __init__(self, files: list[str] | str):
         self.files = [files] if isinstance(files, str) else list(files)
         if not self.files:
-            raise DataError("no data files were given; set data.train_files or data.val_files to parquet files")
+            raise DataError("no data files were given; set data.train_files or data.val_files")
         self._tables = [_read(file) for file in self.files]
         self._ends = list(itertools.accumulate(table.num_rows for table in self._tables))
 
@@ -126,6 +130,10 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _read(file: str) -> pa.Table:
     path = Path(file).expanduser()
+    if (source := HubData.named(file)) is not None:
+        return data.hub_table(source)
+    if path.name.endswith(JSON_LINES) and path.is_file():
+        return data.json_lines_table(path)
     if not path.is_file():
         raise DataError(
             f"no file {file}; make one with python -m data_preprocess.gsm8k or another module of data_preprocess"
