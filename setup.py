@@ -43,6 +43,7 @@ setup(
     package_data={
         "": ["*.pyi"],
         "hybridrl": ["py.typed"],
+        "hybridrl.cli.project": ["template/*", "template/tests/*"],
         "hybridrl.config": ["presets/*.yaml"],
         "hybridrl.view": ["page/*", "*.zip"],
     },

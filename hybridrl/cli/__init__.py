@@ -1,5 +1,10 @@
-"""The `hybridrl` command: jobs, graphs, timelines, a page about runs, models, plans, simulated runs, verl.
+"""The `hybridrl` command: training, data, models, jobs, graphs, timelines, a page about runs, plans, verl.
 
+    hybridrl train DATA MODEL [key=value ...] a training run in one line, with settings for this machine
+    hybridrl init NAME                        a directory with a reward function, a stage, data, a run and tests
+    hybridrl data list                        the known tasks, and how their data are made
+    hybridrl data inspect FILE                a file's rows, columns and lengths, and what would be refused
+    hybridrl chat MODEL                       a conversation with a model, a checkpoint or an endpoint
     hybridrl job submit FILE                  start the job that a file describes: YAML, JSON, or Python with a builder
     hybridrl job graph FILE                   its roles, what flows between them, and their placement; starts nothing
     hybridrl job graph key=value ...          the stages of a PPO job, their columns and placement; starts nothing
@@ -14,7 +19,7 @@
     hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
     hybridrl doctor [RUN]                     what is wrong with this machine or with a run, and what to change
-    hybridrl eval TASK MODEL                  how often a model answers right, with confidence intervals and samples
+    hybridrl eval TASK MODEL_OR_URL           how often a model answers right, with confidence intervals and samples
     hybridrl plan key=value ...               the memory that a job needs of its devices, and settings that fit
     hybridrl simulate --gpus N key=value ...  what a schedule would take on N devices, on a virtual clock
     hybridrl import-verl SCRIPT               a launch script or a command line of verl as ours, every change explained

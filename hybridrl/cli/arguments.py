@@ -25,6 +25,10 @@ def command_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_doctor(commands)
     _add_eval(commands)
+    _add_chat(commands)
+    _add_train(commands)
+    _add_init(commands)
+    _add_data(commands.add_parser("data", help="list known tasks, or inspect a file").add_subparsers(required=True))
     _add_plan(commands)
     _add_simulate(commands)
     _add_import_verl(commands)
@@ -169,14 +173,18 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
     serve.add_argument("--port", type=int, default=8000, help="0: any free port")
     serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; HYBRIDRL_API_KEY sets a key")
-    serve.add_argument("--engine", default="hf", help="hf, vllm, or a rollout of your own: package.module:Name")
     serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
-    serve.add_argument(
+    _add_engine(serve)
+    serve.set_defaults(run_command="serve")
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--engine", default="hf", help="hf, vllm, or a rollout of your own: package.module:Name")
+    command.add_argument(
         "--max-length", type=int, help="tokens of prompt and response; default: the model's limit, at most 4096"
     )
-    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    _add_trust(serve)
-    serve.set_defaults(run_command="serve")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _add_trust(command)
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
@@ -188,14 +196,86 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
     what = "measure how often a model answers right: avg@n, pass@k and maj@n with 95 %% confidence intervals"
-    usage = "hybridrl eval [-h] [--n N] [--output DIR] TASK MODEL [key=value ...]"
+    usage = "hybridrl eval [-h] [--n N] [--output DIR] [...] TASK MODEL [key=value ...]"
     run = commands.add_parser("eval", help=what, description=what, usage=usage)
-    run.add_argument("task", metavar="TASK", help="gsm8k, math, arithmetic, or a parquet file as for data.val_files")
-    run.add_argument("model", metavar="MODEL", help="a model's directory or hub name, or a global_step_N of a run")
+    run.add_argument("task", metavar="TASK", help="gsm8k, math, arithmetic, or rows as for data.val_files")
+    run.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a model's directory or hub name, a global_step_N of a run, or http://HOST:PORT/v1",
+    )
     run.add_argument("--n", type=int, default=1, help="samples per prompt; one is greedy (default: %(default)s)")
     run.add_argument("--output", metavar="DIR", help="where samples and metrics go; default: outputs/eval/TASK")
+    _add_endpoint_options(run)
+    run.add_argument(
+        "--concurrency", type=int, default=32, metavar="N", help="URL: open requests (default: %(default)s)"
+    )
     run.epilog = "key=value: settings of python -m hybridrl.main_ppo, such as data.max_response_length=2048"
     run.set_defaults(run_command="evaluate")
+
+
+def _add_endpoint_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model-name", metavar="NAME", help="URL: the model, if the endpoint has several")
+    command.add_argument(
+        "--key-variable",
+        default="HYBRIDRL_API_KEY",
+        metavar="VARIABLE",
+        help="URL: environment variable with the key to send (default: %(default)s)",
+    )
+
+
+def _add_chat(commands: argparse._SubParsersAction) -> None:
+    what = "talk to a model in the terminal, until Ctrl-D"
+    chat = commands.add_parser("chat", help=what, description=what)
+    chat.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a model's directory or hub name, a global_step_N of a run, or http://HOST:PORT/v1",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    chat.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)g)")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="of one answer; default: what the model has room for")
+    _add_endpoint_options(chat)
+    _add_engine(chat)
+    chat.set_defaults(run_command="chat")
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    what = "train a model on a task or a file: choose settings for this machine, print the command, and run it"
+    usage = "hybridrl train [-h] [--print] DATA MODEL [key=value ...]"
+    train = commands.add_parser("train", help=what, description=what, usage=usage)
+    train.add_argument(
+        "data",
+        metavar="DATA",
+        help="gsm8k, math, arithmetic, a parquet or .jsonl file, or ORG/NAME[:SPLIT] of the hub; prompts are trained "
+        "by GRPO, conversations by SFT, pairs by DPO",
+    )
+    train.add_argument("model", metavar="MODEL", help="a model's directory or hub name")
+    train.add_argument(
+        "--data-source",
+        metavar="SOURCE",
+        help="raw data of a known task, if they are made now: a .jsonl file, or a directory",
+    )
+    train.add_argument("--print", action="store_true", help="print the command without running it")
+    train.epilog = "key=value: settings of the program, such as trainer.total_training_steps=100"
+    train.set_defaults(run_command="train")
+
+
+def _add_init(commands: argparse._SubParsersAction) -> None:
+    what = "make a directory with a reward function, an agent loop, a stage, data, a run and tests to change"
+    init = commands.add_parser("init", help=what, description=what)
+    init.add_argument("name", metavar="NAME", help="the directory; it does not exist yet")
+    init.set_defaults(run_command="create_project")
+
+
+def _add_data(data: argparse._SubParsersAction) -> None:
+    what = "list the known tasks, where their data are, and how to make them"
+    data.add_parser("list", help=what, description=what).set_defaults(run_command="list_tasks")
+    what = "show a file's rows, columns and lengths, and what a program would refuse"
+    inspect = data.add_parser("inspect", help=what, description=what)
+    inspect.add_argument("file", metavar="FILE", help="parquet, .jsonl, or ORG/NAME[:SPLIT] of the hub")
+    inspect.add_argument("--model", help="a model's directory or hub name: lengths in its tokens")
+    inspect.set_defaults(run_command="inspect_file")
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

@@ -11,7 +11,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (the command line's by default) and return its exit code."""
     parser = command_parser()
     arguments, settings = parser.parse_known_args(argv)
-    if settings and arguments.run_command not in ("evaluate", "plan", "show_graph", "simulate"):
+    if settings and arguments.run_command not in ("evaluate", "plan", "show_graph", "simulate", "train"):
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     arguments.settings = settings
     set_up_logging()

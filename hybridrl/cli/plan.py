@@ -28,7 +28,7 @@ def plan(arguments: argparse.Namespace) -> int:
     main_ppo.validate_config(config, with_inputs=False)
     device = "cpu" if config.trainer.device == "cpu" else "cuda"
     memory = _memory(arguments, device)
-    devices = Devices(read_shape=_read_shape, device=device, memory=memory, budget=USABLE * memory)
+    devices = Devices(read_shape=read_shape, device=device, memory=memory, budget=USABLE * memory)
     processes = devices.plan(config)
     problem = devices.problem(config, processes)
     found = [*planning.candidates(config, devices)]
@@ -77,13 +77,13 @@ def layout_table(found: Iterable[Candidate]) -> list[str]:
 
 def overrides(candidate: Candidate) -> str:
     """Return the changes of a layout as words of a command line."""
-    return " \\\n".join(f"{name}={_word(value)}" for name, value in candidate.changes.items()) + "\n"
+    return " \\\n".join(f"{name}={word(value)}" for name, value in candidate.changes.items()) + "\n"
 
 
 def expected_step(config: PPOConfig, device: str) -> str:
     """Return a line with the expected seconds of a step's stages, by the simulation of the schedule."""
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
-    shape = _read_shape(str(policy.model.path))
+    shape = read_shape(str(policy.model.path))
     run = simulation.Simulation(
         costs=simulation.Costs(
             simulation.DEVICES[device],
@@ -123,7 +123,7 @@ def _memory(arguments: argparse.Namespace, device: str) -> float:
 
 
 @cache
-def _read_shape(path: str) -> ModelShape:
+def read_shape(path: str) -> ModelShape:
     """Return the shape of a model by its directory or hub name.
 
     Raises:
@@ -138,5 +138,6 @@ def _read_shape(path: str) -> ModelShape:
         raise ConfigError(f"{path}: the model's config.json cannot be used ({text}); correct the path") from error
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """Return a value as a word of a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)

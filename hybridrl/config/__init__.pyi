@@ -1,4 +1,6 @@
 from .build import from_dict as from_dict
+from .checks.generation import check_evaluation_config as check_evaluation_config
+from .checks.generation import check_generation_config as check_generation_config
 from .checks.preference import check_dpo_config as check_dpo_config
 from .checks.preference import check_rm_config as check_rm_config
 from .checks.rules import check_config as check_config
@@ -7,6 +9,8 @@ from .introspection import to_dict as to_dict
 from .introspection import to_yaml as to_yaml
 from .load import load_config as load_config
 from .reference import help_text as help_text
+from .schema.generation import EvaluationConfig as EvaluationConfig
+from .schema.generation import GenerationConfig as GenerationConfig
 from .schema.ppo import PPOConfig as PPOConfig
 from .schema.preference import DPOConfig as DPOConfig
 from .schema.preference import RMConfig as RMConfig

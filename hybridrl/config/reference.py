@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import indent
 
 from hybridrl.config.introspection import SettingSection, SettingSpec, sections
+from hybridrl.config.schema.generation import EvaluationConfig, GenerationConfig
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.preference import DPOConfig, RMConfig
 from hybridrl.config.schema.sft import SFTConfig
@@ -104,4 +105,6 @@ PROGRAMS = {
     "hybridrl.main_sft": SFTConfig,
     "hybridrl.main_dpo": DPOConfig,
     "hybridrl.main_rm": RMConfig,
+    "hybridrl.main_generation": GenerationConfig,
+    "hybridrl.main_eval": EvaluationConfig,
 }

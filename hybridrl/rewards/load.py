@@ -56,7 +56,7 @@ def load_reward_manager(
     )
     if (function.path, function.name) != DEFAULT_FUNCTION and (failure := manager.check_function()) is not None:
         manager.close()
-        raise ConfigError(describe_failure(config, failure, function))
+        raise ConfigError(describe_failure(config.custom_reward_function, failure, function))
     return manager
 
 
@@ -92,10 +92,9 @@ def score_function(config: PPOConfig) -> FunctionAddress:
     return FunctionAddress(*DEFAULT_FUNCTION, kwargs=dict(custom.kwargs))
 
 
-def describe_failure(config: PPOConfig, failure: LoadFailure, function: FunctionAddress) -> str:
+def describe_failure(custom: CustomRewardConfig, failure: LoadFailure, function: FunctionAddress) -> str:
     """Return the error text for a function that cannot be used: key, value, reason, fix."""
     if function.path is None:
         return f"reward_fn={function.name}: {failure.reason}; {HINTS[failure.kind]}"
-    custom = config.custom_reward_function
     subject = f"path={custom.path}" if failure.kind in ("path", "import") else f"name={custom.name} in {custom.path}"
     return f"custom_reward_function.{subject}: {failure.reason}; {HINTS[failure.kind]}"

@@ -42,6 +42,7 @@ def test_help_for_a_word_shows_only_keys_with_it(capsys):
 
 def test_every_preset_has_a_title_and_belongs_to_one_program():
     titles = {program: preset_titles(f"{program}_trainer") for program in ("ppo", "sft", "dpo", "rm", "distill")}
+    titles |= {"generation": preset_titles("generation"), "eval": preset_titles("evaluation")}
     names = [name for of_one in titles.values() for name in of_one]
     assert sorted(names) == sorted(path.stem for path in PRESETS.glob("*.yaml"))
     for program, of_one in titles.items():

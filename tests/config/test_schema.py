@@ -7,10 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, from_dict, load_config, to_dict, to_yaml
+from hybridrl.config import (
+    DPOConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    from_dict,
+    load_config,
+    to_dict,
+    to_yaml,
+)
 from hybridrl.config.introspection import keys, sections
 
-SCHEMAS = [PPOConfig, SFTConfig, DPOConfig, RMConfig]
+SCHEMAS = [PPOConfig, SFTConfig, DPOConfig, RMConfig, GenerationConfig, EvaluationConfig]
 MAX_KEYS = 263  # 200, sampling, distillation, settings of single losses, free sections of other engines
 # The keys that most of verl's launch scripts set, with their values.
 FREQUENT = (Path(__file__).parent / "frequent_overrides.txt").read_text().split()

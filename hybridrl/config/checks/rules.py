@@ -6,7 +6,7 @@ this package does not import them.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,11 +101,14 @@ def data_file_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     if not config.data.train_files and not config.trainer.val_only:
         yield "data.train_files=[]: no training data; give parquet or .jsonl files (data_preprocess/ creates them)"
     for key in ("train_files", "val_files"):
-        yield from (
-            f"data.{key}={path}: there is no such file{_tilde_hint(path)}"
-            for path in getattr(config.data, key)
-            if _is_missing(path) and HubData.named(path) is None
-        )
+        yield from missing_files(key, getattr(config.data, key))
+
+
+def missing_files(key: str, paths: Sequence[str]) -> Problems:
+    """Yield files of the setting `data.key` that do not exist."""
+    for path in paths:
+        if _is_missing(path) and HubData.named(path) is None:
+            yield f"data.{key}={path}: there is no such file{_tilde_hint(path)}"
 
 
 def model_path_problems(config: PPOConfig) -> Problems:

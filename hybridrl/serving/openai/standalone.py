@@ -6,7 +6,7 @@ The model has one replica in this process, or several replica processes on Ray.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,28 +78,32 @@ class StandaloneModel:
 
 
 @contextmanager
-def one_replica(model: StandaloneModel, *, num_threads: int | None = None) -> Iterator[Replicas]:
+def one_replica(setup: RolloutSetup, *, num_threads: int | None = None) -> Iterator[Replicas]:
     """Run the model in this process, without Ray."""
     from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
     from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
-    group = LocalWorkerGroup(
-        None, ClassWithInitArgs(ReplicaWorker, model.setup(), num_threads=num_threads), role="replica"
-    )
+    group = LocalWorkerGroup(None, ClassWithInitArgs(ReplicaWorker, setup, num_threads=num_threads), role="replica")
     group.calls.init_model()
     yield LocalReplica(group.worker.rollout)
 
 
 @contextmanager
-def replicas_on_ray(model: StandaloneModel, num_replicas: int) -> Iterator[Replicas]:
-    """Run the model in processes of the connected Ray cluster. Lost processes are restarted."""
+def replicas_on_ray(setup: RolloutSetup, process_on_nodes: Sequence[int]) -> Iterator[Replicas]:
+    """Run the model in processes of the connected Ray cluster. Lost processes are restarted.
+
+    Args:
+        setup: Settings of each process.
+        process_on_nodes: How many processes each machine has.
+    """
     from hybridrl.single_controller.placement.resource_pool import RayResourcePool
     from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
     from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 
+    use_gpu = {"auto": None, "cpu": False, "cuda": True}[setup.device]
     with (
-        RayResourcePool([num_replicas], use_gpu=None) as pool,
-        RayWorkerGroup(pool, RayClassWithInitArgs(ReplicaWorker, model.setup()), role="replica") as group,
+        RayResourcePool([*process_on_nodes], use_gpu=use_gpu) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(ReplicaWorker, setup), role="replica") as group,
     ):
         group.calls.init_model()
         yield GroupReplicas(

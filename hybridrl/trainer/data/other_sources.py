@@ -23,7 +23,9 @@ def json_lines_table(path: Path) -> pa.Table:
     try:
         rows = [row.columns for row in raw.read_json_lines(path)]
     except (raw.RawDataError, OSError, ValueError) as error:
-        raise DataError(f"{' '.join(str(error).split()):.300}; write one JSON object with the columns per line") from error
+        raise DataError(
+            f"{' '.join(str(error).split()):.300}; write one JSON object with the columns per line"
+        ) from error
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: _column(path, name, [row.get(name) for row in rows]) for name in names}
     return pa.table(columns)
@@ -53,6 +55,7 @@ def hub_table(source: HubData) -> pa.Table:
     except Exception as error:  # the client has no common base for "no such dataset", "no network" and "not allowed"
         reason = unreachable or " ".join(str(error).split()) or type(error).__name__
         raise DataError(
-            f"{source}: no such file, and the Hugging Face hub gives no dataset {source.name} with split {source.split} "
-            f"({reason:.300}); give a parquet or .jsonl file, or ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT"
+            f"{source}: no such file, and the Hugging Face hub gives no dataset {source.name} with split "
+            f"{source.split} ({reason:.300}); give a parquet or .jsonl file, or ORG/NAME, ORG/NAME:SPLIT or "
+            "ORG/NAME:CONFIG:SPLIT"
         ) from error

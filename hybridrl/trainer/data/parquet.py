@@ -43,6 +43,24 @@ class ParquetRows:
         number, offset = self._locate(row)
         return self._tables[number].slice(offset, 1).to_pylist()[0]
 
+    def columns(self) -> dict[str, tuple[str, int]]:
+        """Return name -> (type in the first file that has it, number of rows with a value) of every column."""
+        found: dict[str, tuple[str, int]] = {}
+        for table in self._tables:
+            for name in table.column_names:
+                kind, filled = found.get(name, (str(table.schema.field(name).type), 0))
+                found[name] = kind, filled + len(table) - table[name].null_count
+        return found
+
+    def slice(self, start: int, end: int) -> pa.Table:
+        """Return rows `start` to `end` (not included). A column that a file lacks is null in its rows."""
+        begins = [0, *self._ends]
+        parts = [
+            table.slice(max(0, start - begin), max(0, end - max(start, begin)))
+            for begin, table in zip(begins, self._tables, strict=False)
+        ]
+        return pa.concat_tables([part for part in parts if part.num_rows], promote_options="permissive")
+
     def location(self, row: int) -> str:
         """Return file and row number in it, for messages."""
         number, offset = self._locate(row)

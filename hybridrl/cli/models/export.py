@@ -1,4 +1,4 @@
-"""`hybridrl export` and `hybridrl serve`: the policy of a checkpoint as files, or behind an endpoint."""
+"""`hybridrl export`: the policy of a checkpoint as Hugging Face files. Other commands read checkpoints by it, too."""
 
 import argparse
 import os
@@ -6,18 +6,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from hybridrl.driver.ray_cluster import start_ray
-from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.errors import CheckpointError
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.checkpoint.export_settings import settings_for_export
 from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, verify_manifest
-
-if TYPE_CHECKING:
-    from hybridrl.serving.openai.server import Endpoint
-
-
-# -- export
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.export import check_new_directory
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -45,11 +41,6 @@ def export_checkpoint(
         CheckpointError: There is no complete PPO checkpoint.
         ConfigError: `directory` cannot be written, or is not new or empty; or there is code that is not trusted.
     """
-    from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-    from hybridrl.single_controller.worker_group import ClassWithInitArgs
-    from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-    from hybridrl.workers.export import check_new_directory
-
     check_new_directory(directory)
     _check_is_ppo_checkpoint(checkpoint)
     verify_manifest(checkpoint)
@@ -80,57 +71,9 @@ def _nearest_checkpoint(path: str) -> str:
     return "give the global_step_N directory of a run with trainer.save_freq above 0"
 
 
-# -- serve
-
-
-def serve(arguments: argparse.Namespace) -> None:
-    """Run `hybridrl serve` until Ctrl-C."""
-    from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
-    from hybridrl.trainer.data.tokenizer import load_tokenizer
-    from hybridrl.workers.engine.model_files import check_model
-    from hybridrl.workers.rollout.base import rollout_class
-
-    if not rollout_class(arguments.engine, setting="--engine").capabilities.requests:
-        raise ConfigError(
-            f"--engine={arguments.engine}: needs the capability requests, which it does not declare; use hf"
-        )
-    if arguments.replicas < 1:
-        raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
-    if not 0 <= arguments.port < 65536:
-        raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
-    trust = arguments.trust_remote_code
-    with model_directory(arguments.model, trust_remote_code=trust) as path:
-        tokenizer = load_tokenizer(path, key="model", trust_remote_code=trust)
-        check_model(path, key="model", tokenizer=tokenizer, trust_remote_code=trust)
-        model = StandaloneModel(
-            path=path,
-            name=os.path.basename(os.path.normpath(arguments.model)),
-            tokenizer=tokenizer,
-            trust_remote_code=trust,
-            engine=arguments.engine,
-            max_length=arguments.max_length,
-            device=arguments.device,
-        )
-        if arguments.replicas > 1:
-            start_ray()
-        replicas = one_replica(model) if arguments.replicas == 1 else replicas_on_ray(model, arguments.replicas)
-        serve_forever(
-            model,
-            replicas,
-            host=arguments.host,
-            port=arguments.port,
-            on_start=_print_address,
-        )
-
-
-def _print_address(endpoint: "Endpoint") -> None:
-    sys.stdout.write(f"serving {endpoint.served.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
-    sys.stdout.flush()
-
-
 @contextmanager
 def model_directory(path: str, *, trust_remote_code: bool) -> Iterator[str]:
-    """Yield a model's directory; for a checkpoint, its policy as Hugging Face files while the block runs."""
+    """Yield a model's directory or name; for a checkpoint, its policy as Hugging Face files while the block runs."""
     if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
         yield os.path.join(path, "huggingface")
     elif os.path.isfile(os.path.join(path, MANIFEST)):

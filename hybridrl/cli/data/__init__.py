@@ -1,0 +1,1 @@
+"""Commands about data: `hybridrl data list` and `inspect`, and the tasks that commands know by a word."""

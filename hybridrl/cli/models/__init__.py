@@ -1,0 +1,1 @@
+"""Commands about a model: `hybridrl export`, `serve`, `eval`, `chat`."""

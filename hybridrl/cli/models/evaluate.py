@@ -1,0 +1,171 @@
+"""`hybridrl eval TASK MODEL`: how often a model answers right, with confidence intervals and all samples.
+
+For a model it runs the validation of `main_ppo` (`trainer.val_only`) and counts what it writes, so prompts, sampling
+and scores are those of training. For a URL it sends the prompts to the endpoint, and scores the answers likewise.
+"""
+
+import argparse
+import asyncio
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybridrl import evaluation, main_ppo
+from hybridrl.cli.data.tasks import TASKS, task_file
+from hybridrl.cli.models.export import model_directory
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.config.schema.data import HubData
+from hybridrl.config.schema.generation import ScoringConfig
+from hybridrl.errors import ConfigError
+from hybridrl.evaluation.endpoint import EndpointResponse
+from hybridrl.evaluation.parts import prepare_folder
+from hybridrl.evaluation.scoring import sample_of, write_lines
+from hybridrl.rewards.sample_score import SampleScore
+from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.prompt_dataset import as_messages
+
+LENGTH = 1024  # tokens of prompt and of response, where the model has room for both
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Run `hybridrl eval`, and return the exit code: 1 if no response has a score."""
+    for name in ("n", "concurrency"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name}={getattr(arguments, name)}: must be 1 or more")
+    folder = Path(arguments.output or f"outputs/eval/{Path(arguments.task).stem}")
+    if (folder / "samples").exists():
+        raise ConfigError(f"--output {folder}: has samples already; choose another directory")
+    if "://" in arguments.model:
+        return _evaluate_endpoint(arguments, folder)
+    file = _file_of(arguments.task)
+    with model_directory(arguments.model, trust_remote_code=False) as model:
+        code = main_ppo.main([*run_settings(file, model, folder, arguments.n), *arguments.settings])
+    if code == 0:
+        path = folder / "samples" / "0.jsonl"
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        table = evaluation.table(arguments.task, evaluation.grouped(rows))
+        sys.stdout.write("\n".join(table) + f"\nsamples: {path}\n")
+    return code
+
+
+def _file_of(task: str) -> str:
+    """Return the data of a task: a known one's test split, or what `data.val_files` takes."""
+    if task in TASKS:
+        return task_file(task)
+    if Path(task).is_file() or HubData.named(task) is not None:
+        return task
+    raise ConfigError(f"TASK {task}: no such file; give a parquet or .jsonl file, or one of {', '.join(TASKS)}")
+
+
+def run_settings(file: str, model: str, folder: Path, n: int) -> list[str]:
+    """Return the settings of a validation in this process; more of `main_ppo` may follow them."""
+    length = default_length(model)
+    return [
+        "--config-name=local_debug",
+        f"data.train_files={file}",
+        f"data.val_files={file}",
+        f"data.max_prompt_length={length}",
+        f"data.max_response_length={length}",
+        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.rollout.val_kwargs.n={n}",
+        f"actor_rollout_ref.rollout.val_kwargs.do_sample={str(n > 1).lower()}",
+        "trainer.val_only=true",
+        f"trainer.validation_data_dir={folder / 'samples'}",
+        f"trainer.default_local_dir={folder}",
+    ]
+
+
+def default_length(model: str) -> int:
+    """Return the tokens of the longest prompt and of the longest response.
+
+    That is half of the model's positions, at most 1024. A model whose config cannot be read gets 1024; loading it then
+    says what is wrong.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except Exception:  # its code believes the files; `main_ppo` reads them again and names the mistake
+        return LENGTH
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return LENGTH if positions is None else max(1, min(LENGTH, positions // 2))
+
+
+# -- an endpoint
+
+
+def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
+    words = [f"data.max_response_length={LENGTH}", *arguments.settings]
+    config = load_config(
+        PPOConfig, ["--config-name=local_debug", *words], program="hybridrl eval", config_name="ppo_trainer"
+    )
+    if config is None:  # --cfg job has shown the settings
+        return 0
+    found = evaluation.find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
+    model, file, output = asyncio.run(found), _file_of(arguments.task), str(folder / "samples" / "0.jsonl")
+    rows = ParquetRows(file)
+    rows.require(config.data.prompt_key, "data.prompt_key")
+    num = len(rows) if config.data.val_max_samples < 0 else min(config.data.val_max_samples, len(rows))
+    if not num:
+        raise ConfigError(f"TASK {arguments.task}: {file} has no rows")
+    requests = _requests(config, rows, num=num, n=arguments.n)
+    show = functools.partial(_show_progress, len(requests))
+    responding = evaluation.respond_all(model, requests, max_open=arguments.concurrency, on_done=show)
+    samples = _scored(config, rows, asyncio.run(responding), n=arguments.n)
+    prepare_folder(output, "--output")
+    write_lines(output, samples)
+    code = evaluation.report(samples)
+    sys.stdout.write(f"model: {model.name} at {model.url}\nsamples: {output}\n")
+    return code
+
+
+def _requests(
+    config: PPOConfig, rows: ParquetRows, *, num: int, n: int
+) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Return n requests for each of the first `num` rows; those of a row are adjacent."""
+    found = []
+    for row in range(num):
+        messages = as_messages(rows[row][config.data.prompt_key], rows.location(row))
+        found += [(messages, _parameters(config, n, seed=row * n + sample)) for sample in range(n)]
+    return found
+
+
+def _show_progress(total: int, done: int) -> None:
+    if sys.stderr.isatty() or done == total:
+        sys.stderr.write(f"\r{done} of {total} responses" + ("\n" if done == total else ""))
+        sys.stderr.flush()
+
+
+def _parameters(config: PPOConfig, n: int, *, seed: int) -> dict[str, Any]:
+    """Return how to sample, as in the validation of a model: greedy with n = 1."""
+    chosen = config.actor_rollout_ref.rollout.val_kwargs
+    sampled = {"temperature": chosen.temperature, "top_p": chosen.top_p, "seed": config.trainer.seed + seed}
+    return {"max_tokens": config.data.max_response_length, **(sampled if n > 1 else {"temperature": 0})}
+
+
+def _scored(config: PPOConfig, rows: ParquetRows, responses: list[EndpointResponse], *, n: int) -> list[dict[str, Any]]:
+    """Return a record of each response with its score; one that could not be had has a reason."""
+    calls = []
+    for number, response in enumerate(responses):
+        columns = rows[number // n]
+        calls.append(
+            {
+                "data_source": columns.get("data_source") or "unknown",
+                "solution_str": response.text,
+                "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
+                "extra_info": columns.get("extra_info") or {},
+            }
+        )
+    reward = config.reward_model
+    scoring = ScoringConfig(reward.num_processes, reward.timeout_s, reward.limits)
+    there = [number for number, response in enumerate(responses) if not response.reason]
+    scores = evaluation.score_calls([calls[number] for number in there], config.custom_reward_function, scoring)
+    by_number = dict(zip(there, scores, strict=True))
+    samples = []
+    for number, (call, response) in enumerate(zip(calls, responses, strict=True)):
+        missing = SampleScore(failure="error", reason=response.reason)
+        record = sample_of(f"{number // n}:{number % n}", call, by_number.get(number, missing))
+        samples.append({**record, "finish_reason": response.finish_reason})
+    return samples

@@ -1,0 +1,64 @@
+"""`hybridrl serve`: a model, or a checkpoint's policy, behind an endpoint."""
+
+import argparse
+import os
+import sys
+
+from hybridrl.cli.models.export import model_directory
+from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.errors import ConfigError
+from hybridrl.serving.openai.server import Endpoint
+from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
+from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.workers.engine.model_files import check_model
+from hybridrl.workers.rollout.base import rollout_class
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Run `hybridrl serve` until Ctrl-C."""
+    if arguments.replicas < 1:
+        raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
+    with model_directory(arguments.model, trust_remote_code=arguments.trust_remote_code) as path:
+        model = loaded_model(arguments, path)
+        if arguments.replicas > 1:
+            start_ray()
+        setup, num = model.setup(), arguments.replicas
+        replicas = one_replica(setup) if num == 1 else replicas_on_ray(setup, [num])
+        serve_forever(
+            model,
+            replicas,
+            host=arguments.host,
+            port=arguments.port,
+            on_start=_print_address,
+        )
+
+
+def _print_address(endpoint: Endpoint) -> None:
+    sys.stdout.write(f"serving {endpoint.served.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
+    sys.stdout.flush()
+
+
+def loaded_model(arguments: argparse.Namespace, path: str) -> StandaloneModel:
+    """Return the model in a directory as the arguments of `serve` and `chat` describe it.
+
+    Raises:
+        ConfigError: The engine cannot serve requests, or the model cannot be used.
+    """
+    if not rollout_class(arguments.engine, setting="--engine").capabilities.requests:
+        raise ConfigError(
+            f"--engine={arguments.engine}: needs the capability requests, which it does not declare; use hf"
+        )
+    trust = arguments.trust_remote_code
+    tokenizer = load_tokenizer(path, key="model", trust_remote_code=trust)
+    check_model(path, key="model", tokenizer=tokenizer, trust_remote_code=trust)
+    return StandaloneModel(
+        path=path,
+        name=os.path.basename(os.path.normpath(arguments.model)),
+        tokenizer=tokenizer,
+        trust_remote_code=trust,
+        engine=arguments.engine,
+        max_length=arguments.max_length,
+        device=arguments.device,
+    )

@@ -1,0 +1,1 @@
+"""`hybridrl init`: a directory to start one's own work in."""

@@ -1,0 +1,41 @@
+"""What the project is made of, and one short run of it. `pytest` in the project's directory runs these."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import make_data  # noqa: E402
+import reward  # noqa: E402
+
+
+@pytest.mark.parametrize(("answer", "score"), [("12", 1.0), ("7 or 12", 1.0), ("13", 0.2), ("none", 0.0), ("", 0.0)])
+def test_the_right_number_has_the_highest_score(answer, score):
+    assert reward.compute_score("sums", answer, "12")["score"] == pytest.approx(score)
+
+
+def test_rows_have_what_the_reward_needs():
+    row = make_data.row(3, 4, 5)
+    assert row["prompt"][0]["content"] == "4 + 5 =" and row["reward_model"]["ground_truth"] == "9"
+
+
+@pytest.mark.parametrize("agent", ["", "1"])
+def test_a_run_logs_the_reward_and_the_stage(tmp_path, agent):
+    settings = ["trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    settings += [f"trainer.default_local_dir={tmp_path}", f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"]
+    environment = {**os.environ, "PYTHON": sys.executable, "AGENT": agent}
+    done = subprocess.run(
+        ["bash", str(ROOT / "run.sh"), *settings], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "train/share_of_prompts_solved" in row]
+    assert len(trained) == 2 and all(0 < row["critic/score/mean"] < 1 for row in trained)
+    assert all(0 < row["reward_extra/digits/mean"] < 1 for row in trained)
+    assert all((row.get("rollout/num_turns/mean", 2) > 2) == bool(agent) for row in trained)

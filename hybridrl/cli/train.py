@@ -1,0 +1,196 @@
+"""`hybridrl train DATA MODEL`: a training run in one line. Chooses program and settings, prints the command, runs it.
+
+The command is an ordinary one of `main_ppo`, `main_sft` or `main_dpo`, which replaces this process. What it does not
+choose has the preset's value; settings of the user follow and replace its own.
+"""
+
+import argparse
+import functools
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hybridrl import planning
+from hybridrl.cli.data.inspection import PROGRAMS, program_of, token_lengths
+from hybridrl.cli.data.tasks import TASKS, task_file
+from hybridrl.cli.plan import USABLE, read_shape, word
+from hybridrl.config import PPOConfig, load_config
+from hybridrl.config.schema.data import HubData
+from hybridrl.errors import ConfigError
+from hybridrl.main_ppo import validate_config
+from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.tokenizer import load_tokenizer
+
+MEASURED_ROWS = 2000  # whose lengths are looked at; longer prompts among the others are left out
+ROUND_TO = 32  # tokens
+MAX_RESPONSE = 1024
+UNLIMITED = 4096  # positions of a model that has no limit
+CPU_BATCH, GPU_BATCH = 32, 256  # prompts of a step
+SFT_BATCH = 64
+LEARNING_RATES = ((0, 3e-4), (30e6, 5e-5), (300e6, 5e-6), (1e9, 1e-6))  # from this number of parameters on
+SFT_LEARNING_RATES = ((0, 1e-3), (30e6, 1e-4), (300e6, 2e-5), (1e9, 1e-5))
+VALIDATED = 256  # prompts of a known task's test split
+FREQUENCY = 20  # steps between two validations, and between two checkpoints
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may use: GPUs of this machine with their memory in bytes, or with 0 its CPU."""
+
+    gpus: int
+    memory: float
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Run `hybridrl train`; the training takes the place of this process."""
+    words = command_words(arguments, machine())
+    command = [sys.executable, "-m", *words]
+    sys.stdout.write(f"python -m {shlex.join(words)}\n")
+    sys.stdout.flush()
+    if not arguments.print:
+        os.execv(command[0], command)
+
+
+def machine() -> Machine:
+    """Return what this machine has."""
+    import torch
+
+    if torch.cuda.is_available():
+        return Machine(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory)
+    return Machine(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def command_words(arguments: argparse.Namespace, found: Machine) -> list[str]:
+    """Return the module of the program and its settings.
+
+    Raises:
+        ConfigError: There is no such task or file, or no program reads its columns.
+        DataError: A row cannot be used.
+    """
+    files = _files(arguments.data, arguments.data_source)
+    rows = ParquetRows(files["data.train_files"])
+    program = program_of(rows.columns())
+    if program is None:
+        known = "; ".join(f"{', '.join(known.needs)} ({known.name})" for known in PROGRAMS)
+        raise ConfigError(f"DATA {arguments.data}: no program reads its columns; needed are {known}")
+    tokenizer = load_tokenizer(arguments.model, key="MODEL")
+    longest = max(token_lengths(rows, program.needs[0], tokenizer, limit=MEASURED_ROWS), default=1)
+    about = _About(arguments.model, longest, len(rows), found)
+    module, _, own = program.name.replace(" or main_rm", "").partition(" ")
+    chosen = _ppo_settings(about) if module == "main_ppo" else _supervised_settings(about, module)
+    values = {**files, **chosen, **_record_settings(arguments, validates="data.val_files" in files)}
+    words = [*(f"{key}={word(value)}" for key, value in values.items()), *own.split(), *arguments.settings]
+    if module == "main_ppo":
+        words = _planned(["--config-name=grpo_trainer", *words], found)
+    return [f"hybridrl.{module}", *words]
+
+
+def _record_settings(arguments: argparse.Namespace, *, validates: bool) -> dict[str, Any]:
+    """Return the run's name, and when it validates and commits."""
+    name = f"{Path(arguments.data).stem}-{Path(arguments.model).name}".replace(":", "-")
+    validation = {"data.val_max_samples": VALIDATED, "trainer.test_freq": FREQUENCY} if validates else {}
+    return {"trainer.experiment_name": name, "trainer.save_freq": FREQUENCY, **validation}
+
+
+def _files(data: str, source: str | None) -> dict[str, str]:
+    """Return the settings of the data; those of a known task are made the first time, from `source` if it is given."""
+    if data in TASKS:
+        return {"data.train_files": task_file(data, "train", source), "data.val_files": task_file(data, "test", source)}
+    if Path(data).is_file() or HubData.named(data) is not None:
+        return {"data.train_files": data}
+    raise ConfigError(
+        f"DATA {data}: no such file; give a parquet or .jsonl file, a dataset ORG/NAME of the hub, or one of "
+        f"{', '.join(TASKS)}"
+    )
+
+
+@dataclass(frozen=True)
+class _About:
+    model: str
+    longest: int  # tokens of a prompt, or of a conversation
+    num_rows: int
+    machine: Machine
+
+
+def _ppo_settings(about: _About) -> dict[str, Any]:
+    """Return settings of GRPO."""
+    shape, positions = read_shape(about.model), _positions(about.model)
+    prompt = _rounded(about.longest, positions - ROUND_TO)
+    gpus = about.machine.gpus
+    batch = min(GPU_BATCH if gpus else CPU_BATCH, about.num_rows)
+    chosen = {
+        "data.train_batch_size": batch,
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": max(1, min(MAX_RESPONSE, positions - prompt)),
+        "data.filter_overlong_prompts": True,
+        "actor_rollout_ref.model.path": about.model,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": batch,
+        "actor_rollout_ref.actor.optim.lr": _by_size(LEARNING_RATES, shape.params),
+        "actor_rollout_ref.rollout.name": "vllm" if gpus and find_spec("vllm") else "hf",
+    }
+    return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
+
+
+def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
+    """Return settings of supervised fine-tuning, or of preferences."""
+    positions = _positions(about.model)
+    # Pairs have a response beside the prompt that was measured.
+    wanted = about.longest if module == "main_sft" else about.longest + MAX_RESPONSE
+    gpus = about.machine.gpus
+    chosen = {
+        "data.train_batch_size": min(SFT_BATCH, about.num_rows),
+        "data.max_length": _rounded(wanted, positions),
+        "data.truncation": "filter",
+        "model.path": about.model,
+        "optim.lr": _by_size(SFT_LEARNING_RATES, read_shape(about.model).params) / (1 if module == "main_sft" else 10),
+    }
+    return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
+
+
+def _planned(words: list[str], found: Machine) -> list[str]:
+    """Return the words with the micro-batches and offloads that fit; the user's words stay the last."""
+    config = load_config(PPOConfig, words, program="hybridrl train", config_name="ppo_trainer")
+    if config is None:  # --cfg job has shown the settings
+        raise ConfigError("--cfg: add it to the command that `hybridrl train --print` prints")
+    validate_config(config)
+    devices = planning.Devices(
+        read_shape=read_shape,
+        device="cuda" if found.gpus else "cpu",
+        memory=found.memory,
+        budget=USABLE * found.memory,
+    )
+    best = next((candidate for candidate in planning.candidates(config, devices) if not candidate.problem), None)
+    if best is None:
+        raise ConfigError(
+            "the job does not fit into this machine's memory; `hybridrl plan` with the same settings says what it "
+            "needs. Take a smaller model, or shorter responses (data.max_response_length)"
+        )
+    given = {word.partition("=")[0] for word in words}
+    preset = load_config(PPOConfig, words[:1], program="hybridrl train", config_name="ppo_trainer")
+    changes = {name: value for name, value in best.changes.items() if name not in given}
+    return [*words, *(f"{name}={word(value)}" for name, value in changes.items() if _value(preset, name) != value)]
+
+
+def _value(config: Any, key: str) -> Any:
+    """Return the value of a setting."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def _positions(model: str) -> int:
+    from transformers import AutoConfig
+
+    found = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    return found or UNLIMITED
+
+
+def _rounded(length: int, limit: int) -> int:
+    """Return the next multiple of `ROUND_TO`, at most `limit`."""
+    return max(1, min(-(-length // ROUND_TO) * ROUND_TO, limit))
+
+
+def _by_size(table: tuple[tuple[float, float], ...], params: float) -> float:
+    return next(rate for least, rate in reversed(table) if params >= least)

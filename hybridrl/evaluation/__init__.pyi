@@ -1,0 +1,11 @@
+from .endpoint import EndpointModel as EndpointModel
+from .endpoint import find_model as find_model
+from .endpoint import respond_all as respond_all
+from .endpoint import stream_text as stream_text
+from .estimates import estimates as estimates
+from .estimates import grouped as grouped
+from .estimates import table as table
+from .generation import generate_file as generate_file
+from .scoring import report as report
+from .scoring import score_calls as score_calls
+from .scoring import score_file as score_file

@@ -1,0 +1,137 @@
+"""Responses of a model to a file of prompts: `main_generation`. Runs in the driver.
+
+Each prompt and sample is one request. A router gives requests to the rollouts as these become free. A sample depends on
+the seed, its row and its number, and not on the number of rollouts or on what was generated before.
+"""
+
+import asyncio
+import logging
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import asdict, fields
+
+import pyarrow as pa
+
+from hybridrl import driver
+from hybridrl.config.schema.data import DataConfig
+from hybridrl.config.schema.generation import GenerationConfig
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.evaluation.parts import OutputParts
+from hybridrl.serving.openai.standalone import one_replica, replicas_on_ray
+from hybridrl.serving.replicas import Replicas
+from hybridrl.serving.router import ReplicaRouter
+from hybridrl.trainer.checkpoint.compatibility import hash_files
+from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.prompt_dataset import RLHFDataset
+from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.workers import engine
+from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens
+from hybridrl.workers.rollout.requests import Request
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds
+
+logger = logging.getLogger(__name__)
+COLUMN = "responses"
+MAX_OPEN = 4096  # requests at a time; a rollout runs max_num_seqs of them and keeps the others in a queue
+
+
+def generate_file(config: GenerationConfig) -> None:
+    """Write the rows of `data.path` with the column `responses` to `data.output_path`.
+
+    Parts that an earlier, interrupted command has written are kept.
+
+    Raises:
+        ConfigError: The output exists and was made from something else, or the model cannot be used.
+        DataError: A row is no prompt, or is too long.
+    """
+    model, data = config.model, config.data
+    assert model.path is not None and data.output_path is not None  # the check of the settings demands it
+    tokenizer = load_tokenizer(model.path, key="model.path", trust_remote_code=model.trust_remote_code)
+    engine.check_model(model.path, key="model.path", tokenizer=tokenizer, trust_remote_code=model.trust_remote_code)
+    prompts = RLHFDataset(data.path, tokenizer, _prompt_settings(config))
+    made_from = {name: asdict(getattr(config, name)) for name in ("data", "model", "rollout")}
+    del made_from["data"]["output_path"]  # a file that was moved is the same
+    made_from["content"] = {"data": hash_files(data.path), "model": hash_files([model.path])}
+    made_from["seed"] = {"seed": config.trainer.seed}
+    parts = OutputParts(data.output_path, num_rows=len(prompts), size=data.batch_size, made_from=made_from)
+    if parts.is_complete:
+        sys.stdout.write(f"{data.output_path}: is complete already, nothing is generated\n")
+        return
+    missing = [*parts.missing()]
+    if missing:
+        logger.info("%d of %d prompts have no responses yet", sum(end - start for start, end in missing), len(prompts))
+        with _replicas(config) as replicas:
+            asyncio.run(_generate(config, prompts, tokenizer, replicas=replicas, parts=parts))
+    parts.finish()
+    sys.stdout.write(f"{data.output_path}: {len(prompts)} rows with {data.n_samples} responses each\n")
+
+
+def _prompt_settings(config: GenerationConfig) -> DataConfig:
+    return DataConfig(
+        prompt_key=config.data.prompt_key,
+        max_prompt_length=config.rollout.prompt_length,
+        truncation=config.data.truncation,
+        apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
+    )
+
+
+def _replicas(config: GenerationConfig) -> AbstractContextManager[Replicas]:
+    """Return where requests are served: this process, or processes on Ray."""
+    trainer = config.trainer
+    if trainer.backend == "local":
+        return one_replica(_setup(config), num_threads=trainer.num_threads)
+    driver.start_ray(num_nodes=trainer.nnodes)
+    return replicas_on_ray(_setup(config), [trainer.n_gpus_per_node] * trainer.nnodes)
+
+
+def _setup(config: GenerationConfig) -> RolloutSetup:
+    model, chosen = config.model, config.rollout
+    assert model.path is not None
+    names = {entry.name for entry in fields(RolloutConfig)} - {"temperature"}
+    shared = {entry.name: getattr(chosen, entry.name) for entry in fields(chosen) if entry.name in names}
+    tokens = load_special_tokens(model.path, trust_remote_code=model.trust_remote_code)
+    return RolloutSetup(
+        model.path,
+        RolloutConfig(**shared),
+        tokens.eos_ids,
+        tokens.pad_id,
+        max_prompt_length=chosen.prompt_length,
+        max_response_length=chosen.response_length,
+        device=config.trainer.device,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+async def _generate(
+    config: GenerationConfig, prompts: RLHFDataset, tokenizer, *, replicas: Replicas, parts: OutputParts
+) -> None:
+    """Write all missing parts."""
+    rows, chosen = ParquetRows(config.data.path), config.rollout
+    is_greedy = not chosen.do_sample or chosen.temperature == 0
+    sampling = SamplingParams(
+        chosen.response_length,
+        temperature=chosen.temperature or 1.0,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        do_sample=not is_greedy,
+        logprobs=False,
+    )
+    seeds = row_seeds(config.trainer.seed, len(prompts)).tolist()
+    room = asyncio.Semaphore(MAX_OPEN)
+    async with ReplicaRouter(replicas) as router:
+
+        async def respond(row: int, sample: int) -> str:
+            tokens = tuple(prompts[row]["raw_prompt_ids"])
+            request = Request(f"{row}:{sample}", tokens, sampling, seeds[row], sample=sample)
+            async with room:
+                output = await router.generate(request, conversation=str(row))
+            return tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+        for start, end in parts.missing():
+            asked = [respond(row, sample) for row in range(start, end) for sample in range(config.data.n_samples)]
+            texts, num = await asyncio.gather(*asked), config.data.n_samples
+            responses = pa.array([texts[i : i + num] for i in range(0, len(texts), num)], pa.list_(pa.string()))
+            table = rows.slice(start, end)
+            if COLUMN in table.column_names:
+                table = table.drop_columns([COLUMN])
+            parts.write(start, table.append_column(COLUMN, responses))
+            logger.info("%d of %d prompts", end, len(prompts))

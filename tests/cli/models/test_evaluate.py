@@ -1,0 +1,62 @@
+"""`hybridrl eval`: a model, and the same model behind an endpoint."""
+
+import json
+
+import pytest
+
+from hybridrl import cli
+from hybridrl.cli.models.evaluate import default_length
+from hybridrl.evaluation.estimates import grouped
+from tests.support.end_to_end.runs import settings
+
+
+def test_a_model_is_evaluated_with_all_samples_kept(tmp_path, tiny_qwen2, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = dict(word.split("=", 1) for word in settings(tmp_path, tiny_qwen2))
+    file, own = words["data.val_files"], [f"{name}={words[name]}" for name in words if name.startswith("custom_reward")]
+    command = ["eval", file, str(tiny_qwen2), "--n", "2", "--output", "out"]
+    lengths = ["data.max_prompt_length=48", "data.max_response_length=8"]
+    assert cli.main([*command, *lengths, *own]) == 0
+    shown = capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "out" / "samples" / "0.jsonl").read_text().splitlines()]
+    assert len(grouped(rows)) * 2 == len(rows)
+    assert f"{len(rows) // 2} prompts, {len(rows)} samples" in shown and "avg@2" in shown
+    assert cli.main([*command, *lengths, *own]) == 2
+    assert "out: has samples already" in capsys.readouterr().err
+
+
+def test_the_lengths_are_half_of_the_models_positions(tiny_qwen2, tmp_path):
+    assert default_length(str(tiny_qwen2)) == 256  # of 512
+    assert default_length(str(tmp_path)) == 1024
+
+
+def test_the_same_model_behind_an_endpoint_gives_the_same_samples(tmp_path, tiny_qwen2, tiny_site, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = dict(word.split("=", 1) for word in settings(tmp_path, tiny_qwen2))
+    file, own = words["data.val_files"], [f"{name}={words[name]}" for name in words if name.startswith("custom_reward")]
+    url = f"http://127.0.0.1:{tiny_site.endpoint.port}/v1"
+    found = {}
+    for model in (str(tiny_qwen2), url):
+        assert cli.main(["eval", file, model, "--output", "out", "data.max_response_length=8", *own]) == 0
+        rows = [json.loads(line) for line in (tmp_path / "out" / "samples" / "0.jsonl").read_text().splitlines()]
+        found[model] = {row["gts"]: (row["output"], row["score"]) for row in rows}  # the truths are 0 to 4
+        (tmp_path / "out").rename(tmp_path / f"out-{len(found)}")
+    assert found[url] == found[str(tiny_qwen2)] and len(found[url]) == 5
+    shown = capsys.readouterr().out
+    assert f"model: tiny at {url}" in shown and "openai/gsm8k: 5 prompts, 5 samples" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["nowhere.parquet", "MODEL"], "TASK nowhere.parquet: no such file; give a parquet or .jsonl file"),
+        (["arithmetic", "http://127.0.0.1:9/v1"], "no OpenAI-compatible endpoint answers there"),
+        (["arithmetic", "MODEL", "--n", "0"], "--n=0: must be 1 or more"),
+        (["arithmetic", "MODEL", "--concurrency", "0"], "--concurrency=0: must be 1 or more"),
+    ],
+)
+def test_wrong_input_is_one_error(words, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["eval", *words]) == 2
+    error = capsys.readouterr().err
+    assert text in error and "Traceback" not in error

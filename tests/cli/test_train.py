@@ -1,0 +1,90 @@
+"""`hybridrl train`: the command that it prints, for each kind of data, and that this command trains."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridrl import cli, main_dpo, main_ppo, main_sft
+from hybridrl.cli.arguments import command_parser
+from hybridrl.cli.train import Machine, command_words
+from tests.support.end_to_end.runs import metrics, write_prompts, write_reward
+
+GIB = 2**30
+
+
+def lines(path: Path, *rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def command(capsys, data: str, model, *settings: str) -> tuple[str, list[str]]:
+    """Return the module and the settings of the command that is printed."""
+    assert cli.main(["train", "--print", data, str(model), *settings]) == 0
+    python, flag, module, *words = shlex.split(capsys.readouterr().out)
+    assert (python, flag) == ("python", "-m")
+    return module, words
+
+
+def test_prompts_are_trained_by_grpo_with_lengths_of_the_data_and_the_model(tmp_path, tiny_qwen2, capsys):
+    file = write_prompts(tmp_path / "a.parquet", 5)
+    module, words = command(capsys, file, tiny_qwen2, "trainer.total_training_steps=2")
+    assert module == "hybridrl.main_ppo" and words[0] == "--config-name=grpo_trainer"
+    chosen = dict(word.split("=", 1) for word in words[1:])
+    prompt = int(chosen["data.max_prompt_length"])
+    assert prompt % 32 == 0 and prompt + int(chosen["data.max_response_length"]) == 512  # positions of the model
+    assert chosen["data.train_batch_size"] == "5" and chosen["trainer.total_training_steps"] == "2"
+    assert main_ppo.main([*words, "--cfg", "job"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "module", "program"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "main_sft", main_sft),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "main_dpo", main_dpo),
+        ({"prompt": "a", "completion": "b", "label": True}, "main_dpo", main_dpo),
+    ],
+)
+def test_the_columns_choose_the_program(tmp_path, tiny_qwen2, capsys, row, module, program):
+    found, words = command(capsys, lines(tmp_path / "a.jsonl", row), tiny_qwen2)
+    assert found == f"hybridrl.{module}" and ("loss.loss_type=kto" in words) == ("label" in row)
+    assert program.main([*words, "--cfg", "job"]) == 0
+
+
+def test_gpus_get_ray_and_what_does_not_fit_is_refused(tmp_path, tiny_qwen2):
+    file = write_prompts(tmp_path / "a.parquet", 5)
+    arguments = command_parser().parse_args(["train", file, str(tiny_qwen2)])
+    arguments.settings = []
+    words = command_words(arguments, Machine(4, 80 * GIB))
+    assert "trainer.n_gpus_per_node=4" in words and "trainer.backend=local" not in words
+    with pytest.raises(ValueError, match="does not fit into this machine's memory"):
+        command_words(arguments, Machine(1, 1e6))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("absent", "DATA absent: no such file; give a parquet or .jsonl file"),
+        ("other.jsonl", "no program reads its columns"),
+    ],
+)
+def test_data_that_cannot_be_trained_is_one_error(tmp_path, monkeypatch, tiny_qwen2, data, text, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "other.jsonl", {"question": "a"})
+    assert cli.main(["train", data, str(tiny_qwen2)]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_trains(tmp_path, tiny_qwen2):
+    file, reward = write_prompts(tmp_path / "a.parquet", 6), write_reward(tmp_path / "reward.py")
+    settings = ["trainer.total_training_steps=1", "data.max_response_length=8", "trainer.num_threads=1"]
+    settings += [f"custom_reward_function.path={reward}", "trainer.logger=[console,jsonl]"]
+    words = ["train", file, str(tiny_qwen2), *settings, f"trainer.default_local_dir={tmp_path / 'run'}"]
+    subprocess.run([sys.executable, "-m", "hybridrl.cli", *words], timeout=250, check=True, cwd=tmp_path)
+    assert [row["step"] for row in metrics(tmp_path / "run") if "critic/score/mean" in row] == [1]

@@ -1,0 +1,134 @@
+"""`main_generation` and `main_eval`: a file of prompts, one with responses, its scores."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridrl import main_eval, main_generation
+from hybridrl.errors import ConfigError
+from hybridrl.evaluation.parts import OutputParts
+from tests.support.end_to_end.runs import write_prompts, write_reward
+
+
+def words(folder: Path, model: Path, **changes: object) -> list[str]:
+    values = {
+        "data.path": folder / "prompts.parquet",
+        "data.output_path": folder / "out" / "responses.parquet",
+        "data.n_samples": 2,
+        "data.batch_size": 2,
+        "model.path": model,
+        "rollout.name": "hf",
+        "rollout.prompt_length": 60,
+        "rollout.response_length": 6,
+        "trainer.backend": "local",
+        "trainer.device": "cpu",
+        "trainer.num_threads": 1,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory, tiny_qwen2) -> Path:
+    """A directory with five prompts and out/responses.parquet."""
+    folder = tmp_path_factory.mktemp("generated")
+    write_prompts(folder / "prompts.parquet", 5)
+    assert main_generation.main(words(folder, tiny_qwen2)) == 0
+    return folder
+
+
+def test_the_output_has_all_columns_and_n_responses_in_each_row(generated):
+    rows, prompts = pq.read_table(generated / "out" / "responses.parquet"), pq.read_table(generated / "prompts.parquet")
+    assert rows.drop_columns(["responses"]).to_pylist() == prompts.to_pylist()
+    texts = rows["responses"].to_pylist()
+    assert [len(of_row) for of_row in texts] == [2] * 5 and len({text for of_row in texts for text in of_row}) > 5
+    assert [path.name for path in (generated / "out").iterdir()] == ["responses.parquet"]  # the parts are gone
+
+
+def test_a_repeated_command_generates_only_what_is_missing(generated, tmp_path, tiny_qwen2, capsys, caplog):
+    whole = generated / "out" / "responses.parquet"
+    again = tmp_path / "again.parquet"
+    parts = tmp_path / "again.parquet.parts"
+    parts.mkdir()
+    expected = pq.read_table(whole)
+    arguments = words(generated, tiny_qwen2, data__output_path=again)
+    for start in (0, 4):  # as if the command had been killed before it wrote the part of rows 2 and 3
+        pq.write_table(expected.slice(start, 2), parts / f"{start:09d}.parquet")
+    assert main_generation.main(arguments) == 0
+    assert "2 of 5 prompts have no responses yet" in caplog.text
+    assert pq.read_table(again).to_pylist() == expected.to_pylist()
+    assert main_generation.main(arguments) == 0 and "is complete already" in capsys.readouterr().out
+    assert main_generation.main([*arguments, "rollout.response_length=7"]) == 2
+    assert "was made with other settings, data or model" in capsys.readouterr().err
+
+
+def test_parts_of_another_output_are_refused(tmp_path):
+    table = pa.table({"a": [1]})
+    first = OutputParts(str(tmp_path / "x.parquet"), num_rows=2, size=1, made_from={"seed": 1})
+    first.write(0, table)
+    assert [*first.missing()] == [(1, 2)]
+    with pytest.raises(ConfigError, match=r"data.output_path=.*000000000.parquet was made with other settings"):
+        OutputParts(str(tmp_path / "x.parquet"), num_rows=2, size=1, made_from={"seed": 2})
+
+
+def test_scores_are_estimated_for_each_data_source(generated, tmp_path, capsys):
+    samples, reward = tmp_path / "scored" / "samples.jsonl", write_reward(tmp_path / "reward.py")
+    arguments = [f"data.path={generated / 'out' / 'responses.parquet'}", "reward_model.num_processes=2"]
+    assert main_eval.main([*arguments, f"custom_reward_function.path={reward}", f"data.output_path={samples}"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    mean = sum(row["score"] for row in rows) / 10
+    assert shown[0] == "openai/gsm8k: 5 prompts, 10 samples" and shown[1].split()[0] == "avg@2"
+    assert json.loads(shown[-1]) == {"test_score/openai/gsm8k": pytest.approx(mean)} and 0 < mean < 1
+    assert all(row["score"] == sum(c.isdigit() for c in row["output"]) / max(1, len(row["output"])) for row in rows)
+
+
+def test_a_response_without_a_score_is_left_out_and_counted(tmp_path, capsys, caplog):
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(solution_str)\n")
+    rows = [{"data_source": "s", "responses": texts} for texts in (["1", "x"], ["0", "0"], ["y", "z"])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [f"data.path={tmp_path / 'rows.jsonl'}", f"custom_reward_function.path={tmp_path / 'reward.py'}"]
+    assert main_eval.main([*arguments, "reward_model.num_processes=1"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "s: 2 prompts, 3 samples"
+    assert "3 of 6 responses have no score and are left out" in caplog.text and "could not convert" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "text"),
+    [
+        (main_generation, [], "data.output_path=null: where should the responses go?"),
+        (main_generation, ["data.n_samples=2", "rollout.temperature=0"], "greedy responses are all the same"),
+        (main_generation, ["data.path=absent.parquet"], "data.path=absent.parquet: there is no such file"),
+        (main_eval, ["data.output_path=/proc/x/y.jsonl"], "has no column 'responses'"),
+        (main_eval, [], "data.path=[]: nothing to read"),
+        (main_eval, ["reward_model.limits={memory: 3}"], "reward_model.limits.memory: there is no such limit"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_first(program, arguments, text, capsys, tmp_path):
+    file = [] if text.startswith("data.path") else [f"data.path={write_prompts(tmp_path / 'p.parquet', 1)}"]
+    assert program.main([*file, *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_data_that_cannot_be_scored_is_one_error(tmp_path, capsys):
+    file = write_prompts(tmp_path / "p.parquet", 1)
+    assert main_eval.main([f"data.path={file}"]) == 2
+    assert "has no column 'responses' (data.response_key)" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"data_source": "unknown", "responses": ["x"]}) + "\n")
+    assert main_eval.main([f"data.path={tmp_path / 'rows.jsonl'}"]) == 2
+    assert "no reward function for data_source='unknown'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rollouts_on_ray_give_the_same_responses(generated, tmp_path, tiny_qwen2, ray_cluster):
+    output = tmp_path / "ray.parquet"
+    changes = {"data__output_path": output, "trainer__backend": "ray", "trainer__n_gpus_per_node": 2}
+    assert (
+        main_generation.main([word for word in words(generated, tiny_qwen2, **changes) if "num_threads" not in word])
+        == 0
+    )
+    expected = pq.read_table(generated / "out" / "responses.parquet")
+    assert pq.read_table(output).to_pylist() == expected.to_pylist()
