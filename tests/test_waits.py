@@ -27,6 +27,7 @@ COLLECTIVE = "a collective: its process group has a deadline"
 EXCEPTIONS = {
     "data_plane/futures.py": {"whole.chunk(parts)[index].get()": CALL},
     "driver/lifecycle.py": {"channel.recv(RECEIVE_BYTES)": PARENT},
+    "evaluation/endpoint.py": {"task.result()": DONE},
     "framework/composition.py": {"future.result()": DONE, "future.exception()": DONE},
     "framework/overlap.py": {"wait(running, return_when=FIRST_COMPLETED)": STAGES},
     "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},

@@ -110,7 +110,7 @@ async def _generate(
     sampling = SamplingParams(
         chosen.response_length,
         temperature=chosen.temperature or 1.0,
-        top_k=chosen.top_k,
+        top_k=chosen.top_k or -1,  # 0 is off in verl
         top_p=chosen.top_p,
         do_sample=not is_greedy,
         logprobs=False,

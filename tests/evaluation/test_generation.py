@@ -132,3 +132,18 @@ def test_rollouts_on_ray_give_the_same_responses(generated, tmp_path, tiny_qwen2
     )
     expected = pq.read_table(generated / "out" / "responses.parquet")
     assert pq.read_table(output).to_pylist() == expected.to_pylist()
+
+
+def test_settings_of_published_commands_of_verl_are_accepted(capsys):
+    given = "trainer.nnodes=1 trainer.n_gpus_per_node=8 data.path=a.parquet data.prompt_key=prompt data.batch_size=2048"
+    given += " data.n_samples=1 data.output_path=b.parquet model.path=m +model.trust_remote_code=True rollout.name=vllm"
+    given += (
+        " rollout.temperature=0.0 rollout.top_k=50 rollout.top_p=1.0 rollout.prompt_length=4096 rollout.dtype=bfloat16"
+    )
+    given += " rollout.response_length=32768 rollout.tensor_model_parallel_size=1 rollout.gpu_memory_utilization=0.95"
+    given += " rollout.max_num_batched_tokens=65536 rollout.max_num_seqs=1024 rollout.enforce_eager=True"
+    assert main_generation.main(["--config-name", "generation", *given.split(), "--cfg", "job"]) == 0
+    given = "data.path=a.parquet data.prompt_key=prompt data.response_key=responses data.data_source_key=data_source"
+    given += " data.reward_model_key=reward_model custom_reward_function.path=x.py custom_reward_function.name=f"
+    assert main_eval.main([*given.split(), "--cfg", "job"]) == 0
+    assert "response_key: responses" in capsys.readouterr().out
