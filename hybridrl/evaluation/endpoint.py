@@ -85,12 +85,11 @@ async def find_model(url: str, *, name: str | None, key_variable: str) -> Endpoi
                 "MODEL`, and give its address with /v1"
             ) from error
     names = [entry["id"] for entry in body.get("data", []) if isinstance(entry, dict) and "id" in entry]
-    if name is None and len(names) == 1:
-        return EndpointModel(model.url, names[0], model.key)
-    if name not in names:
+    chosen = names[0] if name is None and len(names) == 1 else name
+    if chosen is None or chosen not in names:
         which = f"has no model {name}" if name else "has several models, or none"
         raise ConfigError(f"{url}: {which}; it has {', '.join(names) or 'none'}. Choose one with --model-name")
-    return EndpointModel(model.url, name, model.key)
+    return EndpointModel(model.url, chosen, model.key)
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,8 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.evaluation.estimates import estimates, grouped, table
 from hybridrl.evaluation.parts import prepare_folder
 from hybridrl.rewards.function_address import SAMPLE_ARGUMENTS, FunctionAddress
-from hybridrl.rewards.load import DEFAULT_FUNCTION, describe_failure
+from hybridrl.rewards.load import describe_failure
+from hybridrl.rewards.manager import DEFAULT_FUNCTION
 from hybridrl.rewards.sample_score import SampleScore, read_score
 from hybridrl.system.atomic_write import atomic_write
 from hybridrl.trainer.data.parquet import ParquetRows

@@ -96,33 +96,34 @@ def _summary(file: str, rows: ParquetRows, columns: Mapping[str, Any], program: 
 
 def _problems(rows: ParquetRows, columns: Mapping[str, Any], program: Program) -> list[str]:
     """Return what is refused without a tokenizer: wrong types, and rows that are none."""
-    found = []
     if not len(rows):
         return ["the file has no rows"]
+    found = []
     if program.name == "main_ppo":
-        for check, names in {
-            rows.require_mappings: ("reward_model", "extra_info"),
-            rows.require_texts: ("data_source",),
-        }.items():
-            found += [text for name in names if (text := _refusal(lambda check=check, name=name: check(name)))]
-    key = program.needs[0]
-    check = check_messages if key == "messages" else as_messages
+        found += [_refusal(rows.require_mappings, name) for name in ("reward_model", "extra_info")]
+        found += [_refusal(rows.require_texts, name) for name in ("data_source", "ability")]
+    return [text for text in found if text] + [*_row_problems(rows, program.needs[0])]
+
+
+def _row_problems(rows: ParquetRows, key: str) -> Iterator[str]:
+    """Yield the first row that is refused for each reason, and how many are."""
+    check: Callable[[Any, str], Any] = check_messages if key == "messages" else as_messages
     refusals: Counter[str] = Counter()
     first: dict[str, str] = {}
     for start, values in rows.values(key, batch=1000, limit=len(rows)):
         for row, value in enumerate(values, start):
-            if text := _refusal(lambda row=row, value=value: check(value, rows.location(row))):
+            if text := _refusal(check, value, rows.location(row)):
                 reason = text.partition(": ")[2].partition(", found")[0]
                 refusals[reason] += 1
                 first.setdefault(reason, text)
-    found += [f"{first[reason]} ({count} rows)" for reason, count in refusals.most_common(MAX_REASONS)]
-    return found
+    for reason, count in refusals.most_common(MAX_REASONS):
+        yield f"{first[reason]} ({count} rows)"
 
 
-def _refusal(check: Callable[[], Any]) -> str:
-    """Return why a check refuses, "" if it does not."""
+def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
+    """Return why a check refuses its arguments, "" if it does not."""
     try:
-        check()
+        check(*arguments)
     except DataError as error:
         return str(error)
     return ""

@@ -2,7 +2,8 @@
 
 from hybridrl.config.build import raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities
-from hybridrl.config.checks.rules import Problems, missing_files
+from hybridrl.config.checks.rollout import Problems
+from hybridrl.config.checks.rules import missing_files
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.generation import EvaluationConfig, GenerationConfig
 
