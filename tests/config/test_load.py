@@ -138,7 +138,7 @@ def test_a_value_becomes_its_keys_type(word, value):
         ("--trainer.seed=1", "write a setting without dashes: trainer.seed=1"),
         ("--multirun", "one command is one run"),
         ("--cfg=hydra", "--cfg"),
-        ("--config-name=grpo", "known are distill_trainer, dpo_trainer, grpo_trainer"),
+        ("--config-name=grpo", "known are distill_trainer, dpo_trainer, evaluation, generation, grpo_trainer"),
         ("--config-path=nowhere", "there is no such directory"),
         ("trainer.experiment_name=${nope.x}", "'nope.x' not found"),
         ("--help=xyzzy", "no key has this in its name"),
