@@ -15,6 +15,7 @@ SCORE, ENTROPY, LENGTH = "critic/score/mean", "actor/entropy", "response_length/
 FLAT = 1e-3  # a score that moves less does not move
 MIN_FALL = 0.05  # of a score; a smaller one may be noise
 LOW_ENTROPY = 0.005  # nats; the quick start ends with 0.012 and 99 % right answers
+FAILURES = "reward/"  # metrics that count failed calls
 MIN_STAGE_SHARE = 0.1  # of a step, for a stage worth naming
 
 
@@ -110,11 +111,10 @@ def findings(curves: Curves, *, lag: int) -> Iterator[Finding]:
         lag: `trainer.lag`.
     """
     yield from _collapse(curves)
+    yield from failure_shares(curves)
     for limit in LIMITS:
-        value = curves.mean_end(limit.metric) if limit.metric.startswith("reward/") else curves.end(limit.metric)
-        if value > limit.high or value < limit.low:
-            bound = f"above {limit.high:g}" if value > limit.high else f"below {limit.low:g}"
-            yield Finding(limit.says, f"{limit.metric} is {value:.4g}, {bound}", limit.change)
+        if not limit.metric.startswith(FAILURES):
+            yield from _beyond(limit, curves.end(limit.metric))
     for rule in RULES:
         yield from rule(curves)
     if (age := curves.end("async/age_mean")) > lag + 0.5:
@@ -132,6 +132,19 @@ def _score(curves: Curves) -> Iterator[Finding]:
     else:
         change = "read samples (trainer.rollout_data_dir) and test the reward function on right answers"
     yield Finding("the reward does not move", seen, change)
+
+
+def failure_shares(curves: Curves) -> Iterator[Finding]:
+    """Yield shares of failed calls above their limits; a few steps are enough to judge them."""
+    for limit in LIMITS:
+        if limit.metric.startswith(FAILURES):
+            yield from _beyond(limit, curves.mean_end(limit.metric))
+
+
+def _beyond(limit: Limit, value: float) -> Iterator[Finding]:
+    if value > limit.high or value < limit.low:
+        bound = f"above {limit.high:g}" if value > limit.high else f"below {limit.low:g}"
+        yield Finding(limit.says, f"{limit.metric} is {value:.4g}, {bound}", limit.change)
 
 
 def _collapse(curves: Curves) -> Iterator[Finding]:

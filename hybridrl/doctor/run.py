@@ -32,11 +32,13 @@ def examine_run(path: str) -> Iterator[Finding]:
     run.metrics.update()
     curves = Curves(run.metrics)
     steps = curves.last_step
-    yield Finding("steps", f"{steps} of {run.settings.total_steps() or 'an unknown number'}")
-    yield from _end(run.folder)
+    total = run.settings.total_steps()
+    yield Finding("steps", f"{steps} of {total or 'an unknown number'}")
+    yield from _end(run.folder, is_complete=steps == total)
     yield from _failures(run)
     yield from _checkpoints(run, steps)
     if steps < MIN_STEPS:
+        yield from rules.failure_shares(curves)
         yield Finding("metrics", f"fewer than {MIN_STEPS} steps: too few to judge the curves by")
         return
     lag = _setting(run, "trainer.lag", 0)
@@ -44,10 +46,10 @@ def examine_run(path: str) -> Iterator[Finding]:
     yield from found or [Finding("metrics", "no rule finds anything")]
 
 
-def _end(folder: Folder) -> Iterator[Finding]:
-    """Yield the error that the run has ended with."""
+def _end(folder: Folder, *, is_complete: bool) -> Iterator[Finding]:
+    """Yield the error that the run has ended with; that of an earlier attempt, if all steps are done, is none."""
     stat = folder.stat(ERROR_FILE)
-    if stat is None:
+    if stat is None or is_complete:
         return
     text = folder.read(ERROR_FILE, max(0, stat[0] - ERROR_BYTES), stat[0]).decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]

@@ -138,6 +138,18 @@ def test_a_lag_that_is_set_is_no_fault(tmp_path):
     assert problems(write_run(tmp_path / "run", curves=curves, config__json=settings)) == []
 
 
+def test_failed_rewards_of_a_short_run_are_a_problem(tmp_path):
+    curves = HEALTHY | {"reward/error_ratio": lambda step: 0.5}
+    [found] = problems(write_run(tmp_path / "run", curves=curves, steps=2))
+    assert found.name == "reward calls fail"
+
+
+def test_the_error_of_an_earlier_attempt_is_none(tmp_path):
+    settings = json.dumps({"trainer": {"total_training_steps": STEPS}})
+    path = write_run(tmp_path / "run", config__json=settings, error__log="Traceback\nTypeError: wrong\n")
+    assert problems(path) == []
+
+
 def test_a_short_run_is_not_judged(tmp_path):
     found = [*doctor.examine_run(write_run(tmp_path / "run", curves=FAULTS["NaN"][0], steps=3))]
     assert "too few to judge" in found[-1].seen and not any(finding.is_problem for finding in found)
