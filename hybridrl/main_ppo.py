@@ -6,10 +6,12 @@ supervisor in its parent, too. The work is done by what this file refers to.
 
 import contextlib
 import functools
+import inspect
 import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -159,6 +161,22 @@ def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
         ),
         with_inputs=with_inputs,
     )
+    _check_own_loss(config)
+
+
+def _check_own_loss(config: PPOConfig) -> None:
+    """Raise ConfigError if a policy loss of the user's own cannot be called."""
+    settings = config.actor_rollout_ref.actor.policy_loss
+    name, losses = settings.loss_mode, algos.POLICY_LOSSES
+    if name in losses and name not in losses.builtins:
+        fn = losses.lookup(name)
+        columns = [parameter for parameter in inspect.signature(fn).parameters if parameter.endswith("_BT")]
+        algos.check_signature(
+            fn,
+            what=f"the policy loss {name!r}",
+            positional=("log_probs_BT", "old_log_probs_BT", "advantages_BT", "response_mask_BT"),
+            offered=("clip_low", "clip_high", "clip_c", *asdict(settings), *columns),
+        )
 
 
 def run(

@@ -31,6 +31,7 @@ from .rollout_correction import log_ratio as log_ratio
 from .rollout_correction import mismatch_stats as mismatch_stats
 from .rollout_correction import rejection_mask as rejection_mask
 from .rollout_correction import rollout_is_weights as rollout_is_weights
+from .signatures import check_signature as check_signature
 from .token_stats import log_probs_and_entropy as log_probs_and_entropy
 from .value_losses import clipped_value_loss as clipped_value_loss
 from .value_losses import explained_variance as explained_variance

@@ -18,6 +18,7 @@ import torch
 
 from hybridrl.algos.masked import row_counts, row_parts
 from hybridrl.algos.shapes import check_same_shape
+from hybridrl.algos.signatures import check_signature
 from hybridrl.errors import DataError
 from hybridrl.registry import Registry
 
@@ -41,6 +42,11 @@ ADVANTAGE_ESTIMATORS: Registry["AdvantageEstimator"] = Registry(
     plugins="algorithm.path",
     import_paths=False,
 )
+OFFERED = (
+    *("values_BT", "group_B", "gamma", "lam", "norm_by_std", "baseline_B", "old_log_probs_BT", "sum_pi_squared_BT"),
+    *("is_weights_BT", "components_BK", "component_weights", "lam_alpha"),
+)
+"""Arguments that an estimator gets if its signature names them."""
 HINTS = {
     "values_BT": "needs the critic's values and got none; enable the critic",
     "group_B": "compares answers to the same prompt and needs group_B, got None",
@@ -125,6 +131,12 @@ class AdvantageEstimator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rewards_BT = torch.where(mask_BT, rewards_BT, 0)
         advantages_BT, returns_BT = self.fn(rewards_BT, mask_BT, **self._accepted(given))
+        for part, column in (("advantages", advantages_BT), ("returns", returns_BT)):
+            if column.shape != mask_BT.shape:
+                raise DataError(
+                    f"advantage estimator {self.name!r} returned {part} of shape {tuple(column.shape)}; they must be "
+                    f"(B, T) = {tuple(mask_BT.shape)}, as the mask is"
+                )
         return torch.where(mask_BT, advantages_BT, 0), torch.where(mask_BT, returns_BT, 0)
 
     def _check(
@@ -168,9 +180,15 @@ def register_adv_est(
         needs_critic, needs_group, needs: Arguments that must be given: values_BT, group_B, and any by name.
         per_response: See above. It costs one pass over the rewards and one over the result.
         masks: The function reads nothing off the mask and returns 0 there, so that nothing is masked around it.
+
+    Raises:
+        ConfigError: The name is taken, or the function needs an argument that it does not get.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
+        positional = ("scores_B", "lengths_B") if per_response else ("token_level_rewards_BT", "response_mask_BT")
+        what = f"the advantage estimator {str(getattr(name, 'value', name))!r}"
+        check_signature(fn, what=what, positional=positional, offered=(*OFFERED, *needs))
         estimator = AdvantageEstimator(
             str(getattr(name, "value", name)), fn, needs_critic, needs_group, tuple(needs), per_response, masks
         )
