@@ -13,6 +13,7 @@ MIN_SIMILARITY = 0.6  # of names of plugs: below it a suggestion confuses more t
 MIN_MOVED = 0.8  # of whole keys with the same last part, such as actor.temperature and rollout.temperature
 MIN_TYPED = 0.85  # of whole keys and of their last parts: one or two letters are wrong
 MAX_SUGGESTIONS = 3
+MAX_LISTED = 25  # keys of a section in an error
 
 
 def suggest_key(name: str, known: Collection[str]) -> str:
@@ -23,10 +24,12 @@ def suggest_key(name: str, known: Collection[str]) -> str:
             return f"{name}: there is no such key; here it is {' and '.join(ours)}"
         if not ours:
             return f"{name}: there is no such key here: {row.text}"
-    near = nearest_keys(name, known)
-    return f"{name}: there is no such key" + (
-        f"; did you mean {' or '.join(near)}?" if near else "; --help lists all keys"
-    )
+    if near := nearest_keys(name, known):
+        return f"{name}: there is no such key; did you mean {' or '.join(near)}?"
+    section = name.rpartition(".")[0]
+    beside = sorted(key.rpartition(".")[2] for key in known if section and key.rpartition(".")[0] == section)
+    hint = f"{section} has {', '.join(beside)}" if 0 < len(beside) <= MAX_LISTED else "--help lists all keys"
+    return f"{name}: there is no such key; {hint}"
 
 
 def nearest_keys(name: str, known: Collection[str]) -> list[str]:

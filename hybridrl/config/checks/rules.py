@@ -45,6 +45,7 @@ from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.errors import ConfigError
 from hybridrl.registry import Registry
 
+OWN_FORMULA = "algorithm.path=[my_formulas.py] registers formulas of your own"
 LOGGER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -291,7 +292,8 @@ def _estimator_problems(
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     chosen = config.algorithm.select_samples.k
     if name not in known:
-        yield f"algorithm.adv_estimator={name}: there is no such estimator; {settings.suggest_name(name, known)}"
+        near = settings.suggest_name(name, known)
+        yield f"algorithm.adv_estimator={name}: there is no such estimator; {near}; {OWN_FORMULA}"
     if not config.distillation.task_rewards:
         return  # no estimator is used
     if name in group and samples == 1:
@@ -331,7 +333,7 @@ def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_
         )
     if name not in known:
         near = settings.suggest_name(name, known)
-        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {near}"
+        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {near}; {OWN_FORMULA}"
 
 
 def _import_problems(registry: Registry[Any], names: Collection[str]) -> Problems:
