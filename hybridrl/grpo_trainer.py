@@ -36,6 +36,7 @@ DEFAULTS = {
     "trainer.logger": ["console", "jsonl"],
     "trainer.save_freq": 100,
 }
+VALIDATION_STEPS = 100  # between two validations
 Rows = Iterable[Mapping[str, Any] | str | os.PathLike] | str | os.PathLike
 
 
@@ -50,7 +51,7 @@ class GRPOTrainer:
         train_dataset: Rows with `prompt`, a text or a list of messages, and `ground_truth`; other columns reach the
             reward function in `extra_info`. A list of dicts, a Hugging Face dataset, or paths of parquet files in the
             format of docs/data.md.
-        eval_dataset: The same, for validation.
+        eval_dataset: The same, for validation: at the start, every 100 steps and at the end.
         output_dir: Directory of the run. A second `train` with the same directory resumes from its newest checkpoint.
         settings: Settings of `main_ppo` by their dotted names. They replace `DEFAULTS` and the preset `grpo_trainer`.
 
@@ -83,6 +84,7 @@ class GRPOTrainer:
             "trainer.default_local_dir": self.output_dir,
             "data.train_files": self._files("train", train_dataset),
             "data.val_files": [] if eval_dataset is None else self._files("val", eval_dataset),
+            "trainer.test_freq": -1 if eval_dataset is None else VALIDATION_STEPS,
             "data.train_batch_size": min([BATCH_SIZE, *(len(rows) for rows in self._tables.values())]),
             **(settings or {}),
         }

@@ -3,6 +3,7 @@
 `GRPOTrainer` does so, in the driver.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import replaced_file
 
+logger = logging.getLogger(__name__)
 COLUMNS = ("prompt", "data_source", "reward_model", "ability", "agent_name")
 """Columns that keep their place; all others become entries of `extra_info`."""
 SOURCE = "python"
@@ -31,11 +33,22 @@ def prompt_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
     found = [_prompt_row(row, number) for number, row in enumerate(rows)]
     if not found:
         raise DataError("the dataset has no rows; give at least one with a prompt")
+    if all(_truth(row) is None for row in found):
+        logger.warning(
+            "no row has a ground_truth, so reward functions get None: name the column ground_truth, or read it from "
+            "extra_info, which has %s",
+            ", ".join(found[0]["extra_info"]),
+        )
     try:
         return pa.Table.from_pylist(found)
     except (pa.ArrowException, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"the rows cannot be stored as columns of one type each: {reason:.300}") from error
+
+
+def _truth(row: Mapping[str, Any]) -> Any:
+    truth = row["reward_model"]
+    return truth.get("ground_truth") if isinstance(truth, Mapping) else truth
 
 
 def write_table(table: pa.Table, path: str) -> None:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from hybridrl.errors import ConfigError
+from hybridrl.trainer.checkpoint.store import MANIFEST
 
 PROBE_TIMEOUT_S = 10.0  # for one request to the hub; its client would retry five times with growing delays
 
@@ -26,6 +27,8 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
 
     if not os.path.isdir(path):
         _check_on_hub(path, key=key)
+    if os.path.isfile(os.path.join(path, MANIFEST)):
+        raise ConfigError(f"{key}={path}: this is a checkpoint of a run; {_model_of_checkpoint(path)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # its code believes the files, so a damaged one may raise anything
@@ -41,6 +44,14 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
         )
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def _model_of_checkpoint(path: str) -> str:
+    """Return how to get a model from a checkpoint."""
+    model = os.path.join(path, "huggingface")
+    if os.path.isdir(model):
+        return f"its model is {model}"
+    return f"export its model first: hybridrl export {path} DIRECTORY"
 
 
 def _check_on_hub(name: str, *, key: str) -> None:

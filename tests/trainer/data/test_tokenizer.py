@@ -59,3 +59,11 @@ def test_a_failing_hub_gets_one_request():
 def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer can be loaded from it"):
         load_tokenizer(str(tmp_path), key="model.path")
+
+
+@pytest.mark.parametrize(("folder", "hint"), [("huggingface", "its model is "), ("actor", "hybridrl export ")])
+def test_a_checkpoint_instead_of_a_model_gets_the_way_to_its_model(tmp_path, folder, hint):
+    (tmp_path / folder).mkdir()
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: this is a checkpoint of a run; .*{hint}"):
+        load_tokenizer(str(tmp_path), key="model.path")
