@@ -77,9 +77,12 @@ def _needs(config: PPOConfig) -> Iterable[_Need]:
         _Need(f"{key}.calculate_log_probs", rollout.calculate_log_probs, "log_probs", "set it to false"),
         _Need(f"{key}.weight_sync.lora", rollout.weight_sync.lora, "adapters", "use merged"),
         _Need("trainer.partial_rollout", config.trainer.partial_rollout, "partial", "leave it out"),
+        _Need("algorithm.filter_groups.order", config.algorithm.filter_groups.order, "partial", "use shortest"),
     )
+    defers = config.algorithm.filter_groups.defers and rollout.mode == "sync"
     asked = (size > 1, rollout.mode == "async", rollout.calculate_log_probs, rollout.weight_sync.lora == "adapter")
-    return [need for need, is_asked in zip(needs, (*asked, config.trainer.partial_rollout), strict=True) if is_asked]
+    asked += (config.trainer.partial_rollout, defers)
+    return [need for need, is_asked in zip(needs, asked, strict=True) if is_asked]
 
 
 def _changed_sampling(config: PPOConfig) -> Iterator[tuple[str, object]]:

@@ -1,22 +1,24 @@
 """Rules of the settings that decide which samples a step trains on."""
 
-from hybridrl.config.checks.rollout import Problems
+from hybridrl.config.checks.rollout import HTTP_AGENT, Problems
 from hybridrl.config.schema.ppo import AlgorithmConfig, PFPPOConfig, PPOConfig, SelectSamplesConfig
 
 
 def sampling_problems(config: PPOConfig) -> Problems:
     """Yield settings of sampling without effect, or with which no batch gets full."""
     yield from _group_problems(config)
+    yield from _tail_problems(config)
     yield from _selection_problems(config)
 
 
 def _group_problems(config: PPOConfig) -> Problems:
     data, algorithm, samples = config.data, config.algorithm, config.actor_rollout_ref.rollout.n
     filters, generated = algorithm.filter_groups, data.gen_batch_size or data.train_batch_size
-    if filters.order == "shortest" and generated <= data.train_batch_size and not filters.enable:
+    too_few = generated <= data.train_batch_size
+    if filters.defers and too_few or filters.order == "shortest" and too_few and not filters.enable:
         yield (
-            "algorithm.filter_groups.order=shortest: there are no more groups to choose from; set data.gen_batch_size "
-            f"above data.train_batch_size={data.train_batch_size}"
+            f"algorithm.filter_groups.order={filters.order}: there are no more groups to choose from; set "
+            f"data.gen_batch_size above data.train_batch_size={data.train_batch_size}"
         )
     if not filters.enable:
         if generated != data.train_batch_size and filters.order == "drawn":
@@ -41,6 +43,28 @@ def _group_problems(config: PPOConfig) -> Problems:
             f"algorithm.filter_groups.max_num_gen_batches={limit}: so many generation batches of {generated} prompts "
             f"(data.gen_batch_size) never fill data.train_batch_size={data.train_batch_size}; set "
             f"{-(-data.train_batch_size // generated)} or more, or 0 for no limit"
+        )
+
+
+def _tail_problems(config: PPOConfig) -> Problems:
+    """Yield what tail batching cannot be combined with."""
+    if not config.algorithm.filter_groups.defers:
+        return
+    setting, rollout = "algorithm.filter_groups.order=tail_batching", config.actor_rollout_ref.rollout
+    if config.trainer.lag:
+        yield (
+            f"{setting}: is a schedule of synchronous training, and trainer.lag={config.trainer.lag} hides long "
+            "responses behind training already; leave one of both out"
+        )
+    if rollout.mode == "async" and rollout.agent.timeout_s is not None:
+        yield (
+            f"{setting}: responses wait for each other, and actor_rollout_ref.rollout.agent.timeout_s="
+            f"{rollout.agent.timeout_s:g} counts these seconds, too; leave one of both out"
+        )
+    if rollout.mode == "async" and rollout.agent.default_agent_loop == HTTP_AGENT:
+        yield (
+            f"{setting}: agents of actor_rollout_ref.rollout.agent.default_agent_loop={HTTP_AGENT} cannot wait in the "
+            "middle of an answer; use order=shortest"
         )
 
 

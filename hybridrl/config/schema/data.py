@@ -56,8 +56,8 @@ class DataConfig:
     train_batch_size: int = setting(1024, "Prompts of one step.", ge=1)
     gen_batch_size: int | None = setting(
         None,
-        "Prompts of one generation batch with algorithm.filter_groups (enable, or order=shortest); null means "
-        "data.train_batch_size.",
+        "Prompts of one generation batch with algorithm.filter_groups (enable, or another order than drawn); null "
+        "means data.train_batch_size.",
         ge=1,
     )
     val_batch_size: int | None = setting(None, "Prompts of one validation call; null means all.", ge=1)

@@ -36,8 +36,9 @@ class FilterGroupsConfig:
     order: str = setting(
         "drawn",
         "Which groups are trained if a step has more than data.train_batch_size: the first ones, or those that were "
-        "complete first, after the fewest tokens (shortest); also without enable.",
-        choices=("drawn", "shortest"),
+        "complete first, after the fewest tokens (shortest); also without enable. tail_batching: generation ends when "
+        "these are complete, and the other prompts are generated in later rounds of their own.",
+        choices=("drawn", "shortest", "tail_batching"),
     )
 
     @property
@@ -46,7 +47,17 @@ class FilterGroupsConfig:
 
         It may keep others for the next step.
         """
-        return self.enable or self.order != "drawn"
+        return self.enable or self.order == "shortest"
+
+    @property
+    def fills_batches(self) -> bool:
+        """Whether every step trains data.train_batch_size prompts, also at the end of an epoch."""
+        return self.chooses or self.defers
+
+    @property
+    def defers(self) -> bool:
+        """Whether a step sets prompts with long responses aside and trains them in a later one."""
+        return self.order == "tail_batching"
 
 
 @dataclass(frozen=True)

@@ -227,8 +227,24 @@ class AgentBatch:
         return all(client.is_finished for client in self.clients) and not self.was_aborted
 
     @property
+    def lengths(self) -> list[int | None]:
+        """Tokens of the responses that have ended, None for the others."""
+        return [len(task.result().response_ids) if task.done() else None for task in self._tasks]
+
+    async def cancel(self) -> None:
+        """End all loops that have not ended, and return when they have."""
+        tasks = [task for task in self._tasks if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
     def outputs(self) -> list[AgentLoopOutput]:
         return [task.result() for task in self._tasks]
+
+    def outputs_of(self, groups: list[int], *, n: int) -> list[AgentLoopOutput]:
+        """Return the outputs of groups of n adjacent rows, by the places of the groups."""
+        return [self._tasks[group * n + sample].result() for group in groups for sample in range(n)]
 
 
 def dump_turns(turns: list[TokenOutput]) -> str:

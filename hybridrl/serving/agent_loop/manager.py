@@ -35,6 +35,7 @@ from hybridrl.serving.agent_loop.base import (
 )
 from hybridrl.serving.agent_loop.batch import AgentBatch, dump_turns, load_turns
 from hybridrl.serving.agent_loop.failures import leave_out_groups
+from hybridrl.serving.agent_loop.short_round import advance_to_groups
 from hybridrl.serving.agent_loop.tools import load_tools
 from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
 from hybridrl.serving.openai import Endpoint, ServedModel
@@ -46,6 +47,7 @@ from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sampling_params
+from hybridrl.workers.rollout.short_round import CHOSEN
 
 KEY = "actor_rollout_ref.rollout"
 AGENT_METRICS = "rollout/agent/"
@@ -62,6 +64,7 @@ class AgentFuture:
     batch: AgentBatch
     work: WorkItem | None = None  # None until `_advance` submits it
     limit: int = 0  # submitted tokens per response
+    chosen: list[int] | None = None  # of a short round, when it has ended: places of the complete groups
 
     def get(self) -> DataProto:
         """Wait, and return the batch that `generate_sequences` would return.
@@ -191,6 +194,24 @@ class AgentLoopManager:
         """
         return self.submit_partial(prompts, self.context.max_response_length, version=version)
 
+    def submit_short_round(
+        self, prompts: DataProto, num_prompts: int, max_new_tokens: int, *, version: int | None
+    ) -> AgentFuture:
+        """Start generating until `num_prompts` groups are complete; `meta_info[CHOSEN]` has their prompts' places."""
+        sampling, timeout_s = self._sampling(prompts), self.config.trainer.call_timeout_s
+        batch = self._batch(prompts, sampling)
+        future = AgentFuture(self, prompts, sampling, batch, limit=max_new_tokens)
+
+        def generate(service: PolicyService) -> None:
+            future.chosen = service.call(
+                advance_to_groups(
+                    batch, service.router, max_new_tokens, n=sampling.n, num_groups=num_prompts, timeout_s=timeout_s
+                )
+            )
+
+        future.work = self._opened().generate(version, generate)
+        return future
+
     def submit_partial(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> AgentFuture:
         """Start generating at most `max_new_tokens` tokens per response, tool answers included."""
         sampling = self._sampling(prompts)
@@ -244,15 +265,27 @@ class AgentLoopManager:
         outages = [*self._past_outages, *self._service.router.outages]
         self.metrics["rollout/replicas_lost"] = float(len(outages))
         self.metrics["rollout/requests_retried"] = float(sum(outage.num_retried for outage in outages))
+        if future.chosen is not None:
+            return self._chosen_batch(future, future.chosen)
         if future.batch.limit != future.limit and not future.batch.is_complete:
             raise CancelledError(
                 f"responses of {future.limit} tokens have since been continued to {future.batch.limit}"
             )
         if future.batch.limit < self.context.max_response_length:
             return self._incomplete_batch(future)
-        outputs = future.batch.outputs
+        return self._complete_batch(future.prompts, future.batch.outputs, future.sampling)
+
+    def _chosen_batch(self, future: AgentFuture, chosen: list[int]) -> DataProto:
+        prompts = future.prompts.select_idxs(torch.tensor(chosen))
+        prompts.meta_info = prompts.meta_info | {CHOSEN: chosen}
+        outputs = future.batch.outputs_of(chosen, n=future.sampling.n)
+        return self._complete_batch(prompts, outputs, future.sampling)
+
+    def _complete_batch(
+        self, prompts: DataProto, outputs: list[AgentLoopOutput], sampling: SamplingParams
+    ) -> DataProto:
         self.metrics["rollout/num_turns/mean"] = sum(out.num_turns for out in outputs) / max(1, len(outputs))
-        return self._to_batch(future.prompts, outputs, future.sampling)
+        return self._to_batch(prompts, outputs, sampling)
 
     def _incomplete_batch(self, future: AgentFuture) -> DataProto:
         rows = future.prompts.repeat(future.sampling.n, interleave=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TRAINED, KEPT = "trained", "kept"  # outcomes of a prompt; a later step's line has a kept one again
+DEFERRED = "deferred"  # so has it a deferred one, which waits for a long round of tail batching
 Outcomes = Mapping[str, Mapping[str, Sequence[int]]]  # epoch -> what became of a prompt -> rows
 
 
@@ -56,19 +57,38 @@ class LedgerAudit:
         return found
 
     def prompts(self) -> dict[int, list[int]]:
-        """Return epoch -> rows that were used: trained on, or with `drawn` left out of training."""
+        """Return epoch -> rows that were used: trained on, with `drawn` left out of training, or still waiting."""
         found: dict[int, list[int]] = {}
         newest = max(self.steps, default=0)
         for step, entry in self.steps.items():
             for epoch, outcomes in _drawn(entry).items():
+                used = found.setdefault(int(epoch), [])
                 for outcome, rows in outcomes.items():
-                    found.setdefault(int(epoch), []).extend(rows if outcome != KEPT or step == newest else ())
+                    used.extend(rows if outcome not in (KEPT, DEFERRED) or (outcome, step) == (KEPT, newest) else ())
+        for (epoch, row), (_, trained) in self.deferred().items():
+            found[epoch].extend([row] if trained is None else ())
+        return found
+
+    def deferred(self) -> dict[tuple[int, int], tuple[int, int | None]]:
+        """Return epoch and row of each deferred prompt -> step that deferred it, and a later step that used it.
+
+        The second is None for a prompt that waits.
+        """
+        found: dict[tuple[int, int], tuple[int, int | None]] = {}
+        for step, entry in sorted(self.steps.items()):
+            for epoch, outcomes in _drawn(entry).items():
+                for outcome, rows in outcomes.items():
+                    for prompt in ((int(epoch), row) for row in rows):
+                        if outcome == DEFERRED:
+                            found[prompt] = (step, None)
+                        elif prompt in found and found[prompt][1] is None:
+                            found[prompt] = (found[prompt][0], step)
         return found
 
     def num_left_out(self) -> dict[str, int]:
         """Return outcome -> number of prompts that no step trained on, by their outcome."""
         outcomes = [outcome for entry in self.steps.values() for outcome in _drawn(entry).values()]
-        names = dict.fromkeys(name for outcome in outcomes for name in outcome if name not in (TRAINED, KEPT))
+        names = dict.fromkeys(name for outcome in outcomes for name in outcome if name not in (TRAINED, KEPT, DEFERRED))
         return {name: sum(len(outcome.get(name, ())) for outcome in outcomes) for name in names}
 
     def __str__(self) -> str:
@@ -85,6 +105,13 @@ class LedgerAudit:
         ]
         if left_out := self.num_left_out():
             lines.append(f"prompts not trained on: {', '.join(f'{name} {count}' for name, count in left_out.items())}")
+        if deferred := self.deferred().values():
+            ages = [trained - step for step, trained in deferred if trained is not None]
+            mean = sum(ages) / max(1, len(ages))
+            lines.append(
+                f"prompts deferred: {len(deferred)}, trained {mean:.1f} steps later on average (at most "
+                f"{max(ages, default=0)}), still waiting {len(deferred) - len(ages)}"
+            )
         return "\n".join([*lines, *(self.problems() or ["every stage and every prompt exactly once"])])
 
 

@@ -12,7 +12,8 @@ step:
     begin    the step that the process resumes after; updates of earlier lines of later steps are not in the weights
     prompts  rows of the training data that the step trained on
     drawn    with `algorithm.filter_groups`: epoch -> what became of a prompt -> rows. A prompt is trained, filtered,
-             surplus (dropped), or kept for the next step, whose line has it again
+             surplus (dropped), or kept for the next step, whose line has it again. So has the line of a later step
+             a deferred one (tail batching)
     stages   how often each stage that is not pure ran
     updates  optimizer steps in the weights, as the workers count them
 

@@ -119,23 +119,27 @@ class PromptLoader:
         return list(islice(cycle(epoch), num_batches))
 
     def next_batch(self) -> DataProto:
-        """Return the next batch.
+        """Return the next batch. Raises DataError, see `next_rows`."""
+        self.rows = self.next_rows(self.batch_size)
+        return self.collate([self.dataset[row] for row in self.rows])
+
+    def next_rows(self, num_rows: int) -> list[int]:
+        """Return the next rows of the dataset, all of one epoch; fewer than `num_rows` at its end.
 
         Raises:
             DataError: A custom sampler yields no rows in an epoch, or more than its length.
         """
-        rows = list(islice(self._epoch_iterator(), self.batch_size))
+        rows = list(islice(self._epoch_iterator(), num_rows))
         if not rows and self._rows_taken:  # without a length, the end of an epoch shows only now
             self._finish_epoch()
-            rows = list(islice(self._epoch_iterator(), self.batch_size))
+            rows = list(islice(self._epoch_iterator(), num_rows))
         if not rows:
             raise DataError(f"the sampler {type(self._sampler).__name__} yields no rows in epoch {self.epoch}")
         self._rows_taken += len(rows)
         length = self._epoch_length()
-        if len(rows) < self.batch_size or (length is not None and self._rows_taken >= length):
+        if len(rows) < num_rows or (length is not None and self._rows_taken >= length):
             self._finish_epoch()
-        self.rows = [int(row) for row in rows]
-        return self.collate([self.dataset[row] for row in self.rows])
+        return [int(row) for row in rows]
 
     def state_dict(self) -> dict:
         """Return the position of the next batch as JSON-able values, with a stateful sampler's own state."""
@@ -234,6 +238,8 @@ class NoPrompts:
 
 
 ROW = "dataset_row"  # column: a prompt's row in the training data
+EPOCH = "dataset_epoch"  # column of prompts of several epochs: the one in which each was drawn
+DEFERRED = "deferred"  # in a saved position: prompts that wait for a long round
 
 
 class StepPrompts:
@@ -256,11 +262,22 @@ class StepPrompts:
         self.num_drawn = number
         return batch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return how many batches were drawn; the loader saves its own position."""
         return {"num_drawn": self.num_drawn}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the batches of a saved position.
+
+        Raises:
+            CheckpointError: It has deferred prompts, which these settings never train.
+        """
+        if state.get(DEFERRED):
+            raise CheckpointError(
+                f"the checkpoint has {len(state[DEFERRED])} prompts that wait for a long round; set "
+                "algorithm.filter_groups.order=tail_batching as in the run that deferred them, or resume from a "
+                "checkpoint without such prompts (rollout/deferred_waiting=0)"
+            )
         self.num_drawn = state["num_drawn"]
 
 

@@ -4,6 +4,10 @@ from .distillation import add_teacher_advantages as add_teacher_advantages
 from .distillation import check_teachers as check_teachers
 from .distillation import score_by_teachers as score_by_teachers
 from .distillation import teacher_metrics as teacher_metrics
+from .policy.short_round import ShortRound as ShortRound
+from .sampling.tail_batching import TailPrompts as TailPrompts
+from .sampling.tail_batching import add_deferred as add_deferred
+from .sampling.tail_batching import keep_complete as keep_complete
 from .stages import uses_critic as uses_critic
 from .stages import uses_reference as uses_reference
 from .token_record import record_tokens as record_tokens

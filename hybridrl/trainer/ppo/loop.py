@@ -5,6 +5,7 @@
 
 import functools
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from hybridrl.algos.advantages import get_adv_estimator
@@ -17,6 +18,7 @@ from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
+from hybridrl.trainer import ppo
 from hybridrl.trainer.checkpoint.step_ledger import LEDGER
 from hybridrl.trainer.data.prompt_dataset import collate_fn, load_prompt_data
 from hybridrl.trainer.data.prompt_loader import StepPrompts
@@ -40,7 +42,6 @@ from hybridrl.trainer.ppo.rewards import (
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter
 from hybridrl.trainer.ppo.stages import (
     check_roles,
-    filters_groups,
     rollout_lag,
     samples_per_group,
     uses_greedy_baseline,
@@ -87,8 +88,10 @@ class PPOLoop(Trainer):
             config, set(role_worker_mapping), has_reward=reward_fn is not None, has_agent_loops=agent_loops is not None
         )
         self.collate = functools.partial(collate_fn, pad_token_id=pad_token_id(tokenizer))
+        defers = config.algorithm.filter_groups.defers
+        data = replace(config.data, gen_batch_size=None) if defers else config.data  # all drawn prompts are trained
         train_loader, self.val_dataset = load_prompt_data(
-            config.data, tokenizer, train_dataset, val_dataset, self.collate, train_sampler
+            data, tokenizer, train_dataset, val_dataset, self.collate, train_sampler
         )
         if Role.RewardModel not in role_worker_mapping:
             check_data_sources(train_loader.dataset, self.reward_fn)
@@ -104,7 +107,7 @@ class PPOLoop(Trainer):
             context=context,
         )
         self.middleware = middleware
-        self.prompts = StepPrompts(train_loader, seed=config.trainer.seed)
+        self.prompts = self._tail_prompts() if defers else StepPrompts(train_loader, seed=config.trainer.seed)
         self.replay_buffer = ReplayBuffer(
             config.trainer.replay,
             n=samples_per_group(config),
@@ -151,7 +154,7 @@ class PPOLoop(Trainer):
 
     def _batch_sizes(self) -> list[int]:
         """Return the number of prompts that each step trains on."""
-        if filters_groups(self.config):
+        if self.config.algorithm.filter_groups.fills_batches:
             return [self.config.data.train_batch_size] * self.total_training_steps
         return self.train_loader.batch_sizes(self.total_training_steps)
 
@@ -260,13 +263,30 @@ class PPOLoop(Trainer):
         """Return the prompts of the next generation batch, or None if `max_pending` batches are pending already."""
         return self.prompts.next_batch() if len(self.pipeline) < max_pending else None
 
+    def _tail_prompts(self) -> StepPrompts:
+        data = self.config.data
+        return ppo.TailPrompts(
+            self.train_loader,
+            seed=self.config.trainer.seed,
+            batch_size=data.train_batch_size,
+            gen_batch_size=data.gen_batch_size,
+            step=lambda: self.global_steps,
+            total_steps=self.total_training_steps,
+        )
+
     def _submit(self, batch: DataProto) -> None:
         number, epoch = batch.meta_info.pop("number"), batch.meta_info.pop("epoch")
+        num_prompts = batch.meta_info.pop("num_prompts", None)
         prompts = self._split_generation_inputs(batch)
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=number)
         prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed)}
         self.pipeline.submit(
-            prompts, batch, number=number, epoch=epoch, greedy_prompts=self._greedy_prompts(prompts, seed=seed)
+            prompts,
+            batch,
+            number=number,
+            epoch=epoch,
+            greedy_prompts=self._greedy_prompts(prompts, seed=seed),
+            num_prompts=num_prompts,
         )
 
     def _greedy_prompts(self, prompts: DataProto, *, seed: int) -> DataProto | None:

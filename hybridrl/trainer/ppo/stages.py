@@ -166,6 +166,11 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
             "and algorithm.rollout_correction.bypass_mode leaves that pass out; set bypass_mode=false, or take another "
             "estimator"
         )
+    if config.algorithm.filter_groups.defers and uses_greedy_baseline(config):
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator} needs a greedy response to each prompt, however long, and "
+            "algorithm.filter_groups.order=tail_batching ends long responses; use order=shortest, or another estimator"
+        )
     _check_old_log_probs(config)
     if uses_critic(config) and Role.Critic not in roles:
         raise ConfigError(f"algorithm.adv_estimator={estimator} needs a critic; map Role.Critic to a worker class")

@@ -116,6 +116,7 @@ class RayPPOTrainer(PPOLoop):
     def step(cls, config: PPOConfig, roles: Collection[Role]) -> list[Stage]:
         """Return the stages of a step in order. `Stage.when` says which settings leave one out."""
         on, has = stage_roles(roles), optional_columns(config, roles)
+        is_pure = config.trainer.lag == 0 and not config.algorithm.filter_groups.defers
         filters, replays = filters_groups(config), config.trainer.replay.groups > 0
         corrected, bypasses = correction_columns(config), bypasses_old_log_prob(config)
         computes = computes_old_log_probs(config, trainer=cls)
@@ -133,7 +134,7 @@ class RayPPOTrainer(PPOLoop):
             # 1. Prompts of the step that is `trainer.lag` ahead.
             Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),
             # 2. n responses to each prompt.
-            Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, pure=config.trainer.lag == 0),
+            Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, pure=is_pure),
             # 3. A score for each response. Groups of equal scores are replaced, samples left out, earlier ones added.
             Stage(cls.reward, role=on.reward_model, reads=RESPONSE, writes=rewarded),
             Stage(
@@ -179,6 +180,8 @@ class RayPPOTrainer(PPOLoop):
         if ctx.batch is not None:
             self._submit(ctx.batch)
         pending, responses, greedy = self.pipeline.pop()
+        if self.config.algorithm.filter_groups.defers:
+            ppo.keep_complete(self.prompts, pending, responses, ctx)
         ctx.prompt_rows = pending.other_columns.non_tensor_batch.get(ROW, ())
         ctx.batch = join_responses(pending.other_columns, responses, n=self.config.actor_rollout_ref.rollout.n)
         ctx.greedy = None if greedy is None else join_responses(pending.other_columns, greedy, n=1)
@@ -262,6 +265,8 @@ class RayPPOTrainer(PPOLoop):
         ctx.batch, ctx.reward_extra, ctx.group_outcomes = groups.take(), {}, groups.outcomes
         ctx.prompt_rows = ctx.batch.non_tensor_batch[ROW][:: self.config.actor_rollout_ref.rollout.n]
         ctx.metrics |= mean_over_batches([part.metrics for part in sampled]) | groups.metrics()
+        if self.config.algorithm.filter_groups.defers:
+            ppo.add_deferred(self.prompts, ctx)
         ctx.metrics |= self._sample_metrics(ctx.batch) | {"training/epoch": _epoch(sampled[-1])}
 
     def _sample_again(self, ctx: BatchContext, *, gen_batch: int) -> BatchContext:

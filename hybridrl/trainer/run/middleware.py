@@ -91,7 +91,7 @@ class BatchContext(OnlineRLContext):
         reward_extra: Columns that the reward function returns beside the scores. Empty after `filter_groups` and
             `select_samples`.
         own_log_probs: What the update of the actor returned, if its own log-probs are the old ones.
-        group_outcomes: With `filter_groups`: epoch -> what became of a prompt -> its rows of the dataset.
+        group_outcomes: With `filter_groups` or tail batching: epoch -> what became of a prompt -> its rows.
         num_new: Samples of this step; those after them come from the replay buffer.
         updated: Whether the policy was updated.
     """

@@ -113,7 +113,7 @@ def warn_about_small_batches(config: PPOConfig | SupervisedConfig, *, num_rows: 
     if not num_rows:
         return
     batch, size = config.data.train_batch_size, min(config.data.train_batch_size, num_rows)
-    if isinstance(config, PPOConfig) and config.algorithm.filter_groups.chooses:
+    if isinstance(config, PPOConfig) and config.algorithm.filter_groups.fills_batches:
         size = batch  # a step generates until it is full
     if size < batch:
         logger.warning(

@@ -4,27 +4,13 @@ import tempfile
 from collections import Counter, deque
 from pathlib import Path
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, audit, read_ledger
-from hybridrl.trainer.data.prompt_dataset import collate_fn
-from hybridrl.trainer.data.prompt_loader import ROW, PromptLoader, StepPrompts
-
-
-class NumberedPrompts:
-    """Prompts of one token: their row number."""
-
-    def __init__(self, num_rows: int):
-        self.num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> dict:
-        return {"input_ids": torch.tensor([row])}
+from hybridrl.trainer.data.prompt_loader import ROW, StepPrompts
+from tests.support.trainer.numbered_prompts import numbered_loader
 
 
 class Run:
@@ -32,13 +18,7 @@ class Run:
 
     def __init__(self, folder: str, *, rows: int, size: int, lag: int, steps: int):
         self.lag, self.steps = lag, steps
-        self.loader = PromptLoader(
-            NumberedPrompts(rows),
-            batch_size=size,
-            shuffle=True,
-            seed=3,
-            collate=lambda items: collate_fn(items, pad_token_id=0),
-        )
+        self.loader = numbered_loader(rows, size=size)
         self.prompts = StepPrompts(self.loader, seed=3)
         self.ledger, self.pending, self.step = StepLedger(folder, rows=rows), deque[DataProto](), 0
 

@@ -8,7 +8,9 @@ push that was submitted before it.
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from hybridrl.protocol import DataProto
+from hybridrl.data_plane.chunking import even_bounds
+from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.trainer import ppo
 
 Resync = Callable[[int], None]  # sends the current weights to a restarted process of this rank
 
@@ -71,6 +73,12 @@ class Generator(Protocol):
         """Start generating whole responses."""
         ...
 
+    def submit_short_round(
+        self, prompts: DataProto, num_prompts: int, max_new_tokens: int, *, version: int | None
+    ) -> PendingResponses:
+        """Start generating until `num_prompts` groups are complete, see `workers/rollout/short_round.py`."""
+        ...
+
     def submit_partial(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> PendingResponses:
         """Start generating the first tokens of responses."""
         ...
@@ -122,6 +130,11 @@ class BatchedGenerator:
     def submit(self, prompts: DataProto, *, version: int | None) -> PendingResponses:
         return self._group.generate_sequences.submit(prompts, weights_version=version)
 
+    def submit_short_round(
+        self, prompts: DataProto, num_prompts: int, max_new_tokens: int, *, version: int | None
+    ) -> PendingResponses:
+        return ppo.ShortRound(self._group, prompts, num_prompts, max_new_tokens, version=version)
+
     def submit_partial(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> PendingResponses:
         return self._group.begin_sequences.submit(prompts, max_new_tokens, weights_version=version)
 
@@ -135,3 +148,12 @@ class BatchedGenerator:
         self, group: Any, prompts: DataProto, *, version: int | None, resync: Resync | None = None
     ) -> DataProto:
         return group.generate_sequences(prompts, weights_version=version)
+
+
+def shards_of_groups(responses: DataProto, *, num_groups: int, num_shards: int) -> DataProtoFuture:
+    """Return a future as from the rollout's processes, with whole sample groups in each shard."""
+    n = len(responses) // max(1, num_groups)
+    return DataProtoFuture(
+        collect_fn=DataProto.concat,
+        futures=[responses.slice(start * n, stop * n) for start, stop in even_bounds(num_groups, num_shards)],
+    )

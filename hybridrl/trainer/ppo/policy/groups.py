@@ -81,6 +81,11 @@ class PolicyGroups:
         self._wake_up()
         return self.generator.submit(prompts, version=self._version)
 
+    def generate_short_round_async(self, prompts: DataProto, num_prompts: int, max_new_tokens: int) -> PendingResponses:
+        """Start generating responses until those to `num_prompts` prompts are complete."""
+        self._wake_up()
+        return self.generator.submit_short_round(prompts, num_prompts, max_new_tokens, version=self._version)
+
     def begin_partial_async(self, prompts: DataProto, max_new_tokens: int) -> PendingResponses:
         """Start generating the first tokens of responses, see `workers/rollout/partial.py`."""
         return self.generator.submit_partial(prompts, max_new_tokens, version=self._version)

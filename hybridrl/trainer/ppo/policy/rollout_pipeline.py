@@ -21,7 +21,7 @@ from typing import Any
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.protocol import DataProto, DataProtoFuture
-from hybridrl.trainer.ppo.policy.generation import Pending, PendingResponses
+from hybridrl.trainer.ppo.policy.generation import Pending, PendingResponses, shards_of_groups
 from hybridrl.trainer.ppo.policy.groups import PolicyGroups
 from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag
 
@@ -98,18 +98,22 @@ class RolloutPipeline:
         number: int,
         epoch: int,
         greedy_prompts: DataProto | None = None,
+        num_prompts: int | None = None,
     ) -> None:
         """Start generating the responses of batch `number`, and a greedy response to each of the greedy prompts.
 
-        Greedy responses are generated whole, with the weights of the first chunk.
+        Greedy responses are generated whole, with the weights of the first chunk. With `num_prompts`, this is a short
+        round: it returns the responses to so many of the prompts.
         """
-        batch = PendingBatch(number, epoch, other_columns, self._generate_first(prompts))
+        batch = PendingBatch(number, epoch, other_columns, self._generate_first(prompts, num_prompts))
         if greedy_prompts is not None:
             batch.greedy = self.policy.generate_async(greedy_prompts)
         batch.pending_pushes = self._pop_pushes()
         self._pending.append(batch)
 
-    def _generate_first(self, prompts: DataProto) -> PendingResponses:
+    def _generate_first(self, prompts: DataProto, num_prompts: int | None) -> PendingResponses:
+        if num_prompts is not None:
+            return self.policy.generate_short_round_async(prompts, num_prompts, sum(self.chunk_tokens))
         if len(self.chunk_tokens) == 1:
             return self.policy.generate_async(prompts)
         return self.policy.begin_partial_async(prompts, self.chunk_tokens[0])
@@ -206,9 +210,4 @@ class RolloutPipeline:
             self._pending.append(pending)
 
     def _as_future(self, responses: DataProto, *, num_groups: int) -> DataProtoFuture:
-        """Return a future as from the rollout's processes, with whole sample groups in each shard."""
-        n = len(responses) // max(1, num_groups)
-        bounds = even_bounds(num_groups, self.policy.rollout.world_size)
-        return DataProtoFuture(
-            collect_fn=DataProto.concat, futures=[responses.slice(start * n, stop * n) for start, stop in bounds]
-        )
+        return shards_of_groups(responses, num_groups=num_groups, num_shards=self.policy.rollout.world_size)

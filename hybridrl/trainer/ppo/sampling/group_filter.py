@@ -32,13 +32,12 @@ from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import response_lengths
 from hybridrl.trainer.checkpoint.ledger_audit import KEPT, TRAINED, Outcomes
-from hybridrl.trainer.data.prompt_loader import ROW
+from hybridrl.trainer.data.prompt_loader import EPOCH, ROW
 from hybridrl.trainer.ppo.off_policy import token_ages
 from hybridrl.trainer.ppo.replay_buffer import concat_padded
 
 logger = logging.getLogger(__name__)
 FILE = "groups"
-EPOCH = "dataset_epoch"  # column of collected groups: the epoch in which the prompt was drawn
 DEFAULT_METRIC = "seq_reward"
 WARN_EVERY = 10  # generation batches of one step, if their number is not limited
 FILTERED, SURPLUS = "filtered", "surplus"  # outcomes of a prompt, in the ledger: a format on disk
@@ -175,7 +174,7 @@ class StepGroups:
         Args:
             batch: Scored samples, n adjacent rows per prompt.
             extra: The reward function's other columns.
-            epoch: Epoch of the prompts.
+            epoch: Epoch of the prompts, unless the column `EPOCH` has it.
 
         Raises:
             DataError: See `metric_values`, or the step needs more than `max_num_gen_batches`.
@@ -186,7 +185,7 @@ class StepGroups:
         if not self._filter.config.enable:
             differs = torch.ones_like(differs)
         rows = batch.select(meta_info_keys=[])
-        rows.non_tensor_batch = rows.non_tensor_batch | {EPOCH: np.full(len(batch), epoch, dtype=object)}
+        rows.non_tensor_batch = {EPOCH: np.full(len(batch), epoch, dtype=object)} | rows.non_tensor_batch
         chosen = differs.repeat_interleave(n)
         self._record(FILTERED, rows.select_idxs(~chosen))
         if chosen.any():
@@ -241,7 +240,7 @@ class StepGroups:
 
     def _in_order(self, groups: DataProto) -> DataProto:
         """Return all groups, those of the step first; both parts in the order in which they were drawn."""
-        if self._filter.config.order == "drawn":
+        if self._filter.config.order != "shortest":
             return groups
         n, num_kept = self._filter.n, 0 if self._filter.kept is None else len(self._filter.kept) // self._filter.n
         lengths = response_lengths(groups).reshape(-1, n).amax(-1)
