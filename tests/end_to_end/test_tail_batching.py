@@ -72,7 +72,9 @@ def test_every_prompt_is_trained_once_per_epoch_and_the_ledger_says_where(whole,
 
 def test_agent_loops_defer_and_train_what_batched_calls_do(tmp_path, whole):
     assert numbers(metrics(whole("agent loops") / "run")) == numbers(metrics(whole("batched calls") / "run"))
-    policies = [weights(whole(mode) / "run/global_step_5", tmp_path / mode) for mode in ("agent loops", "batched calls")]
+    policies = [
+        weights(whole(mode) / "run/global_step_5", tmp_path / mode) for mode in ("agent loops", "batched calls")
+    ]
     assert largest_difference(*policies) == 0
 
 
@@ -87,7 +89,7 @@ def test_a_short_round_trains_on_the_groups_that_whole_responses_would_choose(tm
     assert len(outputs) == SIZE * SAMPLES and {*outputs} < all_outputs
 
 
-@pytest.mark.parametrize("mode", ["batched calls", "agent loops"])
+@pytest.mark.parametrize("mode", ["batched calls", pytest.param("agent loops", marks=pytest.mark.slow)])
 def test_a_run_resumed_while_prompts_wait_ends_as_the_uninterrupted_one(tmp_path, tiny_qwen2, whole, mode):
     changes = CHANGES | MODES[mode]
     train(tmp_path / "parts", tiny_qwen2, **changes | {"trainer__save_freq": 2})

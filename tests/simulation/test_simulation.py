@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl import cli
 from hybridrl.errors import ConfigError
-from hybridrl.simulation import Costs, Device, Lengths, Model, Simulation, simulate
+from hybridrl.simulation import DEVICES, MODELS, Costs, Device, Lengths, Model, Simulation, simulate
 
 pytestmark = pytest.mark.timeout(300)
 # One operation per parameter and token: times are counts. No attention, no keys, no overheads.
@@ -107,3 +107,14 @@ def test_the_command_prints_a_step_and_refuses_what_it_does_not_know(capsys, tmp
     assert "has no pair; give at least [[1, 0.009]]" in capsys.readouterr().err
     assert cli.main([*small, "--device", "h1000"]) != 0
     assert "--device h1000: unknown; known are h20" in capsys.readouterr().err
+
+
+def test_tail_batching_waits_for_long_responses_in_a_few_rounds_only():
+    costs = Costs(DEVICES["h100"], MODELS["qwen2.5-7b"])
+    base = Simulation(costs, 8, prompts=32, n=4, steps=12, warmup=0, settings=ALONE)
+    tail = ALONE | {"algorithm.filter_groups.order": "tail_batching", "data.gen_batch_size": 40}
+    whole, rounds = simulate(base), simulate(replace(base, settings=tail))
+    assert rounds.stages_s["gen"] < 0.8 * whole.stages_s["gen"]
+    # Four short rounds defer 8 prompts each, and the fifth step trains these 32: the first one with the whole tail.
+    seconds = [end - start for start, end in zip((0.0, *rounds.ends_s), rounds.ends_s, strict=False)]
+    assert max(seconds[:4]) < 0.6 * seconds[4]

@@ -337,7 +337,7 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     done(f"{ROLLOUT}.over_sample_rate", "nothing is generated beyond the batch", "0"),
     refused(
         f"{ROLLOUT}.over_sample_rate",
-        "set data.gen_batch_size above data.train_batch_size, and algorithm.filter_groups.order=shortest",
+        "set data.gen_batch_size above data.train_batch_size, and algorithm.filter_groups.order=tail_batching",
     ),
     done(f"{ROLLOUT}.enable_rollout_routing_replay", "experts are chosen anew in training", "false"),
     refused(f"{ROLLOUT}.enable_rollout_routing_replay", "the choice of experts is not replayed in this release"),

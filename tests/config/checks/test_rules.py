@@ -37,6 +37,10 @@ ROLLOUTS = {
     "mute": RolloutCapabilities(),
 }
 
+TAIL = (
+    "algorithm.filter_groups.order=tail_batching data.train_batch_size=512 data.gen_batch_size=640 "
+    "actor_rollout_ref.rollout.n=2"
+)
 ELASTIC = "trainer.min_ranks=1 trainer.save_freq=1"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
 LAYOUT = "actor_rollout_ref.actor.megatron"
@@ -126,6 +130,28 @@ def check(tmp_path):
         (
             "algorithm.filter_groups.order=shortest",
             "order=shortest: there are no more groups to choose from; set data.gen",
+        ),
+        (
+            "algorithm.filter_groups.order=tail_batching",
+            "order=tail_batching: there are no more groups to choose from; set data.gen_batch_size above",
+        ),
+        (
+            f"{TAIL} algorithm.filter_groups.enable=true data.gen_batch_size=512",
+            "order=tail_batching: there are no more groups to choose from; set data.gen_batch_size above",
+        ),
+        (f"{TAIL} trainer.backend=local trainer.lag=1", "is a schedule of synchronous training, and trainer.lag=1"),
+        (
+            f"{TAIL} actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.agent.timeout_s=5",
+            "order=tail_batching: responses wait for each other, and actor_rollout_ref.rollout.agent.timeout_s=5",
+        ),
+        (
+            f"{TAIL} actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.endpoint_port=8000 "
+            "actor_rollout_ref.rollout.agent.default_agent_loop=http_agent actor_rollout_ref.rollout.agent.program=x",
+            "default_agent_loop=http_agent cannot wait in the middle of an answer; use order=shortest",
+        ),
+        (
+            f"{TAIL} actor_rollout_ref.rollout.name=toy",
+            "algorithm.filter_groups.order=tail_batching: needs the capability partial, which",
         ),
         (
             "algorithm.select_samples.k=2 actor_rollout_ref.rollout.n=2",
@@ -399,6 +425,8 @@ def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, p
         "reward_model.overlong_buffer.len=512",
         "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=true",
         "data.gen_batch_size=2048 algorithm.filter_groups.order=shortest trainer.staleness=1",
+        TAIL,
+        f"{TAIL} actor_rollout_ref.rollout.mode=async",
     ],
 )
 def test_a_valid_config_passes(check, words):

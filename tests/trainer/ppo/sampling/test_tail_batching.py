@@ -117,6 +117,29 @@ def test_a_deferred_prompt_keeps_its_seed_and_its_age_is_logged():
     assert (logged[2]["rollout/deferred_trained"], logged[1]["rollout/deferred_trained"]) == (4.0, 0.0)
 
 
+DEFERS = {"1": {"trained": [0], "deferred": [1]}}
+
+
+@pytest.mark.parametrize(
+    "later, problems, waiting",
+    [
+        ({}, [], 1),
+        ({"1": {"trained": [1]}}, [], 0),
+        ({"1": {"filtered": [1]}}, [], 0),
+        ({"2": {"trained": [1]}}, [], 1),  # the same row, drawn again in the next epoch
+        ({"1": {"trained": [0, 1]}}, ["epoch 1: prompts [0] were used more than once (1 in all)"], 0),
+        ({"1": {"trained": [1, 1]}}, ["epoch 1: prompts [1] were used more than once (1 in all)"], 0),
+        ({"1": {"trained": [2], "deferred": [0]}}, ["epoch 1: prompts [0] were used more than once (1 in all)"], 2),
+    ],
+)
+def test_the_audit_counts_a_deferred_prompt_once(later, problems, waiting):
+    lines = ({"step": step, "stages": {}, "updates": {}, "drawn": drawn} for step, drawn in ((1, DEFERS), (2, later)))
+    result = audit([{"begin": 0, "rows": 3}, *lines])
+    assert [line for line in result.problems() if "not used" not in line] == problems
+    assert [trained for _, trained in result.deferred().values()].count(None) == waiting
+    assert result.num_left_out() == ({"filtered": 1} if "filtered" in later.get("1", {}) else {})
+
+
 def test_a_step_that_runs_again_from_its_snapshot_draws_and_defers_the_same():
     run = Run(rows=20, size=3, gen_size=7, steps=8)
     run.train()
