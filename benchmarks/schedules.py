@@ -1,6 +1,7 @@
 """What the schedules would give: `python benchmarks/schedules.py [PART ...] [--figure docs/schedules.png]`.
 
     published   pairs of a synchronous and an asynchronous run that others published, and the simulation of the second
+    tail        tail batching beside whole synchronous steps, for three sizes of models and responses
     scale       our schedules from 8 to 4096 devices
 
 Nothing is started: `hybridrl.simulation` runs the trainer on a virtual clock. docs/simulation.md explains what is real,
@@ -115,12 +116,38 @@ def published() -> None:
                 break
 
 
+TAIL = {"algorithm.filter_groups.order": "tail_batching"}
+TAIL_RUNS = (("qwen2.5-7b", 16, 8_192), ("qwen2.5-14b", 32, 16_384), ("qwen2.5-32b", 64, 32_768))
+PUBLISHED_FACTORS = (2.03, 2.56)  # of RollPacker's whole system over a synchronous run (arXiv 2509.21009, abstract)
+
+
+def tail() -> None:
+    """Print the gain of tail batching: 256 prompts of 8 responses, one optimizer step, H800, 20 steps."""
+    low, high = PUBLISHED_FACTORS
+    print(f"{'model, devices, longest':<32}{'started':>8}{'step':>16}{'factor':>8}{'of gen':>8}{'error':>16}")
+    for model, gpus, cap in TAIL_RUNS:
+        base = Simulation(
+            Costs(DEVICES["h800"], MODELS[model]), gpus, prompts=256, n=8, steps=20, warmup=0, settings=NO_REFERENCE
+        )
+        base = replace(base, lengths=Lengths(cap=cap))
+        whole = simulate(base)
+        for started in (320, 384):
+            rounds = simulate(replace(base, settings=NO_REFERENCE | TAIL | {"data.gen_batch_size": started}))
+            factor, of_gen = whole.step_s / rounds.step_s, whole.stages_s["gen"] / rounds.stages_s["gen"]
+            print(
+                f"{f'{model}, {gpus}, {cap}':<32}{started:>8}{f'{whole.step_s:.0f} -> {rounds.step_s:.0f} s':>16}"
+                f"{factor:>8.2f}{of_gen:>8.2f}{f'{factor / low - 1:+.0%} to {factor / high - 1:+.0%}':>16}",
+                flush=True,
+            )
+
+
 PARTIAL = {"trainer.lag": 2, "trainer.partial_rollout": True}
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "synchronous": {},
     "lag 1": {"trainer.lag": 1},
     "lag 2, partial": PARTIAL,
     "over-sampled": {"algorithm.filter_groups.order": "shortest"},
+    "tail batching": TAIL,
 }
 GPUS = (8, 32, 128, 512, 1024, 4096)
 SHARES = (0.5, 0.75)  # of the devices that only generate
@@ -150,7 +177,9 @@ def _rates(costs: Costs, devices: int, settings: Mapping[str, Any]) -> list[tupl
     base = Simulation(costs, devices, prompts=prompts, n=8, mini_batch=prompts // 4, settings=NO_REFERENCE | settings)
     if "trainer.lag" not in settings:
         drawn = {"data.gen_batch_size": prompts * 5 // 4} if "algorithm.filter_groups.order" in settings else {}
-        alone = replace(base, steps=2 if devices >= MANY else 7, warmup=0, settings=base.settings | drawn)
+        # Tail batching has a long round after four short ones.
+        steps = (5 if devices >= MANY else 10) if settings == TAIL else (2 if devices >= MANY else 7)
+        alone = replace(base, steps=steps, warmup=0, settings=base.settings | drawn)
         return [(simulate(alone).tokens_per_s / devices, 0.0)]
     found = []
     many = devices >= MANY
@@ -185,15 +214,19 @@ def draw(gpus: tuple[int, ...], rates: Mapping[str, list[float]], path: str) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], "published", "scale"], metavar="PART", help="default: both")
-    parser.add_argument("--figure", metavar="FILE", help="draw the second table")
-    parser.add_argument("--min-gpus", type=int, default=8, help="of the second table (default: %(default)d)")
-    parser.add_argument("--max-gpus", type=int, default=512, help="of the second table (default: %(default)d)")
+    parser.add_argument(
+        "parts", nargs="*", choices=[[], "published", "tail", "scale"], metavar="PART", help="default: all"
+    )
+    parser.add_argument("--figure", metavar="FILE", help="draw the last table")
+    parser.add_argument("--min-gpus", type=int, default=8, help="of the last table (default: %(default)d)")
+    parser.add_argument("--max-gpus", type=int, default=512, help="of the last table (default: %(default)d)")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    parts = arguments.parts or ["published", "scale"]
+    parts = arguments.parts or ["published", "tail", "scale"]
     if "published" in parts:
         published()
+    if "tail" in parts:
+        tail()
     if "scale" in parts:
         scale(arguments.figure, tuple(n for n in GPUS if arguments.min_gpus <= n <= arguments.max_gpus))
 
