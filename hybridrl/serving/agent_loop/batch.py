@@ -242,9 +242,9 @@ class AgentBatch:
     def outputs(self) -> list[AgentLoopOutput]:
         return [task.result() for task in self._tasks]
 
-    def outputs_of(self, groups: list[int], *, n: int) -> list[AgentLoopOutput]:
-        """Return the outputs of groups of n adjacent rows, by the places of the groups."""
-        return [self._tasks[group * n + sample].result() for group in groups for sample in range(n)]
+    def outputs_of(self, rows: list[int]) -> list[AgentLoopOutput]:
+        """Return the outputs of rows that have ended."""
+        return [self._tasks[row].result() for row in rows]
 
 
 def dump_turns(turns: list[TokenOutput]) -> str:

@@ -35,7 +35,7 @@ from hybridrl.serving.agent_loop.base import (
 )
 from hybridrl.serving.agent_loop.batch import AgentBatch, dump_turns, load_turns
 from hybridrl.serving.agent_loop.failures import leave_out_groups
-from hybridrl.serving.agent_loop.short_round import advance_to_groups
+from hybridrl.serving.agent_loop.short_round import ShortRound
 from hybridrl.serving.agent_loop.tools import load_tools
 from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
 from hybridrl.serving.openai import Endpoint, ServedModel
@@ -47,7 +47,6 @@ from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sampling_params
-from hybridrl.workers.rollout.short_round import CHOSEN
 
 KEY = "actor_rollout_ref.rollout"
 AGENT_METRICS = "rollout/agent/"
@@ -64,7 +63,7 @@ class AgentFuture:
     batch: AgentBatch
     work: WorkItem | None = None  # None until `_advance` submits it
     limit: int = 0  # submitted tokens per response
-    chosen: list[int] | None = None  # of a short round, when it has ended: places of the complete groups
+    short_round: ShortRound | None = None
 
     def get(self) -> DataProto:
         """Wait, and return the batch that `generate_sequences` would return.
@@ -197,20 +196,12 @@ class AgentLoopManager:
     def submit_short_round(
         self, prompts: DataProto, num_prompts: int, max_new_tokens: int, *, version: int | None
     ) -> AgentFuture:
-        """Start generating until `num_prompts` groups are complete; `meta_info[CHOSEN]` has their prompts' places."""
-        sampling, timeout_s = self._sampling(prompts), self.config.trainer.call_timeout_s
+        """Start generating until `num_prompts` groups are complete, see `ShortRound`."""
+        sampling = self._sampling(prompts)
         batch = self._batch(prompts, sampling)
-        future = AgentFuture(self, prompts, sampling, batch, limit=max_new_tokens)
-
-        def generate(service: PolicyService) -> None:
-            future.chosen = service.call(
-                advance_to_groups(
-                    batch, service.router, max_new_tokens, n=sampling.n, num_groups=num_prompts, timeout_s=timeout_s
-                )
-            )
-
-        future.work = self._opened().generate(version, generate)
-        return future
+        short = ShortRound(batch, sampling.n, num_prompts, max_new_tokens, self.config.trainer.call_timeout_s)
+        work = self._opened().generate(version, short.generate)
+        return AgentFuture(self, prompts, sampling, batch, work, max_new_tokens, short)
 
     def submit_partial(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> AgentFuture:
         """Start generating at most `max_new_tokens` tokens per response, tool answers included."""
@@ -265,27 +256,15 @@ class AgentLoopManager:
         outages = [*self._past_outages, *self._service.router.outages]
         self.metrics["rollout/replicas_lost"] = float(len(outages))
         self.metrics["rollout/requests_retried"] = float(sum(outage.num_retried for outage in outages))
-        if future.chosen is not None:
-            return self._chosen_batch(future, future.chosen)
+        if future.short_round is not None:
+            return self._to_batch(*future.short_round.complete(future.prompts), future.sampling)
         if future.batch.limit != future.limit and not future.batch.is_complete:
             raise CancelledError(
                 f"responses of {future.limit} tokens have since been continued to {future.batch.limit}"
             )
         if future.batch.limit < self.context.max_response_length:
             return self._incomplete_batch(future)
-        return self._complete_batch(future.prompts, future.batch.outputs, future.sampling)
-
-    def _chosen_batch(self, future: AgentFuture, chosen: list[int]) -> DataProto:
-        prompts = future.prompts.select_idxs(torch.tensor(chosen))
-        prompts.meta_info = prompts.meta_info | {CHOSEN: chosen}
-        outputs = future.batch.outputs_of(chosen, n=future.sampling.n)
-        return self._complete_batch(prompts, outputs, future.sampling)
-
-    def _complete_batch(
-        self, prompts: DataProto, outputs: list[AgentLoopOutput], sampling: SamplingParams
-    ) -> DataProto:
-        self.metrics["rollout/num_turns/mean"] = sum(out.num_turns for out in outputs) / max(1, len(outputs))
-        return self._to_batch(prompts, outputs, sampling)
+        return self._to_batch(future.prompts, future.batch.outputs, future.sampling)
 
     def _incomplete_batch(self, future: AgentFuture) -> DataProto:
         rows = future.prompts.repeat(future.sampling.n, interleave=True)
@@ -361,6 +340,7 @@ class AgentLoopManager:
         columns |= self._own_prompts(columns, outputs)
         self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(AGENT_METRICS)}
         self.metrics |= _summed_counts(outputs)
+        self.metrics["rollout/num_turns/mean"] = sum(out.num_turns for out in outputs) / max(1, len(outputs))
         lengths = torch.tensor([len(out.response_ids) for out in outputs], dtype=torch.int64)
         is_token = (torch.arange(width) < lengths[:, None]).to(columns["attention_mask"].dtype)
         responses = _pad_to([out.response_ids for out in outputs], width, fill=self._pad_id)

@@ -1,38 +1,62 @@
-"""A short round of agent loops: generate until enough groups are complete, and end the other loops.
+"""`ShortRound`: agent loops generate until enough groups are complete, and the other loops end.
 
 `workers/rollout/short_round.py` says which groups these are. Rows wait at each limit, as they do with partial rollouts.
 So no request is open at a replica when the other loops end, and none has to be aborted there.
 """
 
+from dataclasses import dataclass
+
+import torch
+
+from hybridrl.protocol import DataProto
+from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.continuation import PolicyClient
-from hybridrl.workers.rollout.short_round import round_limits, shortest_groups
+from hybridrl.serving.service import PolicyService
+from hybridrl.workers.rollout.short_round import CHOSEN, round_limits, shortest_groups
 
 
-async def advance_to_groups(
-    batch: AgentBatch, router: PolicyClient, max_new_tokens: int, *, n: int, num_groups: int, timeout_s: float
-) -> list[int]:
-    """Return the places of the groups that are complete after the fewest tokens, ascending. The other loops end.
+@dataclass
+class ShortRound:
+    """A short round of tail batching.
 
-    Args:
+    Attributes:
         batch: New rows, n adjacent ones per group.
-        router: Answers the requests.
-        max_new_tokens: Most tokens of a response.
         n: Responses per group.
         num_groups: Groups that are wanted.
+        max_new_tokens: Most tokens of a response.
         timeout_s: Deadline of each limit.
-
-    Raises:
-        CallTimeout: See `AgentBatch.advance`.
+        chosen: Places of the complete groups, ascending; None before the round has ended.
     """
-    chosen = None
-    try:
-        for limit in round_limits(max_new_tokens):
-            await batch.advance(router, limit, timeout_s=timeout_s)
-            chosen = shortest_groups(batch.lengths, n=n, num_groups=num_groups, limit=limit)
-            if chosen is not None:
-                break
-    finally:
-        await batch.cancel()
-    assert chosen is not None, "at the last limit all loops have ended"
-    return chosen
+
+    batch: AgentBatch
+    n: int
+    num_groups: int
+    max_new_tokens: int
+    timeout_s: float
+    chosen: list[int] | None = None
+
+    def generate(self, service: PolicyService) -> None:
+        """Return when enough groups are complete and the other loops have ended.
+
+        Raises:
+            CallTimeout: See `AgentBatch.advance`.
+        """
+        service.call(self._advance(service.router))
+
+    async def _advance(self, router: PolicyClient) -> None:
+        try:
+            for limit in round_limits(self.max_new_tokens):
+                await self.batch.advance(router, limit, timeout_s=self.timeout_s)
+                self.chosen = shortest_groups(self.batch.lengths, n=self.n, num_groups=self.num_groups, limit=limit)
+                if self.chosen is not None:
+                    return
+        finally:
+            await self.batch.cancel()
+
+    def complete(self, prompts: DataProto) -> tuple[DataProto, list[AgentLoopOutput]]:
+        """Return the chosen prompts, with their places in `meta_info[CHOSEN]`, and their outputs."""
+        assert self.chosen is not None, "at the last limit all loops have ended"
+        of_chosen = prompts.select_idxs(torch.tensor(self.chosen))
+        of_chosen.meta_info = of_chosen.meta_info | {CHOSEN: self.chosen}
+        return of_chosen, self.batch.outputs_of([group * self.n + i for group in self.chosen for i in range(self.n)])
