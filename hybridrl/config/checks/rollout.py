@@ -81,8 +81,8 @@ def _needs(config: PPOConfig) -> Iterable[_Need]:
     )
     defers = config.algorithm.filter_groups.defers and rollout.mode == "sync"
     asked = (size > 1, rollout.mode == "async", rollout.calculate_log_probs, rollout.weight_sync.lora == "adapter")
-    asked += (config.trainer.partial_rollout, defers)
-    return [need for need, is_asked in zip(needs, asked, strict=True) if is_asked]
+    in_chunks = (config.trainer.partial_rollout, defers)
+    return [need for need, is_asked in zip(needs, (*asked, *in_chunks), strict=True) if is_asked]
 
 
 def _changed_sampling(config: PPOConfig) -> Iterator[tuple[str, object]]:

@@ -65,8 +65,8 @@ class LedgerAudit:
                 used = found.setdefault(int(epoch), [])
                 for outcome, rows in outcomes.items():
                     used.extend(rows if outcome not in (KEPT, DEFERRED) or (outcome, step) == (KEPT, newest) else ())
-        for (epoch, row), (_, trained) in self.deferred().items():
-            found[epoch].extend([row] if trained is None else ())
+        for (number, row), (_, trained) in self.deferred().items():
+            found[number].extend([row] if trained is None else ())
         return found
 
     def deferred(self) -> dict[tuple[int, int], tuple[int, int | None]]:

@@ -32,7 +32,7 @@ import torch
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.checkpoint.ledger_audit import DEFERRED, TRAINED, Outcomes
 from hybridrl.trainer.data.prompt_loader import DEFERRED as STATE
-from hybridrl.trainer.data.prompt_loader import EPOCH, ROW, PromptLoader, StepPrompts, assign_uids_and_seeds
+from hybridrl.trainer.data.prompt_loader import EPOCH, ROW, NoPrompts, PromptLoader, StepPrompts, assign_uids_and_seeds
 from hybridrl.trainer.data.seeds import Purpose
 from hybridrl.trainer.ppo.policy.rollout_pipeline import PendingBatch
 from hybridrl.trainer.run.middleware import BatchContext
@@ -75,7 +75,7 @@ class TailPrompts(StepPrompts):
 
     def __init__(
         self,
-        loader: PromptLoader,
+        loader: PromptLoader | NoPrompts,
         *,
         seed: int,
         batch_size: int,
