@@ -195,7 +195,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
-    what = "measure how often a model answers right: avg@n, pass@k and maj@n with 95 %% confidence intervals"
+    what = "measure how often a model answers right: avg@n, pass@k and maj@n with 95 percent confidence intervals"
     usage = "hybridrl eval [-h] [--n N] [--output DIR] [...] TASK MODEL [key=value ...]"
     run = commands.add_parser("eval", help=what, description=what, usage=usage)
     run.add_argument("task", metavar="TASK", help="gsm8k, math, arithmetic, or rows as for data.val_files")

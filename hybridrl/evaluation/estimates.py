@@ -27,7 +27,13 @@ def table(task: str, by_prompt: Sequence[Sequence[Mapping[str, Any]]]) -> list[s
     lines = [f"{task}: {len(by_prompt)} prompts, {sum(map(len, by_prompt))} samples"]
     for estimate in estimates(by_prompt):
         lines.append(f"  {estimate.name:12} {estimate.mean:7.4f} ± {estimate.half_width:.4f}")
+    if by_prompt and not _have_answers(by_prompt) and min(map(len, by_prompt)) > 1:
+        lines.append("  maj@n needs answers: let the reward function return them as `pred`, beside `score`")
     return lines
+
+
+def _have_answers(by_prompt: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    return all("pred" in row for rows in by_prompt for row in rows)
 
 
 def grouped(rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -52,7 +58,7 @@ def estimates(by_prompt: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Esti
     if {value for values in scores for value in values} <= {0.0, 1.0}:
         for k in _powers_of_two(num):
             yield _mean(f"pass@{k}", [pass_at_k(len(values), int(sum(values)), k) for values in scores])
-    if num > 1 and all("pred" in row for rows in by_prompt for row in rows):
+    if num > 1 and _have_answers(by_prompt):
         voted = [
             majority_vote(np.array(values), [row["pred"] for row in rows], num, seed=SEED)[0]
             for values, rows in zip(scores, by_prompt, strict=True)

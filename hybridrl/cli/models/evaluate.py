@@ -46,8 +46,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
         path = folder / "samples" / "0.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         table = evaluation.table(arguments.task, evaluation.grouped(rows))
-        sys.stdout.write("\n".join(table) + f"\nsamples: {path}\n")
+        sys.stdout.write("\n".join([*table, _sampling_line(folder / "config.json"), f"samples: {path}\n"]))
     return code
+
+
+def _sampling_line(file: Path) -> str:
+    """Return how the responses were sampled, by the settings that the run has written."""
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    chosen, data = settings["actor_rollout_ref"]["rollout"]["val_kwargs"], settings["data"]
+    sampled = f"temperature {chosen['temperature']:g}, top_p {chosen['top_p']:g}" if chosen["do_sample"] else "greedy"
+    lengths = f"prompts of at most {data['max_prompt_length']} tokens, responses of {data['max_response_length']}"
+    return f"{sampled}; {lengths}"
 
 
 def _file_of(task: str) -> str:
