@@ -81,6 +81,7 @@ EXCEPTIONS = {
         "self.responses.get()": CALL,
         "push.wait()": CALL,
     },
+    "trainer/ppo/policy/short_round.py": {"self._chunk.get()": CALL},
     "trainer/ppo/validation.py": {"self._requests.get()": IDLE},
     "workers/weight_transfer/broadcast.py": {
         "self._in_flight[slot].wait()": COLLECTIVE,

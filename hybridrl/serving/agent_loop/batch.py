@@ -244,7 +244,8 @@ class AgentBatch:
 
     def outputs_of(self, rows: list[int]) -> list[AgentLoopOutput]:
         """Return the outputs of rows that have ended."""
-        return [self._tasks[row].result() for row in rows]
+        tasks = [self._tasks[row] for row in rows]
+        return [task.result() for task in tasks]
 
 
 def dump_turns(turns: list[TokenOutput]) -> str:
