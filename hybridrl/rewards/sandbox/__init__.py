@@ -1,0 +1,8 @@
+"""Run programs that a policy wrote, without trusting them. `docs/sandbox.md` says what is guaranteed.
+
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,9 @@
+from .http import HttpSandbox as HttpSandbox
+from .local import LocalSandbox as LocalSandbox
+from .program import Limits as Limits
+from .program import Outcome as Outcome
+from .program import Program as Program
+from .program import Sandbox as Sandbox
+from .program import SandboxFailed as SandboxFailed
+from .program import SandboxUnavailable as SandboxUnavailable
+from .program import Verdict as Verdict
