@@ -9,13 +9,15 @@ time limit: a hostile answer can keep `math` busy for long. `hybridrl.rewards` r
 from collections.abc import Callable
 from typing import Any
 
-from reward_score import gsm8k, math, math_dapo
+from reward_score import code, gsm8k, math, math_dapo
 
 __all__ = [
     "DATA_SOURCES",
     "default_compute_score",
     "has_score_function",
+    "runs_programs",
     "unknown_source_text",
+    "code",
     "gsm8k",
     "math",
     "math_dapo",
@@ -29,12 +31,28 @@ DATA_SOURCES: dict[str, Callable[..., float | dict[str, Any]]] = {
     "HuggingFaceH4/MATH-500": math.compute_score,
     "math_dapo": math_dapo.compute_score,
     "math_dapo_reasoning": math_dapo.compute_score,
+    "codecontests": code.compute_score,
+    "apps": code.compute_score,
+    "codeforces": code.compute_score,
+    "taco": code.compute_score,
+    "livecodebench": code.compute_score,
+    "mbpp": code.compute_score,
+    "google-research-datasets/mbpp": code.compute_score,
+    "openai_humaneval": code.compute_score,
+    "openai/openai_humaneval": code.compute_score,
+    "hybridrl/programs": code.compute_score,
 }
 """Score function of each data source. Names that start with "aime" use that of `math_dapo`."""
 
 
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, **kwargs: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict | None = None,
+    *,
+    sandbox: code.Runner | None = None,
+    **kwargs: Any,
 ) -> float | dict[str, Any]:
     """Return the score of `solution_str` by the function of its data source.
 
@@ -45,6 +63,7 @@ def default_compute_score(
         solution_str: The response.
         ground_truth: The reference answer.
         extra_info: Not used by the functions in the table.
+        sandbox: Runs the programs of responses; only for data sources that `runs_programs` names.
         kwargs: Passed to the function (for instance `format_score` for gsm8k).
 
     Raises:
@@ -53,12 +72,19 @@ def default_compute_score(
     if not has_score_function(data_source):
         raise NotImplementedError(unknown_source_text(data_source))
     score = math_dapo.compute_score if data_source.startswith("aime") else DATA_SOURCES[data_source]
+    if runs_programs(data_source):
+        kwargs["sandbox"] = sandbox
     return score(solution_str, ground_truth, **kwargs)
 
 
 def has_score_function(data_source: str) -> bool:
     """Return whether `default_compute_score` can score this data source."""
     return data_source.startswith("aime") or data_source in DATA_SOURCES
+
+
+def runs_programs(data_source: str) -> bool:
+    """Return whether scoring this data source runs programs of the policy, which needs a sandbox."""
+    return DATA_SOURCES.get(data_source) is code.compute_score
 
 
 def unknown_source_text(data_source: str) -> str:

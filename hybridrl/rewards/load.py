@@ -8,11 +8,13 @@ from hybridrl.config.plugs import REWARD_MANAGERS as REWARD_MANAGERS
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
 from hybridrl.errors import ConfigError
+from hybridrl.rewards import sandbox
 from hybridrl.rewards.function_address import BATCH_ARGUMENTS, FunctionAddress
 from hybridrl.rewards.manager import DEFAULT_FUNCTION, Scorer
 from hybridrl.rewards.process import LoadFailure
 
 MAX_PROCESSES = 4  # default: calls that hang are waited for in parallel, and the machine keeps its other cores
+START_S = 1.0  # of the time of a reward call: for the namespaces of a program, and to compare
 HINTS = {
     "path": "give an existing .py file or an importable module",
     "name": "set custom_reward_function.name to the function's name in that file",
@@ -47,7 +49,7 @@ def load_reward_manager(
         tokenizer,
         num_examine,
         function,
-        num_processes=model.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1),
+        num_processes=num_processes(config),
         timeout_s=model.timeout_s,
         max_response_length=config.data.max_response_length,
         overlong_buffer=model.overlong_buffer,
@@ -89,7 +91,24 @@ def score_function(config: PPOConfig) -> FunctionAddress:
             f"set custom_reward_function.path to a file with compute_score({', '.join(arguments)}), or "
             "reward_manager=naive"
         )
-    return FunctionAddress(*DEFAULT_FUNCTION, kwargs=dict(custom.kwargs))
+    return FunctionAddress(*DEFAULT_FUNCTION, kwargs={"sandbox": program_runner(config), **custom.kwargs})
+
+
+def program_runner(config: PPOConfig) -> "sandbox.ProgramRunner":
+    """Return the sandbox that the settings name, for one of the reward processes. Starts nothing."""
+    model, settings = config.reward_model, config.reward_model.sandbox_fusion
+    return sandbox.ProgramRunner(
+        url=settings.url,
+        max_concurrent=max(1, settings.max_concurrent // num_processes(config)),
+        memory_limit_mb=settings.memory_limit_mb,
+        time_limit_s=settings.timeout_s,
+        budget_s=model.timeout_s - settings.timeout_s - START_S,
+    )
+
+
+def num_processes(config: PPOConfig) -> int:
+    """Return how many processes run reward functions."""
+    return config.reward_model.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1)
 
 
 def describe_failure(custom: CustomRewardConfig, failure: LoadFailure, function: FunctionAddress) -> str:

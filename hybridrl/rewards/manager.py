@@ -152,11 +152,20 @@ class RewardManager:
     def check_source(self, data_source: str) -> str | None:
         """Return why no row of this data source can be scored, or None.
 
-        A custom function decides for itself.
+        A custom function decides for itself. A source whose rows need a sandbox has one program run in it.
         """
-        if not self._built_in or reward_score.has_score_function(data_source):
+        if not self._built_in:
             return None
-        return reward_score.unknown_source_text(data_source)
+        if not reward_score.has_score_function(data_source):
+            return reward_score.unknown_source_text(data_source)
+        runner = self.processes.function.kwargs.get("sandbox")
+        if not reward_score.runs_programs(data_source) or runner is None:
+            return None
+        try:
+            logger.info("programs of data_source=%s run in a sandbox: %s", data_source, runner.check())
+        except ConfigError as error:
+            return f"data_source={data_source!r} runs programs of the policy, and {error}"
+        return None
 
     def close(self) -> None:
         """Stop the score processes; the next call starts new ones."""

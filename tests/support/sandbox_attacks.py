@@ -72,14 +72,16 @@ ATTACKS = (
     ),
     Attack(
         "memory bomb of 20 processes",
-        "for _ in range(20):\n    if os.fork() == 0:\n        hoard = bytearray(os.urandom(1 << 20)) * 60\n        break\n"
+        "for _ in range(20):\n    if os.fork() == 0:\n        hoard = bytearray(os.urandom(1 << 20)) * 60\n"
+        "        break\n"
         "time.sleep(600)",
         "their sum counts: killed at the limit",
         (MEMORY,),
     ),
     Attack(
         "shared memory of 20 processes",
-        "import mmap\nhoard = []\nfor _ in range(20):\n    if os.fork() == 0:\n        hoard = mmap.mmap(-1, 60 << 20)\n"
+        "import mmap\nhoard = []\nfor _ in range(20):\n    if os.fork() == 0:\n"
+        "        hoard = mmap.mmap(-1, 60 << 20)\n"
         "        hoard.write(bytes(60 << 20))\n        break\ntime.sleep(600)",
         "killed at the limit",
         (MEMORY,),
@@ -121,7 +123,8 @@ ATTACKS = (
         "fills the disk",
         "try:\n    number = 0\n    while True:\n        with open(f'f{number}', 'wb') as file:\n"
         "            for _ in range(8):\n                file.write(bytes(1 << 20))\n        number += 1\n"
-        "except OSError as error:\n    print(error.errno)\nsize = sum(os.stat(name).st_size for name in os.listdir('.'))\n"
+        "except OSError as error:\n    print(error.errno)\n"
+        "size = sum(os.stat(name).st_size for name in os.listdir('.'))\n"
         "if size > 16 << 20: print('ESCAPED', size)",
         "no space left at 16 MiB",
     ),
@@ -146,7 +149,8 @@ ATTACKS = (
     ),
     Attack(
         "a daemon in a session of its own",
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n    os._exit(0)\nprint('done')",
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
+        "    os._exit(0)\nprint('done')",
         "ends with the program",
     ),
     Attack(
@@ -166,14 +170,16 @@ ATTACKS = (
         "reads the environment of every process",
         "if any(secret in value for value in os.environ.values()):\n    print('ESCAPED own')\n"
         "for name in ('self', 'thread-self', *map(str, range(1, 70000))):\n    try:\n"
-        "        if secret.encode() in open(f'/proc/{name}/environ', 'rb').read():\n            print('ESCAPED', name)\n"
+        "        if secret.encode() in open(f'/proc/{name}/environ', 'rb').read():\n"
+        "            print('ESCAPED', name)\n"
         "    except OSError:\n        pass",
         "the parent has no number here; the variables are the sandbox's",
     ),
     Attack(
         "descriptors of the parent",
         "listing = set(os.listdir('/proc/self/fd')) - {'0', '1', '2', '3'}\nif listing: print('ESCAPED', listing)\n"
-        "attempt('fds of 1', lambda: os.listdir('/proc/1/fd'))\nattempt('memory of 1', lambda: open('/proc/1/mem', 'rb'))",
+        "attempt('fds of 1', lambda: os.listdir('/proc/1/fd'))\n"
+        "attempt('memory of 1', lambda: open('/proc/1/mem', 'rb'))",
         "it has three; those of the first process are denied",
     ),
     Attack(

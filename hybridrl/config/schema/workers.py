@@ -421,6 +421,20 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True)
+class SandboxFusionConfig:
+    url: str | None = setting(
+        None,
+        "Where programs of responses run: a server with SandboxFusion's interface, such as http://HOST:8080/run_code; "
+        "null: a sandbox of this machine. See docs/sandbox.md.",
+    )
+    max_concurrent: int = setting(64, "Requests to that server at the same time, of all reward processes.", ge=1)
+    memory_limit_mb: int = setting(1024, "Memory of each program, in MB.", ge=64)
+    timeout_s: float = setting(
+        4.0, "Wall-clock limit of a program on one test case, in seconds; at most half of reward_model.timeout_s.", gt=0
+    )
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     enable: bool = setting(
         False,
@@ -446,4 +460,5 @@ class RewardModelConfig:
         0.0, "Weight of a reward in training for responses shorter than others to their prompt (Kimi k1.5).", ge=0
     )
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Soft length penalty.")
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "The sandbox of responses that are programs.")
     model: RewardModelPath = section(RewardModelPath, "The reward model.")

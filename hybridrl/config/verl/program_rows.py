@@ -9,7 +9,6 @@ from hybridrl.config.verl.worker_rows import MODEL
 _PROFILER = "use py-spy or torch.profiler on a worker; timings of every stage are in the metrics"
 _RAY = "start Ray yourself and set RAY_ADDRESS; the run then connects to it"
 _DRIVER = "prompts are tokenized and filtered in the driver"
-_SANDBOX = "call your sandbox from custom_reward_function"
 _ENGINE = "a reward model is scored in the training engine, on whole prompts and responses"
 _AHEAD = "generation runs ahead with trainer.lag and a rollout pool of its own"
 REWARD = "{reward,reward_model}"
@@ -78,9 +77,10 @@ REWARD_ROWS: tuple[Row, ...] = (
     renamed("reward_model.model.trust_remote_code", f"{MODEL}.trust_remote_code"),
     done("reward_model.model.input_tokenizer", "the reward model reads with its own tokenizer", "null"),
     done("reward_model.{reward_loop_source,reward_loop_module_path,reward_loop_class_name}", "there is none", "null"),
-    done("{sandbox_fusion,reward.sandbox_fusion,reward_model.sandbox_fusion}.url", "there is none", "null"),
-    refused("{sandbox_fusion,reward.sandbox_fusion,reward_model.sandbox_fusion}.url", _SANDBOX),
-    elsewhere("{sandbox_fusion,reward.sandbox_fusion,reward_model.sandbox_fusion}", _SANDBOX),
+    *(
+        renamed(f"{{sandbox_fusion,reward.sandbox_fusion}}.{name}", f"reward_model.sandbox_fusion.{name}")
+        for name in ("url", "max_concurrent", "memory_limit_mb")
+    ),
 )
 
 TRAINER_ROWS: tuple[Row, ...] = (

@@ -7,3 +7,4 @@ from .program import Sandbox as Sandbox
 from .program import SandboxFailed as SandboxFailed
 from .program import SandboxUnavailable as SandboxUnavailable
 from .program import Verdict as Verdict
+from .runner import ProgramRunner as ProgramRunner

@@ -1,7 +1,7 @@
 """`LocalSandbox`: programs run on this machine, behind namespaces of the Linux kernel.
 
-There are two walls, and `inside` is the same behind both. "namespaces" makes the namespaces itself. "bwrap" leaves that
-to bubblewrap, for users whom the machine allows namespaces only through that program. Neither is ever left out: where none
+There are two walls, and `inside` is the same behind both. "namespaces" makes the namespaces itself. "bwrap" leaves
+that to bubblewrap, for users whom the machine allows namespaces only through that program. Neither is ever left out: where none
 works, `SandboxUnavailable` is raised.
 
 `docs/sandbox.md` says what is guaranteed, and has a table of attacks.
@@ -157,8 +157,8 @@ def _command_of(language: str) -> tuple[str, list[str]]:
     if language == "bash":
         return "main.sh", ["/bin/bash", "main.sh"]
     raise SandboxFailed(
-        f"language={language!r}: the local sandbox runs python and bash; reward_model.sandbox_fusion.url names one that "
-        "runs more"
+        f"language={language!r}: the local sandbox runs python and bash; reward_model.sandbox_fusion.url names one "
+        "that runs more"
     )
 
 
@@ -194,7 +194,7 @@ def has_free_users() -> bool:
     if os.geteuid() != 0:
         return False
     ranges = [[int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return any(first <= FIRST_FREE_USER and FIRST_FREE_USER + NUM_USERS <= first + size for first, _, size in ranges)
+    return any(first <= FIRST_FREE_USER and first + size >= FIRST_FREE_USER + NUM_USERS for first, _, size in ranges)
 
 
 def walls_to_try() -> Sequence[str]:

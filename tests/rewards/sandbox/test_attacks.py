@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridrl.rewards.sandbox import LocalSandbox, Program, SandboxUnavailable
+from hybridrl.rewards.sandbox import Program
 from tests.support.sandbox_attacks import ATTACKS, PRELUDE, SECRET, Site, open_site, run_attack
 
 QUICK = {
@@ -25,16 +25,6 @@ HARMLESS = (
 def site() -> Iterator[Site]:
     with open_site() as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> LocalSandbox:
-    found = LocalSandbox()
-    try:
-        found.check()
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
-    return found
 
 
 @pytest.mark.parametrize(

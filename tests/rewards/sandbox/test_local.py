@@ -12,25 +12,15 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.rewards.sandbox import Limits, LocalSandbox, Program, SandboxFailed, SandboxUnavailable, Verdict, local
-
 from hybridrl.rewards.sandbox.program import Outcome
 from hybridrl.serving.agent_loop.failures import FailureSort, sort_failure
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> LocalSandbox:
-    found = LocalSandbox()
-    try:
-        found.check()
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
-    return found
 
 
 def test_a_program_reads_its_input_and_files_and_returns_what_it_prints_and_writes(sandbox):
     code = (
         "import sys\nfrom helper.double import double\nprint(double(int(input())), sys.argv, __name__)\n"
-        "open('out/result', 'wb').write(open('helper/data', 'rb').read()[::-1])\nprint('note', file=sys.stderr)\nexit(0)"
+        "open('out/result', 'wb').write(open('helper/data', 'rb').read()[::-1])\n"
+        "print('note', file=sys.stderr)\nexit(0)"
     )
     files = {"helper/double.py": b"def double(x): return 2 * x", "helper/data": b"\x00\xff", "out/keep": b""}
     outcome = sandbox.run(Program(code, stdin="21\n", files=files, fetch=("out/result", "missing")))

@@ -41,7 +41,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str | None, target: str, kind: str | None, *, flags: int = 0, data: str = "") -> None:
-    """Mount, as mount(2)."""
+    """Mount something at a path. The arguments are those of the call of the kernel."""
     words = [None if word is None else word.encode() for word in (source, target, kind)]
     _checked(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount {kind or source} at {target}")
 
