@@ -39,6 +39,8 @@ HOMES = {
         "single_controller/processes/standby/standbys.py": "the standby process: the kernel ends it with its actor",
         "single_controller/processes/standby/process.py": "forks that are Ray's workers, which outlive it",
         "testing/transport.py": "the peer of a suite for transports of users",
+        "rewards/sandbox/local.py": "a sandbox: it ends with its control pipe, which ends with this process",
+        "rewards/sandbox/inside/first_process.py": "the program in a sandbox, and the sandbox's first process",
     },
     "loads what may name code": {
         "data_plane/serialization.py": "files of batches: plain data only",
@@ -46,6 +48,7 @@ HOMES = {
         "workers/engine/megatron/checkpoint.py": "weights_only=True",
         "master/job_files/job_file.py": "a SafeLoader",
         "rewards/process_main.py": OWN_PARENT,
+        "rewards/sandbox/inside/first_process.py": OWN_PARENT,
         "framework/parallel/message.py": OWN_PROCESSES,
         "framework/parallel/group_member.py": OWN_PROCESSES,
         "master/jobs/entry_worker.py": OWN_PROCESSES,

@@ -21,6 +21,7 @@ STAGES = "stages of a step: every wait in them has a deadline"
 IDLE = "a thread without work: it ends with its process, or when it is told to"
 PARENT = "a child that waits for its parent: the parent's end ends the wait"
 SERVICE = "runs until it is stopped"
+LIMIT = "a program in a sandbox: it ends at its limit of time, or with its parent"
 LOOP = "a coroutine that ends with its event loop, or when the router is resumed or closed"
 COLLECTIVE = "a collective: its process group has a deadline"
 # File -> wait -> why it needs no deadline of its own.
@@ -39,6 +40,7 @@ EXCEPTIONS = {
     },
     "master/jobs/submit.py": {"running.wait()": SERVICE, "self._outcome.result()": SERVICE},
     "master/service/job_master.py": {"self._queue.get()": DONE},
+    "rewards/sandbox/inside/first_process.py": {"os.waitpid(first, 0)": LIMIT, "watched.wait()": LIMIT},
     "rewards/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "sdk/data_queue.py": {
         "self._owner()._call(f'DataQueue.{self.name}.{operation}', args, {}, record).result()": CALL,

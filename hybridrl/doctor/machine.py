@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from hybridrl.doctor.finding import Finding
 from hybridrl.doctor.network import examine_nccl, examine_network
+from hybridrl.rewards import sandbox
 
 GIB = 2**30
 MIN_SHM_GIB = 1.0  # Ray's object store of a local cluster takes 0.5 GiB
@@ -38,6 +39,7 @@ def examine_machine() -> Iterator[Finding]:
     yield _gpu()
     if _gpu_models():
         yield examine_nccl()
+    yield _sandbox()
 
 
 def _packages() -> Iterator[Finding]:
@@ -122,3 +124,11 @@ def _gpu() -> Finding:
     version = _version("torch") or ""
     change = "install torch for CUDA: this is its CPU build" if version.endswith("+cpu") else ""
     return Finding("GPU", f"{len(models)} x {models[0]}", change)
+
+
+def _sandbox() -> Finding:
+    """Return where programs of a policy would run. It is a problem only for runs whose rewards run programs."""
+    try:
+        return Finding("sandbox", sandbox.LocalSandbox().check())
+    except sandbox.SandboxUnavailable as error:
+        return Finding("sandbox", f"none for code rewards; {error}")

@@ -159,7 +159,7 @@ def test_the_machine_is_examined(capsys):
     code = cli.main(["doctor"])
     shown = capsys.readouterr().out
     names = [line.split(": ")[0][9:] for line in shown.splitlines() if not line.startswith(" ")]
-    assert names[:4] == ["Python", "packages", "memory", "/dev/shm"] and names[-1] == "GPU"
+    assert names[:4] == ["Python", "packages", "memory", "/dev/shm"] and names[-2:] == ["GPU", "sandbox"]
     assert code == int("problem" in shown)
 
 

@@ -227,7 +227,8 @@ ATTACKS = (
         "for flag in (0x00020000, 0x10000000, 0x40000000):\n    attempt('unshare', lambda: libc.unshare(flag))\n"
         "attempt('mount', lambda: libc.mount(b'none', b'/tmp', b'tmpfs', 0, None))\n"
         "attempt('umount', lambda: libc.umount2(b'/proc', 2))\nattempt('chroot', lambda: libc.chroot(b'/tmp'))\n"
-        "attempt('clone', lambda: libc.syscall(56 if os.uname().machine == 'x86_64' else 220, 0x10000011, 0, 0, 0, 0))\n"
+        "clone = 56 if os.uname().machine == 'x86_64' else 220\n"
+        "attempt('clone', lambda: libc.syscall(clone, 0x10000011, 0, 0, 0, 0))\n"
         "attempt('hostname', lambda: libc.sethostname(b'x', 1))\nattempt('clock', lambda: time.clock_settime(0, 0))\n"
         "attempt('bpf', lambda: libc.syscall(321 if os.uname().machine == 'x86_64' else 280, 0, None, 0))",
         "EPERM",
@@ -263,7 +264,7 @@ ATTACKS = (
     ),
     Attack(
         "forges its report and exit status",
-        "import json\nreport = json.dumps({'ended': 'ended', 'status': 0, 'cpu_s': 0, 'files': {}}).encode()\n"
+        "report = b'ended 0 0.0 0\\n'\n"
         "for number in range(1024):\n    try:\n        os.write(number, report)\n    except OSError:\n        pass\n"
         "for name in os.listdir('/proc'):\n    for number in range(64):\n        try:\n"
         "            open(f'/proc/{name}/fd/{number}', 'wb').write(report)\n        except OSError:\n            pass\n"
@@ -345,6 +346,10 @@ def run_attack(sandbox: LocalSandbox, attack: Attack, site: Site) -> tuple[Outco
     return outcome, escapes
 
 
+def table_row(attack: Attack, happened: str, verdict: Verdict) -> str:
+    return f"| {attack.name} | {happened} | {verdict} |"
+
+
 def processes_named(mark: str) -> list[int]:
     """Return the processes of this machine with that name; those that have ended and are not collected do not count."""
     found = []
@@ -368,7 +373,7 @@ def main(argv: list[str] | None = None) -> int:
         for attack in ATTACKS:
             outcome, escapes = run_attack(sandbox, attack, site)
             failed += bool(escapes)
-            print(f"| {attack.name} | {'; '.join(escapes) or attack.happens} | {outcome.verdict} |", flush=True)
+            print(table_row(attack, "; ".join(escapes) or attack.happens, outcome.verdict), flush=True)
     print(f"\n{len(ATTACKS)} attacks, {failed} of them got something")
     return 1 if failed else 0
 

@@ -1,15 +1,14 @@
 """`LocalSandbox`: programs run on this machine, behind namespaces of the Linux kernel.
 
 There are two walls, and `inside` is the same behind both. "namespaces" makes the namespaces itself. "bwrap" leaves
-that to bubblewrap, for users whom the machine allows namespaces only through that program. Neither is ever left out: where none
-works, `SandboxUnavailable` is raised.
+that to bubblewrap, for users whom the machine allows namespaces only through that program. Neither is ever left out:
+where none works, `SandboxUnavailable` is raised.
 
 `docs/sandbox.md` says what is guaranteed, and has a table of attacks.
 """
 
-import base64
 import functools
-import json
+import marshal
 import os
 import random
 import selectors
@@ -96,8 +95,7 @@ class LocalSandbox:
 
     def _run_behind(self, wall: str, program: Program) -> Outcome:
         command, job = self._bwrap_command(program.limits) if wall == "bwrap" else _own_command(program.limits)
-        run = _Run(command, job | _job_of(program), program.limits)
-        return run.outcome()
+        return _Run(command, job | _job_of(program), program.limits).outcome(program.fetch)
 
     def _bwrap_command(self, limits: Limits) -> tuple[list[str], dict[str, Any]]:
         program = self._bwrap or shutil.which("bwrap")
@@ -135,8 +133,8 @@ def _job_of(program: Program) -> dict[str, Any]:
     return {
         "command": command,
         "environment": ENVIRONMENT,
-        "files": {path: base64.b64encode(content).decode() for path, content in files.items()},
-        "stdin": program.stdin,
+        "files": files,
+        "stdin": program.stdin.encode("utf-8", "surrogateescape"),
         "fetch": list(program.fetch),
         "limits": {
             "wall_s": limits.wall_s,
@@ -253,15 +251,15 @@ class _Run:
             raise SandboxFailed(f"{command[0]} cannot be started: {error}") from error
         finally:
             os.close(report_end)
-        payload = json.dumps(job).encode("utf-8", "surrogatepass")
+        payload = marshal.dumps(job)
         self._unsent = memoryview(len(payload).to_bytes(8, "big") + payload)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._streams = {"report": report, "stdout": self._process.stdout.fileno()}
         self._streams["stderr"] = self._process.stderr.fileno()
         self.received = {name: bytearray() for name in self._streams}
 
-    def outcome(self) -> Outcome:
-        """Return what became of the program.
+    def outcome(self, fetch: Sequence[str]) -> Outcome:
+        """Return what became of the program. `fetch`: names of the files that it returns.
 
         Raises SandboxFailed.
         """
@@ -272,7 +270,7 @@ class _Run:
         if flooded:
             detail = f"it printed more than {self.limits.output_kb} KiB to {flooded}"
             return replace(self._printed(), verdict=Verdict.OUTPUT_LIMIT, detail=detail)
-        return self._reported()
+        return self._reported(fetch)
 
     def _exchange(self, deadline: float) -> str:
         """Send the job, receive what comes; return the name of a stream that brought too much, or ""."""
@@ -327,23 +325,24 @@ class _Run:
         stdout, stderr = (self.received[name][:most].decode(errors="replace") for name in ("stdout", "stderr"))
         return Outcome(Verdict.OK, stdout=stdout, stderr=stderr)
 
-    def _reported(self) -> Outcome:
+    def _reported(self, fetch: Sequence[str]) -> Outcome:
         """Return the outcome from the report of the first process."""
-        try:
-            report = json.loads(self.received["report"])
-        except ValueError:
+        head, _, rest = bytes(self.received["report"]).partition(b"\n")
+        if not head:
             last = self.received["stderr"].decode(errors="replace").strip().splitlines()[-1:]
-            raise SandboxFailed(f"the sandbox ended without a report: {' '.join(last) or 'it was killed'}") from None
-        if "error" in report:
-            raise SandboxFailed(f"the sandbox could not start the program: {report['error']}")
-        status = None if report["status"] is None else os.waitstatus_to_exitcode(report["status"])
-        outcome = replace(
-            self._printed(),
-            exit_status=status if report["ended"] == "ended" else None,
-            cpu_s=report["cpu_s"],
-            files={name: base64.b64decode(content) for name, content in report["files"].items()},
-        )
-        return judged(outcome, report["ended"], self.limits)
+            raise SandboxFailed(f"the sandbox ended without a report: {' '.join(last) or 'it was killed'}")
+        ended, *words = head.decode(errors="replace").split()
+        if ended == "error":
+            raise SandboxFailed(f"the sandbox could not start the program: {' '.join(words)}")
+        status, cpu_s, num_files = words
+        files = {}
+        for _ in range(int(num_files)):
+            head, _, rest = rest.partition(b"\n")
+            index, size = map(int, head.split())
+            files[fetch[index]], rest = rest[:size], rest[size:]
+        exit_status = os.waitstatus_to_exitcode(int(status)) if ended == "ended" else None
+        outcome = replace(self._printed(), exit_status=exit_status, cpu_s=float(cpu_s), files=files)
+        return judged(outcome, ended, self.limits)
 
 
 def judged(outcome: Outcome, ended: str, limits: Limits) -> Outcome:

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hybridrl.rewards.sandbox import Program
-from tests.support.sandbox_attacks import ATTACKS, PRELUDE, SECRET, Site, open_site, run_attack
+from tests.support.sandbox_attacks import ATTACKS, PRELUDE, SECRET, Site, open_site, run_attack, table_row
 
 QUICK = {
     *("a daemon in a session of its own", "reads files of the parent", "descriptors of the parent"),
@@ -48,3 +49,11 @@ def test_the_same_program_without_a_sandbox_would_be_noticed(attack, site):
     code = PRELUDE.replace("{mark!r}", "'outside'").replace("{site!r}", repr(known)) + attack.code
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert "ESCAPED" in ran.stdout
+
+
+def test_the_page_has_every_attack():
+    lines = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text().splitlines()
+    shown = [line for line in lines if line.startswith("| ")]
+    rows = [{table_row(attack, attack.happens, verdict) for verdict in attack.verdicts} for attack in ATTACKS]
+    assert all(row & set(shown) for row in rows)
+    assert f"{len(ATTACKS)} of {len(ATTACKS)} were held" in " ".join(lines)

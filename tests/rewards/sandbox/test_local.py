@@ -73,12 +73,11 @@ def test_a_pickled_sandbox_keeps_its_wall(sandbox):
     assert pickle.loads(pickle.dumps(sandbox)).check() == sandbox.check()
 
 
-def test_the_sandbox_ends_with_the_process_that_started_it(sandbox, tmp_path):
+def test_the_sandbox_ends_with_the_process_that_started_it(sandbox):
     code = (
-        "import sys, threading\nfrom hybridrl.rewards.sandbox import LocalSandbox, Program\n"
-        "program = \"open('/proc/self/comm', 'w').write('orphan-test'); print('x' * 10); import time; time.sleep(600)\"\n"
-        "LocalSandbox().run(Program(program, limits=__import__('hybridrl.rewards.sandbox').rewards.sandbox.Limits("
-        "wall_s=600)))"
+        "from hybridrl.rewards.sandbox import Limits, LocalSandbox, Program\n"
+        "code = \"open('/proc/self/comm', 'w').write('orphan-test'); import time; time.sleep(600)\"\n"
+        "LocalSandbox().run(Program(code, limits=Limits(wall_s=600)))"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         wait_until(lambda: processes_called("orphan-test"))

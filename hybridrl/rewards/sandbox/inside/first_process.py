@@ -1,38 +1,41 @@
 """The first process of a sandbox: it starts the program, keeps its limits, ends all of it, and reports.
 
-`LocalSandbox` starts it with a bare interpreter:
+`LocalSandbox` starts it with a bare interpreter, and it imports little, because it starts once per program:
 
     python -I -S -c "..." DIRECTORY REPORT_FD
 
-Standard input is the control pipe: 8 bytes of length, the job as JSON, and then nothing until the parent closes it or
-ends, which ends the sandbox. Standard output and error are the program's. The report is one JSON object at REPORT_FD,
+Standard input is the control pipe: 8 bytes of length, the job as `marshal` writes it, and then nothing until the parent
+closes it or ends, which ends the sandbox. Standard output and error are the program's. The report goes to REPORT_FD,
 which the program does not have: it may print what it likes, but how it ended is said by this process alone.
+
+    ENDED STATUS CPU_S NUMBER_OF_FILES      then per file: INDEX SIZE, and its bytes
+    error TEXT                              the sandbox failed
 
 This process is number 1 of a process namespace. So the kernel protects it from the program's signals, gives it the
 orphans, and kills what is left when it ends.
 """
 
-import binascii
-import json
+import marshal
 import os
-import resource
 import select
-import signal
 import stat
 import sys
 import time
-from contextlib import suppress
-from typing import Any, NoReturn
 
 from . import kernel, walls
 
 WATCH_PERIOD_S = 0.02  # between two looks at memory and number of processes
+REAP_PERIOD_S = 0.002  # while killed processes end
 WORK_DIRECTORY = "/tmp"
 MIB = 1 << 20
+SIGINT, SIGKILL, SIGPIPE, SIGXFSZ = 2, 9, 13, 25
+# bits/resource.h
+LIMITS = {"AS": 9, "CPU": 0, "NPROC": 6, "NOFILE": 7, "FSIZE": 1, "CORE": 4, "MSGQUEUE": 12, "MEMLOCK": 8}
+MAX_FILES = 1 << 16  # descriptors that are closed before the program
 
 
-def main() -> NoReturn:
-    """Read the job, enter the sandbox if this is not done, and be its first process."""
+def main() -> None:
+    """Read the job, enter the sandbox if this is not done, and be its first process. Does not return."""
     report, job = int(sys.argv[2]), read_job()
     os.set_inheritable(report, False)
     try:
@@ -41,10 +44,10 @@ def main() -> NoReturn:
         walls.enter(job["wall"])
         first = os.fork()
         if first == 0:
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, SIGKILL)
             serve(job, report)
     except BaseException as error:
-        send(report, {"error": f"{type(error).__name__}: {error}"})
+        send(report, f"error {type(error).__name__}: {error}".encode())
         os._exit(1)
     for descriptor in (0, 1, 2, report):
         os.close(descriptor)
@@ -52,10 +55,9 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def read_job() -> dict[str, Any]:
+def read_job() -> dict:
     """Return the job at the control pipe."""
-    size = int.from_bytes(read_exactly(8), "big")
-    return json.loads(read_exactly(size))
+    return marshal.loads(read_exactly(int.from_bytes(read_exactly(8), "big")))
 
 
 def read_exactly(size: int) -> bytes:
@@ -70,52 +72,53 @@ def read_exactly(size: int) -> bytes:
     return b"".join(parts)
 
 
-def send(report: int, answer: dict[str, Any]) -> None:
-    """Write the report."""
-    data = json.dumps(answer).encode()
-    with suppress(BrokenPipeError):
+def send(report: int, data: bytes) -> None:
+    """Write a part of the report."""
+    try:
         while data:
             data = data[os.write(report, data) :]
+    except BrokenPipeError:  # the parent has what it wants, or has ended
+        pass
 
 
-def serve(job: dict[str, Any], report: int) -> NoReturn:
-    """Run the job's program as the first process, report, and end with all that it started."""
+def serve(job: dict, report: int) -> None:
+    """Run the job's program as the first process, report, and end with all that it started. Does not return."""
     if os.getpid() != 1:  # everything here would then apply to the machine
         raise RuntimeError("this process is not the first of a process namespace")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    kernel.set_signal(SIGINT, kernel.SIG_IGN)
     if job["wall"] is not None:
         walls.build_root(job["wall"])
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may have the same user, but not this process's descriptors
     place_files(job)
     child, failure = start(job)
     if failure:
-        send(report, {"error": failure})
+        send(report, f"error {failure}".encode())
         os._exit(1)
     watched = Watched(child, job["limits"])
     ended = watched.wait()
     kill_all(watched)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answer = {"ended": ended, "status": watched.status, "cpu_s": usage.ru_utime + usage.ru_stime}
-    send(report, answer | {"files": fetch_files(job["fetch"], max_bytes=job["limits"]["output_bytes"])})
+    files = fetch_files(job["fetch"], max_bytes=job["limits"]["output_bytes"])
+    send(report, f"{ended} {watched.status} {kernel.cpu_s_of_children():.6f} {len(files)}\n".encode())
+    for index, content in files.items():
+        send(report, f"{index} {len(content)}\n".encode() + content)
     os._exit(0)
 
 
-def place_files(job: dict[str, Any]) -> None:
+def place_files(job: dict) -> None:
     """Write the program's files, which then belong to its user."""
     os.chdir(WORK_DIRECTORY)
     for name, content in job["files"].items():
         if directory := os.path.dirname(name):
             os.makedirs(directory, exist_ok=True)
         with open(name, "wb") as file:
-            file.write(binascii.a2b_base64(content))
+            file.write(content)
     if job["user"] is not None:
         for root, directories, files in os.walk("."):
             for name in (root, *(os.path.join(root, entry) for entry in directories + files)):
                 os.chown(name, job["user"], job["user"])
 
 
-def start(job: dict[str, Any]) -> tuple[int, str]:
+def start(job: dict) -> tuple[int, str]:
     """Return the program's process id, and why it could not be started or ""."""
     told, tell = os.pipe()
     stdin = open_input(job["stdin"])
@@ -133,25 +136,24 @@ def start(job: dict[str, Any]) -> tuple[int, str]:
     return child, failure
 
 
-def open_input(text: str) -> int:
-    """Return a descriptor that reads a text: a file without a name, so that nobody has to write."""
+def open_input(content: bytes) -> int:
+    """Return a descriptor that reads the input: a file without a name, so that nobody has to write."""
     descriptor = os.open(WORK_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(text.encode("utf-8", "surrogateescape"))
+        file.write(content)
     reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
     os.close(descriptor)
     return reader
 
 
-def become_program(job: dict[str, Any], stdin: int, *, keep: int) -> NoReturn:
-    """Give up all rights and execute the program. Raises if something fails."""
+def become_program(job: dict, stdin: int, *, keep: int) -> None:
+    """Give up all rights and execute the program. Does not return; raises if something fails."""
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # a program inherits what is ignored
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in (SIGINT, SIGPIPE, SIGXFSZ):  # a program inherits what is ignored
+        kernel.set_signal(number, kernel.SIG_DFL)
     os.dup2(stdin, 0)
     os.closerange(3, keep)
-    os.closerange(keep + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.closerange(keep + 1, MAX_FILES)
     set_limits(job["limits"])
     kernel.drop_bounding_set()
     if job["user"] is not None:
@@ -164,23 +166,13 @@ def become_program(job: dict[str, Any], stdin: int, *, keep: int) -> NoReturn:
     os.execve(job["command"][0], job["command"], job["environment"])
 
 
-def set_limits(limits: dict[str, Any]) -> None:
-    """Set the limits of the program's processes; those of this process, if lower, stay."""
+def set_limits(limits: dict) -> None:
+    """Set the limits of the program's processes."""
     cpu_s = int(limits["cpu_s"]) + 1
-    wanted = {
-        resource.RLIMIT_AS: (limits["memory_bytes"],) * 2,
-        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
-        resource.RLIMIT_NPROC: (limits["processes"],) * 2,
-        resource.RLIMIT_NOFILE: (limits["open_files"],) * 2,
-        resource.RLIMIT_FSIZE: (limits["disk_bytes"],) * 2,
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_MSGQUEUE: (0, 0),
-        resource.RLIMIT_MEMLOCK: (0, 0),
-    }
-    for kind, values in wanted.items():
-        hard = resource.getrlimit(kind)[1]
-        soft, most = (value if hard == resource.RLIM_INFINITY else min(value, hard) for value in values)
-        resource.setrlimit(kind, (soft, most))
+    wanted = {"AS": limits["memory_bytes"], "CPU": cpu_s, "NPROC": limits["processes"], "NOFILE": limits["open_files"]}
+    wanted |= {"FSIZE": limits["disk_bytes"], "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
+    for name, value in wanted.items():
+        kernel.set_limit(LIMITS[name], value, value + (name == "CPU"))
 
 
 class Watched:
@@ -190,15 +182,18 @@ class Watched:
         status: Its wait status; None while it runs.
     """
 
-    def __init__(self, child: int, limits: dict[str, Any]):
+    def __init__(self, child: int, limits: dict):
         self.child, self.limits = child, limits
         self.status: int | None = None
         self._deadline = time.monotonic() + limits["wall_s"]
+        self._control = select.poll()
+        self._control.register(0, select.POLLIN)
+        self._either = select.poll()
+        for descriptor in (0, os.pidfd_open(child)):
+            self._either.register(descriptor, select.POLLIN)
 
     def wait(self) -> str:
         """Return why the wait has ended: "ended", "timeout", "memory", "processes", or "cancelled" by the parent."""
-        control = select.poll()
-        control.register(0, select.POLLIN)
         while True:
             self.reap()
             if self.status is not None:
@@ -206,14 +201,14 @@ class Watched:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
                 return "timeout"
-            if control.poll(0):
+            if self._control.poll(0):
                 return "cancelled"
             memory_bytes, processes = usage_of_all()
             if memory_bytes > self.limits["memory_bytes"]:
                 return "memory"
             if processes > self.limits["processes"]:
                 return "processes"
-            signal.sigtimedwait([signal.SIGCHLD], min(WATCH_PERIOD_S, left_s))
+            self._either.poll(min(WATCH_PERIOD_S, left_s) * 1000)
 
     def reap(self) -> bool:
         """Collect the processes that have ended; return whether any process is left."""
@@ -235,34 +230,38 @@ def usage_of_all() -> tuple[int, int]:
         if not name.isdigit() or name == "1":
             continue
         processes += 1
-        with suppress(OSError), open(f"/proc/{name}/status", "rb") as file:
-            for line in file:
-                if line.startswith((b"RssAnon:", b"RssShmem:", b"VmSwap:")):
-                    memory_kib += int(line.split()[1])
+        try:
+            with open(f"/proc/{name}/status", "rb") as file:
+                for line in file:
+                    if line.startswith((b"RssAnon:", b"RssShmem:", b"VmSwap:")):
+                        memory_kib += int(line.split()[1])
+        except OSError:  # it has ended
+            continue
     return memory_kib << 10, processes
 
 
 def kill_all(watched: Watched) -> None:
     """Kill every other process of the sandbox and wait for their ends."""
-    while True:
-        with suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        if not watched.reap():
-            return
-        signal.sigtimedwait([signal.SIGCHLD], WATCH_PERIOD_S)
+    while watched.reap():
+        try:
+            os.kill(-1, SIGKILL)
+        except ProcessLookupError:
+            continue
+        time.sleep(REAP_PERIOD_S)
 
 
-def fetch_files(names: list[str], *, max_bytes: int) -> dict[str, str]:
-    """Return the named files of the working directory that are ordinary files, base64.
+def fetch_files(names: list[str], *, max_bytes: int) -> dict[int, bytes]:
+    """Return the contents of those named files of the working directory that are ordinary files, by index.
 
     Links are not followed, in no part of a path. Nothing runs any more that could exchange one.
     """
-    found: dict[str, str] = {}
-    for name in names:
-        with suppress(OSError):
-            content = read_ordinary_file(name, max_bytes=max_bytes)
-            max_bytes -= len(content)
-            found[name] = binascii.b2a_base64(content, newline=False).decode()
+    found: dict[int, bytes] = {}
+    for index, name in enumerate(names):
+        try:
+            found[index] = read_ordinary_file(name, max_bytes=max_bytes)
+        except OSError:
+            continue
+        max_bytes -= len(found[index])
     return found
 
 

@@ -4,7 +4,6 @@
 """
 
 import os
-from typing import Any
 
 from . import kernel
 
@@ -18,7 +17,7 @@ MAX_INODES = 8192  # of the directory that can be written
 KEPT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 
 
-def enter(wall: dict[str, Any]) -> None:
+def enter(wall: dict) -> None:
     """Move this process into new namespaces. Its next child is the first process of the sandbox.
 
     Args:
@@ -37,7 +36,7 @@ def enter(wall: dict[str, Any]) -> None:
             file.write(text)
 
 
-def build_root(wall: dict[str, Any]) -> None:
+def build_root(wall: dict) -> None:
     """Make a new root file system and leave the old one. Runs in the first process.
 
     Args:
