@@ -139,6 +139,7 @@ ATTACKS = (
         "try:\n    for number in range(100000):\n        os.close(os.open(f'f{number}', os.O_CREAT))\n"
         "    print('ESCAPED')\nexcept OSError as error:\n    print(error.errno)",
         "no space left",
+        (OK, ERROR),
     ),
     Attack(
         "opens 10,000 files",

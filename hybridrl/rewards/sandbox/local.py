@@ -352,8 +352,8 @@ def judged(outcome: Outcome, ended: str, limits: Limits) -> Outcome:
         return replace(outcome, verdict=Verdict.TIMEOUT, detail=f"it was not done after {limits.wall_s:g} s")
     if ended == "memory" or (outcome.exit_status not in (0, None) and out_of_memory):
         return replace(outcome, verdict=Verdict.MEMORY, detail=f"it needed more than {limits.memory_mb} MB")
-    if ended == "processes":
-        detail = f"it had more than {limits.processes} processes"
+    if ended in ("processes", "files"):
+        detail = f"it had more than {limits.processes} processes" if ended == "processes" else "it made too many files"
         return replace(outcome, verdict=Verdict.RUNTIME_ERROR, detail=detail)
     if ended == "ended" and outcome.exit_status == 0:
         return outcome

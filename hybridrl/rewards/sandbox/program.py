@@ -27,7 +27,7 @@ class Verdict(StrEnum):
     """How a program ended."""
 
     OK = "ok"  # by itself, with exit status 0
-    RUNTIME_ERROR = "runtime_error"  # with another status, by a signal, or with more processes than allowed
+    RUNTIME_ERROR = "runtime_error"  # with another status, by a signal, with too many processes or files
     TIMEOUT = "timeout"
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"

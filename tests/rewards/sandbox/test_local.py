@@ -133,6 +133,7 @@ def test_what_a_sandbox_fails_at_is_an_infrastructure_failure_for_agents():
         ("timeout", None, "", Verdict.TIMEOUT),
         ("memory", None, "", Verdict.MEMORY),
         ("processes", None, "", Verdict.RUNTIME_ERROR),
+        ("files", None, "", Verdict.RUNTIME_ERROR),
     ],
 )
 def test_the_verdict_follows_from_how_the_program_ended(ended, status, stderr, verdict):

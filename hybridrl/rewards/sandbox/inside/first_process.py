@@ -193,7 +193,10 @@ class Watched:
             self._either.register(descriptor, select.POLLIN)
 
     def wait(self) -> str:
-        """Return why the wait has ended: "ended", "timeout", "memory", "processes", or "cancelled" by the parent."""
+        """Return why the wait has ended.
+
+        This is "ended", "timeout", "memory", "processes", "files", or "cancelled" by the parent.
+        """
         while True:
             self.reap()
             if self.status is not None:
@@ -208,6 +211,9 @@ class Watched:
                 return "memory"
             if processes > self.limits["processes"]:
                 return "processes"
+            disk = os.statvfs(WORK_DIRECTORY)
+            if disk.f_files - disk.f_ffree > walls.MAX_INODES:  # bwrap cannot set it for the directory
+                return "files"
             self._either.poll(min(WATCH_PERIOD_S, left_s) * 1000)
 
     def reap(self) -> bool:
