@@ -9,7 +9,7 @@ time limit: a hostile answer can keep `math` busy for long. `hybridrl.rewards` r
 from collections.abc import Callable
 from typing import Any
 
-from reward_score import code, gsm8k, math, math_dapo
+from reward_score import code, environment, gsm8k, math, math_dapo
 
 __all__ = [
     "DATA_SOURCES",
@@ -18,6 +18,7 @@ __all__ = [
     "runs_programs",
     "unknown_source_text",
     "code",
+    "environment",
     "gsm8k",
     "math",
     "math_dapo",
@@ -41,6 +42,7 @@ DATA_SOURCES: dict[str, Callable[..., float | dict[str, Any]]] = {
     "openai_humaneval": code.compute_score,
     "openai/openai_humaneval": code.compute_score,
     "hybridrl/programs": code.compute_score,
+    "environment": environment.compute_score,
 }
 """Score function of each data source. Names that start with "aime" use that of `math_dapo`."""
 

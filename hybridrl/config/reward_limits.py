@@ -41,8 +41,8 @@ class RewardLimits:
     env: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "RewardLimits":
-        """Return the limits in the setting.
+    def of(cls, settings: Mapping[str, Any], *, key: str = KEY) -> "RewardLimits":
+        """Return the limits in the setting `key`.
 
         Raises:
             ConfigError: An unknown name, or a value that is none.
@@ -50,12 +50,12 @@ class RewardLimits:
         known = [entry.name for entry in fields(cls)]
         for name, value in settings.items():
             if name not in known:
-                raise ConfigError(f"{KEY}.{name}: there is no such limit; there are {', '.join(known)}")
+                raise ConfigError(f"{key}.{name}: there is no such limit; there are {', '.join(known)}")
             if name == "env":
-                _require_names(value)
+                _require_names(value, key)
             elif not (name == "memory_mb" and value is None) and not _is_limit(value, whole=name == "processes"):
                 rule = "a whole number above 0" if name == "processes" else "a number above 0"
-                raise ConfigError(f"{KEY}.{name}={value!r}: must be {rule}")
+                raise ConfigError(f"{key}.{name}={value!r}: must be {rule}")
         return cls(**{**settings, "env": tuple(settings.get("env", ()))})
 
     def resolved(self, num_processes: int) -> "RewardLimits":
@@ -82,6 +82,6 @@ def _is_limit(value: Any, *, whole: bool) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _require_names(value: Any) -> None:
+def _require_names(value: Any, key: str) -> None:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
-        raise ConfigError(f"{KEY}.env={value!r}: must be a list of names of environment variables")
+        raise ConfigError(f"{key}.env={value!r}: must be a list of names of environment variables")

@@ -1,7 +1,6 @@
 """Agent loops on a policy with scripted turns: turns, masks, tools and their errors, and rejected settings."""
 
 import asyncio
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,9 @@ import pytest
 from hybridrl.errors import ConfigError
 from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput, lookup_agent_loop
 from hybridrl.serving.agent_loop.tools import call_tool, function_tool, load_tools
-from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from tests.support.serving.scripted_policy import ScriptedTurns
 
 PROMPT = (7, 8, 9)
 
@@ -34,26 +34,8 @@ def breaks() -> None:
 TOOLS = {"add": add, "echo": echo, "breaks": breaks}
 
 
-@dataclass
-class Script:
-    """A policy with scripted turns: texts, each ended by the end token."""
-
-    tokenizer: object
-    turns: list[str]
-    requests: list[Request] = field(default_factory=list)
-
-    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        self.requests.append(request)
-        tokens = [*self.tokenizer.encode(self.turns[len(self.requests) - 1]), self.tokenizer.eos_token_id]
-        kept = tokens[: request.sampling.max_new_tokens]
-        assert conversation == "r"
-        return TokenOutput(
-            request.request_id, kept, [-0.5] * len(kept), "stop" if kept == tokens else "length", len(self.requests)
-        )
-
-
 def run(tokenizer, turns: list[str], *, length: int = 200, name: str = "tool_agent", max_turns: int | None = None):
-    policy, sampling = Script(tokenizer, turns), SamplingParams(length)
+    policy, sampling = ScriptedTurns(tokenizer, turns), SamplingParams(length)
     loop = lookup_agent_loop(name)(AgentLoopContext(tokenizer, length, TOOLS, max_turns))
     output = asyncio.run(loop.run(sampling, request=Request("r", PROMPT, sampling, 5), client=policy))
     return output, policy

@@ -11,6 +11,7 @@ from hybridrl.config.schema.workers import RolloutConfig
 Problems = Iterator[str]
 
 HTTP_AGENT = "http_agent"  # the agent loop that starts programs
+ENVIRONMENT_LOOPS = ("environment_agent", "verifiers_agent")
 
 
 def rollout_problems(config: PPOConfig) -> Problems:
@@ -145,6 +146,8 @@ def agent_problems(config: PPOConfig) -> Problems:
     yield from _agent_timeout_problems(config)
     if rollout.agent.default_agent_loop == HTTP_AGENT:
         yield from _http_agent_problems(config)
+    if rollout.agent.default_agent_loop in ENVIRONMENT_LOOPS:
+        yield from _environment_problems(config)
     if rollout.endpoint_host != defaults.endpoint_host and not rollout.endpoint_port:
         yield f"{key}.endpoint_host={rollout.endpoint_host}: has no effect without {key}.endpoint_port"
 
@@ -165,6 +168,23 @@ def _http_agent_problems(config: PPOConfig) -> Problems:
         yield (
             f"trainer.partial_rollout=true: agents of {key}.agent.default_agent_loop={HTTP_AGENT} cannot wait in the "
             "middle of an answer for new weights; leave it out"
+        )
+
+
+def _environment_problems(config: PPOConfig) -> Problems:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    name = rollout.agent.default_agent_loop
+    if rollout.multi_turn.interaction_config_path is None and rollout.agent.path is None:
+        yield (
+            f"{key}.agent.default_agent_loop={name}: there is no environment; name the file of their list in "
+            f"{key}.multi_turn.interaction_config_path, or the file of your class in {key}.agent.path"
+        )
+    if name == "verifiers_agent" and not rollout.endpoint_port:
+        yield f"{key}.agent.default_agent_loop={name}: it plays on the endpoint; set {key}.endpoint_port"
+    if config.trainer.partial_rollout:
+        yield (
+            f"trainer.partial_rollout=true: environments of {key}.agent.default_agent_loop={name} cannot wait in the "
+            "middle of an episode for new weights; leave it out"
         )
 
 

@@ -299,6 +299,9 @@ class MultiTurnConfig:
     max_assistant_turns: int | None = setting(
         None, "Turns of the policy in one response; null: as many as fit (mode=async).", ge=1
     )
+    interaction_config_path: str | None = setting(
+        None, "YAML or JSON file of the environments that rows name (agent loop environment_agent or verifiers_agent)."
+    )
 
 
 @dataclass(frozen=True)

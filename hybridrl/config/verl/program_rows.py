@@ -28,8 +28,8 @@ DATA_ROWS: tuple[Row, ...] = (
     done("data.validation_shuffle", "the order of validation changes no figure"),
     done("data.{video_key,audio_key,image_patch_size}", "datasets with images or video are refused when they are read"),
     done("data.{tool_config_path,datagen.path,datagen.name}", "there is none", "null"),
-    done("data.need_tools_kwargs", "there are none", "false"),
-    refused("data.{tool_config_path,datagen,need_tools_kwargs}", "this is not in this release; leave it out"),
+    done("data.need_tools_kwargs", "tools get a row's extra_info.tools_kwargs where it has them"),
+    refused("data.{tool_config_path,datagen}", "this is not in this release; leave it out"),
 )
 
 REWARD_ROWS: tuple[Row, ...] = (

@@ -354,7 +354,7 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     done(f"{ROLLOUT}.multi_turn.enable", "a response has one turn", "false"),
     renamed(f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.mode", values={"true": "async"}),
     done(
-        f"{ROLLOUT}.multi_turn.{{tool_config_path,max_user_turns,num_repeat_rollouts,interaction_config_path}}",
+        f"{ROLLOUT}.multi_turn.{{tool_config_path,max_user_turns,num_repeat_rollouts}}",
         "there is none",
         "null",
     ),

@@ -18,11 +18,13 @@ log-probs. Only the text of tools and environments is tokenized here. The loss l
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError
+from hybridrl.import_path import load_module
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.store import SessionHost
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
@@ -159,6 +161,7 @@ class AgentLoopContext:
         max_turns: Most turns of the policy in one response; None: only the length limits it.
         max_prompt_length: Tokens of a prompt.
         program: `rollout.agent.program`, of `http_agent`.
+        environments: `rollout.multi_turn.interaction_config_path`, of `environment_agent` and `verifiers_agent`.
         agent_timeout_s: Seconds for one response (`rollout.agent.timeout_s`).
         session_host: Of the endpoint, while there is one.
     """
@@ -169,6 +172,7 @@ class AgentLoopContext:
     max_turns: int | None = None
     max_prompt_length: int = 0
     program: str | None = None
+    environments: str | None = None
     agent_timeout_s: float = math.inf
     session_host: SessionHost | None = None
 
@@ -199,10 +203,18 @@ class AgentLoop(ABC):
 
     async def run_in_time(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Return what `run` returns. Raises AgentFailed if it has not returned after `agent_timeout_s`."""
+        if self.has_own_deadline:
+            return await self.run(sampling_params, **row)
+        async with self.time_limit():
+            return await self.run(sampling_params, **row)
+
+    @asynccontextmanager
+    async def time_limit(self) -> AsyncIterator[None]:
+        """Limit a block to `agent_timeout_s`. Raises AgentFailed when it has not ended by then."""
         timeout_s = self.context.agent_timeout_s
         try:
-            async with asyncio.timeout(None if self.has_own_deadline or math.isinf(timeout_s) else timeout_s) as limit:
-                return await self.run(sampling_params, **row)
+            async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s) as limit:
+                yield
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -215,8 +227,15 @@ class AgentLoop(ABC):
         """Return an empty response to this row."""
         return ResponseBuilder(row["client"], row["request"], self.context.max_response_length)
 
+    def close(self) -> None:  # noqa: B027 - most loops have started nothing
+        """End what the loop has started, once its rollout is closed."""
+
 
 AGENT_LOOPS: dict[str, type[AgentLoop]] = {}
+OPTIONAL_LOOPS = {  # name -> module that registers it, loaded when a run uses it
+    "environment_agent": "hybridrl.serving.environments.text_loop",
+    "verifiers_agent": "hybridrl.serving.environments.played_loop",
+}
 
 
 def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
@@ -231,11 +250,13 @@ def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop
 
 def lookup_agent_loop(name: str) -> type[AgentLoop]:
     """Return a registered loop; an unknown name is a ConfigError that lists the registered ones."""
+    if name not in AGENT_LOOPS and name in OPTIONAL_LOOPS:
+        load_module(OPTIONAL_LOOPS[name])
     if name not in AGENT_LOOPS:
         raise ConfigError(
             f"there is no agent loop {name!r} (a row's agent_name, or "
             "actor_rollout_ref.rollout.agent.default_agent_loop); registered: "
-            f"{', '.join(sorted(AGENT_LOOPS))}. One of your own is registered in the file "
+            f"{', '.join(sorted({*AGENT_LOOPS, *OPTIONAL_LOOPS}))}. One of your own is registered in the file "
             "actor_rollout_ref.rollout.agent.path"
         )
     return AGENT_LOOPS[name]

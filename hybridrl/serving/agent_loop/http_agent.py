@@ -62,7 +62,7 @@ class AgentTask:
 
     def environment(self) -> dict[str, str]:
         """Return the variables of a command. Raises DataError if the row is too large for one."""
-        row = json.dumps(self.row, ensure_ascii=False, default=_plain)
+        row = json.dumps(self.row, ensure_ascii=False, default=as_plain)
         if len(row.encode()) > MAX_ROW_BYTES:
             raise DataError(
                 f"row {self.row.get('index')} has {len(row.encode())} bytes, and an environment variable at most "
@@ -116,13 +116,14 @@ class HTTPAgentLoop(AgentLoop):
         super().__init__(context)
         if context.program is None:
             raise ConfigError(f"{KEY}=null: the agent loop http_agent needs a Python function or a command")
+        self.name = context.program
         self._function, self._command = load_program(context.program)
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Return the main conversation of the agent. Raises AgentFailed if there is none."""
         host = self.context.session_host
         if host is None:
-            raise ConfigError("the agent loop http_agent needs actor_rollout_ref.rollout.endpoint_port")
+            raise ConfigError(f"{type(self).__name__} needs actor_rollout_ref.rollout.endpoint_port")
         request, client = row["request"], _LoopClient(row["client"], asyncio.get_running_loop())
         limits = (self.context.max_prompt_length, self.context.max_response_length)
         session = host.sessions.open_episode(
@@ -153,9 +154,9 @@ class HTTPAgentLoop(AgentLoop):
         if returned is None:
             return None
         if (reward := as_number(returned)) is None:
-            raise TypeError(f"{self.context.program} returned {returned!r}; an agent returns its reward, or None")
+            raise TypeError(f"{self.name} returned {returned!r}; an agent returns its reward, or None")
         if not math.isfinite(reward):
-            raise AgentFailed(f"the agent {self.context.program} returned {reward}", cause="reward not finite")
+            raise AgentFailed(f"the agent {self.name} returned {reward}", cause="reward not finite")
         return reward
 
     def _places(self) -> asyncio.Semaphore:
@@ -164,7 +165,7 @@ class HTTPAgentLoop(AgentLoop):
         return _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
 
     async def _call(self, task: AgentTask) -> Any:
-        timeout_s, name = self.context.agent_timeout_s, self.context.program
+        timeout_s, name = self.context.agent_timeout_s, self.name
         try:
             async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
                 if self._function is None:
@@ -192,7 +193,7 @@ class HTTPAgentLoop(AgentLoop):
         rows = session_rows(session.turns, max_prompt_length=self.context.max_prompt_length)
         if not rows:
             raise AgentFailed(
-                f"the agent {self.context.program} ended without an answered request to its session; does its client "
+                f"the agent {self.name} ended without an answered request to its session; does its client "
                 "use the base_url (OPENAI_BASE_URL) that it was given?",
                 cause="no request",
             )
@@ -253,6 +254,6 @@ def _sampled_versions(row: SessionRow) -> list[int]:
     return [version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask]
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """Return a value of a row as JSON has it: numpy's numbers and arrays as lists, others as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

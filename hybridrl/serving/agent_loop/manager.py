@@ -101,6 +101,7 @@ class AgentLoopManager:
             max_turns=rollout.multi_turn.max_assistant_turns,
             max_prompt_length=config.data.max_prompt_length,
             program=rollout.agent.program,
+            environments=rollout.multi_turn.interaction_config_path,
             agent_timeout_s=math.inf if rollout.agent.timeout_s is None else rollout.agent.timeout_s,
         )
         self._loops: dict[str, AgentLoop] = {}
@@ -146,6 +147,11 @@ class AgentLoopManager:
             self._queue.close(wait=wait)
             self._queue = None
             self._past_outages += self._service.router.outages
+        self._close_loops()
+
+    def _close_loops(self) -> None:
+        for loop in self._loops.values():
+            loop.close()
 
     def _served_model(self) -> ServedModel:
         """Return the policy as the endpoint shows it, named by the last part of its path."""
@@ -239,7 +245,10 @@ class AgentLoopManager:
                     router, self.context.max_response_length, timeout_s=self.config.trainer.call_timeout_s
                 )
 
-        asyncio.run(run())
+        try:
+            asyncio.run(run())
+        finally:
+            copied._close_loops()
         return copied._to_batch(prompts, batch.outputs, sampling)
 
     def _advance(self, future: AgentFuture, max_new_tokens: int, *, version: int | None) -> AgentFuture:

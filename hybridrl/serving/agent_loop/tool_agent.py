@@ -7,12 +7,13 @@ Answers are a turn of the chat template. For another format, subclass and overri
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
-from hybridrl.serving.agent_loop.tools import call_tool
+from hybridrl.serving.agent_loop.tools import call_tool, row_arguments
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
@@ -50,7 +51,7 @@ class ToolAgentLoop(AgentLoop):
             calls = self.parse_tool_calls(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
             if not calls:
                 break
-            answers = await asyncio.gather(*(self._answer(call) for call in calls))
+            answers = await asyncio.gather(*(self._answer(call, row) for call in calls))
             if not response.observe(self.render_messages(calls, list(answers))):
                 break
         return response.output()
@@ -90,8 +91,9 @@ class ToolAgentLoop(AgentLoop):
         )
         return self.tokenizer.encode(whole[end:], add_special_tokens=False)
 
-    async def _answer(self, call: ToolCall) -> str:
-        return call.error or await call_tool(dict(self.tools), call.name, call.arguments)
+    async def _answer(self, call: ToolCall, row: Mapping[str, Any]) -> str:
+        given = row_arguments(row, call.name)
+        return call.error or await call_tool(dict(self.tools), call.name, call.arguments, given=given)
 
 
 def _call(body: str) -> ToolCall:

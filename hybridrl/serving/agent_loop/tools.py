@@ -13,7 +13,7 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridrl.errors import ConfigError
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_MARKER = "_is_function_tool"
 MAX_ANSWER_CHARACTERS = 1 << 20  # more than fits into any response
+ROW_ARGUMENTS = ("create_kwargs", "execute_kwargs")
 TOOL_TIMEOUT_S = 30.0  # per call; a tool that never returns would block the step
 
 
@@ -53,15 +54,43 @@ def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
     return tools
 
 
-async def call_tool(tools: dict[str, Callable], name: str, arguments: dict[str, Any]) -> str:
+def row_arguments(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the arguments that a row has for a tool, from verl's `extra_info.tools_kwargs`.
+
+    `{tool: {"create_kwargs": {...}, "execute_kwargs": {...}}}`; a tool here is a function, and gets both together.
+    """
+    info = row.get("extra_info")
+    tools = info.get("tools_kwargs") if isinstance(info, Mapping) else None
+    kinds = tools.get(name) if isinstance(tools, Mapping) else None
+    given = [kinds.get(kind) or {} for kind in ROW_ARGUMENTS] if isinstance(kinds, Mapping) else []
+    # Parquet gives all rows the keys of all rows, with None where a row has none.
+    return {key: value for arguments in given for key, value in arguments.items() if value is not None}
+
+
+async def call_tool(
+    tools: dict[str, Callable], name: str, arguments: dict[str, Any], *, given: Mapping[str, Any] | None = None
+) -> str:
     """Return a tool's answer as text.
 
     An unknown tool, wrong arguments, an exception and a timeout give an answer that states the error. So does an answer
     that is no text and cannot be written as JSON.
+
+    Args:
+        tools: Name to function.
+        name: Of the tool.
+        arguments: Of the policy.
+        given: Arguments of the row, which the policy cannot set.
+
+    Raises:
+        ConfigError: The tool has no parameter for an argument of the row.
     """
     function = tools.get(name)
     if function is None:
         return f"Error: there is no tool {name!r}; there are {', '.join(sorted(tools)) or 'none'}"
+    _require_parameters(function, name, given or {})
+    if taken := sorted({*arguments} & {*(given or {})}):
+        return f"Error: {name} has no argument {taken[0]!r}"
+    arguments = {**arguments, **(given or {})}
     try:
         inspect.signature(function).bind(**arguments)
         if inspect.iscoroutinefunction(function):
@@ -76,3 +105,14 @@ async def call_tool(tools: dict[str, Callable], name: str, arguments: dict[str, 
         logger.debug("tool %s failed", name, exc_info=True)
         text = f"Error: {type(error).__name__}: {error}"
     return text[:MAX_ANSWER_CHARACTERS].encode("utf-8", "replace").decode()  # half a surrogate pair has no tokens
+
+
+def _require_parameters(function: Callable, name: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument of a row that the function does not have."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any and (unknown := sorted({*given} - {*parameters})):
+        raise ConfigError(
+            f"extra_info.tools_kwargs.{name}: the tool has no parameter {unknown[0]!r}; it has "
+            f"{', '.join(parameters) or 'none'}. Add it to the function, or take it out of the data"
+        )

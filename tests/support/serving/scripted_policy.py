@@ -1,4 +1,4 @@
-"""A policy with scripted answers."""
+"""Policies with scripted answers: to requests of the endpoint, and to the turns of an agent loop."""
 
 from dataclasses import dataclass, field
 
@@ -23,3 +23,21 @@ class Script:
         self.requests.append(request)
         self.answers = self.answers[is_last:]
         return TokenOutput(request.request_id, ids, [-0.25] * len(ids), "stop" if is_last else "length", 7)
+
+
+@dataclass
+class ScriptedTurns:
+    """A policy with scripted turns: texts, each ended by the end token. Its n-th turn has the weight version n."""
+
+    tokenizer: object
+    turns: list[str]
+    requests: list[Request] = field(default_factory=list)
+
+    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        self.requests.append(request)
+        tokens = [*self.tokenizer.encode(self.turns[len(self.requests) - 1]), self.tokenizer.eos_token_id]
+        kept = tokens[: request.sampling.max_new_tokens]
+        assert conversation == "r"
+        return TokenOutput(
+            request.request_id, kept, [-0.5] * len(kept), "stop" if kept == tokens else "length", len(self.requests)
+        )

@@ -1,0 +1,51 @@
+"""`verifiers_agent`: an environment that plays an episode itself, as a client of the endpoint.
+
+Such an environment has a method `play(task)` instead of `reset` and `step`. `task` has the columns of the row, and
+`base_url`, `api_key` and `model` of OpenAI's API in a session of this episode alone. It returns the reward. The row
+that is trained is the main conversation of the session, as with `http_agent`. The environment runs in a process of its
+own, also with another interpreter.
+"""
+
+import asyncio
+import math
+from typing import Any
+
+from hybridrl.errors import AgentFailed
+from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, register_agent_loop
+from hybridrl.serving.agent_loop.http_agent import AgentTask, HTTPAgentLoop
+from hybridrl.serving.environments.pool import pool_of
+from hybridrl.serving.environments.process import NONSENSE
+from hybridrl.serving.environments.settings import load_environments, spec_of_row
+
+
+@register_agent_loop("verifiers_agent")
+class PlayedEnvironmentLoop(HTTPAgentLoop):
+    """Lets the environment of a row play an episode."""
+
+    def __init__(self, context: AgentLoopContext):
+        AgentLoop.__init__(self, context)
+        self.specs = load_environments(context.environments)
+        self.name = "environment"
+        for spec in self.specs.values():
+            pool_of(spec).check()
+
+    def close(self) -> None:
+        for spec in self.specs.values():
+            pool_of(spec).close()
+
+    def _places(self) -> Any:
+        return asyncio.Semaphore(1)  # the pool of the environment has the places
+
+    async def _call(self, task: AgentTask) -> Any:
+        spec, kwargs = spec_of_row(self.specs, task.row)
+        async with pool_of(spec).take() as environment:
+            endpoint = {"base_url": task.base_url, "api_key": task.api_key, "model": task.model}
+            columns = {**task.row, **endpoint, "name": spec.name, "kwargs": kwargs}
+            reward = await environment.play(columns, timeout_s=self.context.agent_timeout_s)
+        is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+        if reward is not None and not is_number:
+            raise AgentFailed(
+                f"the environment {spec.name!r} returned {reward!r:.200} from `play`; return a finite number",
+                cause=NONSENSE,
+            )
+        return reward

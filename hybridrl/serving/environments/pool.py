@@ -1,0 +1,115 @@
+"""`EnvironmentPool`: the processes of one environment, started when they are needed and used again.
+
+Runs in the driver process. All agent loops of a process share the pool of an environment (`pool_of`), also on several
+event loops. A process that failed is ended; the next episode gets another one.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from weakref import WeakKeyDictionary
+
+from hybridrl.errors import AgentFailed, DataError
+from hybridrl.serving.environments.process import EnvironmentProcess
+from hybridrl.serving.environments.settings import EnvironmentSpec
+
+logger = logging.getLogger(__name__)
+
+_pools: dict[str, "EnvironmentPool"] = {}
+_lock = threading.Lock()
+
+
+class EnvironmentPool:
+    """At most `spec.num_processes` episodes at the same time on each event loop; others wait for a place."""
+
+    def __init__(self, spec: EnvironmentSpec):
+        self.spec = spec
+        self._idle: list[EnvironmentProcess] = []
+        self._has_worked = False  # whether a process has loaded the class
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    @asynccontextmanager
+    async def take(self) -> AsyncIterator[EnvironmentProcess]:
+        """Give one process, for one episode. It is ended if the block raises or is cancelled."""
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.spec.num_processes))
+        async with places:
+            process = self._pop() or await self._start()
+            try:
+                yield process
+            except BaseException:
+                process.end()
+                raise
+            await self._give_back(process)
+
+    def check(self) -> None:
+        """Start a process if there is none, so that a wrong class is found before the run begins.
+
+        Raises:
+            ConfigError: The class cannot be loaded, or the object not made.
+            AgentFailed: The process ended, or did not answer in time.
+        """
+        failures: list[BaseException] = []
+
+        async def start() -> None:
+            async with self.take():
+                pass
+
+        def run() -> None:
+            try:
+                asyncio.run(start())
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="check of an environment")  # this one may have an event loop
+        thread.start()
+        thread.join(self.spec.start_timeout_s + 60)
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """End the processes that play no episode."""
+        with _lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.end()
+
+    def _pop(self) -> EnvironmentProcess | None:
+        with _lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_alive:
+                    return process
+                process.end()
+        return None
+
+    async def _start(self) -> EnvironmentProcess:
+        process = EnvironmentProcess(self.spec)
+        try:
+            await process.load(has_worked=self._has_worked)
+        except BaseException:
+            process.end()
+            raise
+        self._has_worked = True
+        return process
+
+    async def _give_back(self, process: EnvironmentProcess) -> None:
+        """Close the episode; a process that fails to do so plays no other one."""
+        try:
+            await process.close_episode()
+        except (AgentFailed, DataError) as error:
+            logger.warning("a process of the environment %r is replaced: its `close` failed: %s", self.spec.name, error)
+            process.end()
+            return
+        except BaseException:
+            process.end()
+            raise
+        with _lock:
+            self._idle.append(process)
+
+
+def pool_of(spec: EnvironmentSpec) -> EnvironmentPool:
+    """Return this process's pool of an environment."""
+    with _lock:
+        return _pools.setdefault(spec.key, EnvironmentPool(spec))

@@ -1,0 +1,128 @@
+"""`environment_agent`: the policy and an environment of texts take turns, until the episode ends.
+
+A row names its environment in `extra_info.interaction_kwargs`. Runs in the driver process, on the router's event loop;
+the environment runs in a process of its own. What an environment does wrong is sorted by `agent_loop/failures.py`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.serving.agent_loop.base import (
+    AgentLoop,
+    AgentLoopContext,
+    AgentLoopOutput,
+    ResponseBuilder,
+    register_agent_loop,
+)
+from hybridrl.serving.environments.base import Answer, Messages
+from hybridrl.serving.environments.pool import EnvironmentPool, pool_of
+from hybridrl.serving.environments.process import EnvironmentProcess
+from hybridrl.serving.environments.settings import load_environments, spec_of_row
+from hybridrl.serving.sessions.prompts import encode, render, text_after_answer
+from hybridrl.workers.rollout.requests import TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+REWARDED_HERE = "environment"  # data source whose rewards are those of the environments
+
+
+@register_agent_loop("environment_agent")
+class EnvironmentAgentLoop(AgentLoop):
+    """At most `max_turns` turns of the policy. A response ends where an observation does not fit any more."""
+
+    has_own_deadline = True  # waiting for a free process takes nothing from it
+
+    def __init__(self, context: AgentLoopContext):
+        super().__init__(context)
+        self.specs = load_environments(context.environments)
+        for pool in self.pools():
+            pool.check()
+
+    def pools(self) -> list[EnvironmentPool]:
+        """Return the pools of all environments of the run."""
+        return [pool_of(spec) for spec in self.specs.values()]
+
+    def close(self) -> None:
+        for pool in self.pools():
+            pool.close()
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        spec, kwargs = spec_of_row(self.specs, row)
+        async with pool_of(spec).take() as environment, self.time_limit():
+            columns = {name: value for name, value in row.items() if name not in ("request", "client")}
+            added = {"name": spec.name, "kwargs": kwargs, "seed": row["request"].seed % 2**31}
+            first = await environment.reset(columns | added)
+            return await self.play(environment, first, sampling_params, row)
+
+    async def play(
+        self, environment: EnvironmentProcess, first: Messages, sampling_params: SamplingParams, row: dict[str, Any]
+    ) -> AgentLoopOutput:
+        """Return the response of an episode that has begun.
+
+        Args:
+            environment: Of this episode.
+            first: Messages of the environment that follow the row's prompt.
+            sampling_params: For one sample.
+            row: As for `run`.
+        """
+        messages: Messages = [*row.get("raw_prompt", ()), *first]
+        response = self._begin(row, messages) if first else self.respond(row)
+        rewards: list[float] = []
+        while response.tokens_left > 0:
+            output = await response.sample(sampling_params)
+            if output.finish_reason != "stop":
+                break  # the action is cut off
+            action = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+            answer = await self.act(environment, action, sampling_params, row)
+            rewards.append(answer.reward)
+            messages += [{"role": "assistant", "content": action}, {"role": "user", "content": answer.observation}]
+            if answer.is_done or len(rewards) == self.context.max_turns:
+                break
+            if not response.observe(self._observation(messages, output)):
+                break
+        counts = {"environment/steps": float(len(rewards))}
+        reward = _episode_reward(environment, rewards, row)
+        return replace(response.output(), reward=reward, counts=counts)
+
+    async def act(
+        self, environment: EnvironmentProcess, action: str, sampling_params: SamplingParams, row: dict[str, Any]
+    ) -> Answer:
+        """Return the environment's answer to an action. Override it where others act in between."""
+        return await environment.step(action)
+
+    def _begin(self, row: dict[str, Any], messages: Messages) -> ResponseBuilder:
+        """Return an empty response to the row's prompt and the first observation."""
+        prompt = encode(self.tokenizer, render(self.tokenizer, messages, ()))
+        if len(prompt) > self.context.max_prompt_length > 0:
+            raise DataError(
+                f"the prompt and the first observation have {len(prompt)} tokens; data.max_prompt_length is "
+                f"{self.context.max_prompt_length}"
+            )
+        request = replace(row["request"], prompt_ids=tuple(prompt))
+        return ResponseBuilder(row["client"], request, self.context.max_response_length)
+
+    def _observation(self, messages: Messages, output: TokenOutput) -> list[int]:
+        """Return the tokens between an action, the last message but one, and the policy's next turn."""
+        text = text_after_answer(
+            self.tokenizer, messages, (), answer=len(messages) - 2, sampled=[*output.token_ids][-1:]
+        )
+        if text is None:
+            raise ConfigError(
+                "the chat template of actor_rollout_ref.model.path does not show where an answer ends; environments "
+                "need one that renders turns of user and assistant one after the other"
+            )
+        return encode(self.tokenizer, text)
+
+
+def _episode_reward(environment: EnvironmentProcess, rewards: list[float], row: dict[str, Any]) -> float | None:
+    """Return the reward of an episode; None: the run's reward function scores it."""
+    rule = environment.spec.reward or ("none" if environment.is_interaction else "sum")
+    if rule == "none":
+        if row.get("data_source") == REWARDED_HERE:
+            raise ConfigError(
+                f"data_source={REWARDED_HERE}: the environment {environment.spec.name!r} says no reward (`reward: "
+                "none`), and this data source has no score function. Set `reward` of the environment to sum or last, "
+                "or name another data source"
+            )
+        return None
+    return sum(rewards) if rule == "sum" else (rewards[-1] if rewards else 0.0)
