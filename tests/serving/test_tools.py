@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.errors import ConfigError
 from hybridrl.serving.agent_loop import tools
 from hybridrl.serving.agent_loop.tool_agent import ToolAgentLoop
-from hybridrl.serving.agent_loop.tools import call_tool, function_tool
+from hybridrl.serving.agent_loop.tools import call_tool, function_tool, row_arguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,3 +120,20 @@ def test_whatever_a_policy_writes_is_a_call_or_none():
     assert time.process_time() - start < 1
     two = parse(None, 'a<tool_call> {"name": "x"} </tool_call>b<tool_call>\n{"name": "y"}</tool_call><tool_call>{}')
     assert [call.name for call in two] == ["x", "y"]
+
+
+def test_a_row_gives_a_tool_arguments_that_the_policy_cannot_set():
+    def check(answer: str, ground_truth: str, tolerance: float | None = None) -> bool:
+        return answer == ground_truth
+
+    kwargs = {"check": {"create_kwargs": {"ground_truth": "7", "tolerance": None}, "execute_kwargs": None}}
+    given = row_arguments({"extra_info": {"tools_kwargs": kwargs}}, "check")
+    assert given == {"ground_truth": "7"} and row_arguments({"extra_info": {}}, "check") == {}
+
+    def call(arguments: dict, given: dict = given) -> str:
+        return asyncio.run(call_tool({"check": check}, "check", arguments, given=given))
+
+    assert call({"answer": "7"}) == "true" and call({"answer": "8"}) == "false"
+    assert call({"answer": "8", "ground_truth": "8"}) == "Error: check has no argument 'ground_truth'"
+    with pytest.raises(ConfigError, match="tools_kwargs.check: the tool has no parameter 'truth'; it has answer, "):
+        call({"answer": "7"}, {"truth": "7"})

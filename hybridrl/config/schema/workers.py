@@ -232,6 +232,7 @@ class ValKwargs:
     temperature: float = setting(1.0, "Temperature in validation, when sampling.", gt=0)
     top_k: int = setting(-1, "Top-k in validation; -1 is off.", ge=-1)
     top_p: float = setting(1.0, "Top-p in validation.", gt=0, le=1)
+    min_p: float = setting(0.0, "Min-p in validation; 0 is off.", ge=0, le=1)
 
 
 TRANSPORTS_BY_PLACEMENT = ("auto", "in_process")

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
-from hybridrl.errors import AgentFailed, DataError
+from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.environments.process import EnvironmentProcess
-from hybridrl.serving.environments.settings import EnvironmentSpec
+from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,9 @@ class EnvironmentPool:
         """Start a process if there is none, so that a wrong class is found before the run begins.
 
         Raises:
-            ConfigError: The class cannot be loaded, or the object not made.
-            AgentFailed: The process ended, or did not answer in time.
+            ConfigError: The class cannot be loaded or the object not made, or not in time.
         """
-        failures: list[BaseException] = []
+        failures: list[Exception] = []
 
         async def start() -> None:
             async with self.take():
@@ -65,6 +64,8 @@ class EnvironmentPool:
         thread = threading.Thread(target=run, name="check of an environment")  # this one may have an event loop
         thread.start()
         thread.join(self.spec.start_timeout_s + 60)
+        if failures and isinstance(failures[0], AgentFailed):
+            raise ConfigError(f"{KEY}: {failures[0]}") from failures[0]
         if failures:
             raise failures[0]
 

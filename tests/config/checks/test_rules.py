@@ -278,6 +278,15 @@ def check(tmp_path):
             "weight_sync.lora=adapter: with trainer.lag=1, a rollout process that restarts",
         ),
         ("actor_rollout_ref.rollout.agent.path=x.py", "has no effect without actor_rollout_ref.rollout.mode=async"),
+        (
+            "actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.agent.default_agent_loop=environment_agent",
+            "environment_agent: there is no environment; name the file of their list in actor_rollout_ref",
+        ),
+        (
+            "actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.agent.default_agent_loop=verifiers_agent "
+            "actor_rollout_ref.rollout.agent.path=x.py",
+            "verifiers_agent: it plays on the endpoint; set actor_rollout_ref.rollout.endpoint_port",
+        ),
         ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256: a step has only 16 prompts"),
         (
             "critic.ppo_mini_batch_size=2048",

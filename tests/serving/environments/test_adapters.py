@@ -11,7 +11,6 @@ from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.agent_loop.base import AgentLoopContext, lookup_agent_loop
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
-from tests.serving.sessions.conftest import site  # noqa: F401 - a fixture
 from tests.support.serving.scripted_policy import PROMPT, RESPONSE, Script
 
 SUPPORT = Path(__file__).parents[2] / "support" / "serving"
@@ -66,7 +65,7 @@ def test_a_server_of_openenv_is_an_environment_of_texts(play, tiny_tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_environment_of_verifiers_plays_on_the_endpoint(site, tmp_path, monkeypatch):  # noqa: F811
+def test_an_environment_of_verifiers_plays_on_the_endpoint(site, tmp_path, monkeypatch):
     python = other_python("verifiers")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     agent = {"harness": {"id": "letters_taskset"}, "runtime": {"type": "subprocess"}}

@@ -1,7 +1,9 @@
 """Files of environments: what is read, and what is refused with the place."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,8 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_module
 from hybridrl.serving.environments import base
 from hybridrl.serving.environments.settings import EnvironmentSpec, load_environments, spec_of_row
+
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
 def write(folder, *entries) -> str:
@@ -96,3 +100,17 @@ def test_a_row_names_its_environment():
         spec_of_row({"maze": maze, "game": game}, unnamed)
     with pytest.raises(DataError, match="row 7 has no extra_info.interaction_kwargs"):
         spec_of_row({"maze": maze}, {"extra_info": {"index": 7}})
+
+
+def test_the_lists_on_the_page_are_read_and_its_class_answers(tmp_path):
+    text = PAGE.read_text()
+    (source,) = re.findall(r"```python\n# my_env.py\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_env.py").write_text(source)
+    names = []
+    for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)):
+        (tmp_path / f"{number}.yaml").write_text(block)
+        names += load_environments(str(tmp_path / f"{number}.yaml"))
+    assert names == ["guess", "lake", "echo", "sums"]
+    guess = load_module(str(tmp_path / "my_env.py")).Guess(largest=5)
+    assert guess.reset({"kwargs": {"number": 3}}) == "I think of a number from 1 to 5. Which one?"
+    assert guess.step("3") == ("", 1.0, True) and guess.step("4")[1:] == (0.0, False)

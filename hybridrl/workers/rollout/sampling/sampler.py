@@ -200,6 +200,7 @@ def sampling_params(config: PPOConfig, *, validate: bool, seed: int, greedy: boo
             temperature=val.temperature,
             top_k=val.top_k,
             top_p=val.top_p,
+            min_p=val.min_p,
             logprobs=False,
             **common,
         )
