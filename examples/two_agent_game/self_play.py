@@ -26,14 +26,15 @@ class SelfPlay(EnvironmentAgentLoop):
         if own.is_done:
             return own
         messages = [*row["raw_prompt"], {"role": "user", "content": own.observation}]
+        conversation = f"{row['request'].request_id}, other side"
         request = replace(
             row["request"],
-            request_id=f"{row['request'].request_id}, other side, {own.observation}",
+            request_id=f"{conversation}, {own.observation}",
             prompt_ids=tuple(encode(self.tokenizer, render(self.tokenizer, messages, ()))),
             sampling=replace(sampling_params, n=1),
             seed=row["request"].seed ^ OTHER_SIDE,
         )
-        output = await row["client"].generate(request)
+        output = await row["client"].generate(request, conversation=conversation)
         move = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         other = await environment.step(move)
         return other._replace(reward=own.reward + other.reward)

@@ -37,7 +37,7 @@ class ScriptedTurns:
         self.requests.append(request)
         tokens = [*self.tokenizer.encode(self.turns[len(self.requests) - 1]), self.tokenizer.eos_token_id]
         kept = tokens[: request.sampling.max_new_tokens]
-        assert conversation == "r"
+        assert conversation is not None and conversation.startswith("r")
         return TokenOutput(
             request.request_id, kept, [-0.5] * len(kept), "stop" if kept == tokens else "length", len(self.requests)
         )
