@@ -18,7 +18,7 @@ from hybridrl.trainer.run.tracking import read_metrics
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "two_agent_game"
 FAULTY = ROOT / "tests" / "support" / "serving" / "faulty_nim.py"
-SCORE, SAMPLES = "val-core/environment/reward/mean@8", 32 * 8
+SCORE, SAMPLES = "val-core/environment/reward/mean@8", 16 * 8
 LEFT_OUT, FAILURES = "rollout/agent/samples_left_out", "rollout/agent/failures/"
 HANG_S = 3.0  # a move takes a millisecond
 

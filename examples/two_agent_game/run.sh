@@ -7,7 +7,7 @@
 set -euo pipefail
 OUT=${1:-outputs/two_agent_game}
 SEED=${SEED:-1}
-STEPS=${STEPS:-60}
+STEPS=${STEPS:-40}
 SFT_STEPS=${SFT_STEPS:-150}
 BACKEND=${BACKEND:-ray}
 OPPONENT=${OPPONENT:-itself}
@@ -42,15 +42,15 @@ $PYTHON -m hybridrl.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$OUT/data/train.parquet" \
   data.val_files="$OUT/data/test.parquet" \
-  data.train_batch_size=32 \
+  data.train_batch_size=16 \
   data.max_prompt_length=64 \
   data.max_response_length=64 \
   data.seed="$SEED" \
   actor_rollout_ref.model.path="$SFT" \
-  actor_rollout_ref.actor.optim.lr=5e-4 \
+  actor_rollout_ref.actor.optim.lr=1e-3 \
   actor_rollout_ref.actor.optim.betas=[0.9,0.95] \
-  actor_rollout_ref.actor.ppo_mini_batch_size=32 \
-  actor_rollout_ref.actor.entropy_coeff=0.05 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+  actor_rollout_ref.actor.entropy_coeff=0.02 \
   actor_rollout_ref.rollout.name=hf \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.mode=async \

@@ -27,5 +27,5 @@ def test_training_ends_with_faulty_environments_and_counts_what_is_left_out(tmp_
     # A sample is left out after three failed tries; a group that has less than two samples goes with it.
     left_out = float(cells["samples left out"][1])
     assert float(cells["samples left out"][0]) == 0 and left_out <= tries / 3 + 8
-    # Six steps of 256 samples: a fifth fails at first, and a fifth of the further tries.
-    assert 0.1 * 1536 < tries < 0.45 * 1536
+    # Six steps of 128 samples: a fifth fails at first, and a fifth of the further tries.
+    assert 0.1 * 768 < tries < 0.45 * 768

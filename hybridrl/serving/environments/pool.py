@@ -44,11 +44,13 @@ class EnvironmentPool:
             await self._give_back(process)
 
     def check(self) -> None:
-        """Start a process if there is none, so that a wrong class is found before the run begins.
+        """Start a first process, so that a wrong class is found before the run begins. Does nothing after that.
 
         Raises:
             ConfigError: The class cannot be loaded or the object not made, or not in time.
         """
+        if self._has_worked:
+            return
         failures: list[Exception] = []
 
         async def start() -> None:
