@@ -99,7 +99,7 @@ def spec_of_row(specs: Mapping[str, EnvironmentSpec], row: Mapping[str, Any]) ->
             "agent loop needs its `name`"
         )
     name = kwargs.get("name") or (next(iter(specs)) if len(specs) == 1 else None)
-    if name not in specs:
+    if not isinstance(name, str) or name not in specs:
         near = difflib.get_close_matches(str(name), specs, n=1)
         raise ConfigError(
             f"extra_info.interaction_kwargs.name={name!r}: there is no such environment"

@@ -38,7 +38,7 @@ class GymnasiumText:
         given = dict(kwargs or {}) | ({"render_mode": "ansi"} if show == "render" else {})
         self._env: Any = gymnasium.make(id, **given)
         self._show, self._invalid_reward = show, invalid_reward
-        space = self._env.action_space
+        space: Any = self._env.action_space
         self._is_text = isinstance(space, gymnasium.spaces.Text)
         self._num_actions = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else 0
         self._first = int(space.start) if self._num_actions else 0
