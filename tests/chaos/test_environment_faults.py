@@ -23,6 +23,9 @@ def test_training_ends_with_faulty_environments_and_counts_what_is_left_out(tmp_
     for name in ("environment crashed", "environment hangs", "environment answered nonsense"):
         calm, faulty = map(float, cells[name])
         assert calm == 0 and faulty > 0
+    # 48 games: the standard error of a share is 0.07 at most, that of a difference 0.1.
+    calm, faulty = map(float, cells["reward of the tests after"])
+    assert abs(calm - faulty) < 0.3
     tries = sum(float(values[1]) for values in list(cells.values())[4:])
     # A sample is left out after three failed tries; a group that has less than two samples goes with it.
     left_out = float(cells["samples left out"][1])
