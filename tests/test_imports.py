@@ -37,6 +37,7 @@ LIGHT = (
     "import hybridrl.workers.engine.memory_plan.choice",
     "import hybridrl.view.command",
     "import hybridrl.doctor.run",
+    "from hybridrl.serving.environments import TextEnvironment, register_environment",
 )
 TORCH = ("from hybridrl import DataProto",)
 
