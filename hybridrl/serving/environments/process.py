@@ -180,11 +180,11 @@ def _is_message(message: Any) -> bool:
 def _as_answer(value: Any, name: str) -> Answer:
     """Return an answer of `step`. Raises AgentFailed if it is none."""
     observation, reward, is_done = value[:3] if isinstance(value, list) and len(value) >= 3 else (None, None, None)
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-    if not isinstance(observation, str) or not is_number or not isinstance(is_done, bool):
+    number = float(reward) if isinstance(reward, int | float) and not isinstance(reward, bool) else math.nan
+    if not isinstance(observation, str) or not math.isfinite(number) or not isinstance(is_done, bool):
         raise AgentFailed(
             f"the environment {name!r} returned {value!r:.200} from `step`; return an observation (a text), a reward "
             "(a finite number), and whether the episode has ended",
             cause=NONSENSE,
         )
-    return Answer(observation[:MAX_TEXT], float(reward), is_done)
+    return Answer(observation[:MAX_TEXT], number, is_done)
