@@ -112,3 +112,5 @@ def set_up_logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("hybridrl").setLevel(logging.INFO)
+    for client in ("httpx", "httpx2"):  # a line per request, also where something else has set the root logger to INFO
+        logging.getLogger(client).setLevel(logging.WARNING)

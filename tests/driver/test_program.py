@@ -1,5 +1,6 @@
 """What a program prints when a run is interrupted or fails (one true line)."""
 
+import logging
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.driver.program import run_program
+from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.errors import CheckpointError, PlacementError
 from hybridrl.trainer.checkpoint.store import CheckpointStore, newest_checkpoint
 
@@ -116,3 +117,12 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path, tiny_qwen
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in err
+
+
+@pytest.mark.parametrize("client", ["httpx", "httpx2"])
+def test_requests_of_agents_are_not_logged_one_by_one(client, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(client), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    set_up_logging()
+    assert not logging.getLogger(client).isEnabledFor(logging.INFO)
+    assert logging.getLogger(client).isEnabledFor(logging.WARNING)

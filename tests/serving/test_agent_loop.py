@@ -1,6 +1,7 @@
 """Agent loops on a policy with scripted turns: turns, masks, tools and their errors, and rejected settings."""
 
 import asyncio
+import copy
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,13 @@ def test_tools_are_loaded_from_a_file_and_mistakes_are_rejected(tmp_path: Path, 
         lookup_agent_loop("tool_agent")(AgentLoopContext(tiny_tokenizer, 10))
     with pytest.raises(ValueError, match="2 tokens, a mask of 1"):
         AgentLoopOutput([1], [2, 3], [1], [0.0, 0.0])
+
+
+def test_options_of_the_chat_template_hold_for_answers_of_tools(tiny_tokenizer):
+    tokenizer = copy.copy(tiny_tokenizer)
+    tokenizer.chat_template += "{%- if add_generation_prompt and thoughts is false -%}<think></think>{%- endif -%}"
+    texts = []
+    for options in ({}, {"thoughts": False}):
+        loop = lookup_agent_loop("tool_agent")(AgentLoopContext(tokenizer, 200, TOOLS, template_options=options))
+        texts.append(tokenizer.decode(loop.render_messages([], ["3"])))
+    assert texts[1] == texts[0] + "<think></think>"

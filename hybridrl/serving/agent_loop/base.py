@@ -160,6 +160,7 @@ class AgentLoopContext:
         tools: Name to function.
         max_turns: Most turns of the policy in one response; None: only the length limits it.
         max_prompt_length: Tokens of a prompt.
+        template_options: For the chat template (`data.apply_chat_template_kwargs`).
         program: `rollout.agent.program`, of `http_agent`.
         environments: `rollout.multi_turn.interaction_config_path`, of `environment_agent` and `verifiers_agent`.
         agent_timeout_s: Seconds for one response (`rollout.agent.timeout_s`).
@@ -171,6 +172,7 @@ class AgentLoopContext:
     tools: Mapping[str, Callable] = field(default_factory=dict)
     max_turns: int | None = None
     max_prompt_length: int = 0
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     program: str | None = None
     environments: str | None = None
     agent_timeout_s: float = math.inf

@@ -100,6 +100,7 @@ class AgentLoopManager:
             tools=load_tools(rollout.multi_turn.function_tool_path, key=f"{KEY}.multi_turn.function_tool_path"),
             max_turns=rollout.multi_turn.max_assistant_turns,
             max_prompt_length=config.data.max_prompt_length,
+            template_options=config.data.apply_chat_template_kwargs,
             program=rollout.agent.program,
             environments=rollout.multi_turn.interaction_config_path,
             agent_timeout_s=math.inf if rollout.agent.timeout_s is None else rollout.agent.timeout_s,
@@ -160,7 +161,8 @@ class AgentLoopManager:
         config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
         length = data.max_prompt_length + data.max_response_length
         name = os.path.basename(os.path.normpath(model.path))
-        return ServedModel(name, self.context.tokenizer, length, data.max_response_length, config.vocab_size)
+        sizes = length, data.max_response_length, config.vocab_size
+        return ServedModel(name, self.context.tokenizer, *sizes, data.apply_chat_template_kwargs)
 
     def _replicas(self, group: Any, *, version: int | None, resync: Callable[[int], None] | None) -> GroupReplicas:
         rollout = self.config.actor_rollout_ref.rollout

@@ -77,8 +77,9 @@ class ToolAgentLoop(AgentLoop):
         """
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         turns = [{"role": "tool", "content": answer} for answer in answers]
-        head = self.tokenizer.apply_chat_template(before, tokenize=False)
-        whole = self.tokenizer.apply_chat_template([*before, *turns], tokenize=False, add_generation_prompt=True)
+        options = {**self.context.template_options, "tokenize": False}
+        head = self.tokenizer.apply_chat_template(before, **options)
+        whole = self.tokenizer.apply_chat_template([*before, *turns], **options, add_generation_prompt=True)
         if not whole.startswith(head):
             raise ConfigError(
                 "the chat template renders earlier turns differently once a tool answers; override `render_messages`"

@@ -4,7 +4,7 @@ Called by `requests`. A value that a replica could not use is rejected here, wit
 is tokenized. Not here: prompts, and how many tokens they leave (`requests`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hybridrl.workers.rollout.sampling.logits import unwritable_strings
@@ -111,6 +111,9 @@ class Policy(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def template_options(self) -> Mapping[str, Any]: ...
 
 
 def check_names(body: dict, kind: str) -> None:

@@ -233,6 +233,7 @@ def _plan_chat(body: dict, policy: Policy, session: Session, n: int) -> Plan:
             policy.tokenizer,
             n=n,
             check_text=lambda text: _require_length(text, policy, "messages"),
+            options=policy.template_options,
         )
     except SessionFull as error:
         raise RequestError(str(error), param="messages", code="context_length_exceeded") from error

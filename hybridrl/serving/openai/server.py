@@ -11,10 +11,10 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,13 +49,23 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model as clients see it. max_length: of prompt and response together."""
+    """The model as clients see it.
+
+    Attributes:
+        name: As clients call it.
+        tokenizer: Its own.
+        max_length: Tokens of prompt and response together.
+        max_response_length: Tokens of a response.
+        vocab_size: Of the model's output.
+        template_options: For the chat template (`data.apply_chat_template_kwargs`).
+    """
 
     name: str
     tokenizer: Any
     max_length: int
     max_response_length: int
     vocab_size: int
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Endpoint:

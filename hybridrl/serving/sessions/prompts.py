@@ -1,7 +1,7 @@
 """Render messages as tokens: a whole conversation, or only what follows the policy's last answer.
 
 A sampled answer is never tokenized again. Its text would not give the same tokens, and templates change earlier
-answers: they strip white space and drop thoughts. `tokens_after_answer` therefore renders the conversation with a mark
+answers: they strip white space and drop thoughts. `text_after_answer` therefore renders the conversation with a mark
 in place of the answer, and takes the text that the template puts after the turn with the mark.
 """
 
@@ -13,13 +13,23 @@ from hybridrl.serving.sessions.messages import parsed_arguments
 MARK = "qzAnswerOfThePolicyqz"  # letters only: templates and JSON leave them as they are
 
 Messages = Sequence[Mapping[str, Any]]
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def render(tokenizer: Any, messages: Messages, tools: Messages) -> str:
-    """Return the text of a conversation and the start of the next answer. Raises what the template raises."""
+def render(
+    tokenizer: Any, messages: Messages, tools: Messages, *, options: Mapping[str, Any] = NO_OPTIONS
+) -> str:
+    """Return the text of a conversation and the start of the next answer. Raises what the template raises.
+
+    Args:
+        tokenizer: With a chat template.
+        messages: The whole conversation.
+        tools: Of the request.
+        options: For the template (`data.apply_chat_template_kwargs`).
+    """
     readable = [_for_template(message) for message in messages]
-    given = {"tools": list(tools)} if tools else {}
-    return tokenizer.apply_chat_template(readable, tokenize=False, add_generation_prompt=True, **given)
+    given = {**options, "tokenize": False, "add_generation_prompt": True} | ({"tools": list(tools)} if tools else {})
+    return tokenizer.apply_chat_template(readable, **given)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -28,7 +38,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def text_after_answer(
-    tokenizer: Any, messages: Messages, tools: Messages, *, answer: int, sampled: Sequence[int]
+    tokenizer: Any,
+    messages: Messages,
+    tools: Messages,
+    *,
+    answer: int,
+    sampled: Sequence[int],
+    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> str | None:
     """Return the text that the template puts between the tokens of an answer and the policy's next one.
 
@@ -40,6 +56,7 @@ def text_after_answer(
         tools: Of the request.
         answer: Place of the answer among the messages; those after it are new.
         sampled: Tokens of the answer.
+        options: For the template.
 
     Returns:
         None if the end of the turn cannot be found in the template's text.
@@ -49,7 +66,7 @@ def text_after_answer(
         mark += "z"
     marked = [*messages]
     marked[answer] = _with_mark(messages[answer], mark)
-    whole = render(tokenizer, marked, tools)
+    whole = render(tokenizer, marked, tools, options=options)
     if mark not in whole:
         return None
     tail = whole[whole.rindex(mark) + len(mark) :]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from hybridrl.serving.sessions.matching import BranchKind
 from hybridrl.serving.sessions.session import Turn, path
-
-NOT_SAMPLED = -1  # version of a token that the policy read
+from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
 
 
 @dataclass

@@ -132,6 +132,7 @@ class Session:
         *,
         n: int = 1,
         check_text: Callable[[str], str] = str,
+        options: Mapping[str, Any] = prompts.NO_OPTIONS,
     ) -> Plan:
         """Return the prompt of a request with these messages.
 
@@ -141,6 +142,7 @@ class Session:
             tokenizer: With a chat template.
             n: Answers of the request.
             check_text: Returns a rendered text, or raises, before it is tokenized.
+            options: For the chat template.
 
         Raises:
             SessionEnded: The session is closed.
@@ -156,11 +158,13 @@ class Session:
         text = None
         if parent is not None:
             sampled = turns[parent].token_ids
-            text = prompts.text_after_answer(tokenizer, messages, tools, answer=num_matched - 2, sampled=sampled)
+            text = prompts.text_after_answer(
+                tokenizer, messages, tools, answer=num_matched - 2, sampled=sampled, options=options
+            )
             if text is None:
                 parent, num_matched, kind = None, 0, BranchKind.RENDERED
         if text is None:
-            text = prompts.render(tokenizer, messages, tools)
+            text = prompts.render(tokenizer, messages, tools, options=options)
         given = prompts.encode(tokenizer, check_text(text))
         prompt = (*path_tokens(turns, parent), *given)
         with self._lock:

@@ -76,3 +76,12 @@ def test_the_main_row_has_the_most_answers_and_is_no_sub_agent(tiny_tokenizer):
     ask(ask(first))
     rows = session_rows(session.turns)
     assert [row.turns for row in rows] == [[0, 5, 6], [1, 2, 3, 4]]
+
+
+def test_options_of_the_template_hold_for_the_first_prompt_and_for_what_follows_an_answer(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen", tiny_tokenizer)
+    tokenizer.chat_template += "{%- if add_generation_prompt and thoughts is false -%}<think></think>{%- endif -%}"
+    options, ended = {"thoughts": False, "add_generation_prompt": False}, [5, tokenizer.eos_token_id]
+    assert render(tokenizer, ASKED, [], options=options) == render(tokenizer, ASKED, []) + "<think></think>"
+    after = text_after_answer(tokenizer, TALKED, [], answer=2, sampled=ended, options=options)
+    assert after == AFTER["qwen"][1] + "<think></think>"

@@ -78,7 +78,12 @@ class RandomClient:
         """Send a request, and return the answers as messages."""
         tokenizer = self.engine.tokenizer
         policy = SimpleNamespace(
-            name="m", tokenizer=tokenizer, max_length=4096, max_response_length=64, vocab_size=len(tokenizer)
+            name="m",
+            tokenizer=tokenizer,
+            max_length=4096,
+            max_response_length=64,
+            vocab_size=len(tokenizer),
+            template_options={},
         )
         body = {"model": "m", "messages": [self._rebuilt(message) for message in messages], "n": n}
         body |= {"tools": TOOLS} if self.has_tools else {}
