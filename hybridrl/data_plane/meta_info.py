@@ -87,7 +87,8 @@ class UpdatePlan(Record):
     """How to cut a batch into mini-batches and ranks.
 
     Attributes:
-        mini_batch_size: Rows of one optimizer step. None: the whole batch.
+        mini_batch_size: Rows of one optimizer step, or episodes where the rows have the column `EPISODE`. None: the
+            whole batch.
         shuffle_seed: Seed to shuffle the rows before cutting. None: in order.
         balance: Whether to distribute the tokens of a mini-batch evenly over ranks. False: rows in order.
         share_prefixes: Whether rows with common first tokens should be on one rank, which computes those once.
@@ -95,6 +96,7 @@ class UpdatePlan(Record):
     """
 
     KEY = "update_plan"
+    EPISODE: ClassVar[str] = "episode"  # column: rows with the same number are in one optimizer step
 
     mini_batch_size: int | None = None
     shuffle_seed: int | None = None

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_FUNCTION = ("reward_score", "default_compute_score")
 AGENT_REWARD = "agent_reward"  # column: what an agent says itself, (B,) of numbers or None
+BRANCHES = "branches"  # column: further rows of the sample, (B,) of lists of dicts as `AgentLoopOutput` has them
 LEFT_OUT = "left_out"  # column: whether the agent loop of a sample has failed, (B,) of bools
 MAX_NAMED = 3  # reasons logged per batch, with a sample each; the metrics count all
 

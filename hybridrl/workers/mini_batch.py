@@ -1,7 +1,7 @@
 """Dispatch mode of updates: cut a batch into mini-batches first, and into data-parallel ranks second.
 
 So every rank takes part in every optimizer step, and a step has the same rows whatever the number of ranks. The rows
-of one pair (column `pair`) stay on one rank. The driver
+of one pair (column `pair`) stay on one rank, those of one episode (column `episode`) in one mini-batch. The driver
 dispatches. The worker separates its rows again with `split_mini_batches`. The `UpdatePlan` in the batch's `meta_info`
 says how. Without one, the whole batch is one optimizer step.
 """
@@ -33,14 +33,14 @@ def dispatch_mini_batches(mesh: str, group, data: DataProto, **kwargs) -> tuple[
     dp_ranks, _ = group.dp_layout(mesh)
     num_parts = max(dp_ranks) + 1
     plan = UpdatePlan.of(data.meta_info)
-    order = _row_order(len(data), plan.shuffle_seed)
-    size = plan.mini_batch_size or max(1, len(data))
+    mini_batches = _mini_batches(data, plan)
+    if UpdatePlan.EPISODE in data.batch.keys():
+        data = data.select(batch_keys=[str(name) for name in data.batch.keys() if name != UpdatePlan.EPISODE])
     lengths = data.batch["attention_mask"].sum(-1).numpy()
     pairs = data.batch[PAIR].numpy() if PAIR in data.batch.keys() else np.arange(len(data))
     rows: list[list[int]] = [[] for _ in range(num_parts)]
     step_of_row = np.zeros(len(data), dtype=np.int64)
-    for step, start in enumerate(range(0, len(data), size)):
-        mini = order[start : start + size]
+    for step, mini in enumerate(mini_batches):
         step_of_row[mini] = step
         if plan.share_prefixes and plan.balance and num_parts > 1:
             parts = _split_by_prefix(data, mini, num_parts)
@@ -51,21 +51,39 @@ def dispatch_mini_batches(mesh: str, group, data: DataProto, **kwargs) -> tuple[
     shards = [data.select_idxs(np.array(r, dtype=np.int64)) for r in rows]
     for shard, own_rows in zip(shards, rows, strict=True):
         shard.batch[COLUMN] = torch.from_numpy(step_of_row[own_rows])
-        shard.meta_info = replace(plan, num_mini_batches=-(-len(data) // size)).put_into(data.meta_info)
+        shard.meta_info = replace(plan, num_mini_batches=len(mini_batches)).put_into(data.meta_info)
     if num_parts < group.world_size:  # put a shard once for all ranks that share it
         references = [group.put(shard) for shard in shards]
         shards = [references[dp_rank] for dp_rank in dp_ranks]
     return (shards,), {k: [group.put(v)] * group.world_size for k, v in kwargs.items()}
 
 
-def _row_order(num_rows: int, seed: int | None) -> np.ndarray:
-    return np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)
+def _mini_batches(data: DataProto, plan: UpdatePlan) -> list[np.ndarray]:
+    """Return the rows of each optimizer step. Episodes are in the order of their first rows, or shuffled."""
+    columns = data.batch
+    episodes = columns[plan.EPISODE].numpy() if plan.EPISODE in columns.keys() else np.arange(len(data))
+    units = _in_order_of_first_rows(episodes)
+    num_units = int(units.max(initial=-1)) + 1
+    order = np.arange(num_units) if plan.shuffle_seed is None else _shuffled(num_units, plan.shuffle_seed)
+    place_of_row = np.argsort(order)[units]
+    rows, size = np.argsort(place_of_row, kind="stable"), plan.mini_batch_size or max(1, num_units)
+    starts = np.searchsorted(place_of_row[rows], np.arange(0, num_units, size))
+    return np.split(rows, starts[1:]) if num_units else []
+
+
+def _shuffled(number: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(number)
+
+
+def _in_order_of_first_rows(labels: np.ndarray) -> np.ndarray:
+    """Return a number for each row, equal for equal labels: labels are numbered in the order of their first rows."""
+    _, first_row, number = np.unique(labels, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first_row))[number]
 
 
 def _split(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: bool) -> list[np.ndarray]:
     """Return the rows of each part, ascending. Rows of one pair are in one part."""
-    _, first_row, number = np.unique(pairs, return_index=True, return_inverse=True)
-    unit_of_row = np.argsort(np.argsort(first_row))[number]  # pairs are numbered in the order of their first rows
+    unit_of_row = _in_order_of_first_rows(pairs)
     weights = np.bincount(unit_of_row, weights=lengths)
     if balance and num_parts > 1:
         parts = balanced_partition(weights.tolist(), num_parts)

@@ -40,12 +40,12 @@ client.post("/reward", body={"reward": row["extra_info"]["index"] % 2}, cast_to=
 
 
 def run(tmp_path, tiny_qwen2, program: str, **changes: object) -> list:
-    """Train two steps with a program, and return the batches of both steps as they were scored."""
+    """Train two steps with a program, and return the batches of both steps as the policy was trained on them."""
     batches = []
 
     class Watching(RayPPOTrainer):
-        def reward(self, ctx):
-            super().reward(ctx)
+        def update_actor(self, ctx):
+            super().update_actor(ctx)
             batches.append(ctx.batch)
 
     arguments = settings(
@@ -72,10 +72,12 @@ def test_an_async_function_is_trained(tmp_path, tiny_qwen2, tiny_tokenizer, requ
         request.getfixturevalue("ray_cluster")
     (tmp_path / "agent.py").write_text(FUNCTION)
     batches = run(tmp_path, tiny_qwen2, f"{tmp_path / 'agent.py'}:agent", trainer__backend=backend)
-    assert [len(batch) for batch in batches] == [12, 12]
+    assert [len(batch) for batch in batches] == [24, 24]
     for version, batch in enumerate(batches):
         columns = batch.batch
-        assert columns["weights_version"].tolist() == [version] * 12 and columns["num_turns"].tolist() == [4] * 12
+        assert columns["weights_version"].tolist() == [version] * 24
+        assert columns["num_turns"].tolist() == [4] * 12 + [2] * 12
+        assert_judges_are_trained(batch, tiny_tokenizer)
         for row in range(12):
             prompt = columns["prompts"][row][columns["attention_mask"][row, : columns["prompts"].shape[1]].bool()]
             response, mask = columns["responses"][row], columns["response_mask"][row].bool()
@@ -95,7 +97,21 @@ def test_an_async_function_is_trained(tmp_path, tiny_qwen2, tiny_tokenizer, requ
     for row in rows:  # what was trained is what was sampled
         assert row["training/rollout_probs_diff_max"] < 1e-4
         assert row["rollout/agent/requests/first"] == row["rollout/agent/requests/continued"] == 12
-        assert row["rollout/agent/requests/separate"] == row["rollout/agent/branches_left_out"] == 12
+        assert row["rollout/agent/requests/separate"] == 12 and row["training/rows_per_episode"] == 2
+
+
+def assert_judges_are_trained(batch, tokenizer) -> None:
+    """The conversation with the judge is a row of the same sample, with the same score and advantage."""
+    columns, uids = batch.batch, batch.non_tensor_batch["uid"]
+    for row in range(12, 24):
+        sample = int(columns["episode"][row])
+        mask = columns["response_mask"].bool()
+        assert sample == row - 12 and uids[row] == uids[sample]
+        prompt = columns["prompts"][row][columns["attention_mask"][row, : columns["prompts"].shape[1]].bool()]
+        assert "You judge." in tokenizer.decode(prompt) and 1 <= mask[row].sum() <= 3
+        assert columns["token_level_scores"][row].sum() == columns["token_level_scores"][sample].sum()
+        [advantage] = columns["advantages"][row][mask[row]].unique()
+        assert (columns["advantages"][sample][mask[sample]] == advantage).all()
 
 
 @pytest.mark.slow
@@ -120,11 +136,14 @@ def test_a_command_is_trained_on_the_reward_that_it_posts(tmp_path, tiny_qwen2):
         ({"agent.program": "null"}, "there is no agent to start; set actor_rollout_ref.rollout.agent.program"),
         ({"agent.program": "absent.py:agent"}, "agent.program=absent.py:agent: no file absent.py"),
         ({"mode": "sync"}, "agent.program=python x.py: has no effect without actor_rollout_ref.rollout.mode=async"),
+        ({"adv_estimator": "optimal_token_baseline"}, "set actor_rollout_ref.rollout.agent.train_branches=false"),
     ],
 )
 def test_settings_of_agents_that_cannot_be_started_are_refused(tmp_path, tiny_qwen2, capsys, changes, message):
     given = {"mode": "async", "endpoint_port": 8000, "agent.default_agent_loop": "http_agent"}
     given |= {"agent.program": "python x.py"} | changes
+    algorithm = {key: given.pop(key) for key in [*given] if key == "adv_estimator"}
     words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in given.items()]
+    words += [f"algorithm.{key}={value}" for key, value in algorithm.items()]
     assert main_ppo.main([*settings(tmp_path, tiny_qwen2), *words]) == 2
     assert message in capsys.readouterr().err

@@ -54,6 +54,17 @@ def test_rows_are_cut_by_the_plan_or_by_plain_keys(cutter):
         assert result.meta_info["plan"] == UpdatePlan(2, shuffle_seed=1, num_mini_batches=3)
 
 
+@pytest.mark.parametrize(
+    ("seed", "rows"), [(None, [[0, 3, 1], [2, 4]]), (2, [[2, 4, 0, 3], [1]])]
+)  # numpy permutes 0, 1, 2 with seed 2 to 2, 0, 1
+def test_rows_of_one_episode_are_in_one_mini_batch(cutter, seed, rows):
+    batch = five_rows(update_plan=UpdatePlan(2, shuffle_seed=seed))
+    batch.batch["episode"] = torch.tensor([7, 3, 5, 7, 5])
+    result = cutter.cut(batch)
+    assert result.meta_info["metrics"]["rows"] == rows
+    assert result.meta_info["plan"].num_mini_batches == 2
+
+
 @pytest.mark.parametrize("balance", [True, False])
 def test_rows_of_one_pair_go_to_one_rank(balance):
     lengths, pairs = np.array([9, 1, 1, 1, 8, 1, 2, 2]), np.array([7, 2, 7, 2, 5, 5, 4, 4])

@@ -1,4 +1,5 @@
 from . import rejection as rejection
+from .episodes import of_episodes as of_episodes
 from .estimator import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
 from .estimator import AdvantageEstimator as AdvantageEstimator
 from .estimator import get_adv_estimator as get_adv_estimator

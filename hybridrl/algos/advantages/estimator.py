@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.algos import advantages
 from hybridrl.algos.masked import row_counts, row_parts
 from hybridrl.algos.shapes import check_same_shape
 from hybridrl.algos.signatures import check_signature
@@ -89,6 +90,7 @@ class AdvantageEstimator:
         gamma: float = 1.0,
         lam: float = 1.0,
         norm_by_std: bool = True,
+        episode_B: torch.Tensor | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (advantages_BT, returns_BT), both 0 off the mask.
@@ -98,15 +100,20 @@ class AdvantageEstimator:
             group_B: int64. Rows with the same number answer the same prompt.
             valid_B: bool. A row that is False (its reward failed) is excluded from group statistics and whitening. Its
                 advantages are 0 and its returns are its values (0 without a critic), so that it trains nothing.
+            episode_B: int64. The row that stands for the row's episode, itself or another one (`episodes`). None: every
+                row is an episode.
             more: Arguments of single estimators: `baseline_B`, `old_log_probs_BT`, `sum_pi_squared_BT`,
                 `is_weights_BT`, `components_BK`, `component_weights`, `lam_alpha`. None is as if it were left out.
 
         Raises:
-            DataError: Shapes differ, or an argument that the estimator needs is missing.
+            DataError: Shapes differ, an argument that the estimator needs is missing, or it compares the tokens of a
+                group and an episode has several rows.
         """
         columns = {"values_BT": values_BT, "group_B": group_B}
         given = {**columns, "gamma": gamma, "lam": lam, "norm_by_std": norm_by_std}
         given |= {name: value for name, value in more.items() if value is not None}
+        if episode_B is not None:
+            given["episode_B"] = self._check_episodes(episode_B)
         self._check(token_level_rewards_BT, response_mask_BT, given, valid_B)
         counted_BT = _counted(response_mask_BT, valid_B)
         if self.per_response:
@@ -123,8 +130,22 @@ class AdvantageEstimator:
 
     def _per_response(self, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         scores_B, lengths_B = response_scores(rewards_BT, mask_BT)
-        advantages_B = self.fn(scores_B, lengths_B, **self._accepted(given))
+        arguments = self._accepted(given)
+        if (episode_B := given.get("episode_B")) is None:
+            advantages_B = self.fn(scores_B, lengths_B, **arguments)
+        else:
+            advantages_B = advantages.of_episodes(self.fn, scores_B, lengths_B, episode_B=episode_B, **arguments)
         return on_every_token(advantages_B.to(rewards_BT.dtype), mask_BT)
+
+    def _check_episodes(self, episode_B: torch.Tensor) -> torch.Tensor:
+        has_branches = bool((episode_B != torch.arange(len(episode_B), device=episode_B.device)).any())
+        if has_branches and self.needs_group and not self.per_response:
+            raise DataError(
+                f"advantage estimator {self.name!r} compares the tokens of a group position by position, and the "
+                "batch has episodes of several rows; set actor_rollout_ref.rollout.agent.train_branches=false, or "
+                "take an estimator that compares whole responses, such as grpo"
+            )
+        return episode_B
 
     def _masked(
         self, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, given: dict[str, Any]

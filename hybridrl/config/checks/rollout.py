@@ -12,6 +12,7 @@ Problems = Iterator[str]
 
 HTTP_AGENT = "http_agent"  # the agent loop that starts programs
 ENVIRONMENT_LOOPS = ("environment_agent", "verifiers_agent")
+BY_POSITION = ("optimal_token_baseline", "tir_optimal_token_baseline")  # estimators
 
 
 def rollout_problems(config: PPOConfig) -> Problems:
@@ -164,6 +165,11 @@ def _http_agent_problems(config: PPOConfig) -> Problems:
         yield f"{key}.agent.default_agent_loop={HTTP_AGENT}: there is no agent to start; set {key}.agent.program"
     if not rollout.endpoint_port:
         yield f"{key}.agent.default_agent_loop={HTTP_AGENT}: agents need the endpoint; set {key}.endpoint_port"
+    if rollout.agent.train_branches and config.algorithm.adv_estimator in BY_POSITION:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}: compares the tokens of a group position by "
+            f"position, and an agent's conversations are rows of their own; set {key}.agent.train_branches=false"
+        )
     if config.trainer.partial_rollout:
         yield (
             f"trainer.partial_rollout=true: agents of {key}.agent.default_agent_loop={HTTP_AGENT} cannot wait in the "

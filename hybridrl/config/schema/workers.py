@@ -283,6 +283,11 @@ class AgentConfig:
         "trainer.call_timeout_s limits all of them together.",
         gt=0,
     )
+    train_branches: bool = setting(
+        True,
+        "Train every conversation of an agent, also those of sub-agents, parallel calls and before a compaction "
+        "(mode=async); false: the main one only.",
+    )
     min_group_share: float = setting(
         0.5,
         "Share of a batch's sample groups that a step needs (mode=async); the others are left out because their agent "

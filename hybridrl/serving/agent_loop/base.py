@@ -49,6 +49,8 @@ class AgentLoopOutput:
         reward: What the agent says itself; None: the run's reward function scores the response.
         is_left_out: The loop has failed. The sample has no reward and trains nothing.
         counts: Numbers of this response; their sums are logged as `rollout/agent/NAME`.
+        branches: Other conversations of the same episode, each a row of its own with `agent.train_branches`. Their
+            reward is that of the episode unless they have one. A token is on the mask of one row only.
     """
 
     prompt_ids: list[int]
@@ -61,6 +63,7 @@ class AgentLoopOutput:
     reward: float | None = None
     is_left_out: bool = False
     counts: dict[str, float] = field(default_factory=dict)
+    branches: list["AgentLoopOutput"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs)}
@@ -76,6 +79,11 @@ class AgentLoopOutput:
     def all_token_versions(self) -> list[int]:
         """Return `token_versions`, filled in where they were left out."""
         return self.token_versions or [self.version if mask else NOT_SAMPLED for mask in self.response_mask]
+
+    def as_branch(self) -> dict[str, Any]:
+        """Return the row as plain data, as the column `branches` has it."""
+        names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "num_turns", "version", "reward")
+        return {name: getattr(self, name) for name in names} | {"token_versions": self.all_token_versions}
 
 
 @dataclass
@@ -164,6 +172,7 @@ class AgentLoopContext:
         program: `rollout.agent.program`, of `http_agent`.
         environments: `rollout.multi_turn.interaction_config_path`, of `environment_agent` and `verifiers_agent`.
         agent_timeout_s: Seconds for one response (`rollout.agent.timeout_s`).
+        trains_branches: Whether `AgentLoopOutput.branches` are trained (`rollout.agent.train_branches`).
         session_host: Of the endpoint, while there is one.
     """
 
@@ -176,6 +185,7 @@ class AgentLoopContext:
     program: str | None = None
     environments: str | None = None
     agent_timeout_s: float = math.inf
+    trains_branches: bool = True
     session_host: SessionHost | None = None
 
 

@@ -2,7 +2,7 @@
 
 `rollout.agent.program` is a Python function (`path/to/file.py:name`, `package.module:name`), plain or `async`, or a
 command. The agent uses any client of OpenAI's API. It sends its messages as ever; the session keeps the tokens
-(`serving/sessions`). The row that is trained on is the session's main conversation.
+(`serving/sessions`). All conversations of the session are trained, with `agent.train_branches=false` the main one.
 
 The driver runs a function: an `async` one on the event loop of the agent loops, another one in a thread. A command is a
 process of its own on the driver's machine, and ends with all that it started.
@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -120,7 +120,7 @@ class HTTPAgentLoop(AgentLoop):
         self._function, self._command = load_program(context.program)
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
-        """Return the main conversation of the agent. Raises AgentFailed if there is none."""
+        """Return the conversations of the agent, the main one first. Raises AgentFailed if there is none."""
         host = self.context.session_host
         if host is None:
             raise ConfigError(f"{type(self).__name__} needs actor_rollout_ref.rollout.endpoint_port")
@@ -197,19 +197,17 @@ class HTTPAgentLoop(AgentLoop):
                 "use the base_url (OPENAI_BASE_URL) that it was given?",
                 cause="no request",
             )
-        main = rows[0]
-        left_out = sum(sum(row.response_mask) for row in rows[1:])
+        main, *branches = (_output_of(row, session.reward_of(row.own_turns)) for row in rows)
         counts = {f"requests/{kind}": float(number) for kind, number in session.counts.items()}
-        return AgentLoopOutput(
-            main.prompt_ids,
-            main.response_ids,
-            main.response_mask,
-            main.response_logprobs,
-            num_turns=2 * len(main.turns),
-            version=min(_sampled_versions(main)),
-            token_versions=main.token_versions,
-            reward=session.reward if reward is None else reward,
-            counts=counts | {"branches_left_out": float(len(rows) - 1), "tokens_left_out": float(left_out)},
+        if not self.context.trains_branches:
+            left_out = sum(sum(branch.response_mask) for branch in branches)
+            counts |= {"branches_left_out": float(len(branches)), "tokens_left_out": float(left_out)}
+        given = (value for value in (reward, session.reward, main.reward) if value is not None)
+        return replace(
+            main,
+            reward=next(given, None),
+            counts=counts,
+            branches=branches if self.context.trains_branches else [],
         )
 
 
@@ -250,8 +248,15 @@ async def _run_command(command: list[str], environment: dict[str, str]) -> None:
         raise AgentFailed(f"the agent's command {command[0]} {what}; the log has what it printed", cause=what)
 
 
-def _sampled_versions(row: SessionRow) -> list[int]:
-    return [version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask]
+def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
+    """Return a row of a session, with a reward of its own or None."""
+    return AgentLoopOutput(
+        *(row.prompt_ids, row.response_ids, row.response_mask, row.response_logprobs),
+        num_turns=2 * len(row.turns),
+        version=min(version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask),
+        token_versions=row.token_versions,
+        reward=reward,
+    )
 
 
 def as_plain(value: Any) -> Any:

@@ -25,7 +25,7 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.protocol import DataProto
-from hybridrl.rewards.manager import AGENT_REWARD, LEFT_OUT
+from hybridrl.rewards.manager import AGENT_REWARD, BRANCHES, LEFT_OUT
 from hybridrl.serving.agent_loop.base import (
     UNSET_VERSION,
     AgentLoop,
@@ -103,6 +103,7 @@ class AgentLoopManager:
             template_options=config.data.apply_chat_template_kwargs,
             program=rollout.agent.program,
             environments=rollout.multi_turn.interaction_config_path,
+            trains_branches=rollout.agent.train_branches,
             agent_timeout_s=math.inf if rollout.agent.timeout_s is None else rollout.agent.timeout_s,
         )
         self._loops: dict[str, AgentLoop] = {}
@@ -313,9 +314,11 @@ class AgentLoopManager:
     async def _run_row(self, row: dict[str, Any], sampling: SamplingParams, *, is_retry: bool) -> AgentLoopOutput:
         name = row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
         output = await self._get_loop(name, is_new=is_retry).run_in_time(sampling, **row)
-        if len(output.response_ids) > self.context.max_response_length:
+        if (longest := max(len(one.response_ids) for one in (output, *output.branches))) > (
+            self.context.max_response_length
+        ):
             raise ConfigError(
-                f"the agent loop {name!r} returned {len(output.response_ids)} tokens; data.max_response_length is "
+                f"the agent loop {name!r} returned {longest} tokens; data.max_response_length is "
                 f"{self.context.max_response_length}"
             )
         return output
@@ -368,7 +371,8 @@ class AgentLoopManager:
             ),
             "num_turns": torch.tensor([out.num_turns for out in outputs], dtype=torch.int64),
         }
-        if self.config.trainer.partial_rollout and not GenerationRequest.of(prompts.meta_info).validate:
+        is_validation = GenerationRequest.of(prompts.meta_info).validate
+        if self.config.trainer.partial_rollout and not is_validation:
             columns["token_versions"] = _pad_to([out.all_token_versions for out in outputs], width, fill=NOT_SAMPLED)
         if sampling.logprobs:
             columns["rollout_log_probs"] = _pad_to([out.response_logprobs for out in outputs], width, fill=0.0)
@@ -376,6 +380,9 @@ class AgentLoopManager:
         left_out = np.fromiter((out.is_left_out for out in outputs), dtype=object, count=len(outputs))
         others = {AGENT_REWARD: rewards} if any(out.reward is not None for out in outputs) else {}
         others |= {LEFT_OUT: left_out} if left_out.any() else {}
+        if self.config.actor_rollout_ref.rollout.agent.train_branches and not is_validation:
+            branches = ([one.as_branch() for one in out.branches] for out in outputs)
+            others[BRANCHES] = np.fromiter(branches, dtype=object, count=len(outputs))
         return DataProto.from_dict(tensors=columns, non_tensors=others, meta_info=dict(prompts.meta_info))
 
     def _own_prompts(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ class CompletionRequest:
     """One parsed HTTP request.
 
     Attributes:
+        name: Id of the answer.
         kind: "completions" or "chat".
         requests: One per response, n for each prompt, in the order of the prompts.
         tool_format: Of the calls in the answers; None: answers are text.
@@ -44,6 +45,7 @@ class CompletionRequest:
         session, plan: Of a chat. The session is one of this request alone if it belongs to none.
     """
 
+    name: str
     kind: str
     requests: list[Request]
     n: int
@@ -99,6 +101,7 @@ def parse_request(
         raise RequestError(f"seed={shorten(seed)}: must be an integer of 64 bits", param="seed")
     options = get_typed(body, "stream_options", dict, {})
     completion = CompletionRequest(
+        name=name,
         kind=kind,
         requests=[],
         n=n,

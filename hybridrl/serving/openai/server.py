@@ -326,6 +326,7 @@ def _add(choice: Choice, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]
             log_probs=choice.log_probs,
             versions=choice.versions,
             reply=choice.message,
+            answer_id=completion.name,
         )
     return content
 

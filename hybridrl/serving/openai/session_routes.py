@@ -1,7 +1,7 @@
 """Routes of a session besides its chat: its rows, its reward, its end.
 
     GET    /sessions/NAME              rows and counts
-    POST   /sessions/NAME/v1/reward    {"reward": 1.0}
+    POST   /sessions/NAME/v1/reward    {"reward": 1.0}, and for the conversation of one answer its "id"
     DELETE /sessions/NAME
 
 Used by `server`, on the router's event loop.
@@ -55,8 +55,12 @@ def session_routes(store: SessionStore, connections: Connections) -> list[web.Ro
 
     async def post_reward(request: web.Request) -> web.Response:
         session = _required(request, store)
-        session.reward = _reward_in(await connections.read_body(request))
-        return web.json_response({"session": session.name, "reward": session.reward})
+        reward, answer = _reward_in(await connections.read_body(request))
+        if answer is None:
+            session.reward = reward
+        else:
+            _reward_answer(session, answer, reward)
+        return web.json_response({"session": session.name, "reward": reward})
 
     async def end(request: web.Request) -> web.Response:
         session = _required(request, store)
@@ -77,13 +81,26 @@ def _required(request: web.Request, store: SessionStore) -> Session:
     return session
 
 
-def _reward_in(raw: bytes) -> float:
-    """Return the number in a body. Raises RequestError for anything else."""
+def _reward_answer(session: Session, answer: str, reward: float) -> None:
+    try:
+        session.reward_answer(answer, reward)
+    except KeyError:
+        raise RequestError(
+            f"session {session.name!r} has no answer with the id {shorten(answer)}; send that of one of its answers, "
+            "or leave id out",
+            param="id",
+        ) from None
+
+
+def _reward_in(raw: bytes) -> tuple[float, str | None]:
+    """Return the number in a body, and the id of an answer or None. Raises RequestError for anything else."""
     try:
         body = json.loads(raw)
-        value = body["reward"] if isinstance(body, dict) else None
+        value, answer = (body["reward"], body.get("id")) if isinstance(body, dict) else (None, None)
     except (ValueError, KeyError, RecursionError):
-        value = None
+        value, answer = None, None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RequestError(f'the body is {shorten(raw)}; send {{"reward": NUMBER}}, a finite one', param="reward")
-    return float(value)
+    if not isinstance(answer, str | None):
+        raise RequestError(f"id={shorten(answer)}: must be the id of an answer", param="id")
+    return float(value), answer

@@ -16,9 +16,7 @@ Messages = Sequence[Mapping[str, Any]]
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def render(
-    tokenizer: Any, messages: Messages, tools: Messages, *, options: Mapping[str, Any] = NO_OPTIONS
-) -> str:
+def render(tokenizer: Any, messages: Messages, tools: Messages, *, options: Mapping[str, Any] = NO_OPTIONS) -> str:
     """Return the text of a conversation and the start of the next answer. Raises what the template raises.
 
     Args:

@@ -22,10 +22,12 @@ class SessionRow:
         response_logprobs: Of the sampled tokens at which they were sampled, also off the mask; 0.0 for the others.
         token_versions: Weight version of each sampled token, -1 for the others.
         turns: Numbers of the session's turns.
+        own_turns: Those of them whose tokens are on the mask.
     """
 
     prompt_ids: list[int]
     turns: list[int]
+    own_turns: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
@@ -67,6 +69,7 @@ def session_rows(turns: Sequence[Turn], *, max_prompt_length: int | None = None)
             if number != numbers[0]:
                 row.observe(turns[number].given_ids)
             row.sample(turns[number], is_trained=number not in trained)
+        row.own_turns = [number for number in numbers if number not in trained]
         trained.update(numbers)
         rows.append(row)
     return rows

@@ -40,6 +40,8 @@ class Turn:
         token_ids, log_probs, versions: What the engine sampled, with the weight version of each token.
         reply: Key of the answer.
         call_ids: Ids of the answer's tool calls.
+        kind: How the request relates to earlier ones.
+        answer_id: Id of the answer, which its client has.
     """
 
     parent: int | None
@@ -51,6 +53,7 @@ class Turn:
     reply: MessageKey
     call_ids: tuple[str, ...]
     kind: BranchKind
+    answer_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Session:
         episode: Set for sessions that an agent loop has opened.
         counts: Answered requests by kind.
         reward: What the agent has posted.
+        rewards: What it has posted for single conversations, by the number of a turn.
         was_full: A request was refused because a row had no room for its answer.
         is_closed: It takes no more requests.
         num_open: Requests in work.
@@ -117,6 +121,7 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     counts: Counter[BranchKind] = field(default_factory=Counter)
     reward: float | None = None
+    rewards: dict[int, float] = field(default_factory=dict)
     was_full: bool = False
     is_closed: bool = False
     num_open: int = 0
@@ -201,6 +206,7 @@ class Session:
         log_probs: Sequence[float],
         versions: Sequence[int],
         reply: Mapping[str, Any],
+        answer_id: str = "",
     ) -> None:
         """Add the answer to a request.
 
@@ -208,6 +214,7 @@ class Session:
             plan: Of the request.
             token_ids, log_probs, versions: As the engine returned them.
             reply: The message that the client gets.
+            answer_id: Id of the answer that the client gets.
         """
         if not token_ids or self.is_closed:
             return
@@ -217,9 +224,20 @@ class Session:
             Turn(
                 *(plan.parent, plan.keys, plan.given_ids),
                 *(tuple(token_ids), tuple(log_probs), tuple(versions)),
-                *(message_key(reply), call_ids(reply), plan.kind),
+                *(message_key(reply), call_ids(reply), plan.kind, answer_id),
             )
         )
+
+    def reward_answer(self, answer_id: str, reward: float) -> None:
+        """Give the conversation of an answer a reward of its own. Raises KeyError if the session has no such answer."""
+        numbers = [number for number, turn in enumerate(self.turns) if turn.answer_id == answer_id]
+        if not numbers:
+            raise KeyError(answer_id)
+        self.rewards |= dict.fromkeys(numbers, reward)
+
+    def reward_of(self, turns: Sequence[int]) -> float | None:
+        """Return the reward of the last of these turns that has one; None: none has."""
+        return next((self.rewards[number] for number in reversed(turns) if number in self.rewards), None)
 
 
 def path(turns: Sequence[Turn], number: int | None) -> list[int]:

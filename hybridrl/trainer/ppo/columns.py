@@ -3,17 +3,18 @@
 `RayPPOTrainer.step` refers to these names. With HYBRIDRL_CHECK_STAGES=1 the batch is compared with this table before
 and after every stage (`run/column_check.py`). The data set's own columns (`data_source`, ...) pass through unlisted.
 
-Letters of shapes: B rows, one per prompt up to `gen` and one per response from there on; P tokens of a padded prompt;
-R tokens of a padded response; T tokens of a sequence, which is the prompt up to `gen` and P + R from there on; K
-rewards of a response, or tokens of a teacher; V vocabulary.
+Letters of shapes: B rows, one per prompt up to `gen`, one per response from there on, and one per conversation
+from `add_branches` on; P tokens of a padded prompt; R tokens of a padded response; T tokens of a sequence, which is the
+prompt up to `gen` and P + R from there on; K rewards of a response, or tokens of a teacher; V vocabulary.
 """
 
 from collections.abc import Mapping
 
+from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.trainer.run.column_check import Column
 
 INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
-SEEDS, UID, DATASET_ROW = "seeds", "uid", "dataset_row"
+SEEDS, UID, DATASET_ROW, EPISODE = "seeds", "uid", "dataset_row", UpdatePlan.EPISODE
 PROMPTS, RESPONSES, RESPONSE_MASK = "prompts", "responses", "response_mask"
 ROLLOUT_LOG_PROBS, NUM_TURNS = "rollout_log_probs", "num_turns"
 WEIGHTS_VERSION, TOKEN_VERSIONS = "weights_version", "token_versions"
@@ -37,7 +38,7 @@ ESTIMATES = (TOKEN_LEVEL_REWARDS, ADVANTAGES, RETURNS)
 CRITIC_INPUT = (*MODEL_INPUT, VALUES, RETURNS)
 """What the critic is trained on; for the actor see `stages.actor_input`."""
 
-CHOICE = ("filter_groups", "select_samples", "replay")
+CHOICE = ("filter_groups", "select_samples", "replay", "add_branches")
 """Stages that replace, drop and add rows."""
 SAMPLING, SCORING = (("gen", *CHOICE), ("reward", *CHOICE))
 """Stages that write samples, and scores."""
@@ -49,6 +50,7 @@ COLUMNS: Mapping[str, Column] = {
     SEEDS: Column("int64", "B", ("next_batch",), "seed of a prompt's responses; `gen` consumes it"),
     UID: Column("object", "B", ("next_batch",), "id that the samples of one prompt share"),
     DATASET_ROW: Column("object", "B", ("next_batch",), "row of the prompt in the training data"),
+    EPISODE: Column("int64", "B", ("add_branches",), "row of the main conversation of the row's agent"),
     PROMPTS: Column("int64", "B P", SAMPLING, "tokens of the prompt, padded on the left"),
     RESPONSES: Column("int64", "B R", SAMPLING, "tokens of the response, padded on the right"),
     RESPONSE_MASK: Column("int64", "B R", SAMPLING, "1 on tokens that the policy sampled"),

@@ -71,7 +71,10 @@ def add_token_rewards(
 
 
 def add_advantages(batch: DataProto, estimator: AdvantageEstimator, config: AlgorithmConfig) -> None:
-    """Add `advantages` and `returns`, (B, T) float32. Rows of one `uid` are a group."""
+    """Add `advantages` and `returns`, (B, T) float32.
+
+    Rows of one `uid` are a group. Rows of one `episode`, if there is the column, count once in it.
+    """
     columns = batch.batch
     _, group_B = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
     squared_BT = columns.get("sum_pi_squared", None)
@@ -85,6 +88,7 @@ def add_advantages(batch: DataProto, estimator: AdvantageEstimator, config: Algo
         lam=config.lam,
         norm_by_std=config.norm_adv_by_std_in_grpo,
         lam_alpha=config.lam_alpha,
+        episode_B=columns.get("episode", None),
         baseline_B=columns.get("reward_baselines", None),
         components_BK=columns.get("reward_components", None),
         component_weights=tuple(config.gdpo_reward_weights) or None,

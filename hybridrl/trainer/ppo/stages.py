@@ -140,6 +140,12 @@ def filters_groups(config: PPOConfig) -> bool:
     return config.algorithm.filter_groups.chooses
 
 
+def trains_branches(config: PPOConfig) -> bool:
+    """Return whether a step trains all rows that agent loops return for a sample."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.mode == "async" and rollout.agent.train_branches
+
+
 def samples_per_group(config: PPOConfig) -> int:
     """Return how many samples of each prompt a step trains on."""
     return config.algorithm.select_samples.k or config.actor_rollout_ref.rollout.n

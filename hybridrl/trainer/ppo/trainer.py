@@ -3,7 +3,8 @@
     next_batch -> generate -> reward -> [reward_baselines] -> [update_sampler] -> [filter_groups] -> [select_samples]
       prompts     responses   scores     reward_baselines
 
-    -> [replay]
+    -> [replay] -> [add_branches]
+                    episode
 
     -> [old_log_prob] -> [rollout_correction] -> [ref_log_prob] -> [teacher_log_prob] -> [values] -> advantage
        old_log_probs      rollout_is_weights      ref_log_prob      teacher_log_prob      values     advantages, returns
@@ -77,6 +78,7 @@ from hybridrl.trainer.ppo.stages import (
     optional_columns,
     scores_reference_with_actor,
     stage_roles,
+    trains_branches,
     uses_components,
     uses_critic,
     uses_greedy_baseline,
@@ -118,16 +120,18 @@ class RayPPOTrainer(PPOLoop):
         on, has = stage_roles(roles), optional_columns(config, roles)
         is_pure = config.trainer.lag == 0 and not config.algorithm.filter_groups.defers
         filters, replays = filters_groups(config), config.trainer.replay.groups > 0
+        branches = trains_branches(config)
         corrected, bypasses = correction_columns(config), bypasses_old_log_prob(config)
         computes = computes_old_log_probs(config, trainer=cls)
         samples = GENERATED + has.sampled
         rewarded = has.model_scores + SCORES + has.components
         stored = samples + rewarded + has.baselines
-        scored = (c.RESPONSE_MASK, *SCORES, *has.kl_reward, *has.advised, *has.values, *has.estimator)
+        in_episodes = (c.EPISODE,) if branches else ()
+        scored = (c.RESPONSE_MASK, *SCORES, *in_episodes, *has.kl_reward, *has.advised, *has.values, *has.estimator)
         with_reference = computes and scores_reference_with_actor(config, roles, trainer=cls)
         refers = uses_reference(config) and not with_reference
         old = (c.OLD_LOG_PROBS, *has.squares, *((c.REF_LOG_PROB,) if with_reference else ()))
-        trained = (*MODEL_INPUT, c.REWARD_VALID, *has.ages, *has.drawn)
+        trained = (*MODEL_INPUT, c.REWARD_VALID, *in_episodes, *has.ages, *has.drawn)
         ratio = (c.OLD_LOG_PROBS,) if computes or bypasses else ()
         to_actor, to_critic = (*trained, *actor_input(has), *ratio, *has.right), (*trained, *CRITIC_INPUT)
         return [
@@ -147,6 +151,7 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.filter_groups, role=on.rollout, reads=stored, writes=stored, pure=False).when(filters),
             Stage(cls.select_samples, reads=stored, writes=stored, pure=False).when(config.algorithm.select_samples.k),
             Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
+            Stage(cls.add_branches, reads=stored, writes=(*stored, c.EPISODE), pure=False).when(branches),
             # 4. What policy, reference and critic make of the tokens, before the update.
             Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
             Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old).when(computes),
@@ -294,6 +299,13 @@ class RayPPOTrainer(PPOLoop):
         ctx.batch = self.replay_buffer.mix_into(ctx.batch, version=version, seed=seed)
         ctx.metrics |= {"replay/kept": len(self.replay_buffer), "replay/rows": len(ctx.batch) - ctx.num_new}
         ctx.metrics |= staleness_metrics(ctx.batch, version=version)
+
+    def add_branches(self, ctx: BatchContext) -> None:
+        """Append the rows of agents' other conversations. Metrics of samples stay those of the main ones."""
+        num_samples = len(ctx.batch)
+        ctx.num_new = ctx.get("num_new", num_samples)
+        ctx.batch = ppo.add_branch_rows(ctx.batch, pad_token_id=self.replay_buffer.pad_token_id)
+        ctx.metrics["training/rows_per_episode"] = len(ctx.batch) / max(1, num_samples)
 
     def old_log_prob(self, ctx: BatchContext) -> None:
         """Compute log-probs under the policy that is about to be trained, and their difference to the rollout's.

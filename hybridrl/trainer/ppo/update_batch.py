@@ -16,7 +16,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
-from hybridrl.trainer.ppo.columns import OLD_LOG_PROBS, ROLLOUT_RS_MASK
+from hybridrl.trainer.ppo.columns import EPISODE, OLD_LOG_PROBS, ROLLOUT_RS_MASK
 from hybridrl.trainer.ppo.off_policy import fresh_mask
 from hybridrl.trainer.ppo.stages import samples_per_group
 from hybridrl.trainer.roles import Role
@@ -54,15 +54,18 @@ def select_training_rows(
     `trainer.stale_tokens=drop` without tokens older than `trainer.staleness` in this step. Rows whose mask is empty
     stay. The loss, its divisors and all its terms see this mask. With `algorithm.use_pf_ppo` rows are drawn again, the
     same ones for actor and critic. The actor gets `nll_weights` (rows,) float32 with `positive_nll_coef`, and without
-    `old_log_probs` the number of each row in the batch, `batch_row` (rows,) int64.
+    `old_log_probs` the number of each row in the batch, `batch_row` (rows,) int64. A mini-batch has whole episodes, if
+    the batch has the column `episode`.
     """
     data, trainer = select_columns(batch, columns), config.trainer
     if trainer.stale_tokens == "drop" and trainer.staleness is not None:
         data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
     if ROLLOUT_RS_MASK in columns:
         data.batch["response_mask"] = data.batch["response_mask"] * data.batch.pop(ROLLOUT_RS_MASK)
-    rows = _training_rows(batch, config, step=step)
+    rows, episodes = _training_rows(batch, config, step=step)
     data = data.select_idxs(rows)
+    if EPISODE in batch.batch.keys():
+        data.batch[EPISODE] = episodes
     if role == Role.Actor and config.actor_rollout_ref.actor.positive_nll_coef:
         right, lengths = batch.batch["token_level_scores"].sum(-1)[rows] > 0, data.batch["response_mask"].sum(-1)
         data.batch["nll_weights"] = advantages.rejection.mean_over_kept(right, lengths).float()
@@ -79,15 +82,23 @@ def select_training_rows(
     return data
 
 
-def _training_rows(batch: DataProto, config: PPOConfig, *, step: int) -> torch.Tensor:
-    """Return the rows with a valid reward, int64; with PF-PPO as many rows drawn from them by score."""
-    rows = batch.batch["reward_valid"].nonzero()[:, 0]
+def _training_rows(batch: DataProto, config: PPOConfig, *, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows with a valid reward and a number of the episode of each, both int64.
+
+    With PF-PPO, as many episodes are drawn from them by score. One that is drawn twice is two episodes.
+    """
+    valid, columns = batch.batch["reward_valid"].nonzero()[:, 0], batch.batch
+    episode_B = columns[EPISODE] if EPISODE in columns.keys() else torch.arange(len(batch))
     if not config.algorithm.use_pf_ppo:
-        return rows
+        return valid, episode_B[valid]
+    rows = valid[episode_B[valid] == valid]
     settings, scores = config.algorithm.pf_ppo, batch.batch["token_level_scores"].sum(-1)[rows].numpy()
     weights = sample_selection.pf_ppo_weights(scores, method=settings.reweight_method, weight_pow=settings.weight_pow)
     seed = call_seed(seed=config.trainer.seed, purpose=Purpose.RESAMPLING, step=step)
-    return rows[torch.from_numpy(sample_selection.draw_rows(weights, seed=seed))]
+    drawn = rows[torch.from_numpy(sample_selection.draw_rows(weights, seed=seed))]
+    parts = [valid[episode_B[valid] == episode] for episode in drawn]
+    sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    return torch.cat([drawn[:0], *parts]), torch.arange(len(drawn)).repeat_interleave(sizes)
 
 
 def has_tokens(data: DataProto, *, step: int) -> bool:

@@ -134,6 +134,8 @@ def test_a_reward_is_posted_and_an_ended_session_answers_nothing(site):
     assert session.reward == 0.75
     with pytest.raises(openai.BadRequestError, match="a finite one"):
         client.post("/reward", body={"reward": "good"}, cast_to=str)
+    with pytest.raises(openai.BadRequestError, match="no answer with the id 'chatcmpl-none'"):
+        client.post("/reward", body={"reward": 1, "id": "chatcmpl-none"}, cast_to=str)
     with pytest.raises(openai.PermissionDeniedError, match="ends with its agent loop"):
         client.delete(f"http://127.0.0.1:{site.endpoint.port}/sessions/{session.name}", cast_to=str)
     site.endpoint.sessions.close(session.name)

@@ -19,15 +19,27 @@ AGENTS = """
 import asyncio, json, time, urllib.request
 
 
+def post(url, body):
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=60))
+
+
 def ask(task, text="How many?"):
     body = {"model": task.model, "messages": [{"role": "user", "content": text}]}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{task.base_url}/chat/completions", json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
+    return post(f"{task.base_url}/chat/completions", body)["choices"][0]["message"]["content"]
 
 
 def scores(task):
     return len(ask(task)) + task.row["extra_info"]["bonus"]
+
+
+def rewards_its_helper(task):
+    ask(task)
+    body = {"model": task.model, "messages": [{"role": "user", "content": "You judge."}]}
+    answer = post(f"{task.base_url}/chat/completions", body)
+    post(f"{task.base_url}/reward", {"reward": 1.0})
+    post(f"{task.base_url}/reward", {"reward": -0.5, "id": answer["id"]})
 
 
 def is_silent(task):
@@ -70,7 +82,7 @@ def run(site, tmp_path):
     """Return a function that runs an agent of the file above, or a command, for one row."""
     (tmp_path / "agents.py").write_text(AGENTS)
 
-    def run(program: str, *, client=None, timeout_s: float = 60.0):
+    def run(program: str, *, client=None, timeout_s: float = 60.0, **context_changes):
         program = f"{tmp_path / 'agents.py'}:{program}" if program.isidentifier() else program
         context = AgentLoopContext(
             site.served.tokenizer,
@@ -79,6 +91,7 @@ def run(site, tmp_path):
             program=program,
             agent_timeout_s=timeout_s,
             session_host=site.endpoint.session_host,
+            **context_changes,
         )
         sampling = SamplingParams(RESPONSE)
         row = {"request": Request("r", (1, 2), sampling, 5), "extra_info": {"bonus": 2}}
@@ -93,6 +106,18 @@ def test_a_function_gives_the_reward_of_its_conversation(run, site):
     assert (output.reward, output.num_turns, output.version) == (len("yes") + 2, 2, 7)
     assert site.served.tokenizer.decode(output.prompt_ids).endswith("How many?<|im_end|>\n<|im_start|>assistant\n")
     assert output.response_mask == [1] * len(output.response_ids) and output.counts["requests/first"] == 1
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_helpers_conversation_is_a_row_with_the_reward_that_its_answer_got(run, site, trains):
+    output = run("rewards_its_helper", client=Script(site.served.tokenizer, ["yes", "no"]), trains_branches=trains)
+    assert output.reward == 1.0 and ("branches_left_out" in output.counts) is not trains
+    if not trains:
+        assert output.branches == [] and output.counts["tokens_left_out"] == len(output.response_ids)
+        return
+    [helper] = output.branches
+    assert (helper.reward, helper.branches, helper.num_turns, helper.version) == (-0.5, [], 2, 7)
+    assert "You judge." in site.served.tokenizer.decode(helper.prompt_ids) and all(helper.response_mask)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,11 @@ IN_LOSS = "distillation.enabled=true distillation.distillation_loss.use_policy_g
 DISTRIBUTIONS = [
     f"{IN_LOSS} distillation.distillation_loss.loss_mode={mode}" for mode in ("forward_kl_topk", "reverse_kl")
 ]
+AGENTS = [
+    (),
+    (CHOICES[0][2], CHOICES[1][1], "reward_model.enable=true actor_rollout_ref.rollout.calculate_log_probs=true"),
+    (CHOICES[0][3],),
+]
 ADAPTERS = (
     "algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.model.lora_rank=4 "
     "actor_rollout_ref.rollout.name=hf"
@@ -66,7 +71,7 @@ def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
     writers: dict[str, set[str]] = {}
     for words in [
         *itertools.product(*CHOICES),
-        ("actor_rollout_ref.rollout.mode=async",),
+        *(("actor_rollout_ref.rollout.mode=async", *words) for words in AGENTS),
         *((words,) for words in DISTRIBUTIONS),
         (f"{CORRECTION}.bypass_mode=true",),
         (ADAPTERS,),
@@ -77,6 +82,15 @@ def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
     writers["num_turns"] |= {"filter_groups", "select_samples", "replay"}  # of agent loops, which are tried alone here
     tensors = {name: {*column.written_by} for name, column in COLUMNS.items() if column.dtype != "object"}
     assert writers == tensors
+
+
+def test_conversations_of_agents_become_rows_after_the_samples_are_chosen():
+    names = [
+        spec.name for spec in stages_of("actor_rollout_ref.rollout.mode=async", *(choice[1] for choice in CHOICES))
+    ]
+    assert names[names.index("replay") : names.index("old_log_prob")] == ["replay", "add_branches"]
+    off = stages_of("actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.agent.train_branches=false")
+    assert "add_branches" not in [spec.name for spec in off]
 
 
 def test_an_actor_with_adapters_scores_its_reference_in_the_same_call():
