@@ -79,7 +79,7 @@ setup(
         "control": ["gymnasium>=1.1,<2"],  # examples/control_task
         "dev": [
             *("pytest>=9.2,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "pytest-cov>=7.1,<8"),
-            *("hypothesis>=6.170,<7", "gymnasium>=1.1,<2"),
+            *("hypothesis>=6.170,<7", "gymnasium>=1.1,<2", "anthropic>=2.12,<3"),
             *("ruff>=0.17,<0.18", "import-linter>=2.16,<3", "mypy>=2.4,<3", "pre-commit>=4.7,<5"),
         ],
     },

@@ -1,4 +1,4 @@
-"""An endpoint on a tiny model whose chat template shows tools."""
+"""An endpoint on a tiny model whose chat template shows tools; rooms with another one have their own."""
 
 from collections.abc import Iterator
 

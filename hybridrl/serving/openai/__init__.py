@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint of the policy: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
+"""The endpoint of the policy, for clients of OpenAI and Anthropic.
 
-`requests` parses requests, `responses` writes answers, `server` is the web application between them and a
-`ReplicaRouter`.
+`requests` parses requests, `responses` writes answers, `apis` translates the formats of other APIs, `server` is the web
+application between them and a `ReplicaRouter`.
 """
 
 from hybridrl.serving.openai.server import Endpoint, ServedModel

@@ -31,6 +31,6 @@ def check_access(request: web.Request, *, listens_on: str, api_key: str | None) 
         raise RequestError("web pages of other origins may not use this endpoint", status=403)
     if api_key is None or request.path in OPEN_PATHS:
         return
-    sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    sent = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("X-Api-Key", "")
     if not hmac.compare_digest(sent.encode("utf-8", "replace"), api_key.encode()):
         raise RequestError(f"the API key is wrong or missing; it is in {API_KEY_VARIABLE} of the server", status=401)

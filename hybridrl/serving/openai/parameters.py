@@ -4,7 +4,8 @@ Called by `requests`. A value that a replica could not use is rejected here, wit
 is tokenized. Not here: prompts, and how many tokens they leave (`requests`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hybridrl.workers.rollout.sampling.logits import unwritable_strings
@@ -59,11 +60,30 @@ COMMON_PARAMETERS = {
         "return_token_ids",
     ),
 }
-SUPPORTED = {
-    "completions": COMMON_PARAMETERS | {"prompt", "max_tokens"},
-    "chat": COMMON_PARAMETERS
-    | {"messages", "max_tokens", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls"},
-}
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """The parameters of an API.
+
+    Attributes:
+        supported: Those with an effect.
+        unsupported: Others, with the values that have no effect and are accepted.
+        ignored: Those that change no answer.
+    """
+
+    supported: Collection[str]
+    unsupported: Mapping[str, tuple]
+    ignored: Collection[str]
+
+
+COMPLETIONS = ParameterNames(COMMON_PARAMETERS | {"prompt", "max_tokens"}, UNSUPPORTED, IGNORED_PARAMETERS)
+CHAT_PARAMETERS = ("messages", "max_tokens", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls")
+CHAT = ParameterNames(COMMON_PARAMETERS | {*CHAT_PARAMETERS}, UNSUPPORTED, IGNORED_PARAMETERS)
+OWN_SAMPLING = (  # of this endpoint, in every API
+    *("seed", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos", "stop_token_ids"),
+)
 
 
 class RequestError(Exception):
@@ -116,14 +136,15 @@ class Policy(Protocol):
     def template_options(self) -> Mapping[str, Any]: ...
 
 
-def check_names(body: dict, kind: str) -> None:
+def check_names(body: dict, names: ParameterNames) -> None:
     """Raise RequestError for a parameter that there is not, or that this endpoint does not support."""
     if len(body) > MAX_PARAMETERS:
         raise RequestError(f"the request has {len(body)} parameters; at most {MAX_PARAMETERS}")
     for key, value in body.items():
-        if key in UNSUPPORTED and value not in UNSUPPORTED[key]:
+        if key in names.unsupported and value not in names.unsupported[key]:
             raise RequestError(f"{key}={shorten(value)}: is not supported by this endpoint; leave it out", param=key)
-        if key not in UNSUPPORTED and key not in SUPPORTED[kind] | IGNORED_PARAMETERS and value is not None:
+        known = key in names.unsupported or key in names.supported or key in names.ignored
+        if not known and value is not None:
             raise RequestError(f"there is no parameter {shorten(key)}", param=key[:80], code="unknown_parameter")
 
 

@@ -1,21 +1,20 @@
 """Parse requests in OpenAI's format.
 
 A request that cannot be served as written is rejected with the parameter's name; nothing is ignored silently. Names,
-types and ranges are in `parameters`; here are prompts and lengths. `server` calls `parse_request` in a thread, because
-tokenizing takes time: texts that cannot fit are rejected before.
+types and ranges are in `parameters`; here are prompts and lengths. The endpoint calls `parse_request` in a thread,
+because tokenizing takes time: texts that cannot fit are rejected before.
 """
 
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.serving.openai.chat import read_messages, read_tools, wants_calls
 from hybridrl.serving.openai.parameters import (
     Policy,
     RequestError,
-    check_names,
     get_typed,
     require_text,
     require_token_ids,
@@ -43,6 +42,8 @@ class CompletionRequest:
         tool_format: Of the calls in the answers; None: answers are text.
         has_one_call: Only the first call of an answer is returned (`parallel_tool_calls=false`).
         session, plan: Of a chat. The session is one of this request alone if it belongs to none.
+        given: The body, as the client sent it.
+        messages: Of a chat, in OpenAI's format.
     """
 
     name: str
@@ -58,6 +59,8 @@ class CompletionRequest:
     has_one_call: bool = False
     session: Session | None = None
     plan: Plan | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -65,12 +68,12 @@ class CompletionRequest:
 
 
 def parse_request(
-    raw: bytes, *, kind: str, policy: Policy, name: str, session: Session | None = None
+    body: dict[str, Any], *, kind: str, policy: Policy, name: str, session: Session | None = None
 ) -> CompletionRequest:
     """Return the parsed request.
 
     Args:
-        raw: The body, JSON.
+        body: Of a request, with known parameters.
         kind: "completions" or "chat".
         policy: The served model.
         name: Unique id of this request.
@@ -79,16 +82,7 @@ def parse_request(
     Raises:
         RequestError: The request cannot be served as written.
     """
-    body = _read_json(raw)
-    check_names(body, kind)
-    model = get_typed(body, "model", str, None)
-    if model != policy.name:
-        raise RequestError(
-            f"there is no model {shorten(model)} here; use {policy.name!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
+    check_model(body, policy)
     sampling, n = sampling_of(body, policy), get_typed(body, "n", int, 1)
     given = [None] if kind == "chat" else _given_prompts(body)
     if not 1 <= n * len(given) <= MAX_SAMPLES:
@@ -133,7 +127,7 @@ def _with_chat(
     seed: int,
 ) -> CompletionRequest:
     """Return the completion with the requests of a chat. In an episode, the training batch says how to sample."""
-    plan = _plan_chat(body, policy, session, completion.n)
+    plan = plan_chat(body, policy, session, n=completion.n)
     if (episode := session.episode) is not None and plan.tokens_left is not None:
         requested = get_typed(body, "max_tokens", int, plan.tokens_left)
         requested = get_typed(body, "max_completion_tokens", int, requested)
@@ -154,10 +148,24 @@ def _with_chat(
         has_one_call=not get_typed(body, "parallel_tool_calls", bool, True),
         session=session,
         plan=plan,
+        messages=body["messages"],
     )
 
 
-def _read_json(raw: bytes) -> dict:
+def check_model(body: dict[str, Any], policy: Policy) -> None:
+    """Raise RequestError for a request to another model."""
+    model = get_typed(body, "model", str, None)
+    if model != policy.name:
+        raise RequestError(
+            f"there is no model {shorten(model)} here; use {policy.name!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    """Return a body. Raises RequestError if it is no JSON object."""
     try:
         body = json.loads(raw)
     except RecursionError as error:
@@ -222,7 +230,7 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
     return ids
 
 
-def _plan_chat(body: dict, policy: Policy, session: Session, n: int) -> Plan:
+def plan_chat(body: dict, policy: Policy, session: Session, *, n: int = 1) -> Plan:
     """Return the prompt of a chat. Raises RequestError if the template rejects it, or it is too long."""
     messages = read_messages(body, policy)
     tools = read_tools(body, policy)

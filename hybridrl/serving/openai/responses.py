@@ -27,7 +27,12 @@ ERROR_TYPES = {
 
 @dataclass
 class Choice:
-    """One response in progress. text: the part that may be shown so far."""
+    """One response in progress.
+
+    Attributes:
+        text: The part that may be shown so far.
+        stop_text: The stop text that ended it; None: none did.
+    """
 
     index: int
     request: Request
@@ -39,6 +44,7 @@ class Choice:
     finish_reason: str | None = None
     text: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    stop_text: str | None = None
     _num_reported: int = 0  # tokens whose details were sent
 
     def add(self, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
@@ -113,9 +119,14 @@ class Choice:
         text = self._decode()
         if is_last:
             found = [
-                at for stop in self.completion.stop if (at := text.find(stop, max(0, len(text) - 2 * len(stop)))) >= 0
+                (at, stop)
+                for stop in self.completion.stop
+                if (at := text.find(stop, max(0, len(text) - 2 * len(stop)))) >= 0
             ]
-            return text[: min(found)] if found and self.finish_reason == "stop" else text
+            if not found or self.finish_reason != "stop":
+                return text
+            place, self.stop_text = min(found)
+            return text[:place]
         held_back = max((len(stop) for stop in self.completion.stop), default=1) - 1
         safe = text[: len(text) - held_back].rstrip(UNFINISHED_CHARACTER)
         return safe if self.completion.tool_format is not None or safe.startswith(self.text) else self.text

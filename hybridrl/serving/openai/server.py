@@ -1,4 +1,4 @@
-"""The web application between OpenAI's clients and a `ReplicaRouter`, on the router's event loop.
+"""The web application between clients and a `ReplicaRouter`, on the router's event loop. `apis` has their formats.
 
 While the router is paused (a weight push, or the processes train), an open request waits and continues with the new
 weights. Its tokens carry the version that sampled them. A new request waits up to `WEIGHTS_TIMEOUT_S` seconds, then it
@@ -10,8 +10,7 @@ import asyncio
 import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -23,10 +22,14 @@ from aiohttp import web
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.serving.continuation import PolicyClient, generate_in_chunks
 from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
+from hybridrl.serving.openai.apis.base import About, Api, Event, in_its_words, new_id, parse
+from hybridrl.serving.openai.apis.completions import CompletionsApi
+from hybridrl.serving.openai.apis.messages import COUNTED_NAMES, MessagesApi
+from hybridrl.serving.openai.apis.responses import ResponsesApi
 from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
-from hybridrl.serving.openai.parameters import RequestError
-from hybridrl.serving.openai.requests import CompletionRequest, parse_request
-from hybridrl.serving.openai.responses import Choice, completion_body, error_body, final_chunk, stream_chunk
+from hybridrl.serving.openai.parameters import RequestError, check_names
+from hybridrl.serving.openai.requests import CompletionRequest, check_model, plan_chat, read_json
+from hybridrl.serving.openai.responses import Choice
 from hybridrl.serving.openai.session_routes import session_of, session_routes
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.sessions.session import Session
@@ -45,6 +48,9 @@ NUM_PARSERS = 2  # threads that tokenize
 SHUTDOWN_TIMEOUT_S = 2.0  # for open connections to end when the endpoint stops
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+COMPLETIONS = CompletionsApi("completions", {})
+CHAT = CompletionsApi("chat", {})
+MESSAGES, COUNTED_MESSAGES = MessagesApi(), MessagesApi(COUNTED_NAMES)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Endpoint:
         self._started = int(time.time())
         self._num_open = 0
         self._connections = Connections()
+        self._responses = ResponsesApi()
         self.sessions = SessionStore()
 
     @property
@@ -100,12 +107,9 @@ class Endpoint:
         app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/v1/models", self._models),
                 web.get("/v1/models/{name}", self._model),
-                web.post("/v1/completions", partial(self._respond, "completions")),
-                web.post("/v1/chat/completions", partial(self._respond, "chat")),
-                web.get("/sessions/{session}/v1/models", self._models),
-                web.post("/sessions/{session}/v1/chat/completions", partial(self._respond, "chat")),
+                web.post("/v1/completions", partial(self._respond, COMPLETIONS)),
+                *(route for session in ("", "/sessions/{session}") for route in self._api_routes(session)),
                 *session_routes(self.sessions, self._connections),
             ]
         )
@@ -145,6 +149,16 @@ class Endpoint:
 
     # -- routes
 
+    def _api_routes(self, session: str) -> list[web.RouteDef]:
+        """Return the routes below a path: that of the endpoint, or that of a session."""
+        return [
+            web.get(f"{session}/v1/models", self._models),
+            web.post(f"{session}/v1/chat/completions", partial(self._respond, CHAT)),
+            web.post(f"{session}/v1/responses", partial(self._respond, self._responses)),
+            web.post(f"{session}/v1/messages", partial(self._respond, MESSAGES)),
+            web.post(f"{session}/v1/messages/count_tokens", self._count_tokens),
+        ]
+
     async def _health(self, _: web.Request) -> web.Response:
         """Report whether the policy generates; status 503 once generation has failed for good."""
         failure = self.router.failure
@@ -176,12 +190,13 @@ class Endpoint:
             "max_model_len": served.max_length,
         }
 
-    async def _respond(self, kind: str, request: web.Request) -> web.StreamResponse:
-        name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-        session = session_of(request, self.sessions) if kind == "chat" else None
-        completion = await self._parse(request, kind=kind, name=name, session=session)
+    async def _respond(self, api: Api, request: web.Request) -> web.StreamResponse:
+        session = session_of(request, self.sessions) if api.kind == "chat" else None
+        raw, name = await self._read(request), new_id(api)
+        work = partial(parse, api, raw, policy=self.served, name=name, session=session)
+        completion: CompletionRequest = await self._in_parser(work)
         if session is not None and session.episode is not None:  # of the training batch, which has no limit
-            return await self._answer(request, completion, name)
+            return await self._answer(request, api, completion)
         num = len(completion.requests)
         if num + self._num_open > MAX_OPEN_RESPONSES:
             raise RequestError(
@@ -192,28 +207,44 @@ class Endpoint:
         self._num_open += num
         try:
             await self._wait_for_weights()
-            return await self._answer(request, completion, name)
+            return await self._answer(request, api, completion)
         finally:
             self._num_open -= num
 
-    async def _answer(self, request: web.Request, completion: CompletionRequest, name: str) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, api: Api, completion: CompletionRequest) -> web.StreamResponse:
         """Generate, and send the answer."""
         choices = [Choice(i, one, completion, self.served.tokenizer) for i, one in enumerate(completion.requests)]
-        about: dict[str, Any] = {"name": name, "model": self.served.name, "created": int(time.time())}
+        about = About(completion.name, self.served.name, int(time.time()))
         with _work_in(completion.session):
             if completion.stream:
-                return await self._stream(request, completion, choices, about)
+                return await self._stream(request, api, completion, choices, about)
             async with aclosing(self._chunks(choices, chunk_tokens=None)) as chunks:
                 async for choice, chunk, is_last in chunks:
-                    _add(choice, chunk, is_last=is_last)
-        return web.json_response(completion_body(completion, choices, **about))
+                    _add(api, choice, chunk, is_last=is_last)
+        return web.json_response(api.answer(completion, choices, about))
 
-    async def _parse(self, request: web.Request, *, kind: str, name: str, session: Session | None) -> CompletionRequest:
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        """Return how many tokens the policy would read, as part of a session those that it would read there."""
+        session, raw = session_of(request, self.sessions), await self._read(request)
+
+        def count() -> int:
+            body = read_json(raw)
+            check_names(body, COUNTED_MESSAGES.names)
+            check_model(body, self.served)
+            copy = Session("count", turns=[] if session is None else list(session.turns))
+            chat = COUNTED_MESSAGES.to_chat(body)
+            with in_its_words(COUNTED_MESSAGES):
+                return len(plan_chat(chat, self.served, copy).prompt_ids)
+
+        return web.json_response({"input_tokens": await self._in_parser(count)})
+
+    async def _read(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":
             raise RequestError("the header Content-Type must be application/json", status=415)
-        raw = await self._connections.read_body(request)
-        parse = partial(parse_request, raw, kind=kind, policy=self.served, name=name, session=session)
-        return await asyncio.get_running_loop().run_in_executor(self._parsers, parse)
+        return await self._connections.read_body(request)
+
+    async def _in_parser(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, work)
 
     async def _wait_for_weights(self) -> None:
         try:
@@ -227,13 +258,13 @@ class Endpoint:
             ) from None
 
     async def _stream(
-        self, request: web.Request, completion: CompletionRequest, choices: list[Choice], about: dict
+        self, request: web.Request, api: Api, completion: CompletionRequest, choices: list[Choice], about: About
     ) -> web.StreamResponse:
         """Send server-sent events as chunks arrive, until the client is gone or reads nothing."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)
-            await self._send_events(response, completion, choices, about)
+            await self._send_events(response, api, completion, choices, about)
         except ConnectionError as error:
             logger.info("a stream ends early: %s", error)
             if request.transport is not None:
@@ -241,30 +272,21 @@ class Endpoint:
         return response
 
     async def _send_events(
-        self, response: web.StreamResponse, completion: CompletionRequest, choices: list[Choice], about: dict
+        self, response: web.StreamResponse, api: Api, completion: CompletionRequest, choices: list[Choice], about: About
     ) -> None:
         """Send all events of a stream. An error after the first event is an event, too."""
-        if completion.is_chat:
-            for choice in choices:
-                first = {
-                    "index": choice.index,
-                    "delta": {"role": "assistant", "content": ""},
-                    "logprobs": None,
-                    "finish_reason": None,
-                }
-                await _send(response, stream_chunk(completion, choice, first, **about))
+        writer = api.writer(completion, choices, about)
+        await _send(response, writer.begin())
         try:
             async with aclosing(self._chunks(choices, chunk_tokens=STREAM_CHUNK_TOKENS)) as chunks:
                 async for choice, chunk, is_last in chunks:
-                    content = _add(choice, chunk, is_last=is_last)
-                    await _send(response, stream_chunk(completion, choice, content, **about))
-            if completion.include_usage:
-                await _send(response, final_chunk(completion, choices, **about))
+                    content = _add(api, choice, chunk, is_last=is_last)
+                    await _send(response, writer.add(choice, content))
+            await _send(response, writer.end())
         except ConnectionError:
             raise
         except Exception as error:
-            await _send(response, error_body(_to_request_error(error)))
-        await _write(response, b"data: [DONE]\n\n")
+            await _send(response, writer.fail(_to_request_error(error)))
 
     async def _chunks(
         self, choices: list[Choice], *, chunk_tokens: int | None
@@ -316,10 +338,19 @@ def _work_in(session: Session | None) -> Iterator[None]:
         session.num_open -= 1
 
 
-def _add(choice: Choice, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
+def _add(api: Api, choice: Choice, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
     """Append a chunk to a choice; record an answer that is complete. Return what a stream shows of it."""
-    content, completion = choice.add(chunk, is_last=is_last), choice.completion
-    if is_last and completion.session is not None and completion.plan is not None:
+    content = choice.add(chunk, is_last=is_last)
+    if is_last:
+        record_answer(choice)
+        api.answered(choice.completion, choice)
+    return content
+
+
+def record_answer(choice: Choice) -> None:
+    """Keep the tokens of a complete answer in its session."""
+    completion = choice.completion
+    if completion.session is not None and completion.plan is not None:
         completion.session.record(
             completion.plan,
             token_ids=choice.token_ids,
@@ -328,11 +359,13 @@ def _add(choice: Choice, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]
             reply=choice.message,
             answer_id=completion.name,
         )
-    return content
 
 
-async def _send(response: web.StreamResponse, event: dict) -> None:
-    await _write(response, f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode("utf-8", "replace"))
+async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
+    for event in events:
+        text = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
+        head = "" if event.name is None else f"event: {event.name}\n"
+        await _write(response, f"{head}data: {text}\n\n".encode("utf-8", "replace"))
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:
@@ -362,4 +395,5 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:
         request_error = _to_request_error(error)
         headers = {} if request_error.retry_after_s is None else {"Retry-After": str(request_error.retry_after_s)}
-        return web.json_response(error_body(request_error), status=request_error.status, headers=headers)
+        api = MESSAGES if "/v1/messages" in request.path else CHAT
+        return web.json_response(api.error_body(request_error), status=request_error.status, headers=headers)

@@ -224,7 +224,8 @@ class Session:
             Turn(
                 *(plan.parent, plan.keys, plan.given_ids),
                 *(tuple(token_ids), tuple(log_probs), tuple(versions)),
-                *(message_key(reply), call_ids(reply), plan.kind, answer_id),
+                *(message_key(reply), call_ids(reply), plan.kind),
+                answer_id=answer_id,
             )
         )
 

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from hybridrl.serving.sessions.session import EpisodeLimits, Session
-from hybridrl.workers.rollout import SamplingParams
-from tests.support.serving.scripted_policy import PROMPT, RESPONSE, Script
+from hybridrl.serving.sessions.session import Session
+from tests.support.serving.scripted_policy import RESPONSE, Script
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
 
@@ -20,27 +19,20 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 def open_episode(
     site: Site, answers: list[str], *, response: int = RESPONSE
 ) -> tuple[Session, Script, "openai.OpenAI"]:
-    script = Script(site.served.tokenizer, answers)
-    limits = EpisodeLimits(script, SamplingParams(response, temperature=0.5), 3, 1, PROMPT, response)
-    session = site.endpoint.sessions.open_episode(limits)
-    return session, script, client_of(site, session.name)
-
-
-def client_of(site: Site, session: str) -> "openai.OpenAI":
-    url = f"http://127.0.0.1:{site.endpoint.port}/sessions/{session}/v1"
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+    session, script = site.open_episode(answers, response=response)
+    return session, script, site.client_of(session.name)
 
 
 def read(site: Site, session: str) -> dict:
     return json.loads(
-        client_of(site, session)
+        site.client_of(session)
         .with_options(base_url=site.client.base_url)
         .get(f"http://127.0.0.1:{site.endpoint.port}/sessions/{session}", cast_to=str)
     )
 
 
 def test_a_session_returns_what_the_engine_read_and_drew(site):
-    client, messages, prompt = client_of(site, "talk"), [QUESTION], []
+    client, messages, prompt = site.client_of("talk"), [QUESTION], []
     drawn: list[list[int]] = []
     for turn in range(3):
         answer = client.chat.completions.create(

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridrl.serving.openai.requests import parse_request
 from hybridrl.serving.openai.responses import Choice
-from hybridrl.serving.openai.server import _add
+from hybridrl.serving.openai.server import record_answer
 from hybridrl.serving.sessions.matching import BranchKind
 from hybridrl.serving.sessions.session import Session
 from hybridrl.workers.rollout.requests import TokenOutput
@@ -87,12 +87,14 @@ class RandomClient:
         )
         body = {"model": "m", "messages": [self._rebuilt(message) for message in messages], "n": n}
         body |= {"tools": TOOLS} if self.has_tools else {}
-        parsed = parse_request(json.dumps(body).encode(), kind="chat", policy=policy, name="q", session=self.session)
+        body = json.loads(json.dumps(body))
+        parsed = parse_request(body, kind="chat", policy=policy, name="q", session=self.session)
         answers = []
         for index, request in enumerate(parsed.requests):
             choice = Choice(index, request, parsed, tokenizer)
             output = self.engine.draw(request.prompt_ids, 40)
-            _add(choice, output, is_last=True)
+            choice.add(output, is_last=True)
+            record_answer(choice)
             answers.append(json.loads(json.dumps(choice.body()["message"])))
             self.expected.append(kind)
         return answers

@@ -10,7 +10,10 @@ import openai
 
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.serving.sessions.session import EpisodeLimits, Session
 from hybridrl.workers.replica import LocalReplica
+from hybridrl.workers.rollout import SamplingParams
+from tests.support.serving.scripted_policy import PROMPT, RESPONSE, Script
 
 
 class Site:
@@ -34,6 +37,19 @@ class Site:
 
     def run(self, work):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def url(self, session: str) -> str:
+        """Return the base URL of a session, without the version of an API."""
+        return f"http://127.0.0.1:{self.endpoint.port}/sessions/{session}"
+
+    def client_of(self, session: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url(session)}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def open_episode(self, answers: list[str], *, response: int = RESPONSE) -> tuple[Session, Script]:
+        """Return a session as an agent loop opens it, and the policy that answers it with these texts."""
+        script = Script(self.served.tokenizer, answers)
+        limits = EpisodeLimits(script, SamplingParams(response, temperature=0.5), 3, 1, PROMPT, response)
+        return self.endpoint.sessions.open_episode(limits), script
 
     async def _resume(self) -> None:
         self.router.resume()
