@@ -10,7 +10,7 @@ from hybridrl.config.schema.workers import RolloutConfig
 
 Problems = Iterator[str]
 
-HTTP_AGENT = "http_agent"  # the agent loop that starts programs
+HTTP_AGENT, OUTSIDE_AGENT = "http_agent", "outside_agent"  # agent loops of programs: started, or asking for work
 ENVIRONMENT_LOOPS = ("environment_agent", "verifiers_agent")
 BY_POSITION = ("optimal_token_baseline", "tir_optimal_token_baseline")  # estimators
 
@@ -145,8 +145,8 @@ def agent_problems(config: PPOConfig) -> Problems:
     if _serves_while_training(config) and rollout.weight_sync.lora == "adapter":
         yield f"{key}.weight_sync.lora=adapter: {_lost(config)} all weights of the last push; leave it out"
     yield from _agent_timeout_problems(config)
-    if rollout.agent.default_agent_loop == HTTP_AGENT:
-        yield from _http_agent_problems(config)
+    if rollout.agent.default_agent_loop in (HTTP_AGENT, OUTSIDE_AGENT):
+        yield from _program_problems(config)
     if rollout.agent.default_agent_loop in ENVIRONMENT_LOOPS:
         yield from _environment_problems(config)
     if rollout.endpoint_host != defaults.endpoint_host and not rollout.endpoint_port:
@@ -159,12 +159,18 @@ def _agent_timeout_problems(config: PPOConfig) -> Problems:
         yield f"{key}={timeout_s:g}: with trainer.partial_rollout responses wait for new weights; leave out one of both"
 
 
-def _http_agent_problems(config: PPOConfig) -> Problems:
+def _program_problems(config: PPOConfig) -> Problems:
     rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    if rollout.agent.program is None:
+    loop = rollout.agent.default_agent_loop
+    if loop == HTTP_AGENT and rollout.agent.program is None:
         yield f"{key}.agent.default_agent_loop={HTTP_AGENT}: there is no agent to start; set {key}.agent.program"
+    if loop == OUTSIDE_AGENT and rollout.agent.timeout_s is None:
+        yield (
+            f"{key}.agent.default_agent_loop={OUTSIDE_AGENT}: a program that never ends its episode would end the run; "
+            f"set {key}.agent.timeout_s, seconds from its beginning"
+        )
     if not rollout.endpoint_port:
-        yield f"{key}.agent.default_agent_loop={HTTP_AGENT}: agents need the endpoint; set {key}.endpoint_port"
+        yield f"{key}.agent.default_agent_loop={loop}: agents need the endpoint; set {key}.endpoint_port"
     if rollout.agent.train_branches and config.algorithm.adv_estimator in BY_POSITION:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator}: compares the tokens of a group position by "
@@ -172,7 +178,7 @@ def _http_agent_problems(config: PPOConfig) -> Problems:
         )
     if config.trainer.partial_rollout:
         yield (
-            f"trainer.partial_rollout=true: agents of {key}.agent.default_agent_loop={HTTP_AGENT} cannot wait in the "
+            f"trainer.partial_rollout=true: agents of {key}.agent.default_agent_loop={loop} cannot wait in the "
             "middle of an answer for new weights; leave it out"
         )
 

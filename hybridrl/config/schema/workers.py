@@ -280,7 +280,7 @@ class AgentConfig:
     timeout_s: float | None = setting(
         None,
         "Seconds for one response of an agent loop, which fails after that (mode=async); null: only "
-        "trainer.call_timeout_s limits all of them together.",
+        "trainer.call_timeout_s limits all of them together. outside_agent needs it.",
         gt=0,
     )
     train_branches: bool = setting(

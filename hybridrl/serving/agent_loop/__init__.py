@@ -2,6 +2,7 @@
 
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, register_agent_loop
 from hybridrl.serving.agent_loop.http_agent import AgentTask, HTTPAgentLoop
+from hybridrl.serving.agent_loop.outside_agent import OutsideAgentLoop
 from hybridrl.serving.agent_loop.single_turn import SingleTurnAgentLoop
 from hybridrl.serving.agent_loop.tool_agent import ToolAgentLoop, ToolCall
 from hybridrl.serving.agent_loop.tools import function_tool
@@ -12,6 +13,7 @@ __all__ = [
     "AgentLoopOutput",
     "AgentTask",
     "HTTPAgentLoop",
+    "OutsideAgentLoop",
     "PolicyClient",
     "SingleTurnAgentLoop",
     "ToolAgentLoop",

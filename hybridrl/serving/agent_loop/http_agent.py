@@ -1,8 +1,9 @@
 """Train agents of other people: one per row talks to the endpoint in a session of its own.
 
 `rollout.agent.program` is a Python function (`path/to/file.py:name`, `package.module:name`), plain or `async`, or a
-command. The agent uses any client of OpenAI's API. It sends its messages as ever; the session keeps the tokens
-(`serving/sessions`). All conversations of the session are trained, with `agent.train_branches=false` the main one.
+command. The agent uses any client of OpenAI's or Anthropic's API. It sends its messages as ever; the session keeps the
+tokens (`serving/sessions`). All conversations of the session are trained, with `agent.train_branches=false` the main
+one.
 
 The driver runs a function: an `async` one on the event loop of the agent loops, another one in a thread. A command is a
 process of its own on the driver's machine, and ends with all that it started.
@@ -10,26 +11,23 @@ process of its own on the driver's machine, and ends with all that it started.
 
 import asyncio
 import inspect
-import json
 import math
 import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hybridrl.errors import AgentFailed, ConfigError, DataError, HybridRLError, RequestFailed
+from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.rewards.sample_score import as_number
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop.session_episode import SessionEpisode
 from hybridrl.serving.agent_loop.tool_threads import ToolExit, ToolHangs, call_in_thread
-from hybridrl.serving.continuation import PolicyClient
-from hybridrl.serving.sessions.rows import SessionRow, session_rows
-from hybridrl.serving.sessions.session import EpisodeLimits, Session
+from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
-from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 KEY = "actor_rollout_ref.rollout.agent.program"
@@ -60,9 +58,14 @@ class AgentTask:
     session: str
     row: dict[str, Any]
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """The base URL of Anthropic's API, in the same session."""
+        return self.base_url.removesuffix("/v1")
+
     def environment(self) -> dict[str, str]:
         """Return the variables of a command. Raises DataError if the row is too large for one."""
-        row = json.dumps(self.row, ensure_ascii=False, default=as_plain)
+        row = row_as_json(self.row)
         if len(row.encode()) > MAX_ROW_BYTES:
             raise DataError(
                 f"row {self.row.get('index')} has {len(row.encode())} bytes, and an environment variable at most "
@@ -72,38 +75,11 @@ class AgentTask:
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
             "HYBRIDRL_SESSION": self.session,
             "HYBRIDRL_ROW": row,
         }
-
-
-@dataclass
-class _LoopClient:
-    """The policy of a row, for the endpoint, which may run on another event loop.
-
-    Attributes:
-        failure: What ended the policy, such as a lost rollout process. An agent sees a status of HTTP; this is for the
-            trainer.
-    """
-
-    client: PolicyClient
-    loop: asyncio.AbstractEventLoop
-    failure: Exception | None = None
-
-    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        try:
-            if asyncio.get_running_loop() is self.loop:
-                return await self.client.generate(request, conversation=conversation)
-            work = asyncio.run_coroutine_threadsafe(self._generate(request, conversation), self.loop)
-            return await asyncio.wrap_future(work)
-        except RequestFailed:
-            raise
-        except HybridRLError as error:
-            self.failure = error
-            raise
-
-    async def _generate(self, request: Request, conversation: str | None) -> TokenOutput:
-        return await self.client.generate(request, conversation=conversation)
 
 
 @register_agent_loop("http_agent")
@@ -111,52 +87,45 @@ class HTTPAgentLoop(AgentLoop):
     """Starts the program of `rollout.agent.program` for each row."""
 
     has_own_deadline = True
+    loop_name = "http_agent"
 
     def __init__(self, context: AgentLoopContext):
         super().__init__(context)
         if context.program is None:
             raise ConfigError(f"{KEY}=null: the agent loop http_agent needs a Python function or a command")
-        self.name = context.program
         self._function, self._command = load_program(context.program)
+        self.player = f"the agent {context.program}"
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Return the conversations of the agent, the main one first. Raises AgentFailed if there is none."""
-        host = self.context.session_host
-        if host is None:
-            raise ConfigError(f"{type(self).__name__} needs actor_rollout_ref.rollout.endpoint_port")
-        request, client = row["request"], _LoopClient(row["client"], asyncio.get_running_loop())
-        limits = (self.context.max_prompt_length, self.context.max_response_length)
-        session = host.sessions.open_episode(
-            EpisodeLimits(client, sampling_params, request.seed, request.sample, *limits)
-        )
-        columns = {name: value for name, value in row.items() if name not in ("request", "client")}
+        episode = SessionEpisode.open(self.loop_name, self.context, sampling_params, row)
+        host, session = episode.host, episode.session
         try:
-            task = AgentTask(host.url_of(session.name), host.api_key, host.model, session.name, columns)
-            reward = await self._run_agent(task, session)
+            task = AgentTask(host.url_of(session.name), host.api_key, host.model, session.name, episode.columns)
+            reward = await self._run_agent(task, episode)
         except AgentFailed:
-            if client.failure is None:
+            if episode.client.failure is None:
                 raise
+            reward = None
         finally:
-            host.sessions.close(session.name)
-        if client.failure is not None:
-            raise client.failure
-        return self._output(session, reward)
+            episode.close()
+        return episode.output(reward, agent=self.player)
 
-    async def _run_agent(self, task: AgentTask, session: Session) -> float | None:
+    async def _run_agent(self, task: AgentTask, episode: SessionEpisode) -> float | None:
         """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
         try:
             async with self._places():
                 returned = await self._call(task)
         except AgentFailed:
-            if session.was_full and session.turns:
+            if episode.ended_by_length:
                 return None
             raise
         if returned is None:
             return None
         if (reward := as_number(returned)) is None:
-            raise TypeError(f"{self.name} returned {returned!r}; an agent returns its reward, or None")
+            raise TypeError(f"{self.player} returned {returned!r}; an agent returns its reward, or None")
         if not math.isfinite(reward):
-            raise AgentFailed(f"the agent {self.name} returned {reward}", cause="reward not finite")
+            raise AgentFailed(f"{self.player} returned {reward}", cause="reward not finite")
         return reward
 
     def _places(self) -> asyncio.Semaphore:
@@ -165,7 +134,7 @@ class HTTPAgentLoop(AgentLoop):
         return _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
 
     async def _call(self, task: AgentTask) -> Any:
-        timeout_s, name = self.context.agent_timeout_s, self.name
+        timeout_s, name = self.context.agent_timeout_s, self.context.program
         try:
             async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
                 if self._function is None:
@@ -188,27 +157,6 @@ class HTTPAgentLoop(AgentLoop):
     def _run_function(self, task: AgentTask) -> Any:
         assert self._function is not None
         return self._function(task)
-
-    def _output(self, session: Session, reward: float | None) -> AgentLoopOutput:
-        rows = session_rows(session.turns, max_prompt_length=self.context.max_prompt_length)
-        if not rows:
-            raise AgentFailed(
-                f"the agent {self.name} ended without an answered request to its session; does its client "
-                "use the base_url (OPENAI_BASE_URL) that it was given?",
-                cause="no request",
-            )
-        main, *branches = (_output_of(row, session.reward_of(row.own_turns)) for row in rows)
-        counts = {f"requests/{kind}": float(number) for kind, number in session.counts.items()}
-        if not self.context.trains_branches:
-            left_out = sum(sum(branch.response_mask) for branch in branches)
-            counts |= {"branches_left_out": float(len(branches)), "tokens_left_out": float(left_out)}
-        given = (value for value in (reward, session.reward, main.reward) if value is not None)
-        return replace(
-            main,
-            reward=next(given, None),
-            counts=counts,
-            branches=branches if self.context.trains_branches else [],
-        )
 
 
 def load_program(program: str) -> tuple[Callable | None, list[str]]:
@@ -246,19 +194,3 @@ async def _run_command(command: list[str], environment: dict[str, str]) -> None:
     if code:
         what = child.describe_exit(code)
         raise AgentFailed(f"the agent's command {command[0]} {what}; the log has what it printed", cause=what)
-
-
-def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
-    """Return a row of a session, with a reward of its own or None."""
-    return AgentLoopOutput(
-        *(row.prompt_ids, row.response_ids, row.response_mask, row.response_logprobs),
-        num_turns=2 * len(row.turns),
-        version=min(version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask),
-        token_versions=row.token_versions,
-        reward=reward,
-    )
-
-
-def as_plain(value: Any) -> Any:
-    """Return a value of a row as JSON has it: numpy's numbers and arrays as lists, others as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -314,9 +314,8 @@ class AgentLoopManager:
     async def _run_row(self, row: dict[str, Any], sampling: SamplingParams, *, is_retry: bool) -> AgentLoopOutput:
         name = row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
         output = await self._get_loop(name, is_new=is_retry).run_in_time(sampling, **row)
-        if (longest := max(len(one.response_ids) for one in (output, *output.branches))) > (
-            self.context.max_response_length
-        ):
+        longest = max(len(one.response_ids) for one in (output, *output.branches))
+        if longest > self.context.max_response_length:
             raise ConfigError(
                 f"the agent loop {name!r} returned {longest} tokens; data.max_response_length is "
                 f"{self.context.max_response_length}"

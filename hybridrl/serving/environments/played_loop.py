@@ -1,8 +1,8 @@
 """`verifiers_agent`: an environment that plays an episode itself, as a client of the endpoint.
 
 Such an environment has a method `play(task)` instead of `reset` and `step`. `task` has the columns of the row, and
-`base_url`, `api_key` and `model` of OpenAI's API in a session of this episode alone. It returns the reward. The row
-that is trained is the main conversation of the session, as with `http_agent`. The environment runs in a process of its
+`base_url`, `api_key` and `model` of OpenAI's API in a session of this episode alone. It returns the reward. All
+conversations of the session are trained, as with `http_agent`. The environment runs in a process of its
 own, also with another interpreter.
 """
 
@@ -22,10 +22,12 @@ from hybridrl.serving.environments.settings import load_environments, spec_of_ro
 class PlayedEnvironmentLoop(HTTPAgentLoop):
     """Lets the environment of a row play an episode."""
 
+    loop_name = "verifiers_agent"
+
     def __init__(self, context: AgentLoopContext):
         AgentLoop.__init__(self, context)
         self.specs = load_environments(context.environments)
-        self.name = "environment"
+        self.player = "the environment"
         for spec in self.specs.values():
             pool_of(spec).check()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.agent_loop.failures import BAD_DATA
-from hybridrl.serving.agent_loop.http_agent import as_plain
+from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.serving.environments.base import Answer, Messages
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
 from hybridrl.system.child_process import ChildProcess
@@ -117,7 +117,7 @@ class EnvironmentProcess:
     async def _answer(self, do: str, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and return the answer to it."""
         self._num_calls += 1
-        payload = json.dumps({"id": self._num_calls, "do": do, **request}, default=as_plain).encode()
+        payload = row_as_json({"id": self._num_calls, "do": do, **request}).encode()
         loop, name = asyncio.get_running_loop(), self.spec.name
         try:
             async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s) as limit:

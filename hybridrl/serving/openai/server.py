@@ -27,11 +27,13 @@ from hybridrl.serving.openai.apis.completions import CompletionsApi
 from hybridrl.serving.openai.apis.messages import COUNTED_NAMES, MessagesApi
 from hybridrl.serving.openai.apis.responses import ResponsesApi
 from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
+from hybridrl.serving.openai.episode_routes import episode_routes
 from hybridrl.serving.openai.parameters import RequestError, check_names
 from hybridrl.serving.openai.requests import CompletionRequest, check_model, plan_chat, read_json
 from hybridrl.serving.openai.responses import Choice
 from hybridrl.serving.openai.session_routes import session_of, session_routes
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.serving.sessions.episodes import EpisodeQueue
 from hybridrl.serving.sessions.session import Session
 from hybridrl.serving.sessions.store import SessionHost, SessionStore
 from hybridrl.system.web_origin import is_loopback
@@ -92,14 +94,14 @@ class Endpoint:
         self._num_open = 0
         self._connections = Connections()
         self._responses = ResponsesApi()
-        self.sessions = SessionStore()
+        self.sessions, self.episodes = SessionStore(), EpisodeQueue()
 
     @property
     def session_host(self) -> SessionHost:
         """Return where agents of this machine find their sessions; call after `start`."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-        return SessionHost(self.sessions, url, self._api_key or "none", self.served.name)
+        return SessionHost(self.sessions, self.episodes, url, self._api_key or "none", self.served.name)
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the port is in use."""
@@ -111,6 +113,7 @@ class Endpoint:
                 web.post("/v1/completions", partial(self._respond, COMPLETIONS)),
                 *(route for session in ("", "/sessions/{session}") for route in self._api_routes(session)),
                 *session_routes(self.sessions, self._connections),
+                *episode_routes(self.episodes, self._connections, model=self.served.name),
             ]
         )
         self._runner = web.AppRunner(

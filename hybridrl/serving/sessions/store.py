@@ -10,6 +10,7 @@ import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from hybridrl.serving.sessions.episodes import EpisodeQueue
 from hybridrl.serving.sessions.session import EpisodeLimits, Session, SessionEnded
 
 MAX_SESSIONS = 1024  # of clients
@@ -71,12 +72,14 @@ class SessionHost:
 
     Attributes:
         sessions: Of the endpoint.
+        episodes: Of the endpoint, for programs that ask for work.
         url: Of the endpoint, without a path.
         api_key: That clients send.
         model: Name of the policy.
     """
 
     sessions: SessionStore
+    episodes: EpisodeQueue
     url: str
     api_key: str
     model: str

@@ -1,0 +1,53 @@
+"""Train programs that ask for work: each row of the batch is an episode that a program outside claims and ends.
+
+    POST /v1/episodes               the next row, with a session of its own
+    POST /v1/episodes/NAME/end      its reward, none, or why the program failed
+
+A program needs an HTTP client and no code of this project. It may run on another machine, and there may be any number
+of them. An episode that is not ended `rollout.agent.timeout_s` seconds after it was claimed has failed: its session
+takes no more requests, and the row is offered again within the budget of `failures`.
+"""
+
+import asyncio
+import math
+from typing import Any
+
+from hybridrl.errors import AgentFailed
+from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop.session_episode import SessionEpisode
+from hybridrl.serving.sessions.episodes import EndOfEpisode
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+AGENT = "the program outside"
+
+
+@register_agent_loop("outside_agent")
+class OutsideAgentLoop(AgentLoop):
+    """Offers each row at the endpoint, and waits for the program that claims it."""
+
+    has_own_deadline = True
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        """Return the conversations of the program. Raises AgentFailed if it failed, was late, or sent no request."""
+        episode = SessionEpisode.open("outside_agent", self.context, sampling_params, row)
+        offered = episode.host.episodes.offer(episode.session, episode.columns)
+        try:
+            await asyncio.wrap_future(offered.claimed)
+            end = await self._wait(asyncio.wrap_future(offered.ended))
+        finally:
+            episode.host.episodes.withdraw(offered)
+            episode.close()
+        if end.error is not None and episode.client.failure is None and not episode.ended_by_length:
+            raise AgentFailed(f"{AGENT} reports: {end.error}", cause="reported by the program")
+        return episode.output(end.reward, agent=AGENT)
+
+    async def _wait(self, ended: asyncio.Future[EndOfEpisode]) -> EndOfEpisode:
+        timeout_s = self.context.agent_timeout_s
+        try:
+            async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
+                return await ended
+        except TimeoutError as error:
+            raise AgentFailed(
+                f"{AGENT} did not end its episode within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
+                cause="timeout",
+            ) from error

@@ -1,0 +1,122 @@
+"""What agents have in common that talk to the endpoint: a session, its policy, and the rows that come of it.
+
+Used by `http_agent` and `outside_agent`.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridrl.errors import AgentFailed, ConfigError, HybridRLError, RequestFailed
+from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput
+from hybridrl.serving.continuation import PolicyClient
+from hybridrl.serving.sessions.rows import SessionRow, session_rows
+from hybridrl.serving.sessions.session import EpisodeLimits, Session
+from hybridrl.serving.sessions.store import SessionHost
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+
+@dataclass
+class LoopClient:
+    """The policy of a row, for the endpoint, which may run on another event loop.
+
+    Attributes:
+        failure: What ended the policy, such as a lost rollout process. An agent sees a status of HTTP; this is for the
+            trainer.
+    """
+
+    client: PolicyClient
+    loop: asyncio.AbstractEventLoop
+    failure: Exception | None = None
+
+    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        try:
+            if asyncio.get_running_loop() is self.loop:
+                return await self.client.generate(request, conversation=conversation)
+            work = asyncio.run_coroutine_threadsafe(self._generate(request, conversation), self.loop)
+            return await asyncio.wrap_future(work)
+        except RequestFailed:
+            raise
+        except HybridRLError as error:
+            self.failure = error
+            raise
+
+    async def _generate(self, request: Request, conversation: str | None) -> TokenOutput:
+        return await self.client.generate(request, conversation=conversation)
+
+
+@dataclass
+class SessionEpisode:
+    """The session of one row, from `open` to `close`."""
+
+    host: SessionHost
+    session: Session
+    client: LoopClient
+    columns: dict[str, Any]
+    context: AgentLoopContext
+
+    @classmethod
+    def open(
+        cls, name: str, context: AgentLoopContext, sampling: SamplingParams, row: dict[str, Any]
+    ) -> "SessionEpisode":
+        """Return the episode of a row. Raises ConfigError without an endpoint. name: of the agent loop."""
+        if context.session_host is None:
+            raise ConfigError(f"the agent loop {name} needs actor_rollout_ref.rollout.endpoint_port")
+        request, client = row["request"], LoopClient(row["client"], asyncio.get_running_loop())
+        limits = (context.max_prompt_length, context.max_response_length)
+        session = context.session_host.sessions.open_episode(
+            EpisodeLimits(client, sampling, request.seed, request.sample, *limits)
+        )
+        columns = {name: value for name, value in row.items() if name not in ("request", "client")}
+        return cls(context.session_host, session, client, columns, context)
+
+    def close(self) -> None:
+        """Answer no more requests."""
+        self.host.sessions.close(self.session.name)
+
+    @property
+    def ended_by_length(self) -> bool:
+        """Whether a request was refused for want of room. The agent may fail because of that, and is trained."""
+        return self.session.was_full and bool(self.session.turns)
+
+    def output(self, reward: float | None, *, agent: str) -> AgentLoopOutput:
+        """Return the main conversation, with the others as branches.
+
+        Args:
+            reward: Of the episode; None: that which was posted, if any.
+            agent: Names the agent in an error.
+
+        Raises:
+            HybridRLError: The policy was lost.
+            AgentFailed: The agent has sent no request.
+        """
+        if self.client.failure is not None:
+            raise self.client.failure
+        session = self.session
+        rows = session_rows(session.turns, max_prompt_length=self.context.max_prompt_length)
+        if not rows:
+            raise AgentFailed(
+                f"{agent} ended without an answered request to its session; does its client use the base_url "
+                "(OPENAI_BASE_URL) that it was given?",
+                cause="no request",
+            )
+        main, *branches = (_output_of(row, session.reward_of(row.own_turns)) for row in rows)
+        counts = {f"requests/{kind}": float(number) for kind, number in session.counts.items()}
+        if not self.context.trains_branches:
+            left_out = sum(sum(branch.response_mask) for branch in branches)
+            counts |= {"branches_left_out": float(len(branches)), "tokens_left_out": float(left_out)}
+        given = (value for value in (reward, session.reward, main.reward) if value is not None)
+        kept = branches if self.context.trains_branches else []
+        return replace(main, reward=next(given, None), counts=counts, branches=kept)
+
+
+def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
+    """Return a row of a session, with a reward of its own or None."""
+    return AgentLoopOutput(
+        *(row.prompt_ids, row.response_ids, row.response_mask, row.response_logprobs),
+        num_turns=2 * len(row.turns),
+        version=min(version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask),
+        token_versions=row.token_versions,
+        reward=reward,
+    )
