@@ -65,7 +65,7 @@ def gradient_norm(model_path, rows: list[tuple[tuple, float]]) -> float:
     return float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
 
 
-@pytest.mark.parametrize("branches", [True, False])
+@pytest.mark.parametrize("branches", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_gradient_of_an_episode_is_that_of_hand_made_rows(tmp_path, tiny_qwen2, branches):
     [row] = run(
         *(tmp_path, tiny_qwen2, "two_conversations"),
