@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, register_agent_loop
-from hybridrl.serving.agent_loop.http_agent import AgentTask, HTTPAgentLoop
+from hybridrl.serving.agent_loop.programs.http_agent import AgentTask, HTTPAgentLoop
 from hybridrl.serving.environments.pool import pool_of
 from hybridrl.serving.environments.process import NONSENSE
 from hybridrl.serving.environments.settings import load_environments, spec_of_row

@@ -19,9 +19,9 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.agent_loop.failures import BAD_DATA
-from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.serving.environments.base import Answer, Messages
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
+from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess
 
 PROCESS_MAIN = Path(__file__).with_name("process_main.py")

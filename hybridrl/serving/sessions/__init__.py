@@ -7,5 +7,6 @@
 
 The endpoint calls this for every chat request of a session. `messages` compares messages, `matching` finds the recorded
 turn that a request continues, `prompts` renders what is new, `rows` turns a session into training rows. These are pure;
-`session` and `store` keep the state. Not here: HTTP (`serving/openai`), and agents (`serving/agent_loop/http_agent`).
+`session` and `store` keep the state. Not here: HTTP (`serving/openai`), and agents
+(`serving/agent_loop/programs`).
 """

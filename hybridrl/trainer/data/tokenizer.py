@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.trainer.checkpoint.store import MANIFEST
 
+CHECKPOINT_FILE = "manifest.json"  # that every checkpoint has, see trainer/checkpoint/store.py
 PROBE_TIMEOUT_S = 10.0  # for one request to the hub; its client would retry five times with growing delays
 
 
@@ -27,7 +27,7 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
 
     if not os.path.isdir(path):
         _check_on_hub(path, key=key)
-    if os.path.isfile(os.path.join(path, MANIFEST)):
+    if os.path.isfile(os.path.join(path, CHECKPOINT_FILE)):
         raise ConfigError(f"{key}={path}: this is a checkpoint of a run; {_model_of_checkpoint(path)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -5,10 +5,10 @@ from .distillation import check_teachers as check_teachers
 from .distillation import score_by_teachers as score_by_teachers
 from .distillation import teacher_metrics as teacher_metrics
 from .policy.short_round import ShortRound as ShortRound
+from .sampling.branches import add_branch_rows as add_branch_rows
 from .sampling.tail_batching import TailPrompts as TailPrompts
 from .sampling.tail_batching import add_deferred as add_deferred
 from .sampling.tail_batching import keep_complete as keep_complete
-from .sampling.branches import add_branch_rows as add_branch_rows
 from .stages import uses_critic as uses_critic
 from .stages import uses_reference as uses_reference
 from .token_record import record_tokens as record_tokens

@@ -24,7 +24,7 @@ from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.rewards.sample_score import as_number
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
-from hybridrl.serving.agent_loop.session_episode import SessionEpisode
+from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
 from hybridrl.serving.agent_loop.tool_threads import ToolExit, ToolHangs, call_in_thread
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, register_agent_loop
-from hybridrl.serving.agent_loop.session_episode import SessionEpisode
+from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
 from hybridrl.serving.sessions.episodes import EndOfEpisode
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 

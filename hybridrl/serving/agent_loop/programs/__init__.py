@@ -1,0 +1,1 @@
+"""Agents that are programs of other people: started for each row, or asking for work."""
