@@ -5,10 +5,10 @@ QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/fra
 	tests/sdk/test_future_sequence.py tests/sdk/test_trainer_invocation.py tests/sdk/test_rpc.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test quick lint format fuzz slow chaos environments drill soak learn bench clean
+.PHONY: help train test quick lint format docs notebooks fuzz slow chaos environments drill soak learn bench clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO; 4 to 7 minutes
 	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
@@ -30,6 +30,13 @@ lint: .venv/lint.stamp ## ruff, types, the import arrows, and the size of the co
 format: .venv/lint.stamp ## lay the code out as `make lint` wants it
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
+
+docs: .venv/docs.stamp ## the documentation as a site in build/docs; fails on a broken link
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+	@echo "built: build/docs/index.html; with search: $(PYTHON) -m http.server --directory build/docs"
+
+notebooks: .venv/docs.stamp ## run the notebooks of docs/notebooks, and store their outputs in them
+	$(PYTHON) docs/site/execute.py
 
 fuzz: .venv/test.stamp ## random batches through random operations, for half an hour
 	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest -q --hypothesis-show-statistics tests/data_plane/test_fuzz.py
@@ -71,4 +78,4 @@ clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
 # VERSIONS=newest or lowest, in an empty checkout: other versions than those of set-up (docs/versions.md)
 .venv/%.stamp: $(REQUIRED)
 	@requirements/install.sh $(or $(VERSIONS),$*)
-	@touch $@ $(if $(filter test,$*),.venv/lint.stamp)
+	@touch $@ $(if $(filter test,$*),.venv/lint.stamp .venv/docs.stamp)

@@ -77,6 +77,9 @@ setup(
         "wandb": ["wandb>=0.20,<1"],
         "mlflow": ["mlflow>=3,<4"],
         "control": ["gymnasium>=1.1,<2"],  # examples/control_task
+        "docs": [  # the site and the notebooks
+            *("mkdocs-material>=9.8,<10", "mkdocstrings-python>=2,<3", "nbclient>=0.11,<1", "ipykernel>=7,<8"),
+        ],
         "dev": [
             *("pytest>=9.2,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "pytest-cov>=7.1,<8"),
             *("hypothesis>=6.170,<7", "gymnasium>=1.1,<2", "anthropic>=2.12,<3"),

