@@ -58,13 +58,13 @@ def main() -> None:
     parser.add_argument("--bwrap", help="path of bubblewrap; default: the one on the search path")
     args = parser.parse_args()
     ways: dict[str, Callable[[], str]] = {"no sandbox": without}
-    for wall in ("namespaces", "bwrap"):
-        sandbox = LocalSandbox(wall, bwrap=args.bwrap)
+    for isolation in ("namespaces", "bwrap"):
+        sandbox = LocalSandbox(isolation, bwrap=args.bwrap)
         try:
             sandbox.check()
-            ways[wall] = partial(behind, sandbox)
+            ways[isolation] = partial(behind, sandbox)
         except (SandboxUnavailable, OSError) as error:
-            print(f"{wall}: left out: {str(error)[:100]}")
+            print(f"{isolation}: left out: {str(error)[:100]}")
     for threads in (1, os.cpu_count() or 1):
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for _ in range(args.rounds):

@@ -1,6 +1,6 @@
 """Attacks on the sandbox, as programs. `tests/rewards/sandbox/test_attacks.py` runs each; this prints what happened.
 
-    python -m tests.support.sandbox_attacks [--wall namespaces|bwrap] [--bwrap PATH]
+    python -m tests.support.sandbox_attacks [--isolation namespaces|bwrap] [--bwrap PATH]
 
 A program prints ESCAPED and how, where it got what it should not. The other conditions are looked at from outside:
 the verdict, what a stranger at the sockets of this process has said, and processes that are left.
@@ -364,10 +364,10 @@ def processes_named(mark: str) -> list[int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wall", choices=("namespaces", "bwrap"), help="default: the one that this machine has")
+    parser.add_argument("--isolation", choices=("namespaces", "bwrap"), help="default: the one that this machine has")
     parser.add_argument("--bwrap", help="path of bubblewrap")
     args = parser.parse_args(argv)
-    sandbox = LocalSandbox(args.wall, bwrap=args.bwrap)
+    sandbox = LocalSandbox(args.isolation, bwrap=args.bwrap)
     print(f"{sandbox.check()}\n\n| attack | what happens | verdict |\n|---|---|---|")
     failed = 0
     with open_site() as site:

@@ -46,13 +46,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.most_at_once = max(self.server.at_once, self.server.most_at_once)
             failure = self.server.failures.pop(0) if self.server.failures else None
         try:
-            if isinstance(failure, int):
-                self.send_error(failure)
-            else:
-                self._send(json.dumps(answer_to(body, self.server.sandbox)).encode() if failure is None else failure)
+            answer = json.dumps(answer_to(body, self.server.sandbox)).encode() if failure is None else failure
         finally:
-            with self.server.lock:
+            with self.server.lock:  # before the answer: its reader may send the next request at once
                 self.server.at_once -= 1
+        if isinstance(answer, int):
+            self.send_error(answer)
+        else:
+            self._send(answer)
 
     def _send(self, data: bytes) -> None:
         self.send_response(200)

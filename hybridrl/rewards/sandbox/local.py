@@ -1,8 +1,8 @@
-"""`LocalSandbox`: programs run on this machine, behind namespaces of the Linux kernel.
+"""`LocalSandbox`: programs run on this machine, in namespaces of the Linux kernel.
 
-There are two walls, and `inside` is the same behind both. "namespaces" makes the namespaces itself. "bwrap" leaves
-that to bubblewrap, for users whom the machine allows namespaces only through that program. Neither is ever left out:
-where none works, `SandboxUnavailable` is raised.
+There are two kinds of isolation, and `inside` is the same in both. "namespaces" makes the namespaces itself. "bwrap"
+leaves that to bubblewrap, for users whom the machine allows namespaces only through that program. A program never runs
+without one: where none works, `SandboxUnavailable` is raised.
 
 `docs/sandbox.md` says what is guaranteed, and has a table of attacks.
 """
@@ -71,30 +71,30 @@ class LocalSandbox:
     Each program has its own namespaces, its own user where this process is root, and only `/tmp` to write to.
 
     Args:
-        wall: "namespaces" or "bwrap"; None: the first one that works here, found at the first use.
+        isolation: "namespaces" or "bwrap"; None: the first one that works here, found at the first use.
         bwrap: Path of bubblewrap; None: on the search path.
     """
 
-    def __init__(self, wall: str | None = None, *, bwrap: str | None = None):
-        if wall not in (None, "namespaces", "bwrap"):
-            raise ValueError(f"wall={wall!r}: must be namespaces or bwrap")
-        self._wall, self._bwrap = wall, bwrap
+    def __init__(self, isolation: str | None = None, *, bwrap: str | None = None):
+        if isolation not in (None, "namespaces", "bwrap"):
+            raise ValueError(f"isolation={isolation!r}: must be namespaces or bwrap")
+        self._isolation, self._bwrap = isolation, bwrap
 
     def run(self, program: Program) -> Outcome:
-        return refusal(program) or self._run_behind(self._working_wall(), program)
+        return refusal(program) or self._run_in(self._working_isolation(), program)
 
     def check(self) -> str:
-        wall = self._working_wall()
-        own = wall == "namespaces" and has_free_users()
-        return f"local, {wall}; programs run as {'a user of their own' if own else 'this user'}, without rights"
+        isolation = self._working_isolation()
+        own = isolation == "namespaces" and has_free_users()
+        return f"local, {isolation}; programs run as {'a user of their own' if own else 'this user'}, without rights"
 
-    def _working_wall(self) -> str:
-        if self._wall is None:
-            self._wall = find_wall(self._bwrap)
-        return self._wall
+    def _working_isolation(self) -> str:
+        if self._isolation is None:
+            self._isolation = find_isolation(self._bwrap)
+        return self._isolation
 
-    def _run_behind(self, wall: str, program: Program) -> Outcome:
-        command, job = self._bwrap_command(program.limits) if wall == "bwrap" else _own_command(program.limits)
+    def _run_in(self, isolation: str, program: Program) -> Outcome:
+        command, job = self._bwrap_command(program.limits) if isolation == "bwrap" else _own_command(program.limits)
         return _Run(command, job | _job_of(program), program.limits).outcome(program.fetch)
 
     def _bwrap_command(self, limits: Limits) -> tuple[list[str], dict[str, Any]]:
@@ -111,7 +111,7 @@ class LocalSandbox:
             command += ["--tmpfs", path, "--remount-ro", path]
         command += ["--ro-bind", str(HERE / "inside"), f"{INSIDE}/inside", "--proc", "/proc", "--dev", "/dev"]
         command += ["--remount-ro", "/dev", "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
-        return [*command, "--", *_interpreter(INSIDE)], {"wall": None, "user": None}
+        return [*command, "--", *_interpreter(INSIDE)], {"isolation": None, "user": None}
 
 
 def _interpreter(folder: str) -> list[str]:
@@ -120,13 +120,13 @@ def _interpreter(folder: str) -> list[str]:
 
 def _own_command(limits: Limits) -> tuple[list[str], dict[str, Any]]:
     free = has_free_users()
-    wall = visible_files() | {"user_namespace": not free, "disk_bytes": limits.disk_mb << 20}
+    isolation = visible_files() | {"user_namespace": not free, "disk_bytes": limits.disk_mb << 20}
     user = FIRST_FREE_USER + random.SystemRandom().randrange(NUM_USERS) if free else None
-    return _interpreter(str(HERE)), {"wall": wall, "user": user}
+    return _interpreter(str(HERE)), {"isolation": isolation, "user": user}
 
 
 def _job_of(program: Program) -> dict[str, Any]:
-    """Return the parts of a job that no wall decides."""
+    """Return the parts of a job that do not depend on the isolation."""
     name, command = _command_of(program.language)
     files = {name: program.code.encode("utf-8", "surrogateescape"), **program.files}
     limits = program.limits
@@ -170,7 +170,7 @@ def python_file() -> str:
 def visible_files() -> dict[str, Any]:
     """Return which files of the machine a program can read: system libraries and programs, and this interpreter.
 
-    Packages of the interpreter are hidden. `inside.walls.build_root` has the keys.
+    Packages of the interpreter are hidden. `inside.isolation.build_root` has the keys.
     """
     library = os.path.dirname(os.__file__)  # of the interpreter, also in a virtual environment
     own = [python_file(), library, *map(str, Path(library).parent.glob("libpython*.so*"))]
@@ -195,8 +195,8 @@ def has_free_users() -> bool:
     return any(first <= FIRST_FREE_USER and first + size >= FIRST_FREE_USER + NUM_USERS for first, _, size in ranges)
 
 
-def walls_to_try() -> Sequence[str]:
-    """Return the walls in the order in which they are tried.
+def isolations_to_try() -> Sequence[str]:
+    """Return the kinds of isolation in the order in which they are tried.
 
     bwrap shows more of `/proc`, and gives every program the user of this process. It is not for root, whose files a
     program could then read.
@@ -205,8 +205,8 @@ def walls_to_try() -> Sequence[str]:
 
 
 @functools.lru_cache(maxsize=1)
-def find_wall(bwrap: str | None = None) -> str:
-    """Return the first wall that works here: a program ran behind it and read, printed, and ended.
+def find_isolation(bwrap: str | None = None) -> str:
+    """Return the first isolation that works here: a program ran in it and read, printed, and ended.
 
     Raises:
         SandboxUnavailable: None does. Names why, each.
@@ -217,19 +217,19 @@ def find_wall(bwrap: str | None = None) -> str:
             "reward_model.sandbox_fusion.url"
         )
     reasons = []
-    for wall in walls_to_try():
+    for isolation in isolations_to_try():
         try:
-            outcome = LocalSandbox(wall, bwrap=bwrap).run(Program(PROBE, stdin="works"))
+            outcome = LocalSandbox(isolation, bwrap=bwrap).run(Program(PROBE, stdin="works"))
             if outcome.ok and outcome.stdout == "skrow\n":
-                return wall
-            reasons.append(f"{wall}: a program that prints a word ended with {outcome.verdict} {outcome.detail}")
+                return isolation
+            reasons.append(f"{isolation}: a program that prints a word ended with {outcome.verdict} {outcome.detail}")
         except (SandboxFailed, SandboxUnavailable) as error:
-            reasons.append(f"{wall}: {str(error).partition('; run as')[0]}")
+            reasons.append(f"{isolation}: {str(error).partition('; run as')[0]}")
     raise SandboxUnavailable(f"this machine has no sandbox ({'; '.join(reasons)}): {WAY_OUT}")
 
 
 class _Run:
-    """One program behind a wall, seen from outside."""
+    """One program in isolation, seen from outside."""
 
     def __init__(self, command: list[str], job: dict[str, Any], limits: Limits):
         self.limits = limits

@@ -1,4 +1,4 @@
-"""What a hostile program does stays in its sandbox. Real programs behind every wall that this machine has."""
+"""What a hostile program does stays in its sandbox. Real programs in every isolation that this machine has."""
 
 import subprocess
 import sys

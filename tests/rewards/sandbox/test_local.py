@@ -69,7 +69,7 @@ def test_programs_of_several_threads_have_their_own_files_and_outputs(sandbox):
     assert found == {number: f"{number} 2\n" for number in range(4)}
 
 
-def test_a_pickled_sandbox_keeps_its_wall(sandbox):
+def test_a_pickled_sandbox_keeps_its_isolation(sandbox):
     assert pickle.loads(pickle.dumps(sandbox)).check() == sandbox.check()
 
 
@@ -105,10 +105,10 @@ def wait_until(condition, timeout_s: float = 60.0) -> None:
 
 def test_where_no_wall_works_programs_are_refused_with_reason_and_way_out(monkeypatch):
     monkeypatch.setattr(local, "python_file", lambda: "/nowhere/python3")
-    local.find_wall.cache_clear()
+    local.find_isolation.cache_clear()
     with pytest.raises(SandboxUnavailable) as raised:
         LocalSandbox().run(Program("print(1)"))
-    local.find_wall.cache_clear()
+    local.find_isolation.cache_clear()
     text = str(raised.value)
     assert "this machine has no sandbox (namespaces: /nowhere/python3 cannot be started" in text
     assert "--cap-add SYS_ADMIN" in text and "reward_model.sandbox_fusion.url" in text

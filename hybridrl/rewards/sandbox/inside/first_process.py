@@ -22,7 +22,7 @@ import stat
 import sys
 import time
 
-from . import kernel, walls
+from . import isolation, kernel
 
 WATCH_PERIOD_S = 0.02  # between two looks at memory and number of processes
 REAP_PERIOD_S = 0.002  # while killed processes end
@@ -39,9 +39,9 @@ def main() -> None:
     report, job = int(sys.argv[2]), read_job()
     os.set_inheritable(report, False)
     try:
-        if job["wall"] is None:
+        if job["isolation"] is None:
             serve(job, report)
-        walls.enter(job["wall"])
+        isolation.enter(job["isolation"])
         first = os.fork()
         if first == 0:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, SIGKILL)
@@ -86,8 +86,8 @@ def serve(job: dict, report: int) -> None:
     if os.getpid() != 1:  # everything here would then apply to the machine
         raise RuntimeError("this process is not the first of a process namespace")
     kernel.set_signal(SIGINT, kernel.SIG_IGN)
-    if job["wall"] is not None:
-        walls.build_root(job["wall"])
+    if job["isolation"] is not None:
+        isolation.build_root(job["isolation"])
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may have the same user, but not this process's descriptors
     place_files(job)
     child, failure = start(job)
@@ -212,7 +212,7 @@ class Watched:
             if processes > self.limits["processes"]:
                 return "processes"
             disk = os.statvfs(WORK_DIRECTORY)
-            if disk.f_files - disk.f_ffree > walls.MAX_INODES:  # bwrap cannot set it for the directory
+            if disk.f_files - disk.f_ffree > isolation.MAX_INODES:  # bwrap cannot set it for the directory
                 return "files"
             self._either.poll(min(WATCH_PERIOD_S, left_s) * 1000)
 

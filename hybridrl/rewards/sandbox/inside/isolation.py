@@ -1,6 +1,6 @@
 """What separates a sandbox from the machine: namespaces, and a file system with only an interpreter in it.
 
-`enter` is the wall "namespaces". The wall "bwrap" is made by that program (`hybridrl/rewards/sandbox/local.py`).
+`enter` is the isolation "namespaces". That of "bwrap" is made by this program (`hybridrl/rewards/sandbox/local.py`).
 """
 
 import os
@@ -17,15 +17,15 @@ MAX_INODES = 8192  # of the directory that can be written
 KEPT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 
 
-def enter(wall: dict) -> None:
+def enter(isolation: dict) -> None:
     """Move this process into new namespaces. Its next child is the first process of the sandbox.
 
     Args:
-        wall: `user_namespace` (bool): make one, because this user may not mount otherwise.
+        isolation: `user_namespace` (bool): make one, because this user may not mount otherwise.
     """
     flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     flags |= kernel.CLONE_NEWCGROUP
-    if not wall["user_namespace"]:
+    if not isolation["user_namespace"]:
         kernel.unshare(flags)
         return
     user, group = os.geteuid(), os.getegid()
@@ -36,29 +36,29 @@ def enter(wall: dict) -> None:
             file.write(text)
 
 
-def build_root(wall: dict) -> None:
+def build_root(isolation: dict) -> None:
     """Make a new root file system and leave the old one. Runs in the first process.
 
     Args:
-        wall: `read_only`: paths that the program sees; `links`: symbolic links, name to target; `hidden`: directories
-            in these paths that are empty inside; `disk_bytes`: size of `/tmp`, all that can be written.
+        isolation: `read_only`: paths that the program sees; `links`: symbolic links, name to target; `hidden`:
+            directories in these paths that are empty inside; `disk_bytes`: size of `/tmp`, all that can be written.
     """
     kernel.mount(None, "/", None, flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    sources = {path: os.open(path, os.O_PATH) for path in wall["read_only"]}
+    sources = {path: os.open(path, os.O_PATH) for path in isolation["read_only"]}
     devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
     kernel.mount("tmpfs", BASE, "tmpfs", flags=kernel.MS_NOSUID, data=f"size={BASE_BYTES},mode=755")
     for path, descriptor in {**sources, **devices}.items():
         _bind(path, descriptor, is_device=path in devices)
-    for name, target in {**wall["links"], **{f"/dev/{name}": target for name, target in LINKS.items()}}.items():
+    for name, target in {**isolation["links"], **{f"/dev/{name}": target for name, target in LINKS.items()}}.items():
         os.makedirs(BASE + os.path.dirname(name), exist_ok=True)
         os.symlink(target, BASE + name)
     for name in ("/proc", "/tmp", OLD_ROOT):
         os.makedirs(BASE + name, exist_ok=True)
     _mount_proc(BASE + "/proc")
-    data = f"size={wall['disk_bytes']},nr_inodes={MAX_INODES},mode=700"
+    data = f"size={isolation['disk_bytes']},nr_inodes={MAX_INODES},mode=700"
     inner = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", BASE + "/tmp", "tmpfs", flags=inner, data=data)
-    for path in wall["hidden"]:
+    for path in isolation["hidden"]:
         kernel.mount("tmpfs", BASE + path, "tmpfs", flags=inner | kernel.MS_RDONLY, data="size=4096,mode=755")
     for descriptor in (*sources.values(), *devices.values()):
         os.close(descriptor)
