@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError, WorkerLost
-from hybridrl.serving.agent_loop import http_agent
 from hybridrl.serving.agent_loop.base import AgentLoopContext
+from hybridrl.serving.agent_loop.programs import http_agent
 from hybridrl.serving.agent_loop.programs.http_agent import AgentTask, HTTPAgentLoop, load_program
 from hybridrl.workers.rollout import SamplingParams
 from hybridrl.workers.rollout.requests import Request
