@@ -97,7 +97,7 @@ def _record_settings(arguments: argparse.Namespace, *, validates: bool) -> dict[
 
 
 def _files(data: str, source: str | None) -> dict[str, str]:
-    """Return the settings of the data; those of a known task are made the first time, from `source` if it is given."""
+    """Return the settings of the data; a known task's files are made the first time, from `source` if given."""
     if data in TASKS:
         return {"data.train_files": task_file(data, "train", source), "data.val_files": task_file(data, "test", source)}
     if Path(data).is_file() or HubData.named(data) is not None:

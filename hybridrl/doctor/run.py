@@ -47,7 +47,7 @@ def examine_run(path: str) -> Iterator[Finding]:
 
 
 def _end(folder: Folder, *, is_complete: bool) -> Iterator[Finding]:
-    """Yield the error that the run has ended with; that of an earlier attempt, if all steps are done, is none."""
+    """Yield the error that a run has ended with; none if all steps are done: it was an earlier attempt's."""
     stat = folder.stat(ERROR_FILE)
     if stat is None or is_complete:
         return

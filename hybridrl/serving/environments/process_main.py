@@ -1,4 +1,4 @@
-"""The program of one environment process: load a class, make an object, and call its methods until the parent is gone.
+"""The program of one environment process: make an object, and call its methods until the parent is gone.
 
 `EnvironmentProcess` runs it as a file (`python -P process_main.py FD`), also with another interpreter. It imports only
 the standard library, and nothing of `hybridrl`. The parent does not import it.

@@ -18,7 +18,7 @@ from hybridrl.serving.sessions.session import Session
 
 
 def row_as_json(row: dict[str, Any]) -> str:
-    """Return the columns of a row as JSON: numpy's numbers and arrays as lists, what JSON does not have as text."""
+    """Return a row's columns as JSON: numpy's arrays as lists, what JSON does not have as text."""
     return json.dumps(row, ensure_ascii=False, default=lambda value: getattr(value, "tolist", value.__str__)())
 
 

@@ -15,7 +15,9 @@ from hybridrl.errors import DataError
 
 
 def json_lines_table(path: Path) -> pa.Table:
-    """Return the rows of a .jsonl or .jsonl.gz file, one JSON object per line. A column that a row lacks is null there.
+    """Return the rows of a .jsonl or .jsonl.gz file, one JSON object per line.
+
+    A column that a row lacks is null there.
 
     Raises:
         DataError: A line is no JSON object, or a column has values of several types.

@@ -70,7 +70,7 @@ def build_root(isolation: dict) -> None:
 
 
 def _bind(path: str, descriptor: int, *, is_device: bool) -> None:
-    """Show a file or directory of the host at the same path, read-only; a device can be used as it is."""
+    """Show a file or directory of the host at the same path, read-only; devices can be used."""
     target, source = BASE + path, f"/proc/self/fd/{descriptor}"
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)

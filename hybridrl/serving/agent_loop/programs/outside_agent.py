@@ -1,4 +1,4 @@
-"""Train programs that ask for work: each row of the batch is an episode that a program outside claims and ends.
+"""Train programs that ask for work: each row is an episode that a program claims and ends.
 
     POST /v1/episodes               the next row, with a session of its own
     POST /v1/episodes/NAME/end      its reward, none, or why the program failed

@@ -1,4 +1,4 @@
-"""What agents have in common that talk to the endpoint: a session, its policy, and the rows that come of it.
+"""What agents at the endpoint have in common: a session, its policy, and its rows.
 
 Used by `http_agent` and `outside_agent`.
 """

@@ -123,7 +123,7 @@ def in_its_words(api: Api) -> Iterator[None]:
 
 
 def joined_text(parts: Any, kinds: tuple[str, ...], *, param: str) -> str:
-    """Return a content as one text. Raises RequestError if it is neither a text nor parts of these kinds with a text.
+    """Return a content as one text. Raises RequestError if it is no text, and no parts of these kinds.
 
     Args:
         parts: A text, or a list of parts.
