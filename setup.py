@@ -67,7 +67,7 @@ setup(
         "cloudpickle>=3,<4",
         "tensorboard>=2.20,<3",
         "matplotlib>=3.10,<4",
-        "tqdm>=4.66.3,<5",
+        "rich>=14,<16",
         "aiohttp>=3.12,<4",
     ],
     extras_require={

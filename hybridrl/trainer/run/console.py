@@ -1,17 +1,18 @@
-"""Show a run's progress on standard output: lines, and on a terminal a bar.
+"""Show a run's progress on standard output: lines, and on a terminal a status line that stays below them.
 
 Used by `ConsoleTracker` in `tracking.py`, in the driver. Stores nothing.
 """
 
 import contextlib
+import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 MAX_COLUMNS = 160
 ETA_WINDOW = 20  # steps; short enough to follow growing responses, long enough to average over validations
@@ -34,15 +35,16 @@ STEP_FIELDS = (
     ("lr", "train/lr", ".1e"),
 )
 HIDDEN_WHEN_ZERO = ("actor/ppo_kl",)  # exactly zero in every run with one update per batch
-BAR_LABELS = ("reward", "loss", "len")
-BAR_FORMAT = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
+STATUS_LABELS = ("reward", "loss", "len")
+REDRAWS_PER_S = 2
 VALIDATION_LOSS = "val/loss"
 
 
 class ConsoleProgress:
     """Writes lines to `stream`, by default standard output.
 
-    A terminal also gets a bar with the time left.
+    A terminal also gets a status line with a bar and the time left. What the process logs or prints meanwhile appears
+    above it.
 
     The first `FIRST_STEPS` steps, the last step and those with a validation have a line; of the others, one every
     `LINE_PERIOD_S` seconds.
@@ -60,18 +62,12 @@ class ConsoleProgress:
         self._marks = deque([(start_step, time.monotonic())], maxlen=ETA_WINDOW + 1)  # (step, seconds on the clock)
         self._last_line_at = self._marks[0][1]
         self._open = contextlib.ExitStack()
-        self._bar: tqdm | None = None
+        self._status: Progress | None = None
         if self._stream.isatty():
-            bar = tqdm(
-                total=total_steps,
-                initial=start_step,
-                file=self._stream,
-                leave=False,
-                dynamic_ncols=True,
-                bar_format=BAR_FORMAT,
+            self._status = self._open.enter_context(_status_line(self._stream))
+            self._status.add_task(
+                _step_text(start_step, total_steps), total=total_steps, completed=start_step, shown=""
             )
-            self._bar = self._open.enter_context(bar)
-            self._open.enter_context(logging_redirect_tqdm())  # otherwise log lines would break the bar
 
     def update(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the metrics of `step`.
@@ -86,13 +82,9 @@ class ConsoleProgress:
             self._write(step_line(metrics, step, total_steps=self.total_steps, eta_s=self.eta_s()))
         for line in validated:
             self._write(line)
-        if self._bar is not None:
-            self._refresh_bar(
-                self._bar,
-                step,
-                [f"{label} {text}" for label, text in fields.items() if label in BAR_LABELS]
-                + throughput_fields(metrics)[:1],
-            )
+        if self._status is not None:
+            shown = [f"{label} {text}" for label, text in fields.items() if label in STATUS_LABELS]
+            self._show_status(self._status, step, shown + throughput_fields(metrics)[:1])
 
     def _line_is_due(self, step: int) -> bool:
         always = step <= self._last_first_step or step == self.total_steps
@@ -106,24 +98,52 @@ class ConsoleProgress:
         return max(0, self.total_steps - last_step) * (last_time - first_time) / (last_step - first_step)
 
     def close(self) -> None:
-        """Remove the bar; lines stay."""
+        """Remove the status line; other lines stay."""
         self._open.close()
 
-    def _refresh_bar(self, bar: tqdm, step: int, shown: list[str]) -> None:
-        eta_s = self.eta_s()
+    def _show_status(self, status: Progress, step: int, shown: list[str]) -> None:
+        [task], eta_s = status.task_ids, self.eta_s()
         if shown and eta_s is not None:
             shown.append(f"eta {format_duration(eta_s)}")
-        if shown:
-            bar.set_postfix_str("  ".join(shown), refresh=False)
-        bar.n = step
-        bar.refresh()
+        fields = {"shown": "  ".join(shown)} if shown else {}
+        status.update(task, completed=step, description=_step_text(step, self.total_steps), refresh=True, **fields)
 
     def _write(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.write(line, file=self._stream)
+        if self._status is not None:
+            self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             self._stream.write(line + "\n")
             self._stream.flush()
+
+
+@contextlib.contextmanager
+def _status_line(stream: TextIO) -> Iterator[Progress]:
+    """Keep a line at the end of a terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[shown]}"))
+    status = Progress(
+        *columns,
+        console=Console(file=stream),
+        refresh_per_second=REDRAWS_PER_S,
+        transient=True,
+        redirect_stderr=sys.stderr.isatty(),
+    )
+    with status, _logging_to(sys.stderr):
+        status.console.show_cursor(True)  # a killed process could not show it again
+        yield status
+
+
+@contextlib.contextmanager
+def _logging_to(stream: TextIO) -> Iterator[None]:
+    """Let handlers that write to this process's stderr write to what stands for it now."""
+    handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.StreamHandler)]
+    before = [(handler, handler.stream) for handler in handlers if handler.stream is sys.__stderr__]
+    for handler, _ in before:
+        handler.setStream(stream)
+    try:
+        yield
+    finally:
+        for handler, old in before:
+            handler.setStream(old)
 
 
 def step_line(

@@ -1,8 +1,9 @@
-"""Console output: which steps have a line, what is in it, and the bar on a terminal."""
+"""Console output: which steps have a line, what is in it, and the status line on a terminal."""
 
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -121,19 +122,30 @@ def test_the_time_left_follows_the_speed_of_the_latest_steps(monkeypatch):
     assert progress.eta_s() == 24.0  # 4 steps left at 6 s
 
 
-def test_on_a_terminal_a_bar_is_below_the_lines_and_is_removed_at_the_end():
+def test_on_a_terminal_a_status_line_is_below_what_is_logged_and_is_removed_at_the_end():
     program = (
+        "import logging, sys\n"
+        "logging.basicConfig(format='%(message)s', stream=sys.stderr)\n"
         "from hybridrl.trainer.run.console import ConsoleProgress\n"
         "progress = ConsoleProgress(4, start_step=1)\n"
         f"progress.update({STEP!r}, 2)\n"
+        "logging.warning('a warning')\n"
+        "print('printed', file=sys.stderr)\n"
         "progress.close()\n"
+        "logging.warning('the end')\n"
     )
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (30, 120))
-    subprocess.run([sys.executable, "-c", program], stdout=follower, check=True, timeout=60)
-    text = os.read(leader, 4096).decode()  # all of it: less than a terminal's buffer
+    environment = {**os.environ, "TERM": "xterm"}
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, stdout=follower, stderr=follower, check=True, timeout=60, env=environment)
+    text = os.read(leader, 65536).decode()  # all of it: less than a terminal's buffer
     assert "step 2/4  reward 0.512" in text
-    assert "50%|" in text and "| step 2/4, reward 0.512  len 14.2  1234 tok/s" in text
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert re.search(r"step 2/4 .* reward 0.512  len 14.2  1234 tok/s", shown)
+    lines = [line.split("\r")[-1].strip() for line in shown.splitlines()]
+    assert {"a warning", "printed", "the end"} <= set(lines)
+    assert not text.rstrip().endswith("\x1b[?25l")
 
 
 def test_a_validation_by_the_evaluator_is_labelled_with_the_step_whose_weights_it_used():
