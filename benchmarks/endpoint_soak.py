@@ -32,6 +32,8 @@ import anthropic
 import httpx
 import openai
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from tests.conftest import make_tiny_qwen2
 
 MAX_TOKENS = 8  # of an answer

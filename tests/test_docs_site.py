@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 LLMS = runpy.run_path(str(DOCS / "site" / "llms.py"))
 REFERENCE = runpy.run_path(str(DOCS / "site" / "reference.py"))
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
+ON_RAY = ("5_failures",)  # takes a minute
 PAGES = [*sorted(DOCS.glob("*.md")), *NOTEBOOKS]
 READ = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"))]
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
@@ -72,14 +73,16 @@ def test_a_notebook_has_the_small_outputs_of_one_run_and_names_no_directory_of_a
     code = cells(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "make notebooks"
     text = path.read_text(encoding="utf-8")
-    assert len(text) < 100_000 and not re.search(r"\"?(/home|/root|/tmp|/work)/", text)
+    assert len(text) < 100_000 and not re.search(r"\"?/(home|root|tmp|work)/", text)
     assert not [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not (find_spec("nbclient") and find_spec("ipykernel")), reason="pip install -e '.[docs]'")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in ON_RAY else []) for p in NOTEBOOKS],
+)
 def test_every_cell_of_a_notebook_runs(path, tmp_path):
     command = [sys.executable, DOCS / "site" / "execute.py", path, "--into", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1100)

@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "notebooks"
-CELL_TIMEOUT_S = 600
+CELL_TIMEOUT_S, START_TIMEOUT_S = 600, 300
 ENVIRONMENT = {"RAY_worker_niceness": "0", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 """Ray starts its workers with nice 15: beside other programs on a busy machine they would hardly run."""
 
@@ -27,7 +27,11 @@ def execute(path: Path) -> nbformat.NotebookNode:
     """Return the notebook with the outputs of a new kernel, which runs in the notebook's directory."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        startup_timeout=START_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
     )
     client.execute(env=os.environ | ENVIRONMENT)
     for cell in notebook.cells:
