@@ -105,8 +105,9 @@ class ConsoleProgress:
         [task], eta_s = status.task_ids, self.eta_s()
         if shown and eta_s is not None:
             shown.append(f"eta {format_duration(eta_s)}")
-        fields = {"shown": "  ".join(shown)} if shown else {}
-        status.update(task, completed=step, description=_step_text(step, self.total_steps), refresh=True, **fields)
+        if shown:  # a validation alone leaves what the last step has shown
+            status.update(task, shown="  ".join(shown))
+        status.update(task, completed=step, description=_step_text(step, self.total_steps), refresh=True)
 
     def _write(self, line: str) -> None:
         if self._status is not None:
