@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 LLMS = runpy.run_path(str(DOCS / "site" / "llms.py"))
 REFERENCE = runpy.run_path(str(DOCS / "site" / "reference.py"))
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
-ON_RAY = ("5_failures",)  # takes a minute
+EVERY_CHANGE = ("1_first_run", "2_own_reward")  # each takes 20 seconds of a core; `make slow` runs the others, too
 PAGES = [*sorted(DOCS.glob("*.md")), *NOTEBOOKS]
 READ = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"))]
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
@@ -81,7 +81,7 @@ def test_a_notebook_has_the_small_outputs_of_one_run_and_names_no_directory_of_a
 @pytest.mark.skipif(not (find_spec("nbclient") and find_spec("ipykernel")), reason="pip install -e '.[docs]'")
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in ON_RAY else []) for p in NOTEBOOKS],
+    [pytest.param(p, id=p.stem, marks=[] if p.stem in EVERY_CHANGE else [pytest.mark.slow]) for p in NOTEBOOKS],
 )
 def test_every_cell_of_a_notebook_runs(path, tmp_path):
     command = [sys.executable, DOCS / "site" / "execute.py", path, "--into", tmp_path]
