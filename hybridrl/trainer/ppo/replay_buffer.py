@@ -18,6 +18,7 @@ import torch
 
 from hybridrl.config.schema.trainer import ReplayConfig
 from hybridrl.protocol import DataProto
+from hybridrl.rewards.manager import BRANCHES
 from hybridrl.trainer.ppo.off_policy import token_ages
 
 FILE = "groups"
@@ -133,9 +134,24 @@ class ReplayBuffer:
 
 
 def concat_padded(batches: Sequence[DataProto], *, pad_token_id: int) -> DataProto:
-    """Return the rows of all batches, with prompts padded on the left to one width."""
+    """Return the rows of all batches, with prompts padded on the left to one width.
+
+    Where only some batches have the column `branches`, the other rows get none: groups of an older checkpoint, or of a
+    run with another `agent.train_branches`.
+    """
     width = max(batch.batch["prompts"].shape[1] for batch in batches)
-    return DataProto.concat([_pad_to(batch, width, pad_token_id) for batch in batches])
+    padded = [_pad_to(batch, width, pad_token_id) for batch in batches]
+    if any(BRANCHES in batch.non_tensor_batch for batch in padded):
+        padded = [_with_branches(batch) for batch in padded]
+    return DataProto.concat(padded)
+
+
+def _with_branches(batch: DataProto) -> DataProto:
+    if BRANCHES in batch.non_tensor_batch:
+        return batch
+    filled = batch.select()
+    filled.non_tensor_batch[BRANCHES] = np.fromiter(([] for _ in range(len(batch))), dtype=object, count=len(batch))
+    return filled
 
 
 def _pad_to(batch: DataProto, width: int, pad_token_id: int) -> DataProto:

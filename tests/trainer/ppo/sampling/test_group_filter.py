@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hybridrl.config.schema.ppo import FilterGroupsConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
+from hybridrl.rewards.manager import BRANCHES
 from hybridrl.trainer.checkpoint.ledger_audit import audit
 from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter, differs_in_group, metric_values
@@ -218,3 +219,24 @@ def test_kept_groups_are_refused_by_a_run_that_cannot_train_them(tmp_path):
         off.load(str(tmp_path), state)
     other.load(str(tmp_path), {"rows": 0})
     assert other.kept is None
+
+
+@pytest.mark.parametrize("is_old", [True, False], ids=["older checkpoint", "train_branches was turned off"])
+def test_kept_groups_join_a_batch_with_other_columns_for_branches(tmp_path, is_old):
+    def with_branches(batch: DataProto) -> DataProto:
+        batch.non_tensor_batch[BRANCHES] = np.fromiter(([row] for row in range(len(batch))), object, count=len(batch))
+        return batch
+
+    old, new = generated([(0, 1), (0, 1)]), generated([(0, 1)], first_row=5, version=1)
+    (with_branches(new) if is_old else with_branches(old))
+    saved = group_filter(size=1, max_age=1)
+    step = saved.begin(version=0)
+    assert step.add(old, {}, epoch=0) and rows(step.take()) == [0]
+    state = saved.save(str(tmp_path))
+    loaded = group_filter(size=2, max_age=1)
+    loaded.load(str(tmp_path), state)
+    step = loaded.begin(version=1)
+    assert step.add(new, {}, epoch=0)
+    batch = step.take()
+    assert rows(batch) == [1, 5]
+    assert list(batch.non_tensor_batch[BRANCHES]) == ([[], [], [0], [1]] if is_old else [[2], [3], [], []])
