@@ -21,6 +21,8 @@ SAMPLING = SamplingParams(4)
 class Policy:
     """Answers every request with the tokens of its row."""
 
+    is_paused = False
+
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
         await asyncio.sleep(0)
         return TokenOutput(request.request_id, [request.seed] * 4, [-1.0] * 4, "length", 0)
@@ -58,7 +60,7 @@ async def generate(tries: Counter, loops: list[Shaky]) -> list[AgentLoopOutput]:
         loops.append(loop)
         return await loop.run_in_time(SAMPLING, **row)
 
-    batch = AgentBatch(rows, run_loop)
+    batch = AgentBatch(rows, run_loop, last_limit=4)
     await batch.advance(Policy(), 4, timeout_s=120)
     assert batch.is_complete
     return batch.outputs
@@ -131,6 +133,8 @@ def test_a_bug_ends_the_batch_with_its_own_type():
         await asyncio.Event().wait()
         raise AssertionError
 
-    batch = AgentBatch([{"request": Request(str(seed), (1,), SAMPLING, seed)} for seed in range(3)], run_loop)
+    batch = AgentBatch(
+        [{"request": Request(str(seed), (1,), SAMPLING, seed)} for seed in range(3)], run_loop, last_limit=4
+    )
     with pytest.raises(TypeError, match="no such argument"):
         asyncio.run(batch.advance(Policy(), 4, timeout_s=120))

@@ -17,6 +17,7 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import RequestFailed
 from hybridrl.serving.openai import Endpoint, ServedModel, connections, server
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.serving.sessions.session import EpisodeLimits
 from hybridrl.workers.replica import LocalReplica
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.base import load_special_tokens
@@ -260,6 +261,30 @@ def test_connections_above_the_limit_are_refused(site, monkeypatch):
             assert refused.recv(100).startswith(b"HTTP/1.1 503")
     wait_until(lambda: open_connections(site) == 0)
     assert site.serves()
+
+
+class NewWeights:
+    """A policy whose requests wait for new weights."""
+
+    async def generate(self, request, *, conversation=None):
+        await asyncio.Event().wait()
+
+
+def test_connections_of_episodes_that_wait_do_not_count(site, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    wait_until(lambda: open_connections(site) == 0)
+    limits = EpisodeLimits(NewWeights(), SamplingParams(8), 1, 0, 200, 300)
+    url = f"/sessions/{site.endpoint.sessions.open_episode(limits).name}/v1/chat/completions"
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "How many?"}]}).encode()
+    head = f"POST {url} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    known = site.endpoint._connections._of_episodes
+    with contextlib.ExitStack() as stack:
+        for number in range(1, 5):
+            client = stack.enter_context(site.connect())
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda number=number: len(known) == number)
+        assert site.serves()
+    wait_until(lambda: not known)
 
 
 def test_a_stream_that_nobody_reads_gives_its_places_back(site, monkeypatch):

@@ -144,19 +144,12 @@ def agent_problems(config: PPOConfig) -> Problems:
         return
     if _serves_while_training(config) and rollout.weight_sync.lora == "adapter":
         yield f"{key}.weight_sync.lora=adapter: {_lost(config)} all weights of the last push; leave it out"
-    yield from _agent_timeout_problems(config)
     if rollout.agent.default_agent_loop in (HTTP_AGENT, OUTSIDE_AGENT):
         yield from _program_problems(config)
     if rollout.agent.default_agent_loop in ENVIRONMENT_LOOPS:
         yield from _environment_problems(config)
     if rollout.endpoint_host != defaults.endpoint_host and not rollout.endpoint_port:
         yield f"{key}.endpoint_host={rollout.endpoint_host}: has no effect without {key}.endpoint_port"
-
-
-def _agent_timeout_problems(config: PPOConfig) -> Problems:
-    timeout_s, key = config.actor_rollout_ref.rollout.agent.timeout_s, "actor_rollout_ref.rollout.agent.timeout_s"
-    if timeout_s is not None and config.trainer.partial_rollout:
-        yield f"{key}={timeout_s:g}: with trainer.partial_rollout responses wait for new weights; leave out one of both"
 
 
 def _program_problems(config: PPOConfig) -> Problems:
@@ -176,11 +169,6 @@ def _program_problems(config: PPOConfig) -> Problems:
             f"algorithm.adv_estimator={config.algorithm.adv_estimator}: compares the tokens of a group position by "
             f"position, and an agent's conversations are rows of their own; set {key}.agent.train_branches=false"
         )
-    if config.trainer.partial_rollout:
-        yield (
-            f"trainer.partial_rollout=true: agents of {key}.agent.default_agent_loop={loop} cannot wait in the "
-            "middle of an answer for new weights; leave it out"
-        )
 
 
 def _environment_problems(config: PPOConfig) -> Problems:
@@ -193,11 +181,6 @@ def _environment_problems(config: PPOConfig) -> Problems:
         )
     if name == "verifiers_agent" and not rollout.endpoint_port:
         yield f"{key}.agent.default_agent_loop={name}: it plays on the endpoint; set {key}.endpoint_port"
-    if config.trainer.partial_rollout:
-        yield (
-            f"trainer.partial_rollout=true: environments of {key}.agent.default_agent_loop={name} cannot wait in the "
-            "middle of an episode for new weights; leave it out"
-        )
 
 
 def _serves_while_training(config: PPOConfig) -> bool:

@@ -279,8 +279,8 @@ class AgentConfig:
     )
     timeout_s: float | None = setting(
         None,
-        "Seconds for one response of an agent loop, which fails after that (mode=async); null: only "
-        "trainer.call_timeout_s limits all of them together. outside_agent needs it.",
+        "Seconds for one response of an agent loop, which fails after that (mode=async), without those in which it "
+        "waits for new weights; null: only trainer.call_timeout_s limits all of them together. outside_agent needs it.",
         gt=0,
     )
     train_branches: bool = setting(

@@ -15,7 +15,6 @@ Sampled tokens are never decoded and encoded again, so training sees the tokens 
 log-probs. Only the text of tools and environments is tokenized here. The loss leaves it out (response_mask 0).
 """
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,6 +24,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError
 from hybridrl.import_path import load_module
+from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.store import SessionHost
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
@@ -197,12 +197,16 @@ class AgentLoop(ABC):
 
     Attributes:
         has_own_deadline: `run` ends itself after `agent_timeout_s`, not counting the time before it begins to work.
+        has_own_pace: Its rows never wait for a push. It interrupts their requests, and these go on with new weights.
+        player: Names the agent in errors.
     """
 
     has_own_deadline = False
+    has_own_pace = False
 
     def __init__(self, context: AgentLoopContext):
         self.context, self.tokenizer, self.tools = context, context.tokenizer, context.tools
+        self.player = type(self).__name__
 
     @abstractmethod
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
@@ -210,28 +214,31 @@ class AgentLoop(ABC):
 
         Args:
             sampling_params: For one sample.
-            row: The row's columns (`raw_prompt`, `extra_info`, ...), and `request` and `client` for `respond`.
+            row: The row's columns (`raw_prompt`, `extra_info`, ...), and `HANDLES`.
         """
 
     async def run_in_time(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Return what `run` returns. Raises AgentFailed if it has not returned after `agent_timeout_s`."""
         if self.has_own_deadline:
             return await self.run(sampling_params, **row)
-        async with self.time_limit():
+        async with self.time_limit(EpisodeWaits.of(row)):
             return await self.run(sampling_params, **row)
 
     @asynccontextmanager
-    async def time_limit(self) -> AsyncIterator[None]:
-        """Limit a block to `agent_timeout_s`. Raises AgentFailed when it has not ended by then."""
+    async def time_limit(self, waits: EpisodeWaits) -> AsyncIterator[None]:
+        """Limit a block to `agent_timeout_s`, not counting waits for new weights.
+
+        Raises AgentFailed when it has not ended by then.
+        """
         timeout_s = self.context.agent_timeout_s
         try:
-            async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s) as limit:
+            async with waits.limit(timeout_s) as limit:
                 yield
         except TimeoutError as error:
             if not limit.expired():
                 raise
             raise AgentFailed(
-                f"{type(self).__name__} did not end within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
+                f"{self.player} did not end within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
                 cause="timeout",
             ) from error
 
@@ -241,6 +248,14 @@ class AgentLoop(ABC):
 
     def close(self) -> None:  # noqa: B027 - most loops have started nothing
         """End what the loop has started, once its rollout is closed."""
+
+
+HANDLES = ("request", "client", "waits")  # of a row, beside its columns: for `respond` and `time_limit`
+
+
+def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a row has in the data."""
+    return {name: value for name, value in row.items() if name not in HANDLES}
 
 
 AGENT_LOOPS: dict[str, type[AgentLoop]] = {}

@@ -3,24 +3,31 @@
 Up to a limit of tokens that may be raised later.
 
 A limit below `data.max_response_length` is used by partial rollouts. A response with that many tokens waits in the
-middle of a turn, the weights change, and it continues. Each row records the policy's turns so that a run can resume
-from a checkpoint. The loop then runs again from its start and gets the recorded turns without any request.
+middle of a turn, the weights change, and it continues. Of an agent with several conversations, each has the limit.
+Each row records the policy's turns so that a run can resume from a checkpoint. The loop then runs again from its start
+and gets the recorded turns without any request. Rows that had ended keep their outputs.
+
+Which weights sample a token depends on its place in its conversation alone, as long as a loop has one request at a
+time. A loop with concurrent requests may send one when the batch has reached its limit. It is served at once, perhaps
+with younger weights. Rows of a loop with `has_own_pace` have no limit: only the last call waits for them.
 
 Runs in the driver process, on the router's event loop; `AgentLoopManager` creates it.
 """
 
 import asyncio
-import json
+import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from hybridrl.errors import CallTimeout
 from hybridrl.failure_policy import Budgets, Failure, FailureKind
 from hybridrl.serving.agent_loop import failures
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
+from hybridrl.serving.agent_loop.recorded_row import RecordedRow
+from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.continuation import PolicyClient, generate_in_chunks, join_chunks
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
@@ -29,48 +36,97 @@ logger = logging.getLogger(__name__)
 # A row with its request and client, whether a loop has failed on it -> coroutine of its AgentLoopOutput
 LoopRunner = Callable[[dict[str, Any], bool], Any]
 
+# Before a row with a request that waits counts as settled: for its loop, which got an answer, to send another request.
+SETTLE_S = 0.5
+
+
+class PausablePolicy(PolicyClient, Protocol):
+    """A `ReplicaRouter`, or a policy like it."""
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    async def wait_until_running(self) -> None: ...
+
+
+@dataclass
+class _WaitingPolicy:
+    """The policy for a row whose deadlines stand still while weights are pushed."""
+
+    policy: PausablePolicy
+    waits: EpisodeWaits
+
+    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        if self.policy.is_paused:
+            with self.waits.waiting():
+                await self.policy.wait_until_running()
+        return await self.policy.generate(request, conversation=conversation)
+
 
 @dataclass
 class RowClient:
     """The policy as the loop of one row sees it.
 
     Attributes:
-        turns: Turns so far, recorded ones included; one with reason "pause" is continued.
+        has_own_pace: The row has no limit.
+        turns: Turns so far by their keys, recorded ones included; one with reason "pause" is continued.
         num_open: Turns that the loop waits for.
         num_waiting: Those of them that wait for a higher limit.
+        waits: Its deadlines, which stand still while a request waits.
     """
 
     batch: "AgentBatch"
-    turns: list[TokenOutput] = field(default_factory=list)
+    has_own_pace: bool = False
+    turns: dict[str, TokenOutput] = field(default_factory=dict)
     is_finished: bool = False
     num_open: int = 0
     num_waiting: int = 0
-    _num_turns: int = 0
+    waits: EpisodeWaits = field(default_factory=EpisodeWaits)
+    _occurrences: Counter[str] = field(default_factory=Counter)
+    _num_answered: int = 0  # in the last `SETTLE_S` seconds, while other requests wait
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing more happens in this row until the limit is raised."""
-        return self.is_finished or 0 < self.num_open == self.num_waiting
+        if self.is_finished or (self.has_own_pace and not self.batch.is_at_last_limit):
+            return True
+        return 0 < self.num_open == self.num_waiting and not self._num_answered
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        number, max_new_tokens = self._num_turns, request.sampling.max_new_tokens
-        self._num_turns += 1
-        if number == len(self.turns):
-            self.turns.append(TokenOutput(request.request_id, [], [], "pause", -1))
+        key, max_new_tokens = self._key_of(request), request.sampling.max_new_tokens
+        self.turns.setdefault(key, TokenOutput(request.request_id, [], [], "pause", -1))
         self.num_open += 1
         try:
-            while (turn := self.turns[number]).finish_reason == "pause":
-                tokens_left = self.batch.limit - request.num_done - len(turn.token_ids)
+            while (turn := self.turns[key]).finish_reason == "pause":
+                left = max_new_tokens - len(turn.token_ids)
+                tokens_left = self._limit - request.num_before - request.num_done - len(turn.token_ids)
                 if tokens_left <= 0:
                     await self._wait_for_limit()
                     continue
-                left = max_new_tokens - len(turn.token_ids)
-                self.turns[number] = await self._continue_turn(
+                self.turns[key] = await self._continue_turn(
                     turn, request, min(left, tokens_left), is_last=left <= tokens_left, conversation=conversation
                 )
-            return turn
+            return replace(turn, request_id=request.request_id)
         finally:
             self.num_open -= 1
+            if self.num_waiting:
+                self._num_answered += 1
+                asyncio.get_running_loop().call_later(SETTLE_S, self._end_grace)
+
+    def _end_grace(self) -> None:
+        self._num_answered -= 1
+        self.batch.check_settled()
+
+    def _key_of(self, request: Request) -> str:
+        """Return what a resumed loop's request has in common with the recorded one, whatever their order."""
+        content = (request.seed, request.sample, request.num_before, request.num_done, request.prompt_ids)
+        digest = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+        self._occurrences[digest] += 1
+        return f"{digest}.{self._occurrences[digest]}"
+
+    @property
+    def _limit(self) -> int:
+        return self.batch.last_limit if self.has_own_pace else self.batch.limit
 
     async def _continue_turn(
         self, turn: TokenOutput, request: Request, max_new_tokens: int, *, is_last: bool, conversation: str | None
@@ -84,19 +140,16 @@ class RowClient:
             sampling=replace(request.sampling, max_new_tokens=max_new_tokens),
             num_done=request.num_done + done,
         )
-        chunks = [
-            chunk
-            async for chunk in generate_in_chunks(
-                self.batch.router, rest, conversation=conversation or request.request_id
-            )
-        ]
-        whole = join_chunks(request.request_id, [turn, *chunks])
+        policy = _WaitingPolicy(self.batch.router, self.waits)
+        chunks = generate_in_chunks(policy, rest, conversation=conversation or request.request_id)
+        whole = join_chunks(request.request_id, [turn, *[chunk async for chunk in chunks]])
         return replace(whole, finish_reason="pause") if whole.finish_reason == "length" and not is_last else whole
 
     async def _wait_for_limit(self) -> None:
         self.num_waiting += 1
         try:
-            await self.batch.wait_for_raised_limit()
+            with self.waits.waiting():
+                await self.batch.wait_for_raised_limit()
         finally:
             self.num_waiting -= 1
 
@@ -109,16 +162,28 @@ class AgentBatch:
     Args:
         rows: Columns of each row, with its `request`.
         run_loop: Generates the response of a row.
-        turns: Recorded turns of each row, from a checkpoint.
+        last_limit: Most tokens of a response; at this limit all rows end.
+        has_own_pace: Whether a row has no limit.
+        recorded: What a checkpoint has of each row.
     """
 
     def __init__(
-        self, rows: list[dict[str, Any]], run_loop: LoopRunner, *, turns: list[list[TokenOutput]] | None = None
+        self,
+        rows: list[dict[str, Any]],
+        run_loop: LoopRunner,
+        *,
+        last_limit: int,
+        has_own_pace: Callable[[Mapping[str, Any]], bool] = lambda row: False,
+        recorded: list[RecordedRow] | None = None,
     ):
-        self.rows, self.limit = rows, 0
+        self.rows, self.limit, self.last_limit = rows, 0, last_limit
         self.requested_limit = 0  # of the last submitted call; `limit` is that of the running one
-        self.router: PolicyClient
-        self.clients = [RowClient(self, row_turns) for row_turns in turns or [[] for _ in rows]]
+        self.router: PausablePolicy
+        records = recorded or [RecordedRow() for _ in rows]
+        self.clients = [
+            RowClient(self, has_own_pace(row), record.turns) for row, record in zip(rows, records, strict=True)
+        ]
+        self._ended = [record.output for record in records]
         self._run_loop = run_loop
         self._tasks: list[asyncio.Task[AgentLoopOutput]] = []
         self._raised = asyncio.Event()
@@ -126,7 +191,7 @@ class AgentBatch:
         self._budgets = Budgets()  # of each row
         self._logged: set[str] = set()
 
-    async def advance(self, router: PolicyClient, limit: int, *, timeout_s: float) -> None:
+    async def advance(self, router: PausablePolicy, limit: int, *, timeout_s: float) -> None:
         """Return when every response has ended or has `limit` tokens.
 
         A loop that fails is tried again, and its sample is left out if that does not help (`failures`). The first bug
@@ -143,12 +208,13 @@ class AgentBatch:
             self._tasks = [asyncio.create_task(self._run_row(number)) for number in range(len(self.rows))]
         try:
             await asyncio.sleep(0)  # let rows that waited for the limit start again
-            self._check_settled()
+            self.check_settled()
             await asyncio.wait_for(self._settled.wait(), timeout_s)
             for task in self._tasks:
                 if task.done():
                     task.result()
         except TimeoutError as error:
+            self._cancel_tasks()
             late = [
                 row["request"].request_id
                 for row, client in zip(self.rows, self.clients, strict=True)
@@ -158,10 +224,13 @@ class AgentBatch:
                 f"{len(late)} of {len(self.rows)} agent loops did not end within {timeout_s:g} s "
                 f"({', '.join(late[:5])}); if they are slow and not stuck, raise trainer.call_timeout_s"
             ) from error
-        finally:
-            if not all(client.is_settled for client in self.clients):
-                for task in self._tasks:
-                    task.cancel()
+        except BaseException:
+            self._cancel_tasks()
+            raise
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     async def _run_row(self, number: int) -> AgentLoopOutput:
         try:
@@ -171,14 +240,17 @@ class AgentBatch:
             raise
         finally:
             self.clients[number].is_finished = True
-            self._check_settled()
+            self.check_settled()
 
     async def _try_row(self, number: int) -> AgentLoopOutput:
         """Return the response to a row, without tokens if it is left out."""
+        if (ended := self._ended[number]) is not None:
+            return ended
         row, causes = self.rows[number], Counter[str]()
         while True:
+            client = self.clients[number]
             try:
-                output = await self._run_loop(row | {"client": self.clients[number]}, bool(causes))
+                output = await self._run_loop(row | {"client": client, "waits": client.waits}, bool(causes))
                 break
             except Exception as error:
                 sort = failures.sort_failure(error)
@@ -190,7 +262,9 @@ class AgentBatch:
                 output = failures.left_out_output(row["request"])
                 break
             await asyncio.sleep(failures.BACK_OFF_S * 2 ** (causes.total() - 1))
-            self.clients[number] = RowClient(self)  # requests that the loop has left open go to the old one
+            self.clients[number] = RowClient(
+                self, client.has_own_pace
+            )  # requests that the loop has left open go to the old one
         counts = {f"{failures.FAILURE}{cause}": float(times) for cause, times in causes.items()}
         return replace(output, counts=output.counts | counts)
 
@@ -209,12 +283,22 @@ class AgentBatch:
     async def wait_for_raised_limit(self) -> None:
         """Return when `advance` was called again."""
         raised = self._raised
-        self._check_settled()
+        self.check_settled()
         await raised.wait()
 
-    def _check_settled(self) -> None:
+    def check_settled(self) -> None:
+        """Let `advance` return if nothing more happens in any row until the limit is raised."""
         if all(client.is_settled for client in self.clients):
             self._settled.set()
+
+    def records(self) -> list[RecordedRow]:
+        """Return what a resumed run needs of each row. May be called in any thread, while rows with own pace work."""
+        outputs = [task.result() if _has_result(task) else None for task in self._tasks]
+        return [RecordedRow(dict(client.turns), output) for client, output in zip(self.clients, outputs, strict=True)]
+
+    @property
+    def is_at_last_limit(self) -> bool:
+        return self.limit >= self.last_limit
 
     @property
     def was_aborted(self) -> bool:
@@ -248,14 +332,5 @@ class AgentBatch:
         return [task.result() for task in tasks]
 
 
-def dump_turns(turns: list[TokenOutput]) -> str:
-    """Return a row's turns as JSON; `load_turns` restores them bit for bit."""
-    return json.dumps([[t.request_id, t.token_ids, t.log_probs, t.finish_reason, t.version, t.mixed] for t in turns])
-
-
-def load_turns(text: str) -> list[TokenOutput]:
-    """Return a row's turns from the JSON of `dump_turns`."""
-    return [
-        TokenOutput(request_id, token_ids, log_probs, finish_reason, version, tuple(mixed))
-        for request_id, token_ids, log_probs, finish_reason, version, mixed in json.loads(text)
-    ]
+def _has_result(task: asyncio.Task[AgentLoopOutput]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -33,8 +33,9 @@ from hybridrl.serving.agent_loop.base import (
     AgentLoopOutput,
     lookup_agent_loop,
 )
-from hybridrl.serving.agent_loop.batch import AgentBatch, dump_turns, load_turns
+from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.failures import leave_out_groups
+from hybridrl.serving.agent_loop.recorded_row import RecordedRow, pop_records, to_columns
 from hybridrl.serving.agent_loop.short_round import ShortRound
 from hybridrl.serving.agent_loop.tools import load_tools
 from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
@@ -50,7 +51,6 @@ from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds,
 
 KEY = "actor_rollout_ref.rollout"
 AGENT_METRICS = "rollout/agent/"
-TURNS_COLUMN = "said"  # of an incomplete batch, also in checkpoints: the policy's turns so far (`dump_turns`)
 
 
 @dataclass
@@ -68,8 +68,7 @@ class AgentFuture:
     def get(self) -> DataProto:
         """Wait, and return the batch that `generate_sequences` would return.
 
-        Where responses will be continued, the batch has the prompts of all S rows and the column "said" with the turns
-        so far.
+        Where responses will be continued, the batch has the prompts of all S rows and the columns of `RecordedRow`.
 
         Raises:
             CancelledError: The service was closed first, or the responses have been continued since.
@@ -281,20 +280,19 @@ class AgentLoopManager:
     def _incomplete_batch(self, future: AgentFuture) -> DataProto:
         rows = future.prompts.repeat(future.sampling.n, interleave=True)
         seeds = torch.tensor([row["request"].seed for row in future.batch.rows], dtype=torch.int64)
-        turns = np.array([dump_turns(client.turns) for client in future.batch.clients], dtype=object)
-        limit = torch.full((len(turns),), future.batch.limit, dtype=torch.int64)
+        recorded = to_columns(future.batch.records())
+        limit = torch.full((len(rows),), future.batch.limit, dtype=torch.int64)
         columns = cast(dict[str, torch.Tensor], dict(rows.batch.items())) | {"seeds": seeds, "limit": limit}
-        return DataProto.from_dict(
-            columns, rows.non_tensor_batch | {TURNS_COLUMN: turns}, meta_info=dict(rows.meta_info)
-        )
+        return DataProto.from_dict(columns, rows.non_tensor_batch | recorded, meta_info=dict(rows.meta_info))
 
     def _restore(self, rows: DataProto) -> AgentFuture:
         """Return a future that continues what `_incomplete_batch` wrote."""
         sampling = self._sampling(rows)
+        rows = rows.select()
+        recorded = pop_records(rows.non_tensor_batch)
         prompts = rows.select_idxs(torch.arange(len(rows)) % sampling.n == 0)
         limit = int(cast(torch.Tensor, prompts.batch.pop("limit"))[0]) if len(prompts) else 0
-        prompts.non_tensor_batch.pop(TURNS_COLUMN)
-        batch = self._batch(prompts, sampling, turns=[load_turns(text) for text in rows.non_tensor_batch[TURNS_COLUMN]])
+        batch = self._batch(prompts, sampling, recorded=recorded)
         batch.requested_limit = limit
         return AgentFuture(self, prompts, sampling, batch)
 
@@ -302,17 +300,28 @@ class AgentLoopManager:
         request = GenerationRequest.of(prompts.meta_info)
         return sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
 
-    def _batch(self, prompts: DataProto, sampling: SamplingParams, *, turns: list | None = None) -> AgentBatch:
+    def _batch(
+        self, prompts: DataProto, sampling: SamplingParams, *, recorded: list[RecordedRow] | None = None
+    ) -> AgentBatch:
         self._num_calls += 1
         one = replace(sampling, n=1)
 
         async def run_loop(row: dict[str, Any], is_retry: bool) -> AgentLoopOutput:
             return await self._run_row(row, one, is_retry=is_retry)
 
-        return AgentBatch(self._rows(prompts, sampling), run_loop, turns=turns)
+        return AgentBatch(
+            self._rows(prompts, sampling),
+            run_loop,
+            last_limit=self.context.max_response_length,
+            has_own_pace=lambda row: lookup_agent_loop(self._loop_name(row)).has_own_pace,
+            recorded=recorded,
+        )
+
+    def _loop_name(self, row: Mapping[str, Any]) -> str:
+        return row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
 
     async def _run_row(self, row: dict[str, Any], sampling: SamplingParams, *, is_retry: bool) -> AgentLoopOutput:
-        name = row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
+        name = self._loop_name(row)
         output = await self._get_loop(name, is_new=is_retry).run_in_time(sampling, **row)
         longest = max(len(one.response_ids) for one in (output, *output.branches))
         if longest > self.context.max_response_length:

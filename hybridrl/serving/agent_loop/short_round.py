@@ -10,8 +10,7 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
-from hybridrl.serving.agent_loop.batch import AgentBatch
-from hybridrl.serving.continuation import PolicyClient
+from hybridrl.serving.agent_loop.batch import AgentBatch, PausablePolicy
 from hybridrl.serving.service import PolicyService
 from hybridrl.workers.rollout.short_round import CHOSEN, round_limits, shortest_groups
 
@@ -44,7 +43,7 @@ class ShortRound:
         """
         service.call(self._advance(service.router))
 
-    async def _advance(self, router: PolicyClient) -> None:
+    async def _advance(self, router: PausablePolicy) -> None:
         try:
             for limit in round_limits(self.max_new_tokens):
                 await self.batch.advance(router, limit, timeout_s=self.timeout_s)

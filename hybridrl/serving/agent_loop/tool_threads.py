@@ -9,7 +9,7 @@ import contextvars
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,13 +34,16 @@ _abandoned: Counter[Callable] = Counter()
 _lock = threading.Lock()
 
 
-async def call_in_thread(function: Callable, arguments: dict[str, Any], *, timeout_s: float | None = None) -> Any:
+async def call_in_thread(
+    function: Callable, arguments: dict[str, Any], *, timeout_s: float | None = None, has_place: bool = False
+) -> Any:
     """Return what the function returns.
 
     Args:
         function: Any callable.
         arguments: Its keyword arguments.
         timeout_s: Seconds for the call, from when it begins. Its thread goes on after that. None: the caller limits it.
+        has_place: The caller limits how many calls there are at the same time.
 
     Raises:
         TimeoutError: It has not returned in time.
@@ -49,7 +52,8 @@ async def call_in_thread(function: Callable, arguments: dict[str, Any], *, timeo
         Exception: What else the function raises.
     """
     places = _places.setdefault(asyncio.get_running_loop(), {})
-    async with places.setdefault(function, asyncio.Semaphore(MAX_RUNNING)):
+    place = nullcontext() if has_place else places.setdefault(function, asyncio.Semaphore(MAX_RUNNING))
+    async with place:
         if _abandoned[function] >= MAX_ABANDONED:
             raise ToolHangs(f"{MAX_ABANDONED} earlier calls have not returned; it is not called any more")
         call = _Call(function, arguments)

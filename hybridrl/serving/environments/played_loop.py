@@ -13,6 +13,7 @@ from typing import Any
 from hybridrl.errors import AgentFailed
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, register_agent_loop
 from hybridrl.serving.agent_loop.programs.http_agent import AgentTask, HTTPAgentLoop
+from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.environments.pool import pool_of
 from hybridrl.serving.environments.process import NONSENSE
 from hybridrl.serving.environments.settings import load_environments, spec_of_row
@@ -38,12 +39,12 @@ class PlayedEnvironmentLoop(HTTPAgentLoop):
     def _places(self) -> Any:
         return asyncio.Semaphore(1)  # the pool of the environment has the places
 
-    async def _call(self, task: AgentTask) -> Any:
+    async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:
         spec, kwargs = spec_of_row(self.specs, task.row)
-        async with pool_of(spec).take() as environment:
+        async with pool_of(spec).take(waits) as environment, self.time_limit(waits):
             endpoint = {"base_url": task.base_url, "api_key": task.api_key, "model": task.model}
             columns = {**task.row, **endpoint, "name": spec.name, "kwargs": kwargs}
-            reward = await environment.play(columns, timeout_s=self.context.agent_timeout_s)
+            reward = await environment.play(columns)
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
         if reward is not None and not is_number:
             raise AgentFailed(

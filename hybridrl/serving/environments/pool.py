@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
+from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.environments.process import EnvironmentProcess
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
 
@@ -22,7 +23,10 @@ _lock = threading.Lock()
 
 
 class EnvironmentPool:
-    """At most `spec.num_processes` episodes at the same time on each event loop; others wait for a place."""
+    """At most `spec.num_processes` episodes work at the same time on each event loop; others wait for a place.
+
+    An episode that waits for new weights keeps its process, and gives its place to another one.
+    """
 
     def __init__(self, spec: EnvironmentSpec):
         self.spec = spec
@@ -31,10 +35,10 @@ class EnvironmentPool:
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     @asynccontextmanager
-    async def take(self) -> AsyncIterator[EnvironmentProcess]:
+    async def take(self, waits: EpisodeWaits) -> AsyncIterator[EnvironmentProcess]:
         """Give one process, for one episode. It is ended if the block raises or is cancelled."""
         places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.spec.num_processes))
-        async with places:
+        async with waits.hold(places):
             process = self._pop() or await self._start()
             try:
                 yield process
@@ -54,7 +58,7 @@ class EnvironmentPool:
         failures: list[Exception] = []
 
         async def start() -> None:
-            async with self.take():
+            async with self.take(EpisodeWaits()):
                 pass
 
         def run() -> None:
@@ -109,7 +113,10 @@ class EnvironmentPool:
             process.end()
             raise
         with _lock:
-            self._idle.append(process)
+            if len(self._idle) < self.spec.num_processes:
+                self._idle.append(process)
+                return
+        process.end()
 
 
 def pool_of(spec: EnvironmentSpec) -> EnvironmentPool:

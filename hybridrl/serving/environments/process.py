@@ -91,9 +91,9 @@ class EnvironmentProcess:
         """Return the answer to an action. Raises as `reset`."""
         return _as_answer(await self._call("step", {"action": action}), self.spec.name)
 
-    async def play(self, task: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Return what the object's `play` returns. Raises as `reset`."""
-        return await self._call("play", {"task": task}, timeout_s=timeout_s)
+    async def play(self, task: Mapping[str, Any]) -> Any:
+        """Return what the object's `play` returns. The caller limits its time. Raises as `reset`."""
+        return await self._call("play", {"task": task}, timeout_s=math.inf)
 
     async def close_episode(self) -> None:
         """End the episode. Raises as `reset`."""

@@ -13,8 +13,10 @@ from hybridrl.serving.agent_loop.base import (
     AgentLoopContext,
     AgentLoopOutput,
     ResponseBuilder,
+    columns_of,
     register_agent_loop,
 )
+from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.environments.base import Answer, Messages
 from hybridrl.serving.environments.pool import EnvironmentPool, pool_of
 from hybridrl.serving.environments.process import EnvironmentProcess
@@ -48,10 +50,10 @@ class EnvironmentAgentLoop(AgentLoop):
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         spec, kwargs = spec_of_row(self.specs, row)
-        async with pool_of(spec).take() as environment, self.time_limit():
-            columns = {name: value for name, value in row.items() if name not in ("request", "client")}
+        waits = EpisodeWaits.of(row)
+        async with pool_of(spec).take(waits) as environment, self.time_limit(waits):
             added = {"name": spec.name, "kwargs": kwargs, "seed": row["request"].seed % 2**31}
-            first = await environment.reset(columns | added)
+            first = await environment.reset(columns_of(row) | added)
             return await self.play(environment, first, sampling_params, row)
 
     async def play(

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from hybridrl.serving.openai.parameters import RequestError
 
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 512  # without those of episodes, which the training batch bounds
 MAX_BODY_BYTES = 16 << 20  # of a request
 MAX_BODIES_BYTES = 128 << 20  # of all requests that are being received
 IDLE_TIMEOUT_S = 30.0  # for a connection without a request in work: to send a header, or to read an answer
@@ -26,6 +26,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._in_work: set[object] = set()  # connections with a request that a handler works on
+        self._of_episodes: set[object] = set()
         self._idle_since: dict[object, float] = {}
         self._num_bytes = 0  # of bodies that are being received
 
@@ -51,6 +52,10 @@ class Connections:
         self._in_work.add(connection)
         self._idle_since.pop(connection, None)
         return lambda: self._in_work.discard(connection)
+
+    def exempt(self, request: web.Request) -> None:
+        """Do not count this request's connection: its episode may wait for new weights, as many others do."""
+        self._of_episodes.add(request.protocol)
 
     async def read_body(self, request: web.Request) -> bytes:
         """Return the body.
@@ -78,7 +83,8 @@ class Connections:
         return b"".join(parts)
 
     def _protocol(self) -> asyncio.Protocol:
-        return _Refusal() if len(self._server.connections) >= MAX_CONNECTIONS else self._server()
+        num_counted = sum(connection not in self._of_episodes for connection in self._server.connections)
+        return _Refusal() if num_counted >= MAX_CONNECTIONS else self._server()
 
     async def _sweep(self) -> None:
         while True:
@@ -87,6 +93,7 @@ class Connections:
 
     def close_idle(self, now: float) -> None:
         """Close connections that had no request in work for `IDLE_TIMEOUT_S` seconds at `now` (monotonic)."""
+        self._of_episodes.intersection_update(self._server.connections)
         idle = [connection for connection in self._server.connections if connection not in self._in_work]
         self._idle_since = {connection: self._idle_since.get(connection, now) for connection in idle}
         for connection in idle:

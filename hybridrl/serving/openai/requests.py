@@ -136,12 +136,15 @@ def _with_chat(
             raise RequestError(f"max_tokens={shorten(requested)}: must be 1 or more", param="max_tokens")
         stop = tuple(dict.fromkeys((*episode.sampling.stop, *sampling.stop)))
         sampling, seed = replace(episode.sampling, max_new_tokens=longest, stop=stop), session.seed(plan)
+        num_before = episode.max_response_length - plan.tokens_left
     else:
+        num_before = 0
         sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, plan.prompt_ids, "chat", policy))
     return replace(
         completion,
         requests=[
-            Request(f"{name}.0.{one}", plan.prompt_ids, sampling, seed, sample=one) for one in range(completion.n)
+            Request(f"{name}.0.{one}", plan.prompt_ids, sampling, seed, sample=one, num_before=num_before)
+            for one in range(completion.n)
         ],
         stop=sampling.stop,
         tool_format=detect_format(policy.tokenizer) if wants_calls(body) else None,

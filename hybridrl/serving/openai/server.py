@@ -195,10 +195,13 @@ class Endpoint:
 
     async def _respond(self, api: Api, request: web.Request) -> web.StreamResponse:
         session = session_of(request, self.sessions) if api.kind == "chat" else None
+        is_episode = session is not None and session.episode is not None  # of the training batch, which has no limit
+        if is_episode:
+            self._connections.exempt(request)
         raw, name = await self._read(request), new_id(api)
         work = partial(parse, api, raw, policy=self.served, name=name, session=session)
         completion: CompletionRequest = await self._in_parser(work)
-        if session is not None and session.episode is not None:  # of the training batch, which has no limit
+        if is_episode:
             return await self._answer(request, api, completion)
         num = len(completion.requests)
         if num + self._num_open > MAX_OPEN_RESPONSES:

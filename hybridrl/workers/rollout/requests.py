@@ -26,6 +26,8 @@ class Request:
     seed, sample: the response is number `sample` of the prompt with this seed, as in a batch with `n` samples.
     num_done: how many of the last prompt_ids already belong to the response (sampled in earlier turns, or returned by
         tools). Random numbers continue from there.
+    num_before: tokens of the response before those that num_done counts: earlier turns of an agent, whose random
+        numbers begin anew with each turn. Only the driver reads it, for the shares of partial rollouts.
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class Request:
     seed: int
     sample: int = 0
     num_done: int = 0
+    num_before: int = 0
 
     def __post_init__(self) -> None:
         if self.sampling.n != 1:

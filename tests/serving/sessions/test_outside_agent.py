@@ -91,7 +91,7 @@ def test_a_program_plays_a_row_and_says_its_reward_or_leaves_it_to_the_run(site,
 def test_a_row_that_is_not_ended_in_time_has_failed_and_somebody_else_gets_it(site, offer):
     with offer("yes", timeout_s=0.2) as loop:
         late = claim(site)
-        with pytest.raises(AgentFailed, match="did not end its episode within 0.2 s") as failed:
+        with pytest.raises(AgentFailed, match="did not end within 0.2 s") as failed:
             loop.get()
     assert failed.value.cause == "timeout" and end(site, late, reward=1)[0] == chat(site, late) == 410
     with offer("yes") as loop:

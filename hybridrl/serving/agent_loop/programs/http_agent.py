@@ -26,13 +26,15 @@ from hybridrl.rewards.sample_score import as_number
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
 from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
 from hybridrl.serving.agent_loop.tool_threads import ToolExit, ToolHangs, call_in_thread
+from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 KEY = "actor_rollout_ref.rollout.agent.program"
 FUNCTION = re.compile(r"(\S+):([A-Za-z_]\w*)")
-MAX_COROUTINES, MAX_PROCESSES = 128, 32  # agents (threads as processes) at the same time; others wait their turn
+# Agents (threads as processes) that begin at the same time; others wait until one ends, or waits for new weights.
+MAX_COROUTINES, MAX_PROCESSES = 128, 32
 MAX_ROW_BYTES = 100_000  # Linux takes 128 KiB per environment variable
 MAX_OUTPUT_MB = 1.0  # of a command
 POLL_PERIOD_S = 0.05
@@ -114,8 +116,8 @@ class HTTPAgentLoop(AgentLoop):
     async def _run_agent(self, task: AgentTask, episode: SessionEpisode) -> float | None:
         """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
         try:
-            async with self._places():
-                returned = await self._call(task)
+            async with episode.waits.hold(self._places()):
+                returned = await self._call(task, episode.waits)
         except AgentFailed:
             if episode.ended_by_length:
                 return None
@@ -133,25 +135,19 @@ class HTTPAgentLoop(AgentLoop):
         limit = MAX_COROUTINES if inspect.iscoroutinefunction(self._function) else MAX_PROCESSES
         return _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
 
-    async def _call(self, task: AgentTask) -> Any:
-        timeout_s, name = self.context.agent_timeout_s, self.context.program
+    async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:
         try:
-            async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
+            async with self.time_limit(waits):
                 if self._function is None:
                     return await _run_command(self._command, task.environment())
                 if inspect.iscoroutinefunction(self._function):
                     return await self._function(task)
-                return await call_in_thread(self._run_function, {"task": task})
-        except TimeoutError as error:
-            raise AgentFailed(
-                f"the agent {name} did not end within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
-                cause="timeout",
-            ) from error
+                return await call_in_thread(self._run_function, {"task": task}, has_place=True)
         except (AgentFailed, ConfigError, DataError):
             raise
         except (Exception, ToolHangs, ToolExit) as error:
             raise AgentFailed(
-                f"the agent {name} raised {type(error).__name__}: {error}", cause=type(error).__name__
+                f"{self.player} raised {type(error).__name__}: {error}", cause=type(error).__name__
             ) from error
 
     def _run_function(self, task: AgentTask) -> Any:

@@ -9,16 +9,12 @@ takes no more requests, and the row is offered again within the budget of `failu
 """
 
 import asyncio
-import math
 from typing import Any
 
 from hybridrl.errors import AgentFailed
-from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
 from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
-from hybridrl.serving.sessions.episodes import EndOfEpisode
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
-
-AGENT = "the program outside"
 
 
 @register_agent_loop("outside_agent")
@@ -26,6 +22,11 @@ class OutsideAgentLoop(AgentLoop):
     """Offers each row at the endpoint, and waits for the program that claims it."""
 
     has_own_deadline = True
+    has_own_pace = True  # a program may play one episode at a time, so none may wait for others to be claimed
+
+    def __init__(self, context: AgentLoopContext):
+        super().__init__(context)
+        self.player = "the program outside"
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Return the conversations of the program. Raises AgentFailed if it failed, was late, or sent no request."""
@@ -33,21 +34,11 @@ class OutsideAgentLoop(AgentLoop):
         offered = episode.host.episodes.offer(episode.session, episode.columns)
         try:
             await asyncio.wrap_future(offered.claimed)
-            end = await self._wait(asyncio.wrap_future(offered.ended))
+            async with self.time_limit(episode.waits):
+                end = await asyncio.wrap_future(offered.ended)
         finally:
             episode.host.episodes.withdraw(offered)
             episode.close()
         if end.error is not None and episode.client.failure is None and not episode.ended_by_length:
-            raise AgentFailed(f"{AGENT} reports: {end.error}", cause="reported by the program")
-        return episode.output(end.reward, agent=AGENT)
-
-    async def _wait(self, ended: asyncio.Future[EndOfEpisode]) -> EndOfEpisode:
-        timeout_s = self.context.agent_timeout_s
-        try:
-            async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
-                return await ended
-        except TimeoutError as error:
-            raise AgentFailed(
-                f"{AGENT} did not end its episode within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
-                cause="timeout",
-            ) from error
+            raise AgentFailed(f"{self.player} reports: {end.error}", cause="reported by the program")
+        return episode.output(end.reward, agent=self.player)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, HybridRLError, RequestFailed
-from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput
+from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput, columns_of
+from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.rows import SessionRow, session_rows
 from hybridrl.serving.sessions.session import EpisodeLimits, Session
@@ -55,6 +56,7 @@ class SessionEpisode:
     client: LoopClient
     columns: dict[str, Any]
     context: AgentLoopContext
+    waits: EpisodeWaits
 
     @classmethod
     def open(
@@ -68,8 +70,7 @@ class SessionEpisode:
         session = context.session_host.sessions.open_episode(
             EpisodeLimits(client, sampling, request.seed, request.sample, *limits)
         )
-        columns = {name: value for name, value in row.items() if name not in ("request", "client")}
-        return cls(context.session_host, session, client, columns, context)
+        return cls(context.session_host, session, client, columns_of(row), context, EpisodeWaits.of(row))
 
     def close(self) -> None:
         """Answer no more requests."""

@@ -1,0 +1,71 @@
+"""`RecordedRow`: what a checkpoint has of a row whose batch is not complete: the policy's turns, or the whole output.
+
+A resumed loop starts anew and gets the turns again. A loop that had ended does not start. `AgentLoopManager` writes and
+reads the columns; their names and JSON are a format on disk.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hybridrl.serving.agent_loop.base import AgentLoopOutput
+from hybridrl.workers.rollout.requests import TokenOutput
+
+TURNS_COLUMN, OUTPUT_COLUMN = "said", "agent_output"
+
+
+@dataclass
+class RecordedRow:
+    """What is known of a row.
+
+    Attributes:
+        turns: Of the policy so far, by their keys (`RowClient`).
+        output: Of a loop that has ended.
+    """
+
+    turns: dict[str, TokenOutput] = field(default_factory=dict)
+    output: AgentLoopOutput | None = None
+
+
+def to_columns(records: Sequence[RecordedRow]) -> dict[str, np.ndarray]:
+    """Return records as columns of JSON; `pop_records` restores them bit for bit."""
+    turns, outputs = [_dump_turns(row.turns) for row in records], [_dump_output(row.output) for row in records]
+    return {TURNS_COLUMN: np.array(turns, dtype=object), OUTPUT_COLUMN: np.array(outputs, dtype=object)}
+
+
+def pop_records(columns: dict[str, np.ndarray]) -> list[RecordedRow]:
+    """Remove the columns of `to_columns`, and return the records.
+
+    Turns of an earlier version of this library have other keys: their responses begin anew.
+    """
+    turns = columns.pop(TURNS_COLUMN)
+    outputs = columns.pop(OUTPUT_COLUMN, ["null"] * len(turns))
+    return [RecordedRow(_load_turns(one), _load_output(output)) for one, output in zip(turns, outputs, strict=True)]
+
+
+def _dump_turns(turns: Mapping[str, TokenOutput]) -> str:
+    return json.dumps([[k, t.token_ids, t.log_probs, t.finish_reason, t.version, t.mixed] for k, t in turns.items()])
+
+
+def _load_turns(text: str) -> dict[str, TokenOutput]:
+    return {
+        key: TokenOutput(key, token_ids, log_probs, finish_reason, version, tuple(mixed))
+        for key, token_ids, log_probs, finish_reason, version, mixed in json.loads(text)
+    }
+
+
+def _dump_output(output: AgentLoopOutput | None) -> str:
+    values = None if output is None else asdict(output)
+    return json.dumps(values, default=lambda value: value.tolist())  # numbers of numpy and torch
+
+
+def _load_output(text: str) -> AgentLoopOutput | None:
+    values = json.loads(text)
+    return None if values is None else _output_from(values)
+
+
+def _output_from(values: dict[str, Any]) -> AgentLoopOutput:
+    return AgentLoopOutput(**values | {"branches": [_output_from(one) for one in values["branches"]]})
