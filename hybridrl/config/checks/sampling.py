@@ -1,6 +1,6 @@
 """Rules of the settings that decide which samples a step trains on."""
 
-from hybridrl.config.checks.rollout import HTTP_AGENT, Problems
+from hybridrl.config.checks.rollout import OUTSIDE_AGENT, Problems
 from hybridrl.config.schema.ppo import AlgorithmConfig, PFPPOConfig, PPOConfig, SelectSamplesConfig
 
 
@@ -56,15 +56,10 @@ def _tail_problems(config: PPOConfig) -> Problems:
             f"{setting}: is a schedule of synchronous training, and trainer.lag={config.trainer.lag} hides long "
             "responses behind training already; leave one of both out"
         )
-    if rollout.mode == "async" and rollout.agent.timeout_s is not None:
+    if rollout.mode == "async" and rollout.agent.default_agent_loop == OUTSIDE_AGENT:
         yield (
-            f"{setting}: responses wait for each other, and actor_rollout_ref.rollout.agent.timeout_s="
-            f"{rollout.agent.timeout_s:g} counts these seconds, too; leave one of both out"
-        )
-    if rollout.mode == "async" and rollout.agent.default_agent_loop == HTTP_AGENT:
-        yield (
-            f"{setting}: agents of actor_rollout_ref.rollout.agent.default_agent_loop={HTTP_AGENT} cannot wait in the "
-            "middle of an answer; use order=shortest"
+            f"{setting}: programs of actor_rollout_ref.rollout.agent.default_agent_loop={OUTSIDE_AGENT} play at their "
+            "own pace, so a round would end with the last of them; use order=shortest"
         )
 
 

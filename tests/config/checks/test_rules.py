@@ -41,6 +41,12 @@ TAIL = (
     "algorithm.filter_groups.order=tail_batching data.train_batch_size=512 data.gen_batch_size=640 "
     "actor_rollout_ref.rollout.n=2"
 )
+AGENT = (
+    "actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.endpoint_port=8000 "
+    "actor_rollout_ref.rollout.agent.default_agent_loop=http_agent actor_rollout_ref.rollout.agent.program=x "
+    "actor_rollout_ref.rollout.agent.timeout_s=5"
+)
+PARTIAL = "trainer.lag=2 trainer.partial_rollout=true actor_rollout_ref.rollout.n_gpus_per_node=1"
 ELASTIC = "trainer.min_ranks=1 trainer.save_freq=1"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
 LAYOUT = "actor_rollout_ref.actor.megatron"
@@ -141,13 +147,10 @@ def check(tmp_path):
         ),
         (f"{TAIL} trainer.backend=local trainer.lag=1", "is a schedule of synchronous training, and trainer.lag=1"),
         (
-            f"{TAIL} actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.agent.timeout_s=5",
-            "order=tail_batching: responses wait for each other, and actor_rollout_ref.rollout.agent.timeout_s=5",
-        ),
-        (
             f"{TAIL} actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.endpoint_port=8000 "
-            "actor_rollout_ref.rollout.agent.default_agent_loop=http_agent actor_rollout_ref.rollout.agent.program=x",
-            "default_agent_loop=http_agent cannot wait in the middle of an answer; use order=shortest",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=outside_agent "
+            "actor_rollout_ref.rollout.agent.timeout_s=5",
+            "default_agent_loop=outside_agent play at their own pace, so a round would end with the last of them",
         ),
         (
             f"{TAIL} actor_rollout_ref.rollout.name=toy",
@@ -436,6 +439,12 @@ def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, p
         "data.gen_batch_size=2048 algorithm.filter_groups.order=shortest trainer.staleness=1",
         TAIL,
         f"{TAIL} actor_rollout_ref.rollout.mode=async",
+        f"{TAIL} {AGENT}",
+        f"{PARTIAL} {AGENT}",
+        f"{PARTIAL} {AGENT} actor_rollout_ref.rollout.agent.default_agent_loop=outside_agent "
+        "actor_rollout_ref.rollout.agent.program=null",
+        f"{PARTIAL} {AGENT} actor_rollout_ref.rollout.agent.default_agent_loop=environment_agent "
+        "actor_rollout_ref.rollout.agent.path=env.py",
     ],
 )
 def test_a_valid_config_passes(check, words):
