@@ -330,12 +330,12 @@ class RayWorkerGroup(WorkerGroup[W]):
                 self.workers, self.processes.label, period_s=every_n_seconds, on_lost=on_lost
             )
 
-    def respawn(self, rank: int) -> None:
-        """Replace one process on its slot, with newly constructed workers.
+    def respawn(self, *ranks: int) -> None:
+        """Replace these processes on their slots, with newly constructed workers.
 
-        For workers that do not communicate with each other; the other processes are not affected.
+        For workers that do not communicate with the others, which are not affected (`Worker.num_peers`).
         """
-        self.processes.respawn(rank)
+        self.processes.respawn(*ranks)
 
     def rebuild(self) -> None:
         """Replace all processes of the group on their slots, with newly constructed workers of every role.

@@ -10,12 +10,16 @@ from typing import Any
 
 from hybridrl.single_controller.invocation import Dispatch, Execute, register
 
+PROCESS_GROUP_SIZE = "PROCESS_GROUP_SIZE"  # environment variable: adjacent ranks that share a torch process group
+
 
 @dataclass(frozen=True)
 class RankInfo:
     """Rank and world of a worker process, and the environment variables that torch.distributed reads them from.
 
     Attributes:
+        num_peers: adjacent ranks, this one among them, that share a torch process group; 0 for all. The first of them
+            listens at the address.
         extra: further variables from the process's pool or plan.
         devices: devices to see, by Ray's name of their resource; None for those that Ray reserved for the process.
     """
@@ -26,6 +30,7 @@ class RankInfo:
     local_world_size: int
     master_addr: str
     master_port: int
+    num_peers: int = 0
     extra: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, Sequence[str]] | None = None
 
@@ -40,10 +45,11 @@ class RankInfo:
             "RAY_LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
+            **({PROCESS_GROUP_SIZE: str(self.num_peers)} if self.num_peers else {}),
         }
 
 
-RANK_VARIABLES = frozenset(RankInfo(0, 1, 0, 1, "", 0).environment())
+RANK_VARIABLES = frozenset(RankInfo(0, 1, 0, 1, "", 0, num_peers=1).environment())
 """Environment variables that every worker process gets from its rank."""
 
 
@@ -65,6 +71,15 @@ class Worker:
 
     # role -> worker, of all roles in this process; set after all of them are constructed.
     fused_worker_dict: Mapping[str, "Worker"] = {}
+
+    @classmethod
+    def num_peers(cls, *args: Any, **kwargs: Any) -> int:
+        """Return how many adjacent ranks share a torch process group; 0 for all of the group.
+
+        Called in the driver with the constructor's arguments. Only such ranks communicate with each other, and they
+        can be restarted without the others.
+        """
+        return 0
 
     @property
     def rank(self) -> int:

@@ -198,6 +198,14 @@ class WorkerGroup(ABC, Generic[W]):
         """Run a method on one worker and return its output."""
         return self.fetch(self._submit(method, [rank], [args], [kwargs]), method=method)[0]
 
+    def execute_ranks_async(self, ranks: Sequence[int], method: str, *args: Any, **kwargs: Any) -> OutputRefs:
+        """Start a method on these workers with the same arguments; return a reference to each output."""
+        return self._submit(method, ranks, [args] * len(ranks), [kwargs] * len(ranks))
+
+    def execute_ranks(self, ranks: Sequence[int], method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a method on these workers with the same arguments; return the outputs in the order of `ranks`."""
+        return self.fetch(self.execute_ranks_async(ranks, method, *args, **kwargs), method=method)
+
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(0, method, *args, **kwargs)
 

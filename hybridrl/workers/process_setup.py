@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.worker import PROCESS_GROUP_SIZE
 from hybridrl.system.rendezvous import take_listener
 
 # Last resort for a collective whose peer was lost. The driver detects a lost peer much earlier.
@@ -49,8 +50,12 @@ def resolve_device(device: str) -> str:
 
 
 def join_process_group(device: str, *, single_process: bool = False) -> None:
-    """Join the process group of the environment, or one of its own. A world of one needs no network."""
-    rank, world_size = (0, 1) if single_process else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    """Join the process group of the environment, or one of its own. A world of one needs no network.
+
+    The group has all ranks, or the adjacent ones that communicate with each other (`Worker.num_peers`).
+    """
+    world_size = 1 if single_process else int(os.environ.get(PROCESS_GROUP_SIZE, os.environ["WORLD_SIZE"]))
+    rank = int(os.environ["RANK"]) % world_size
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else _join_store(rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)

@@ -19,6 +19,7 @@ from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIAB
 from hybridrl.single_controller.monitoring.part_times import PartTimes
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
+from hybridrl.single_controller.processes.process_groups import first_ranks_of, process_group_size
 from hybridrl.single_controller.processes.relay import NodeRelays, OrderedRelays
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.processes.worker_host import WorkerHost
@@ -143,10 +144,10 @@ class WorkerProcesses:
     ) -> None:
         import ray
 
-        one_machine = set(pool.local_world_size_list) == {len(self.hosts)}
-        rendezvous = [self.hosts[0].rendezvous.remote(one_machine)]
+        num_peers = process_group_size(recipes, num_ranks=len(self.hosts), label=self.label)
+        size = num_peers or len(self.hosts)
         with self.times.part("start"):
-            [self.rendezvous_address] = wait_all(rendezvous, role=self.label, method="rendezvous", timeout_s=timeout_s)
+            addresses = self._open_rendezvous(pool, range(0, len(self.hosts), size), size, timeout_s=timeout_s)
         pickled_recipes = ray.put(cloudpickle.dumps(dict(recipes)))
         local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
         devices = self._node_devices(pool, timeout_s=timeout_s)
@@ -155,7 +156,8 @@ class WorkerProcesses:
                 rank,
                 len(self.hosts),
                 *local_ranks,
-                *self.rendezvous_address,
+                *addresses[rank - rank % size],
+                num_peers,
                 pool.rank_environment(rank),
                 devices[rank],
             )
@@ -167,6 +169,22 @@ class WorkerProcesses:
         ]
         with self.times.part("import"):
             self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
+
+    def _open_rendezvous(
+        self, pool: RayResourcePool, first_ranks: Sequence[int], size: int, *, timeout_s: float
+    ) -> dict[int, tuple[str, int]]:
+        """Return, for the first rank of each process group of `size` ranks, the address at which it listens."""
+        if not first_ranks:
+            return {}
+        local = list(zip(pool.local_rank_list, pool.local_world_size_list, strict=True))
+        calls = [
+            self.hosts[rank].rendezvous.remote(one_machine=local[rank][0] + size <= local[rank][1])
+            for rank in first_ranks
+        ]
+        found = wait_all(calls, first_ranks, role=self.label, method="rendezvous", timeout_s=timeout_s)
+        addresses = dict(zip(first_ranks, found, strict=True))
+        self.rendezvous_address = addresses.get(0, self.rendezvous_address)
+        return addresses
 
     def _node_devices(self, pool: RayResourcePool, *, timeout_s: float) -> list[dict[str, list[str]] | None]:
         """Return the devices that each rank sees, if it sees those of its node; else None.
@@ -188,20 +206,27 @@ class WorkerProcesses:
     def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Kill these processes and start new ones on the same slots, with newly constructed workers.
 
-        For groups whose processes do not communicate with each other: the other ranks are not informed. A new process
-        has the old one's name with the number of its incarnation after a dot.
+        For processes that do not communicate with the other ranks, which are not informed: with a process group of
+        their own, all of its ranks. A new process has the old one's name with the number of its incarnation after a
+        dot.
 
         Raises:
+            ValueError: some ranks of a process group are missing.
             PlacementError: another driver started the processes, or a slot's node was lost and no other node has free
                 capacity.
         """
         recipe, pool = self._require_startable(ranks[0])
+        size = process_group_size(recipe.recipes, num_ranks=len(self.hosts), label=self.label)
+        first_ranks = first_ranks_of(ranks, size, label=self.label) if size else []
         self._kill_and_confirm(ranks)
         pool.replace_lost_nodes()
         self._start_replacements(ranks, recipe, pool)
+        addresses = self._open_rendezvous(pool, first_ranks, size, timeout_s=timeout_s)
         devices = self._node_devices(pool, timeout_s=timeout_s)
         for rank in ranks:
-            self.rank_infos[rank] = replace(self.rank_infos[rank], devices=devices[rank])
+            info = self.rank_infos[rank]
+            host, port = addresses[rank - rank % size] if size else (info.master_addr, info.master_port)
+            self.rank_infos[rank] = replace(info, devices=devices[rank], master_addr=host, master_port=port)
         recipes = cloudpickle.dumps(recipe.recipes)
         calls = [self.hosts[rank].setup.remote(recipes, self.rank_infos[rank], recipe.environment) for rank in ranks]
         process_ids = wait_all(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
