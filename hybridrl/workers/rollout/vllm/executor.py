@@ -7,6 +7,7 @@ the layers' collectives, on the process group of our workers.
 
 import os
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -36,10 +37,15 @@ class InWorkerExecutor(ExecutorWithExternalLauncher):
     def _init_executor(self) -> None:
         super()._init_executor()
         # After the barrier all ranks have mapped the segments. Unlinked, they vanish with the processes, also killed
-        # ones.
+        # ones. Other engines of this process group may still map theirs, which have other ranks in the name.
         dist.barrier(group=get_tp_group().cpu_group)
-        for segment in SHARED_MEMORY.glob(f"{_group_name()}-tp*"):
+        ranks = escape(f"[{'-'.join(map(str, get_tp_group().ranks))}]")
+        for segment in SHARED_MEMORY.glob(f"{_group_name()}-tp*{ranks}*"):
             segment.unlink(missing_ok=True)
+        queue = get_tp_group().mq_broadcaster
+        if queue is not None and queue.buffer.is_creator:
+            queue.buffer.shared_memory.unlink()
+            queue.buffer.is_creator = False  # or else its destructor unlinks it again
 
 
 def _group_name() -> str:
