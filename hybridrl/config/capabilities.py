@@ -40,7 +40,8 @@ class RolloutCapabilities:
     partial: `generate_tokens` continues responses (`num_done`).
     requests: `request_engine` serves single requests.
     adapters: `load_weights` accepts low-rank adapters alone, and merges them.
-    tensor_parallel: several worker processes share one engine.
+    tensor_parallel: several worker processes share one engine. With `requests` each of them gets the same ones between
+        the same two steps, and must schedule them alike.
     sampling: the names of `SAMPLING` that it honours.
     """
 

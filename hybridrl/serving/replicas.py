@@ -3,13 +3,14 @@
 Used by `router.py`, in the driver process. Decides nothing about routing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybridrl.single_controller.references import OutputRefs
 from hybridrl.workers.rollout.request_server import SLICE_S
 from hybridrl.workers.rollout.requests import Request, TokenOutput
+
+Resync = Callable[[Sequence[int]], None]  # sends the current weights to restarted processes of these ranks
 
 
 class NotReplaceable(Exception):
@@ -45,33 +46,50 @@ class Replicas(Protocol):
 
 
 class GroupReplicas:
-    """Workers of a group with a `serve` method (`ActorRolloutRefWorker`), each of them a replica.
+    """Workers of a group with a `serve` method (`ActorRolloutRefWorker`) as replicas.
+
+    The adjacent workers of one engine are one replica. They get the same calls, the first one's answer counts, and if
+    one of them is lost, all are.
 
     Args:
         group: The worker group.
         version: Version of the weights that the replicas must hold; None accepts any.
         progress_timeout_s: A call without an answer for this long counts as lost.
-        resync: Sends the current weights to a worker that was just restarted. None: dead workers cannot be replaced
-            here.
+        resync: Sends the current weights to the workers of these ranks, which were just restarted. None: dead workers
+            cannot be replaced here.
+        num_peers: Workers of a replica.
     """
 
     def __init__(
-        self, group: Any, *, version: int | None, progress_timeout_s: float, resync: Callable[[int], None] | None = None
+        self,
+        group: Any,
+        *,
+        version: int | None,
+        progress_timeout_s: float,
+        resync: Resync | None = None,
+        num_peers: int = 1,
     ):
         self.group, self.version, self.progress_timeout_s, self.resync = group, version, progress_timeout_s, resync
-        self.num_replicas, self.can_respawn = group.world_size, resync is not None
+        self.num_replicas, self.can_respawn = group.world_size // num_peers, resync is not None
+        self._num_peers = num_peers
+
+    def ranks(self, replica: int) -> range:
+        """Return the ranks of a replica's workers."""
+        return range(replica * self._num_peers, (replica + 1) * self._num_peers)
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
-        future = self.group.execute_rank_async(replica, "serve", requests, aborted, SLICE_S, self.version)
-        references = OutputRefs([future], ranks=[replica], fetch=self.group.fetch)
+        references = self.group.execute_ranks_async(
+            self.ranks(replica), "serve", requests, aborted, SLICE_S, self.version
+        )
         return self.group.fetch(references, method="serve", timeout_s=self.progress_timeout_s)[0]
 
     def respawn(self, replica: int) -> None:
+        ranks = self.ranks(replica)
         if self.resync is None:
-            raise NotReplaceable(f"{self.group.role}-{replica} also trains; the trainer restarts it, not the router")
-        self.group.respawn(replica)
-        self.group.execute_rank(replica, "init_model")
-        self.resync(replica)
+            raise NotReplaceable(f"{self.group.role}-{ranks[0]} also trains; the trainer restarts it, not the router")
+        self.group.respawn(*ranks)
+        self.group.execute_ranks(ranks, "init_model")
+        self.resync(ranks)
 
 
 @dataclass

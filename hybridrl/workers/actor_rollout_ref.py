@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from hybridrl import workers
 from hybridrl.algos.policy_losses import get_policy_loss
@@ -67,6 +68,12 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         unknown = set(self.parts) - set(PARTS)
         if unknown:
             raise ValueError(f"role={role!r} has unknown parts {sorted(unknown)}; parts are {', '.join(PARTS)}")
+
+    @classmethod
+    def num_peers(cls, config: PPOConfig, role: str) -> int:
+        """Return the ranks of an engine for a rollout in processes of its own, which communicate with no others."""
+        size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        return size if role == "rollout" and size > 1 else 0
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
@@ -201,8 +208,8 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
     ) -> list[TokenOutput]:
         """Add requests, abort those in `aborted`, generate for about `slice_s` seconds, and return finished outputs.
 
-        The request router calls it for one replica at a time, repeatedly while the replica has open requests. See
-        `RequestServer.serve`.
+        The request router calls it for one replica at a time, repeatedly while the replica has open requests. All
+        ranks of an engine get the same calls. See `RequestServer.serve`.
         """
         self._require_version(weights_version)
         if not self.rollout.capabilities.requests:
@@ -210,8 +217,14 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
                 f"actor_rollout_ref.rollout.name={self.config.actor_rollout_ref.rollout.name}: the rollout serves no "
                 "single requests; use actor_rollout_ref.rollout.mode=sync"
             )
-        self._server = self._server or rollout.RequestServer(self.rollout)
+        self._server = self._server or rollout.RequestServer(self.rollout, peers=self._engine_peers())
         return self._server.serve(requests, aborted, slice_s=slice_s)
+
+    def _engine_peers(self) -> "rollout.EnginePeers | None":
+        """Return the ranks of this process's engine; None if it is the only one."""
+        num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        first = dist.get_rank() - dist.get_rank() % num_peers
+        return None if num_peers == 1 else rollout.EnginePeers(range(first, first + num_peers))
 
     def _require_version(self, weights_version: int | None) -> None:
         """Raise StaleWeightsError unless the rollout holds this version. None: any that was pushed in full."""

@@ -77,7 +77,7 @@ def expected(rollout: Rollout, requests: list[Request]) -> dict[str, list[int]]:
 async def serve(group: RayWorkerGroup, requests: list[Request], number: int, seed: int) -> Outcome:
     """Serve all requests, signal a random replica after a random number of answers, then serve some again."""
     rng = random.Random(f"{seed} {number}")
-    replicas = GroupReplicas(group, version=VERSION_ON_DISK, progress_timeout_s=SILENT_S, resync=lambda rank: None)
+    replicas = GroupReplicas(group, version=VERSION_ON_DISK, progress_timeout_s=SILENT_S, resync=lambda ranks: None)
     victim, moment = rng.randrange(REPLICAS), rng.randint(1, REQUESTS // 2)
     outputs: dict[str, list[int]] = {}
     sent_at = 0.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
-from tests.support.end_to_end.failing_runs import SAME, fault, hits, run_with
+from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with
 from tests.support.end_to_end.runs import assert_none_is_left, largest_difference, metrics, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -23,6 +23,7 @@ ROLLOUT = "actor_rollout_ref__rollout__"
 ASYNC = {f"{ROLLOUT}mode": "async", f"{ROLLOUT}ignore_eos": True, "data__max_response_length": 40}
 SEPARATED = {"trainer__n_gpus_per_node": 1, f"{ROLLOUT}n_gpus_per_node": 2}
 CONCURRENT = ASYNC | SEPARATED | {"trainer__lag": 1}
+PAIRED = f"{Path(__file__).parents[1] / 'support' / 'third_party' / 'paired_rollout.py'}:PairedRollout"
 
 
 def run_successfully(folder: Path, model: Path, *faults: dict, **changes: object) -> list[dict]:
@@ -82,6 +83,19 @@ def test_the_router_restarts_a_separate_rollout_and_the_trainer_an_actor(tmp_pat
     assert "rollout-0" in lost_workers(tmp_path / "hit")[-1] and any(
         "actor-0" in lost for lost in lost_workers(tmp_path / "hit")
     )
+    assert_same_end(tmp_path / "hit", tmp_path / "well")
+
+
+def test_losing_one_of_two_processes_of_a_replica_does_not_change_the_result(tmp_path, tiny_qwen2):
+    """The two rollout processes are one replica. The undisturbed run has two replicas of one process each."""
+    run_successfully(tmp_path / "well", tiny_qwen2, **CONCURRENT)
+    paired = {f"{ROLLOUT}name": PAIRED, f"{ROLLOUT}tensor_model_parallel_size": 2, "trainer__master": True}
+    faults = [fault(2, "gen", "rollout", 1, method="serve", after_s=0.02)]
+    rows = run_successfully(tmp_path / "hit", tiny_qwen2, *faults, **CONCURRENT | paired)
+    assert max(row.get("rollout/replicas_lost", 0) for row in rows) == 1
+    assert lost_workers(tmp_path / "hit") == []  # the router restarted both processes
+    stages = events(tmp_path / "hit", "stage")
+    assert len(set(stages[0]["pids"]) - set(stages[-1]["pids"])) == 2
     assert_same_end(tmp_path / "hit", tmp_path / "well")
 
 

@@ -105,8 +105,6 @@ def _rollout_rank_problems(config: PPOConfig) -> Problems:
     size, key = chosen.tensor_model_parallel_size, "actor_rollout_ref.rollout.tensor_model_parallel_size"
     if size == 1:
         return
-    if chosen.mode == "async":
-        yield f"{key}={size}: each request is served by a single process; use actor_rollout_ref.rollout.mode=sync, or 1"
     pools = {"actor_rollout_ref.rollout.n_gpus_per_node" if chosen.n_gpus_per_node else "trainer.n_gpus_per_node"}
     pools |= {"trainer.eval_n_gpus"} if trainer.eval_n_gpus else set()
     sizes = {

@@ -31,7 +31,7 @@ LOGGERS: Mapping[str, str | None] = {
     **dict.fromkeys(("clearml", "rl_insight", "swanlab", "trackio", "vemlp_wandb")),
 }
 """Loggers that only verl has, and ours instead, if there is one. Any other unknown name is a mistake."""
-MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+MEGATRON = "actor_rollout_ref.actor.megatron"
 LINE_KEYS = 12  # keys that a line of the log names; import-verl shows all
 
 
@@ -63,14 +63,6 @@ COMPANIONS = (
         value="false",
         cause=f"{MEGATRON}.param_offload=True",
         reason="parameters are offloaded without the distributed optimizer only",
-    ),
-    Companion(
-        when={f"{ROLLOUT}.mode": ("async",), f"{ROLLOUT}.tensor_model_parallel_size": ("2", "4", "8")},
-        unless=(f"{ROLLOUT}.agent.", f"{ROLLOUT}.multi_turn."),
-        key=f"{ROLLOUT}.mode",
-        value="sync",
-        cause=f"{ROLLOUT}.mode=async",
-        reason="responses of one turn are the same in one batched call, and requests are served by single processes",
     ),
 )
 

@@ -56,7 +56,7 @@ class MasterClient:
         journal: Directory on any fsspec path.
         restarts_workers: See `JobStarted`.
         restarts_driver: See `JobStarted`.
-        replicas: Roles whose processes do not communicate with each other.
+        replicas: Roles that go on without some of their processes.
         is_restart: Reattach to the master of the previous driver.
         hang_s: See `MasterSettings`.
         on_stop: Called in a thread when a stop was requested. By default the process gets SIGTERM.

@@ -35,7 +35,7 @@ class JobStarted:
 
     Attributes:
         roles: Label of the processes (roles joined by "+") -> number of processes.
-        replicas: Labels whose processes do not communicate with each other.
+        replicas: Labels that go on without some of their processes.
         restarts_workers: Whether this job restarts its lost workers. If not, the first loss ends it.
         restarts_driver: Whether somebody restarts this job's driver. If not, its loss ends the job.
         supervisor_pid: Process id, on the trainer's node, of the supervisor that restarts the trainer. 0: none.

@@ -40,7 +40,7 @@ from hybridrl.serving.agent_loop.short_round import ShortRound
 from hybridrl.serving.agent_loop.tools import load_tools
 from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
 from hybridrl.serving.openai import Endpoint, ServedModel
-from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage
+from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.service import PolicyService
 from hybridrl.workers.engine.hf_model import overridden_config
@@ -117,12 +117,12 @@ class AgentLoopManager:
 
     # -- the rollout's processes
 
-    def open(self, group: Any, *, resync: Callable[[int], None] | None, concurrent: bool) -> None:
+    def open(self, group: Any, *, resync: Resync | None, concurrent: bool) -> None:
         """Serve from these processes until `close`. May be called again, for instance after some were replaced.
 
         Args:
             group: The rollout processes.
-            resync: Sends the current weights to a restarted process; None if the router cannot restart any.
+            resync: Sends the current weights to restarted processes; None if the router cannot restart any.
             concurrent: The processes only generate, so requests are served while the driver trains. False: requests are
                 served only during a call that generates.
         """
@@ -164,9 +164,15 @@ class AgentLoopManager:
         sizes = length, data.max_response_length, config.vocab_size
         return ServedModel(name, self.context.tokenizer, *sizes, data.apply_chat_template_kwargs)
 
-    def _replicas(self, group: Any, *, version: int | None, resync: Callable[[int], None] | None) -> GroupReplicas:
+    def _replicas(self, group: Any, *, version: int | None, resync: Resync | None) -> GroupReplicas:
         rollout = self.config.actor_rollout_ref.rollout
-        return GroupReplicas(group, version=version, progress_timeout_s=rollout.progress_timeout_s, resync=resync)
+        return GroupReplicas(
+            group,
+            version=version,
+            progress_timeout_s=rollout.progress_timeout_s,
+            resync=resync,
+            num_peers=rollout.tensor_model_parallel_size,
+        )
 
     def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
         """Let the processes receive weights, after everything submitted before.
@@ -233,7 +239,7 @@ class AgentLoopManager:
         return self._advance(partial, max_new_tokens, version=version)
 
     def generate_on(
-        self, group: Any, prompts: DataProto, *, version: int | None, resync: Callable[[int], None] | None = None
+        self, group: Any, prompts: DataProto, *, version: int | None, resync: Resync | None = None
     ) -> DataProto:
         """Return whole responses from another group's processes. Blocks; an evaluator calls it in any thread."""
         sampling = self._sampling(prompts)

@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridrl.errors import WorkerLost
@@ -74,8 +74,8 @@ def validate_on_evaluator(trainer: Any, version: int, weights: Any) -> dict[str,
     evaluator = trainer.groups[Role.Evaluator]
     verify_push(evaluator.receive_weights(version, weights), version)
 
-    def resend(rank: int) -> None:
-        evaluator.execute_rank(rank, "receive_weights", version, weights)
+    def resend(ranks: Sequence[int]) -> None:
+        evaluator.execute_ranks(ranks, "receive_weights", version, weights)
 
     generate = functools.partial(trainer.generator.generate_on, evaluator, version=version, resync=resend)
     return validate(trainer, step=version, generate=generate)

@@ -63,9 +63,9 @@ def _recovery_options(trainer: Any) -> dict[str, Any]:
     if isinstance(trainer.config, SupervisedConfig):
         return {"restarts_workers": False}
     rollout = trainer.config.actor_rollout_ref.rollout
-    replaceable = rollout.mode == "async" and rollout.n_gpus_per_node and rollout.tensor_model_parallel_size == 1
+    replaceable = rollout.mode == "async" and rollout.n_gpus_per_node
     return {
-        "replicas": (str(Role.Rollout),) if replaceable else (),  # the router works without one of them
+        "replicas": (str(Role.Rollout),) if replaceable else (),  # the router goes on without a replica
         "restarts_driver": trainer.resume_state.is_supervised,
         "is_restart": trainer.resume_state.snapshot is not None,
         "supervisor_pid": os.getppid() if trainer.context.lifecycle.is_supervised else 0,

@@ -7,6 +7,7 @@ from .base import make_rollout as make_rollout
 from .base import register_rollout as register_rollout
 from .base import rollout_class as rollout_class
 from .batched_request_engine import BatchedRequestEngine as BatchedRequestEngine
+from .engine_peers import EnginePeers as EnginePeers
 from .hf import HFRollout as HFRollout
 from .partial import begin_partial as begin_partial
 from .partial import continue_partial as continue_partial

@@ -4,6 +4,8 @@ A rollout worker (`ActorRolloutRefWorker`, `ReplicaWorker`) owns one `RequestSer
 again: each call adds requests, works for one time slice and returns the finished ones. Between two calls the process
 can serve other calls, for example a weight push. A call that does not return means that the process is stuck.
 
+An engine over several processes has a `RequestServer` in each of them, and all get the same calls (`EnginePeers`).
+
 The `hf` engine generates in batches (`BatchedRequestEngine`), vLLM batches continuously (`VLLMRequestEngine`).
 
 A request's tokens depend only on its seed, its sample number and their position in the response. They do not depend on
@@ -21,6 +23,7 @@ import torch
 
 from hybridrl.errors import DataError, StaleWeightsError
 from hybridrl.workers.rollout.base import Rollout
+from hybridrl.workers.rollout.engine_peers import EnginePeers
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -31,10 +34,15 @@ SLICE_S = 0.05  # Seconds a replica works before it accepts new requests; about 
 
 
 class RequestServer:
-    """Serves requests with a rollout. Whole batches can be generated too, but not at the same time."""
+    """Serves requests with a rollout. Whole batches can be generated too, but not at the same time.
 
-    def __init__(self, rollout: Rollout):
-        self.rollout, self.engine = rollout, rollout.request_engine()
+    Args:
+        rollout: What generates.
+        peers: The processes of the rollout's engine; None for an engine in this process alone.
+    """
+
+    def __init__(self, rollout: Rollout, *, peers: EnginePeers | None = None):
+        self.rollout, self.engine, self._peers = rollout, rollout.request_engine(), peers
         self._open: dict[str, Request] = {}  # in the engine
         self._suspects: deque[list[Request]] = deque()  # groups to serve one after the other: one has raised
         self._waiting: list[Request] = []  # came while there were suspects
@@ -60,10 +68,17 @@ class RequestServer:
         deadline = time.monotonic() + slice_s
         while self.num_open():
             self.rollout.current_version()
-            done += self._step() if self._open else self._open_waiting()
-            if time.monotonic() >= deadline:
+            finished = self._step() if self._open else self._open_waiting()
+            done += finished
+            if self._is_over(time.monotonic() >= deadline, finished):
                 break
         return done
+
+    def _is_over(self, own: bool, finished: list[TokenOutput]) -> bool:
+        """Return whether the time slice is over: this process's, or that of the engine's first rank."""
+        if self._peers is None:
+            return own
+        return self._peers.is_over(own, finished, num_open=(len(self._open), self.num_open()))
 
     def num_open(self) -> int:
         """Return the number of requests that have no answer yet."""

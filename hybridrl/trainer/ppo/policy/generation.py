@@ -5,14 +5,14 @@
 push that was submitted before it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.trainer import ppo
 
-Resync = Callable[[int], None]  # sends the current weights to a restarted process of this rank
+Resync = Callable[[Sequence[int]], None]  # sends the current weights to restarted processes of these ranks
 
 
 class PendingResponses(Protocol):
@@ -52,7 +52,8 @@ class Generator(Protocol):
 
         Args:
             group: Worker group of the rollout.
-            resync: Sends the current weights to a restarted process; None if one alone cannot be restarted.
+            resync: Sends the current weights to restarted processes; None if they cannot be restarted without the
+                others.
             concurrent: Whether the processes generate while the driver trains, and do nothing else.
         """
         ...

@@ -7,7 +7,7 @@ the actor and a receive to every rollout process. Calls to a process execute in 
 through `workers/weight_transfer`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -27,8 +27,8 @@ class WeightSync(Protocol):
     address: Any
 
     @property
-    def resend(self) -> Callable[[int], None] | None:
-        """Function that sends the current weights to one restarted rollout process, given its rank.
+    def resend(self) -> Callable[[Sequence[int]], None] | None:
+        """Function that sends the current weights to restarted rollout processes, given their ranks.
 
         None: no rollout process can restart alone, since it holds the actor, too.
         """
@@ -85,13 +85,13 @@ class CrossProcessWeightSync:
 
         return receive
 
-    def resend(self, rank: int) -> None:
-        """Send the other ranks' weights to a restarted rollout process."""
+    def resend(self, ranks: Sequence[int]) -> None:
+        """Send the other ranks' weights to restarted rollout processes, those of one engine."""
         if self._overlaps_training:  # the actor may have newer weights
             assert self._loaded is not None, "a rollout serves requests only after its first push"
-            self._rollout.execute_rank(rank, "receive_weights", *self._loaded)
+            self._rollout.execute_ranks(ranks, "receive_weights", *self._loaded)
             return
-        self._rollout.execute_rank(rank, "receive_weights", self._version, self._actor.store_weights.submit()[0])
+        self._rollout.execute_ranks(ranks, "receive_weights", self._version, self._actor.store_weights.submit()[0])
         self.reset()
 
     def cancel(self, reason: str) -> None:
@@ -130,7 +130,7 @@ class InProcessWeightSync:
     """Pushes inside processes that hold both actor and rollout."""
 
     address: Any = None
-    resend: Callable[[int], None] | None = None
+    resend: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, group: Any, settings: WeightSyncConfig):
         self._group, self._settings = group, settings
