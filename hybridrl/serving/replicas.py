@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hybridrl.errors import WorkerLost
 from hybridrl.workers.rollout.request_server import SLICE_S
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
@@ -15,6 +16,14 @@ Resync = Callable[[Sequence[int]], None]  # sends the current weights to restart
 
 class NotReplaceable(Exception):
     """The router cannot restart this replica; callers get the original loss instead."""
+
+
+class LostDuringRestart(Exception):
+    """A new process of the replica was lost, too, before it could serve: `cause`."""
+
+    def __init__(self, cause: WorkerLost):
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Replicas(Protocol):
@@ -41,7 +50,8 @@ class Replicas(Protocol):
         """Start a new process with the current weights in place of this one.
 
         Raises:
-            NotReplaceable: The replica is not the router's to restart. Any other error means that the restart failed.
+            NotReplaceable: The replica is not the router's to restart.
+            LostDuringRestart: It can be tried again. Any other error means that the restart failed.
         """
 
 
@@ -87,9 +97,14 @@ class GroupReplicas:
         ranks = self.ranks(replica)
         if self.resync is None:
             raise NotReplaceable(f"{self.group.role}-{ranks[0]} also trains; the trainer restarts it, not the router")
-        self.group.respawn(*ranks)
-        self.group.execute_ranks(ranks, "init_model")
-        self.resync(ranks)
+        try:
+            self.group.respawn(*ranks)
+            self.group.execute_ranks(ranks, "init_model")
+            self.resync(ranks)
+        except WorkerLost as error:
+            if error.role == self.group.role and error.rank in ranks:
+                raise LostDuringRestart(error) from error
+            raise  # of another process, such as the actor that has the weights
 
 
 @dataclass

@@ -28,7 +28,7 @@ from typing import Self
 
 from hybridrl.errors import CallTimeout, HybridRLError, RequestFailed, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
-from hybridrl.serving.replicas import NotReplaceable, ReplicaOutage, Replicas
+from hybridrl.serving.replicas import LostDuringRestart, NotReplaceable, ReplicaOutage, Replicas
 from hybridrl.serving.routing_table import RoutingTable
 from hybridrl.single_controller.monitoring.reports import report_decision
 from hybridrl.workers.rollout.requests import Request, TokenOutput
@@ -317,18 +317,13 @@ class ReplicaRouter:
             replica, f"{type(error).__name__}: {error}", last_ok_at, time.monotonic(), num_retried=len(lost)
         )
         self.outages.append(outage)
-        decision = self._decide_about_replica(replica, error, num_open=len(lost))
+        decision = self._decide_about_replica(
+            replica, f"was lost ({error}); its {len(lost)} open requests go to other replicas"
+        )
         for name in lost:
             self._send_again(name, replica, error)
-        try:
-            if decision is not None and not decision.is_granted:
-                raise error
-            await asyncio.get_running_loop().run_in_executor(self._threads, self.replicas.respawn, replica)
-        except NotReplaceable as why:
-            return self._give_up(replica, error, why)
-        except Exception as reason:
-            reason.__cause__ = None if reason is error else error
-            return self._give_up(replica, reason, reason)
+        if not await self._restart(replica, error, decision):
+            return False
         outage.restored_at = time.monotonic()
         logger.warning(
             "replica %d was restarted and gets requests again after %.1f s",
@@ -341,9 +336,26 @@ class ReplicaRouter:
             self._assign(name)
         return True
 
-    def _decide_about_replica(self, replica: int, error: Exception, *, num_open: int) -> Decision | None:
+    async def _restart(self, replica: int, error: Exception, decision: Decision | None) -> bool:
+        """Restart a replica as often as its budget allows; give it up and return False if that fails."""
+        while True:
+            try:
+                if decision is not None and not decision.is_granted:
+                    raise error
+                await asyncio.get_running_loop().run_in_executor(self._threads, self.replicas.respawn, replica)
+                return True
+            except LostDuringRestart as lost:
+                error = lost.cause
+                decision = self._decide_about_replica(replica, f"was lost during its restart ({error})")
+            except NotReplaceable as why:
+                return self._give_up(replica, error, why)
+            except Exception as reason:
+                reason.__cause__ = None if reason is error else error
+                return self._give_up(replica, reason, reason)
+
+    def _decide_about_replica(self, replica: int, happened: str) -> Decision | None:
         """Log and return what follows the loss of a replica; None if the router cannot restart it."""
-        what = f"replica {replica} was lost ({error}); its {num_open} open requests go to other replicas"
+        what = f"replica {replica} {happened}"
         if not self.replicas.can_respawn:
             logger.warning("%s", what)
             return None

@@ -4,8 +4,10 @@ Two processes with the hf engine. Each slice of work is a few tokens, so that a 
 """
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -191,3 +193,40 @@ def test_a_pause_without_open_requests_returns_at_once_and_a_paused_router_can_c
             await waiting
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # seven processes start, one after the other
+def test_a_replica_that_dies_during_its_restart_is_restarted_again_within_its_limit(group, undisturbed):
+    """The first loss and two during the restart are within the limit of three, a third one during it is not."""
+
+    async def run(kills: int) -> tuple[ReplicaRouter, list[int]]:
+        process_ids: list[int] = []
+
+        def resync(ranks: Sequence[int]) -> None:
+            process_ids.append(group.process_ids[ranks[0]])
+            if len(process_ids) <= kills:
+                os.kill(process_ids[-1], signal.SIGKILL)
+                group.execute_ranks(ranks, "query_mesh_place", "any")  # finds the loss, as a push does
+
+        replicas = GroupReplicas(group, version=0, progress_timeout_s=60, resync=resync)
+        async with ReplicaRouter(replicas) as router:
+            tasks = [asyncio.create_task(router.generate(request)) for request in REQUESTS]
+            await until_some_are_open(router, *tasks)
+            os.kill(group.process_ids[0], signal.SIGKILL)
+            outputs = await asyncio.gather(*tasks)
+        assert {output.request_id: output.token_ids for output in outputs} == undisturbed
+        return router, process_ids
+
+    before = group.process_ids[0]
+    router, process_ids = asyncio.run(run(2))
+    [outage] = router.outages
+    assert outage.restored_at is not None and router.table.healthy == {0, 1}
+    assert len({*process_ids, before}) == 4 and group.process_ids[0] == process_ids[-1]
+    try:
+        router, process_ids = asyncio.run(run(3))
+    finally:
+        group.respawn(0)
+        group.execute_ranks([0], "init_model")
+    [outage] = router.outages
+    assert outage.restored_at is None and router.table.healthy == {1} and len(process_ids) == 3
