@@ -13,6 +13,7 @@ from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentL
 from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.recorded_row import pop_records, to_columns
 from hybridrl.serving.agent_loop.waits import EpisodeWaits
+from hybridrl.serving.loop_places import LoopPlaces
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -141,19 +142,19 @@ def test_a_deadline_counts_the_time_before_and_after_a_wait(monkeypatch):
 
 def test_an_episode_that_waits_gives_its_place_to_the_next_one():
     async def check() -> None:
-        places = asyncio.Semaphore(1)
+        places = LoopPlaces()
 
         async def play(response, row) -> None:
-            async with EpisodeWaits.of(row).hold(places):
+            async with EpisodeWaits.of(row).hold(places.acquire(1)):
                 await two_turns(response, row)
 
         batch, policy = new_batch(play, num_rows=3), Policy()
         await advance(batch, policy, 5, version=1)  # hangs if the first row keeps the place
         await advance(batch, policy, LENGTH, version=2)
         assert [output.token_versions[4:6] for output in batch.outputs] == [[1, 2]] * 3
-        assert not places.locked()
-        await places.acquire()
-        assert places.locked()  # no place was given back twice
+        await asyncio.wait_for(places.acquire(1), timeout=5)
+        with pytest.raises(TimeoutError):  # no place was given back twice
+            await asyncio.wait_for(places.acquire(1), timeout=0.05)
 
     asyncio.run(check())
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+
+from hybridrl.serving.loop_places import LoopPlaces
 
 MAX_RUNNING = 32  # calls of one tool at the same time; others wait without using up their time
 MAX_ABANDONED = 64  # threads of one tool that have not returned in time; then it is not called any more
@@ -29,7 +30,7 @@ class ToolExit(Exception):
         super().__init__(f"it raised {type(error).__name__}: {error}")
 
 
-_places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Callable, asyncio.Semaphore]] = WeakKeyDictionary()
+_places = LoopPlaces()
 _abandoned: Counter[Callable] = Counter()
 _lock = threading.Lock()
 
@@ -51,9 +52,7 @@ async def call_in_thread(
         ToolExit: It raised SystemExit, KeyboardInterrupt or the like.
         Exception: What else the function raises.
     """
-    places = _places.setdefault(asyncio.get_running_loop(), {})
-    place = nullcontext() if has_place else places.setdefault(function, asyncio.Semaphore(MAX_RUNNING))
-    async with place:
+    async with nullcontext() if has_place else _places.take(MAX_RUNNING, of=function):
         if _abandoned[function] >= MAX_ABANDONED:
             raise ToolHangs(f"{MAX_ABANDONED} earlier calls have not returned; it is not called any more")
         call = _Call(function, arguments)

@@ -7,9 +7,11 @@ driver process, on the event loop of the agent loops.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+
+from hybridrl.serving.loop_places import Place
 
 
 class EpisodeWaits:
@@ -19,7 +21,7 @@ class EpisodeWaits:
         self._num_waiting = 0
         self._running: set[asyncio.Timeout] = set()
         self._left_s: dict[asyncio.Timeout, float] = {}  # of deadlines that stand still
-        self._held: list[asyncio.Semaphore] = []
+        self._held: list[Place] = []
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "EpisodeWaits":
@@ -38,19 +40,19 @@ class EpisodeWaits:
                 self._left_s.pop(limit, None)
 
     @asynccontextmanager
-    async def hold(self, places: asyncio.Semaphore) -> AsyncIterator[None]:
-        """Hold one of the places until the block ends, or until the episode waits for the first time.
+    async def hold(self, acquired: Awaitable[Place]) -> AsyncIterator[None]:
+        """Wait for a place (`LoopPlaces.acquire`), and hold it until the block ends or the episode first waits.
 
         An episode that waits would otherwise keep others from beginning, among them those that it waits for.
         """
-        await places.acquire()
-        self._held.append(places)
+        place = await acquired
+        self._held.append(place)
         try:
             yield
         finally:
-            if places in self._held:
-                self._held.remove(places)
-                places.release()
+            if place in self._held:
+                self._held.remove(place)
+                place.release()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -68,8 +70,8 @@ class EpisodeWaits:
 
     def _release_places(self) -> None:
         held, self._held = self._held, []
-        for places in held:
-            places.release()
+        for place in held:
+            place.release()
 
     def _stop_clocks(self) -> None:
         now = asyncio.get_running_loop().time()

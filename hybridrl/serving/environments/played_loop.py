@@ -6,8 +6,8 @@ conversations of the session are trained, as with `http_agent`. The environment 
 own, also with another interpreter.
 """
 
-import asyncio
 import math
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from hybridrl.errors import AgentFailed
@@ -36,8 +36,8 @@ class PlayedEnvironmentLoop(HTTPAgentLoop):
         for spec in self.specs.values():
             pool_of(spec).close()
 
-    def _places(self) -> Any:
-        return asyncio.Semaphore(1)  # the pool of the environment has the places
+    def _place(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()  # the pool of the environment has the places
 
     async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:
         spec, kwargs = spec_of_row(self.specs, task.row)

@@ -9,12 +9,12 @@ import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from weakref import WeakKeyDictionary
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.environments.process import EnvironmentProcess
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
+from hybridrl.serving.loop_places import LoopPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,12 @@ class EnvironmentPool:
         self.spec = spec
         self._idle: list[EnvironmentProcess] = []
         self._has_worked = False  # whether a process has loaded the class
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._places = LoopPlaces()
 
     @asynccontextmanager
     async def take(self, waits: EpisodeWaits) -> AsyncIterator[EnvironmentProcess]:
         """Give one process, for one episode. It is ended if the block raises or is cancelled."""
-        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.spec.num_processes))
-        async with waits.hold(places):
+        async with waits.hold(self._places.acquire(self.spec.num_processes)):
             process = self._pop() or await self._start()
             try:
                 yield process

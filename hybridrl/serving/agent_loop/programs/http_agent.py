@@ -18,7 +18,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.import_path import load_object
@@ -27,6 +26,7 @@ from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentL
 from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
 from hybridrl.serving.agent_loop.tool_threads import ToolExit, ToolHangs, call_in_thread
 from hybridrl.serving.agent_loop.waits import EpisodeWaits
+from hybridrl.serving.loop_places import LoopPlaces, Place
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
@@ -39,7 +39,7 @@ MAX_ROW_BYTES = 100_000  # Linux takes 128 KiB per environment variable
 MAX_OUTPUT_MB = 1.0  # of a command
 POLL_PERIOD_S = 0.05
 
-_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_places = LoopPlaces()  # of all loop objects
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class HTTPAgentLoop(AgentLoop):
     async def _run_agent(self, task: AgentTask, episode: SessionEpisode) -> float | None:
         """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
         try:
-            async with episode.waits.hold(self._places()):
+            async with episode.waits.hold(self._place()):
                 returned = await self._call(task, episode.waits)
         except AgentFailed:
             if episode.ended_by_length:
@@ -130,10 +130,10 @@ class HTTPAgentLoop(AgentLoop):
             raise AgentFailed(f"{self.player} returned {reward}", cause="reward not finite")
         return reward
 
-    def _places(self) -> asyncio.Semaphore:
-        """Return the places for agents of this event loop, which new loop objects share."""
+    async def _place(self) -> Place:
+        """Wait for a place among the agents of this event loop."""
         limit = MAX_COROUTINES if inspect.iscoroutinefunction(self._function) else MAX_PROCESSES
-        return _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
+        return await _places.acquire(limit)
 
     async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:
         try:
