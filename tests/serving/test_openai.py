@@ -170,7 +170,7 @@ def test_the_model_is_listed_and_found_by_its_name(site):
         (
             {"max_tokens": 65},
             "max_tokens",
-            "takes 128 tokens in all, at most 64 of them new; the request has 1 and asks for 65 more",
+            "context length is 128 tokens, at most 64 of them new; the request has 1 and asks for 65 more",
         ),
         ({"prompt": [50] * 128}, "prompt", "the request has 128 and asks for 1 more"),
         ({"prompt": [50, 4000]}, "prompt", "4000 is not a token id"),

@@ -4,8 +4,8 @@ Called by `requests`. A value that a replica could not use is rejected here, wit
 is tokenized. Not here: prompts, and how many tokens they leave (`requests`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybridrl.workers.rollout.sampling.logits import unwritable_strings
@@ -70,16 +70,28 @@ class ParameterNames:
         supported: Those with an effect.
         unsupported: Others, with the values that have no effect and are accepted.
         ignored: Those that change no answer.
+        demands: Those that may demand a form of the answer, with a function that takes the demand out of a value.
     """
 
     supported: Collection[str]
     unsupported: Mapping[str, tuple]
     ignored: Collection[str]
+    demands: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+
+
+def automatic_choice(choice: Any) -> Any:
+    """Return the `tool_choice` of a chat request without a demand for a call."""
+    return "auto" if choice == "required" or isinstance(choice, dict) else choice
+
+
+def no_format(_: Any) -> None:
+    """Return the value of a parameter that demands no format."""
 
 
 COMPLETIONS = ParameterNames(COMMON_PARAMETERS | {"prompt", "max_tokens"}, UNSUPPORTED, IGNORED_PARAMETERS)
 CHAT_PARAMETERS = ("messages", "max_tokens", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls")
-CHAT = ParameterNames(COMMON_PARAMETERS | {*CHAT_PARAMETERS}, UNSUPPORTED, IGNORED_PARAMETERS)
+CHAT_DEMANDS = {"tool_choice": automatic_choice, "response_format": no_format}
+CHAT = ParameterNames(COMMON_PARAMETERS | {*CHAT_PARAMETERS}, UNSUPPORTED, IGNORED_PARAMETERS, CHAT_DEMANDS)
 OWN_SAMPLING = (  # of this endpoint, in every API
     *("seed", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop_token_ids"),
@@ -134,6 +146,11 @@ class Policy(Protocol):
 
     @property
     def template_options(self) -> Mapping[str, Any]: ...
+
+
+def without_demands(body: dict, names: ParameterNames) -> dict:
+    """Return the request of an agent in training without demands for calls or formats: its policy samples freely."""
+    return body | {key: allow(body[key]) for key, allow in names.demands.items() if key in body}
 
 
 def check_names(body: dict, names: ParameterNames) -> None:

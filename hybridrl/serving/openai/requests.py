@@ -22,7 +22,7 @@ from hybridrl.serving.openai.parameters import (
     shorten,
 )
 from hybridrl.serving.openai.tool_calls import ToolFormat, detect_format
-from hybridrl.serving.sessions.session import Plan, Session, SessionEnded, SessionFull
+from hybridrl.serving.sessions.session import Plan, Session, SessionEnded, SessionFull, context_length
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -221,7 +221,7 @@ def _require_length(text: str, policy: Policy, param: str) -> str:
 
 def _too_long(size: str, policy: Policy, param: str) -> RequestError:
     return RequestError(
-        f"this model takes {policy.max_length} tokens in all; {param} has {size}",
+        f"{context_length(policy.max_length)}; {param} has {size}",
         param=param,
         code="context_length_exceeded",
     )
@@ -274,8 +274,8 @@ def _max_new_tokens(body: dict, ids: Sequence[int], kind: str, policy: Policy) -
         requested = max(1, min(requested, tokens_left))
     if requested > tokens_left:
         raise RequestError(
-            f"this model takes {policy.max_length} tokens in all, at most {policy.max_response_length} of them new; "
-            f"the request has {len(ids)} and asks for {shorten(requested)} more",
+            f"{context_length(policy.max_length)}, at most {policy.max_response_length} of them new; the request has "
+            f"{len(ids)} and asks for {shorten(requested)} more",
             param=param if tokens_left > 0 else ("messages" if kind == "chat" else "prompt"),
             code="context_length_exceeded",
         )

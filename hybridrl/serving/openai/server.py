@@ -22,14 +22,14 @@ from aiohttp import web
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.serving.continuation import PolicyClient, generate_in_chunks
 from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
-from hybridrl.serving.openai.apis.base import About, Api, Event, in_its_words, new_id, parse
+from hybridrl.serving.openai.apis.base import About, Api, Event, in_its_words, new_id, parse, read_body
 from hybridrl.serving.openai.apis.completions import CompletionsApi
 from hybridrl.serving.openai.apis.messages import COUNTED_NAMES, MessagesApi
 from hybridrl.serving.openai.apis.responses import ResponsesApi
 from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
 from hybridrl.serving.openai.episode_routes import episode_routes
-from hybridrl.serving.openai.parameters import RequestError, check_names
-from hybridrl.serving.openai.requests import CompletionRequest, check_model, plan_chat, read_json
+from hybridrl.serving.openai.parameters import RequestError
+from hybridrl.serving.openai.requests import CompletionRequest, check_model, plan_chat
 from hybridrl.serving.openai.responses import Choice
 from hybridrl.serving.openai.session_routes import session_of, session_routes
 from hybridrl.serving.router import ReplicaRouter
@@ -234,8 +234,7 @@ class Endpoint:
         session, raw = session_of(request, self.sessions), await self._read(request)
 
         def count() -> int:
-            body = read_json(raw)
-            check_names(body, COUNTED_MESSAGES.names)
+            body = read_body(COUNTED_MESSAGES, raw, session)
             check_model(body, self.served)
             copy = Session("count", turns=[] if session is None else list(session.turns))
             chat = COUNTED_MESSAGES.to_chat(body)
@@ -363,6 +362,7 @@ def record_answer(choice: Choice) -> None:
             log_probs=choice.log_probs,
             versions=choice.versions,
             reply=choice.message,
+            stop_text=choice.stop_text,
             answer_id=completion.name,
         )
 

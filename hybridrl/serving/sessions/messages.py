@@ -21,19 +21,25 @@ class MessageKey(NamedTuple):
         role: Of the message.
         digest: Of its text without a thought, and of its tool calls.
         thought: Digest of the text up to the last `</think>`; "" without one.
+        with_stop: As `digest`, of the text with the stop text that ended it; "" if none did.
     """
 
     role: str
     digest: str
     thought: str = ""
+    with_stop: str = ""
 
     @property
     def is_assistant(self) -> bool:
         return self.role == "assistant"
 
     def repeats(self, recorded: "MessageKey") -> bool:
-        """Return whether a client's message is the recorded one. Clients may leave out the thought."""
-        return self[:2] == recorded[:2] and self.thought in ("", recorded.thought)
+        """Return whether a client's message is the recorded one.
+
+        Clients may leave out the thought, and may put the stop text back.
+        """
+        is_same = self.role == recorded.role and self.digest in (recorded.digest, recorded.with_stop)
+        return is_same and self.thought in ("", recorded.thought)
 
 
 def conversation_keys(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[MessageKey]:
@@ -41,15 +47,21 @@ def conversation_keys(messages: Sequence[Mapping[str, Any]], tools: Sequence[Map
     return [MessageKey(TOOLS, _digest(_canonical(list(tools)))), *map(message_key, messages)]
 
 
-def message_key(message: Mapping[str, Any]) -> MessageKey:
-    """Return the key of a message whose content is a text, or None beside tool calls."""
+def message_key(message: Mapping[str, Any], *, stop_text: str | None = None) -> MessageKey:
+    """Return the key of a message whose content is a text, or None beside tool calls.
+
+    Args:
+        message: As a client sends it, or gets it.
+        stop_text: That ended it, and is not in its text.
+    """
     thought, found, text = (message.get("content") or "").rpartition(END_OF_THOUGHT)
     calls = [
         (call["function"]["name"], _canonical(parsed_arguments(call["function"].get("arguments"))))
         for call in message.get("tool_calls") or ()
     ]
-    compared = [text.strip(), calls, message.get("name")]
-    return MessageKey(message["role"], _digest(_canonical(compared)), _digest(thought.strip()) if found else "")
+    texts = [text] if stop_text is None else [text, text + stop_text]
+    digest, *with_stop = (_digest(_canonical([one.strip(), calls, message.get("name")])) for one in texts)
+    return MessageKey(message["role"], digest, _digest(thought.strip()) if found else "", *with_stop)
 
 
 def call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:

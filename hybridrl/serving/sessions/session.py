@@ -21,6 +21,11 @@ from hybridrl.serving.sessions.messages import MessageKey, call_ids, conversatio
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 
+def context_length(tokens: int) -> str:
+    """Return the start of an error: OpenAI's words, by which clients such as litellm know that a retry is useless."""
+    return f"This model's maximum context length is {tokens} tokens"
+
+
 class SessionFull(Exception):
     """A conversation has no room for another token of the policy."""
 
@@ -185,9 +190,10 @@ class Session:
         left = episode.tokens_left(first_prompt, len(plan.prompt_ids))
         if left < 1:
             self.was_full = True
+            num = len(plan.prompt_ids)
             raise SessionFull(
-                f"the conversation has {len(plan.prompt_ids)} tokens, and a training row has no room for an answer "
-                f"(data.max_prompt_length={episode.max_prompt_length}, "
+                f"{context_length(num + left)} in this conversation, which has {num}: its training row has no room for "
+                f"an answer (data.max_prompt_length={episode.max_prompt_length}, "
                 f"data.max_response_length={episode.max_response_length})"
             )
         return replace(plan, tokens_left=left)
@@ -206,6 +212,7 @@ class Session:
         log_probs: Sequence[float],
         versions: Sequence[int],
         reply: Mapping[str, Any],
+        stop_text: str | None = None,
         answer_id: str = "",
     ) -> None:
         """Add the answer to a request.
@@ -214,6 +221,7 @@ class Session:
             plan: Of the request.
             token_ids, log_probs, versions: As the engine returned them.
             reply: The message that the client gets.
+            stop_text: That ended it, and is not in the message.
             answer_id: Id of the answer that the client gets.
         """
         if not token_ids or self.is_closed:
@@ -224,7 +232,7 @@ class Session:
             Turn(
                 *(plan.parent, plan.keys, plan.given_ids),
                 *(tuple(token_ids), tuple(log_probs), tuple(versions)),
-                *(message_key(reply), call_ids(reply), plan.kind),
+                *(message_key(reply, stop_text=stop_text), call_ids(reply), plan.kind),
                 answer_id=answer_id,
             )
         )

@@ -114,9 +114,60 @@ def test_a_conversation_without_room_for_an_answer_is_refused(site):
     first = client.chat.completions.create(model="tiny", messages=[QUESTION], max_tokens=4000).choices[0]
     assert first.finish_reason == "length" and script.requests[0].sampling.max_new_tokens == 16
     messages = [QUESTION, first.message.model_dump(exclude_none=True), QUESTION]
-    with pytest.raises(openai.BadRequestError, match="a training row has no room for an answer") as refused:
+    known = "This model's maximum context length is"  # by these words litellm knows that no retry helps
+    with pytest.raises(openai.BadRequestError, match=f"{known} .* row has no room for an answer") as refused:
         client.chat.completions.create(model="tiny", messages=messages)
     assert refused.value.code == "context_length_exceeded" and session.was_full
+
+
+def test_an_agent_that_puts_the_stop_text_back_continues_the_answer(site):
+    session, script, client = open_episode(site, ["<code>1", "<code>2", "done"])
+    script.answers[0] += "</code> and more"  # a client may want the text whole
+    asked = {"model": "tiny", "stop": ["</code>"]}
+    first = client.chat.completions.create(messages=[QUESTION], **asked).choices[0].message.content
+    messages = [QUESTION, {"role": "assistant", "content": f"{first}</code>"}, {"role": "user", "content": "1"}]
+    client.chat.completions.create(messages=messages, **asked)
+    assert first == "<code>1" and [turn.kind for turn in session.turns] == ["first", "continued"]
+    other = [QUESTION, {"role": "assistant", "content": f"{first}</code>!"}, {"role": "user", "content": "1"}]
+    client.chat.completions.create(messages=other, **asked)
+    assert session.turns[-1].kind == "edited"
+
+
+FORMAT = {"type": "json_schema", "name": "out", "schema": {"type": "object"}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+FOR_RESPONSES = {"input": "How many?", "tools": [TOOLS[0]["function"] | {"type": "function"}]}
+FOR_MESSAGES = {
+    "messages": [QUESTION],
+    "max_tokens": 100,
+    "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+}
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("chat/completions", {"messages": [QUESTION], "tools": TOOLS, "tool_choice": "required"}),
+        ("chat/completions", {"messages": [QUESTION], "tools": TOOLS, "tool_choice": NAMED}),
+        ("chat/completions", {"messages": [QUESTION], "response_format": {"type": "json_object"}}),
+        ("responses", FOR_RESPONSES | {"tool_choice": "required"}),
+        ("responses", FOR_RESPONSES | {"text": {"format": FORMAT}}),
+        ("messages", FOR_MESSAGES | {"tool_choice": {"type": "any"}}),
+        ("messages", FOR_MESSAGES | {"tool_choice": {"type": "tool", "name": "add"}}),
+    ],
+)
+def test_an_agent_in_training_may_demand_calls_and_formats_and_its_policy_samples_freely(site, path, body):
+    session, _, _ = open_episode(site, ["I will not."])
+    raw = json.dumps({"model": "tiny", **body}).encode()
+    status, answer, _ = site.post(f"/sessions/{session.name}/v1/{path}", raw)
+    assert status == 200 and "I will not." in json.dumps(answer) and len(session.turns) == 1
+    status, answer, _ = site.post(f"/sessions/not-of-training/v1/{path}", raw)
+    assert status == 400
+
+
+def test_a_tool_choice_that_there_is_not_is_refused_in_training_too(site):
+    session, _, _ = open_episode(site, ["x"])
+    body = {"model": "tiny", "messages": [QUESTION], "tools": TOOLS, "tool_choice": "sometimes"}
+    assert site.post(f"/sessions/{session.name}/v1/chat/completions", json.dumps(body).encode())[0] == 400
 
 
 def test_a_reward_is_posted_and_an_ended_session_answers_nothing(site):

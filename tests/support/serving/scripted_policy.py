@@ -9,20 +9,27 @@ PROMPT, RESPONSE = 200, 300  # tokens of a row
 
 @dataclass
 class Script:
-    """A policy with scripted answers, each ended by the end token."""
+    """A policy with scripted answers, each ended by the end token, or by the token that completes a stop text."""
 
     tokenizer: object
     answers: list[str]
     requests: list[Request] = field(default_factory=list)
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        whole = [*self.tokenizer.encode(self.answers[0]), self.tokenizer.eos_token_id]
+        whole = self._drawn([*self.tokenizer.encode(self.answers[0]), self.tokenizer.eos_token_id], request)
         done = request.num_done
         ids = whole[done : done + request.sampling.max_new_tokens]
         is_last = done + len(ids) == len(whole)
         self.requests.append(request)
         self.answers = self.answers[is_last:]
         return TokenOutput(request.request_id, ids, [-0.25] * len(ids), "stop" if is_last else "length", 7)
+
+    def _drawn(self, ids: list[int], request: Request) -> list[int]:
+        """Return the tokens up to a stop text of the request."""
+        for num in range(1, len(ids)):
+            if any(stop in self.tokenizer.decode(ids[:num]) for stop in request.sampling.stop):
+                return ids[:num]
+        return ids
 
 
 @dataclass

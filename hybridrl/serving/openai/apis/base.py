@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from hybridrl.serving.openai.parameters import ParameterNames, Policy, RequestError, check_names
+from hybridrl.serving.openai.parameters import ParameterNames, Policy, RequestError, check_names, without_demands
 from hybridrl.serving.openai.requests import CompletionRequest, parse_request, read_json
 from hybridrl.serving.openai.responses import Choice
 from hybridrl.serving.sessions.session import Session
@@ -102,12 +102,20 @@ def new_id(api: Api) -> str:
 
 def parse(api: Api, raw: bytes, *, policy: Policy, name: str, session: Session | None) -> CompletionRequest:
     """Return the parsed request of an API. Raises RequestError, in the words of this API, if it cannot be served."""
-    body = read_json(raw)
-    check_names(body, api.names)
+    body = read_body(api, raw, session)
     chat = api.to_chat(body)
     with in_its_words(api):
         completion = parse_request(chat, kind=api.kind, policy=policy, name=name, session=session)
     return replace(completion, given=body)
+
+
+def read_body(api: Api, raw: bytes, session: Session | None) -> dict[str, Any]:
+    """Return the body of a request. Raises RequestError for parameters that this API does not have or support."""
+    body = read_json(raw)
+    if session is not None and session.episode is not None:
+        body = without_demands(body, api.names)
+    check_names(body, api.names)
+    return body
 
 
 @contextmanager

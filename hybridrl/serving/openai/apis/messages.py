@@ -10,11 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.serving.openai.apis.base import About, Event, joined_text, oldest_version
-from hybridrl.serving.openai.parameters import OWN_SAMPLING, ParameterNames, RequestError, get_typed, shorten
+from hybridrl.serving.openai.parameters import (
+    OWN_SAMPLING,
+    ParameterNames,
+    RequestError,
+    get_typed,
+    no_format,
+    shorten,
+)
 from hybridrl.serving.openai.requests import CompletionRequest
 from hybridrl.serving.openai.responses import Choice
 from hybridrl.serving.sessions.messages import parsed_arguments
 
+
+def automatic_type(choice: Any) -> Any:
+    """Return a `tool_choice` without a demand for a call; it may say how many calls there are."""
+    return {**choice, "type": "auto"} if isinstance(choice, dict) and choice.get("type") in ("any", "tool") else choice
+
+
+DEMANDS = {"tool_choice": automatic_type, "output_config": no_format, "output_format": no_format}
 PASSED_ON = ("model", "max_tokens", "temperature", "top_p", "stream", *OWN_SAMPLING)
 NAMES = ParameterNames(
     supported={*PASSED_ON, "messages", "system", "tools", "tool_choice", "stop_sequences"},
@@ -29,9 +43,10 @@ NAMES = ParameterNames(
         "thinking": (None, {"type": "disabled"}),
     },
     ignored={"metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id", "workspace_id"},
+    demands=DEMANDS,
 )
 COUNTED_NAMES = ParameterNames(
-    {"model", "messages", "system", "tools", "tool_choice"}, NAMES.unsupported, NAMES.ignored
+    {"model", "messages", "system", "tools", "tool_choice"}, NAMES.unsupported, NAMES.ignored, DEMANDS
 )
 ERROR_TYPES = {
     401: "authentication_error",

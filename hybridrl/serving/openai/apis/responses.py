@@ -12,7 +12,15 @@ from typing import Any
 from hybridrl.serving.openai.apis.base import About, oldest_version
 from hybridrl.serving.openai.apis.responses_items import chat_tools, messages_of, output_items
 from hybridrl.serving.openai.apis.responses_stream import ResponsesWriter
-from hybridrl.serving.openai.parameters import OWN_SAMPLING, ParameterNames, RequestError, get_typed, shorten
+from hybridrl.serving.openai.parameters import (
+    OWN_SAMPLING,
+    ParameterNames,
+    RequestError,
+    automatic_choice,
+    get_typed,
+    no_format,
+    shorten,
+)
 from hybridrl.serving.openai.requests import CompletionRequest
 from hybridrl.serving.openai.responses import Choice, error_body
 
@@ -38,6 +46,7 @@ NAMES = ParameterNames(
         *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         "stream_options",
     },
+    demands={"tool_choice": automatic_choice, "text": no_format},
 )
 Messages = Sequence[Mapping[str, Any]]
 
