@@ -47,14 +47,15 @@ slow: .venv/test.stamp ## the tests that take too long for every change
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 	$(PYTHON) -m pytest -q -m chaos
 
-# Neither package can be installed beside vLLM, nor beside the other one; their environments run in processes of their own.
-environments: .venv/test.stamp ## the adapters of openenv and verifiers, each package in an environment of its own
-	for package in openenv verifiers; do \
+# openenv and verifiers cannot be installed beside vLLM, nor beside each other. Agents are programs of other people.
+environments: .venv/test.stamp ## the adapters of openenv and verifiers, and agents of PyPI, in environments of their own
+	for package in openenv verifiers agents; do \
 	  test -x .venv-$$package/bin/python || $(PYTHON) -m venv .venv-$$package; \
 	  .venv-$$package/bin/pip install -q -r requirements/$$package.txt || exit 1; \
 	done
 	HYBRIDRL_OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python HYBRIDRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
-	  $(PYTHON) -m pytest -q -m "slow or not slow" tests/serving/environments
+	HYBRIDRL_AGENTS_PYTHON=$(CURDIR)/.venv-agents/bin/python $(PYTHON) -m pytest -q -m "slow or not slow" \
+	  tests/serving/environments tests/serving/sessions/test_pypi_agents.py tests/examples/test_black_box_agent.py
 
 N := 10
 SEED := 1
@@ -72,7 +73,7 @@ bench: .venv/test.stamp ## every published figure
 	@for file in benchmarks/[!_]*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
 
 clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
-	rm -rf .venv .venv-openenv .venv-verifiers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openenv .venv-verifiers .venv-agents build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # VERSIONS=newest or lowest, in an empty checkout: other versions than those of set-up (docs/versions.md)

@@ -6,12 +6,14 @@ reads `sft_train.parquet` (from `data_preprocess.arithmetic`) and writes a direc
 `AutoModelForCausalLM` load: about 500 tokens, 0.38 million parameters. The model is untrained; `hybridrl.main_sft`
 teaches it the format of an answer. `--heads 4` makes it wider (0.56 million parameters): two tensor-parallel processes
 can share it, two heads each. `--vocabulary 2048` makes a larger tokenizer, for other text than the arithmetic.
+`--chat-template FILE` replaces the chat template, for example by one that shows tools.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import torch
@@ -43,7 +45,9 @@ def read_texts(path: Path) -> Iterator[str]:
             yield f"{message['role']}\n{message['content']}"
 
 
-def train_tokenizer(texts: Iterator[str], *, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterator[str], *, vocabulary: int = VOCABULARY, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer (any text can be encoded) in which every digit is its own token.
 
     Separate digits let the model see a number's places; merged ones would be as many unrelated symbols.
@@ -69,7 +73,7 @@ def train_tokenizer(texts: Iterator[str], *, vocabulary: int = VOCABULARY) -> Pr
         eos_token=TURN_END,
         pad_token=PAD,
         additional_special_tokens=[TURN_START],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )
@@ -97,9 +101,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, heads: int = HE
     return Qwen2ForCausalLM(config)
 
 
-def build(data: Path, out: Path, *, seed: int, heads: int = HEADS, vocabulary: int = VOCABULARY) -> int:
-    """Write tokenizer and model to `out` and return the number of parameters."""
-    tokenizer = train_tokenizer(read_texts(data / "sft_train.parquet"), vocabulary=vocabulary)
+def build(data: Path, out: Path, *, seed: int, heads: int = HEADS, **of_tokenizer: Any) -> int:
+    """Write tokenizer and model to `out` and return the number of parameters.
+
+    `of_tokenizer`: for `train_tokenizer`.
+    """
+    tokenizer = train_tokenizer(read_texts(data / "sft_train.parquet"), **of_tokenizer)
     model = make_model(tokenizer, seed=seed, heads=heads)
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)
@@ -117,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--vocabulary", type=int, default=VOCABULARY, help=f"tokens of the tokenizer (default: {VOCABULARY})"
     )
+    parser.add_argument("--chat-template", type=Path, default=None, help="file of another chat template")
     args = parser.parse_args(argv)
     source = args.data / "sft_train.parquet"
     if not source.is_file():
@@ -125,7 +133,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    count = build(args.data, args.out, seed=args.seed, heads=args.heads, vocabulary=args.vocabulary)
+    template = CHAT_TEMPLATE if args.chat_template is None else args.chat_template.read_text()
+    of_tokenizer = {"vocabulary": args.vocabulary, "chat_template": template}
+    count = build(args.data, args.out, seed=args.seed, heads=args.heads, **of_tokenizer)
     print(f"{args.out}: a Qwen2 with {count / 1e6:.2f} million random parameters and its tokenizer")
     return 0
 
