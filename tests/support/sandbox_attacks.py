@@ -1,6 +1,6 @@
 """Attacks on the sandbox, as programs. `tests/rewards/sandbox/test_attacks.py` runs each; this prints what happened.
 
-    python -m tests.support.sandbox_attacks [--isolation namespaces|bwrap] [--bwrap PATH]
+    python -m tests.support.sandbox_attacks [--isolation namespaces|bwrap] [--bwrap PATH] [--session]
 
 A program prints ESCAPED and how, where it got what it should not. The other conditions are looked at from outside:
 the verdict, what a stranger at the sockets of this process has said, and processes that are left.
@@ -9,6 +9,7 @@ the verdict, what a stranger at the sockets of this process has said, and proces
 import argparse
 import contextlib
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -18,10 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hybridrl.rewards.sandbox import Limits, LocalSandbox, Outcome, Program, Verdict
+from hybridrl.rewards.sandbox import Limits, LocalSandbox, Outcome, Program, SandboxSession, Verdict
+from hybridrl.rewards.sandbox.local import RUN_PYTHON, python_file
+from hybridrl.rewards.sandbox.program import refusal
 
 SECRET = f"secret-{uuid.uuid4().hex}"
 VARIABLE = "HYBRIDRL_TEST_SECRET"
+SECOND_DIRECTORY = "/tmp-of-a-session"  # an attack that writes everywhere leaves out what begins with /tmp
 ENDS = Limits(wall_s=30.0, memory_mb=256, disk_mb=16, output_kb=64)  # the attack ends by itself
 HANGS = replace(ENDS, wall_s=1.0)  # the attack lasts until it is ended
 
@@ -325,7 +329,22 @@ def open_site() -> Iterator[Site]:
             site.close()
 
 
-def run_attack(sandbox: LocalSandbox, attack: Attack, site: Site) -> tuple[Outcome, list[str]]:
+class SessionPrograms:
+    """Runs each program as a command of a session of its own, with a directory that it may write to besides /tmp."""
+
+    def run(self, program: Program) -> Outcome:
+        if refused := refusal(program):
+            return refused
+        with SandboxSession(writable=(SECOND_DIRECTORY,), limits=program.limits) as session:
+            session.run("cat > main.py", stdin=program.code.encode())
+            interpreter = shlex.join([python_file(), "-S", "-s", "-c", RUN_PYTHON])
+            outcome = session.run(f"exec {interpreter}", stdin=program.stdin.encode())
+            after = session.run("echo still here")
+            assert after.stdout == "still here\n", after
+            return outcome
+
+
+def run_attack(sandbox: LocalSandbox | SessionPrograms, attack: Attack, site: Site) -> tuple[Outcome, list[str]]:
     """Return what became of an attack, and what it got that it should not: [] if nothing."""
     mark = uuid.uuid4().hex[:12]
     known = (str(site.file), site.port, site.abstract, SECRET)
@@ -366,9 +385,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isolation", choices=("namespaces", "bwrap"), help="default: the one that this machine has")
     parser.add_argument("--bwrap", help="path of bubblewrap")
+    parser.add_argument("--session", action="store_true", help="each attack is a command of a session")
     args = parser.parse_args(argv)
-    sandbox = LocalSandbox(args.isolation, bwrap=args.bwrap)
-    print(f"{sandbox.check()}\n\n| attack | what happens | verdict |\n|---|---|---|")
+    local = LocalSandbox(args.isolation, bwrap=args.bwrap)
+    sandbox = SessionPrograms() if args.session else local
+    print(f"{local.check()}\n\n| attack | what happens | verdict |\n|---|---|---|")
     failed = 0
     with open_site() as site:
         for attack in ATTACKS:

@@ -8,3 +8,4 @@ from .program import SandboxFailed as SandboxFailed
 from .program import SandboxUnavailable as SandboxUnavailable
 from .program import Verdict as Verdict
 from .runner import ProgramRunner as ProgramRunner
+from .session import SandboxSession as SandboxSession

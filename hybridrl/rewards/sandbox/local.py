@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -94,8 +94,8 @@ class LocalSandbox:
         return self._isolation
 
     def _run_in(self, isolation: str, program: Program) -> Outcome:
-        command, job = self._bwrap_command(program.limits) if isolation == "bwrap" else _own_command(program.limits)
-        return _Run(command, job | _job_of(program), program.limits).outcome(program.fetch)
+        command, job = self._bwrap_command(program.limits) if isolation == "bwrap" else own_command(program.limits)
+        return SandboxProcess(command, job | _job_of(program), program.limits).outcome(program.fetch)
 
     def _bwrap_command(self, limits: Limits) -> tuple[list[str], dict[str, Any]]:
         program = self._bwrap or shutil.which("bwrap")
@@ -118,9 +118,16 @@ def _interpreter(folder: str) -> list[str]:
     return [python_file(), "-I", "-S", "-c", START, folder]
 
 
-def _own_command(limits: Limits) -> tuple[list[str], dict[str, Any]]:
+def own_command(limits: Limits, *, writable: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
+    """Return the command of a sandbox that makes its own namespaces, and its part of the job.
+
+    Args:
+        limits: For `disk_mb`.
+        writable: Empty directories of the sandbox that programs may write to, besides `/tmp`.
+    """
     free = has_free_users()
     isolation = visible_files() | {"user_namespace": not free, "disk_bytes": limits.disk_mb << 20}
+    isolation["writable"] = list(writable)
     user = FIRST_FREE_USER + random.SystemRandom().randrange(NUM_USERS) if free else None
     return _interpreter(str(HERE)), {"isolation": isolation, "user": user}
 
@@ -128,23 +135,26 @@ def _own_command(limits: Limits) -> tuple[list[str], dict[str, Any]]:
 def _job_of(program: Program) -> dict[str, Any]:
     """Return the parts of a job that do not depend on the isolation."""
     name, command = _command_of(program.language)
-    files = {name: program.code.encode("utf-8", "surrogateescape"), **program.files}
-    limits = program.limits
     return {
         "command": command,
         "environment": ENVIRONMENT,
-        "files": files,
+        "files": {name: program.code.encode("utf-8", "surrogateescape"), **program.files},
         "stdin": program.stdin.encode("utf-8", "surrogateescape"),
         "fetch": list(program.fetch),
-        "limits": {
-            "wall_s": limits.wall_s,
-            "cpu_s": limits.wall_s,
-            "memory_bytes": limits.memory_mb << 20,
-            "processes": limits.processes,
-            "open_files": limits.open_files,
-            "output_bytes": limits.output_kb << 10,
-            "disk_bytes": limits.disk_mb << 20,
-        },
+        "limits": limits_of_job(program.limits),
+    }
+
+
+def limits_of_job(limits: Limits) -> dict[str, float]:
+    """Return limits as the first process reads them."""
+    return {
+        "wall_s": limits.wall_s,
+        "cpu_s": limits.wall_s,
+        "memory_bytes": limits.memory_mb << 20,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
+        "output_bytes": limits.output_kb << 10,
+        "disk_bytes": limits.disk_mb << 20,
     }
 
 
@@ -228,10 +238,16 @@ def find_isolation(bwrap: str | None = None) -> str:
     raise SandboxUnavailable(f"this machine has no sandbox ({'; '.join(reasons)}): {WAY_OUT}")
 
 
-class _Run:
+def frame_of(job: Mapping[str, Any]) -> memoryview:
+    """Return a job as the first process reads it."""
+    payload = marshal.dumps(dict(job))
+    return memoryview(len(payload).to_bytes(8, "big") + payload)
+
+
+class SandboxProcess:
     """One program in isolation, seen from outside."""
 
-    def __init__(self, command: list[str], job: dict[str, Any], limits: Limits):
+    def __init__(self, command: list[str], job: Mapping[str, Any], limits: Limits):
         self.limits = limits
         report, report_end = os.pipe()
         try:
@@ -251,8 +267,7 @@ class _Run:
             raise SandboxFailed(f"{command[0]} cannot be started: {error}") from error
         finally:
             os.close(report_end)
-        payload = marshal.dumps(job)
-        self._unsent = memoryview(len(payload).to_bytes(8, "big") + payload)
+        self._unsent = frame_of(job)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._streams = {"report": report, "stdout": self._process.stdout.fileno()}
         self._streams["stderr"] = self._process.stderr.fileno()
@@ -269,8 +284,8 @@ class _Run:
             self._end()
         if flooded:
             detail = f"it printed more than {self.limits.output_kb} KiB to {flooded}"
-            return replace(self._printed(), verdict=Verdict.OUTPUT_LIMIT, detail=detail)
-        return self._reported(fetch)
+            return replace(self._printed(self.limits), verdict=Verdict.OUTPUT_LIMIT, detail=detail)
+        return self._reported(fetch, self.limits)
 
     def _exchange(self, deadline: float) -> str:
         """Send the job, receive what comes; return the name of a stream that brought too much, or ""."""
@@ -320,13 +335,13 @@ class _Run:
             self._process.kill()
             self._process.wait(END_TIMEOUT_S)
 
-    def _printed(self) -> Outcome:
-        most = self.limits.output_kb << 10
+    def _printed(self, limits: Limits) -> Outcome:
+        most = limits.output_kb << 10
         stdout, stderr = (self.received[name][:most].decode(errors="replace") for name in ("stdout", "stderr"))
         return Outcome(Verdict.OK, stdout=stdout, stderr=stderr)
 
-    def _reported(self, fetch: Sequence[str]) -> Outcome:
-        """Return the outcome from the report of the first process."""
+    def _reported(self, fetch: Sequence[str], limits: Limits) -> Outcome:
+        """Return the outcome of a program with these limits, from the report of the first process."""
         head, _, rest = bytes(self.received["report"]).partition(b"\n")
         if not head:
             last = self.received["stderr"].decode(errors="replace").strip().splitlines()[-1:]
@@ -341,8 +356,8 @@ class _Run:
             index, size = map(int, head.split())
             files[fetch[index]], rest = rest[:size], rest[size:]
         exit_status = os.waitstatus_to_exitcode(int(status)) if ended == "ended" else None
-        outcome = replace(self._printed(), exit_status=exit_status, cpu_s=float(cpu_s), files=files)
-        return judged(outcome, ended, self.limits)
+        outcome = replace(self._printed(limits), exit_status=exit_status, cpu_s=float(cpu_s), files=files)
+        return judged(outcome, ended, limits)
 
 
 def judged(outcome: Outcome, ended: str, limits: Limits) -> Outcome:

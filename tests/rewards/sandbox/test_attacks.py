@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from hybridrl.rewards.sandbox import Program
-from tests.support.sandbox_attacks import ATTACKS, PRELUDE, SECRET, Site, open_site, run_attack, table_row
+from tests.support.sandbox_attacks import (
+    ATTACKS,
+    PRELUDE,
+    SECRET,
+    SessionPrograms,
+    Site,
+    open_site,
+    run_attack,
+    table_row,
+)
 
 QUICK = {
     *("a daemon in a session of its own", "reads files of the parent", "descriptors of the parent"),
@@ -40,6 +49,13 @@ def test_an_attack_gets_nothing_and_the_machine_stays_usable(attack, sandbox, si
     assert escapes == []
     after = sandbox.run(Program("print('still here')"))
     assert (after.verdict, after.stdout) == ("ok", "still here\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda it: it.name)
+def test_an_attack_in_a_session_gets_nothing_and_the_session_goes_on(attack, sandbox, site):
+    _, escapes = run_attack(SessionPrograms(), attack, site)
+    assert escapes == []
 
 
 @pytest.mark.slow

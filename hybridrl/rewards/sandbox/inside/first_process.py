@@ -11,6 +11,10 @@ which the program does not have: it may print what it likes, but how it ended is
     ENDED STATUS CPU_S NUMBER_OF_FILES      then per file: INDEX SIZE, and its bytes
     error TEXT                              the sandbox failed
 
+A job without a command opens a session, in which programs run one after the other on the same files. Its report is
+"ready". Each further job on the control pipe, after the byte "j", has a report of its own. The byte "c" ends the
+program that runs.
+
 This process is number 1 of a process namespace. So the kernel protects it from the program's signals, gives it the
 orphans, and kills what is left when it ends.
 """
@@ -90,32 +94,54 @@ def serve(job: dict, report: int) -> None:
         isolation.build_root(job["isolation"])
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program may have the same user, but not this process's descriptors
     place_files(job)
+    if job["command"] is None:
+        send(report, b"ready\n")
+        while True:  # read_next ends this process when the parent closes the pipe
+            run_program(job | read_next(), report)
+    is_judged = run_program(job, report)
+    os._exit(0 if is_judged else 1)
+
+
+def read_next() -> dict:
+    """Return the next job of a session. "c" before it was meant for a program that had ended."""
+    while read_exactly(1) == b"c":
+        continue
+    return read_job()
+
+
+def run_program(job: dict, report: int) -> bool:
+    """Run one program until it and all that it started have ended, and report. Return whether it was started."""
+    cpu_s_before = kernel.cpu_s_of_children()
     child, failure = start(job)
     if failure:
-        send(report, f"error {failure}".encode())
-        os._exit(1)
+        send(report, f"error {failure}\n".encode())
+        return False
     watched = Watched(child, job["limits"])
     ended = watched.wait()
     kill_all(watched)
     files = fetch_files(job["fetch"], max_bytes=job["limits"]["output_bytes"])
-    send(report, f"{ended} {watched.status} {kernel.cpu_s_of_children():.6f} {len(files)}\n".encode())
+    cpu_s = kernel.cpu_s_of_children() - cpu_s_before
+    send(report, f"{ended} {watched.status} {cpu_s:.6f} {len(files)}\n".encode())
     for index, content in files.items():
         send(report, f"{index} {len(content)}\n".encode() + content)
-    os._exit(0)
+    return True
 
 
 def place_files(job: dict) -> None:
-    """Write the program's files, which then belong to its user."""
+    """Write the program's files. They, and the directories that it may write to, then belong to its user."""
     os.chdir(WORK_DIRECTORY)
     for name, content in job["files"].items():
         if directory := os.path.dirname(name):
             os.makedirs(directory, exist_ok=True)
         with open(name, "wb") as file:
             file.write(content)
-    if job["user"] is not None:
-        for root, directories, files in os.walk("."):
-            for name in (root, *(os.path.join(root, entry) for entry in directories + files)):
-                os.chown(name, job["user"], job["user"])
+    if job["user"] is None:
+        return
+    for root, directories, files in os.walk("."):
+        for name in (root, *(os.path.join(root, entry) for entry in directories + files)):
+            os.chown(name, job["user"], job["user"])
+    for name in job["isolation"]["writable"]:
+        os.chown(name, job["user"], job["user"])
 
 
 def start(job: dict) -> tuple[int, str]:

@@ -41,7 +41,8 @@ def build_root(isolation: dict) -> None:
 
     Args:
         isolation: `read_only`: paths that the program sees; `links`: symbolic links, name to target; `hidden`:
-            directories in these paths that are empty inside; `disk_bytes`: size of `/tmp`, all that can be written.
+            directories in these paths that are empty inside; `writable`: empty directories that the program may write
+            to, besides `/tmp`; `disk_bytes`: size of all that can be written.
     """
     kernel.mount(None, "/", None, flags=kernel.MS_REC | kernel.MS_PRIVATE)
     sources = {path: os.open(path, os.O_PATH) for path in isolation["read_only"]}
@@ -58,6 +59,7 @@ def build_root(isolation: dict) -> None:
     data = f"size={isolation['disk_bytes']},nr_inodes={MAX_INODES},mode=700"
     inner = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", BASE + "/tmp", "tmpfs", flags=inner, data=data)
+    _share_tmp(isolation["writable"])
     for path in isolation["hidden"]:
         kernel.mount("tmpfs", BASE + path, "tmpfs", flags=inner | kernel.MS_RDONLY, data="size=4096,mode=755")
     for descriptor in (*sources.values(), *devices.values()):
@@ -82,6 +84,19 @@ def _bind(path: str, descriptor: int, *, is_device: bool) -> None:
     kept = sum(mount_flag for flag, mount_flag in KEPT_FLAGS.items() if found & flag)
     added = kernel.MS_NOSUID | (0 if is_device else kernel.MS_RDONLY | kernel.MS_NODEV)
     kernel.mount(None, target, None, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kept | added)
+
+
+def _share_tmp(writable: list) -> None:
+    """Show directories of the file system at `/tmp` at further paths, so that they have one size together.
+
+    Then `/tmp` is one of them, too: none is seen at two paths.
+    """
+    paths = [*writable, "/tmp"] if writable else []
+    for index, path in enumerate(paths):
+        os.mkdir(f"{BASE}/tmp/{index}", 0o755)
+        os.makedirs(BASE + path, exist_ok=True)
+    for index, path in enumerate(paths):  # /tmp is the last: it hides the others
+        kernel.mount(f"{BASE}/tmp/{index}", BASE + path, None, flags=kernel.MS_BIND)
 
 
 def _mount_proc(target: str) -> None:
