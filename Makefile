@@ -47,12 +47,17 @@ slow: .venv/test.stamp ## the tests that take too long for every change
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 	$(PYTHON) -m pytest -q -m chaos
 
-# openenv and verifiers cannot be installed beside vLLM, nor beside each other. Agents are programs of other people.
-environments: .venv/test.stamp ## the adapters of openenv and verifiers, and agents of PyPI, in environments of their own
-	for package in openenv verifiers agents; do \
-	  test -x .venv-$$package/bin/python || $(PYTHON) -m venv .venv-$$package; \
+# No two of the packages can be installed together, and none beside vLLM; their environments run in processes of their own.
+# Agents are programs of other people. PYTHON312=... where it is elsewhere; without one, the tests of harbor are skipped.
+PYTHON312 := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(shell command -v python3.12))
+PACKAGES := openenv verifiers agents $(if $(PYTHON312),harbor)
+environments: .venv/test.stamp ## the adapters of openenv, verifiers and harbor, and agents of PyPI, in environments of their own
+	for package in $(PACKAGES); do \
+	  python=$(PYTHON); if [ $$package = harbor ]; then python=$(PYTHON312); fi; \
+	  test -x .venv-$$package/bin/python || $$python -m venv .venv-$$package; \
 	  .venv-$$package/bin/pip install -q -r requirements/$$package.txt || exit 1; \
 	done
+	HYBRIDRL_HARBOR_PYTHON=$(if $(PYTHON312),$(CURDIR)/.venv-harbor/bin/python) \
 	HYBRIDRL_OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python HYBRIDRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
 	HYBRIDRL_AGENTS_PYTHON=$(CURDIR)/.venv-agents/bin/python $(PYTHON) -m pytest -q -m "slow or not slow" \
 	  tests/serving/environments tests/serving/sessions/test_pypi_agents.py tests/examples/test_black_box_agent.py
@@ -73,7 +78,7 @@ bench: .venv/test.stamp ## every published figure
 	@for file in benchmarks/[!_]*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
 
 clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
-	rm -rf .venv .venv-openenv .venv-verifiers .venv-agents build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openenv .venv-verifiers .venv-agents .venv-harbor build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # VERSIONS=newest or lowest, in an empty checkout: other versions than those of set-up (docs/versions.md)

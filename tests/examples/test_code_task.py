@@ -52,13 +52,14 @@ def test_demonstrations_are_programs_and_some_are_wrong(data):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_example_runs(tmp_path):
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_the_example_runs(tmp_path, backend):
     sizes = {
         "SFT_STEPS": "20",
         "STEPS": "2",
         "BATCH": "2",
         "NUM_TEST": "4",
-        "BACKEND": "local",
+        "BACKEND": backend,
         "PYTHON": sys.executable,
     }
     command = ["bash", "examples/code_task/run.sh", str(tmp_path / "out")]

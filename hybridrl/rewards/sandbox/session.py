@@ -8,6 +8,7 @@ the same. A command ends with all processes that it started, so the next one fin
         print(session.run("cat number", directory="/app").stdout)
 """
 
+import errno
 import os
 import selectors
 import threading
@@ -143,6 +144,8 @@ class SandboxSession(SandboxProcess):
             return replace(printed, verdict=Verdict.OUTPUT_LIMIT, detail=detail)
         if ended == b"cancelled":
             return replace(printed, verdict=Verdict.TIMEOUT, detail="it was cancelled")
+        if ended == b"error" and os.strerror(errno.ENOSPC).encode() in self.received["report"]:
+            return replace(printed, verdict=Verdict.RUNTIME_ERROR, detail="there is no space left for its input")
         return self._reported((), limits)
 
     def _receive_report(self, deadline: float, *, most: int) -> str:

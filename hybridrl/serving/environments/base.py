@@ -76,6 +76,13 @@ class TextEnvironment:
         """
         raise NotImplementedError
 
+    def finish(self) -> float | None:
+        """Return the last reward of an episode that ends before `step` says so; None: there is none.
+
+        Called when turns or tokens are used up, and before `close`.
+        """
+        return None
+
     def close(self) -> None:
         """End an episode, also one that was not finished. Called before the next `reset`."""
 

@@ -91,6 +91,21 @@ class EnvironmentProcess:
         """Return the answer to an action. Raises as `reset`."""
         return _as_answer(await self._call("step", {"action": action}), self.spec.name)
 
+    async def finish(self) -> float | None:
+        """Return the reward of an episode that ends before the environment says so; None: it adds none.
+
+        Raises as `reset`.
+        """
+        value = await self._call("finish", {})
+        reward = None if value is None else _as_reward(value)
+        if reward is not None and not math.isfinite(reward):
+            raise AgentFailed(
+                f"the environment {self.spec.name!r} returned {value!r:.200} from `finish`; return a finite number or "
+                "None",
+                cause=NONSENSE,
+            )
+        return reward
+
     async def play(self, task: Mapping[str, Any]) -> Any:
         """Return what the object's `play` returns. The caller limits its time. Raises as `reset`."""
         return await self._call("play", {"task": task}, timeout_s=math.inf)
@@ -177,10 +192,15 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
+def _as_reward(value: Any) -> float:
+    """Return a reward; NaN if it is none."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
 def _as_answer(value: Any, name: str) -> Answer:
     """Return an answer of `step`. Raises AgentFailed if it is none."""
     observation, reward, is_done = value[:3] if isinstance(value, list) and len(value) >= 3 else (None, None, None)
-    number = float(reward) if isinstance(reward, int | float) and not isinstance(reward, bool) else math.nan
+    number = _as_reward(reward)
     if not isinstance(observation, str) or not math.isfinite(number) or not isinstance(is_done, bool):
         raise AgentFailed(
             f"the environment {name!r} returned {value!r:.200} from `step`; return an observation (a text), a reward "

@@ -9,6 +9,7 @@ with `{"id", "ok": value}`, or `{"id", "error": {"kinds", "text"}}` with the nam
     load    sys_path, address, config    -> whether the class is verl's interaction
     reset   row                          -> text, messages or None
     step    action                       -> [observation, reward, is_done]
+    finish                               -> reward or None
     play    task                         -> what the object's `play` returns
     close                                -> None
 
@@ -78,6 +79,9 @@ class Host:
             return list(run_if_async(self._environment.step(request["action"])))
         if request["do"] == "play":
             return run_if_async(self._environment.play(request["task"]))
+        if request["do"] == "finish":
+            finish = getattr(self._environment, "finish", None)
+            return None if finish is None else run_if_async(finish())
         close = getattr(self._environment, "close", None) if self._is_open else None
         self._is_open = False
         return None if close is None else run_if_async(close())

@@ -70,6 +70,7 @@ class EnvironmentAgentLoop(AgentLoop):
         messages: Messages = [*row.get("raw_prompt", ()), *first]
         response = self._begin(row, messages) if first else self.respond(row)
         rewards: list[float] = []
+        is_done = False
         while response.tokens_left > 0:
             output = await response.sample(sampling_params)
             if output.finish_reason != "stop":
@@ -78,11 +79,14 @@ class EnvironmentAgentLoop(AgentLoop):
             answer = await self.act(environment, action, sampling_params, row)
             rewards.append(answer.reward)
             messages += [{"role": "assistant", "content": action}, {"role": "user", "content": answer.observation}]
-            if answer.is_done or len(rewards) == self.context.max_turns:
+            is_done = answer.is_done
+            if is_done or len(rewards) == self.context.max_turns:
                 break
             if not response.observe(self._observation(messages, output)):
                 break
         counts = {"environment/steps": float(len(rewards))}
+        if not is_done and (last := await environment.finish()) is not None:
+            rewards.append(last)
         reward = _episode_reward(environment, rewards, row)
         return replace(response.output(), reward=reward, counts=counts)
 

@@ -31,6 +31,7 @@ def test_a_command_over_a_limit_ends_alone(session):
     assert (flood.verdict, flood.stdout) == (Verdict.OUTPUT_LIMIT, "y\n" * 4096)
     full = session.run("head -c 20000000 /dev/zero > /app/zeros")
     assert full.exit_status == 1 and "No space left" in full.stderr
+    assert session.run("cat", stdin=b"in").detail == "there is no space left for its input"
     assert session.run("rm zeros; ls before", directory="/app").stdout == "before\n"
 
 

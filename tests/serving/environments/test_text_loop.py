@@ -39,6 +39,16 @@ def test_an_episode_ends_at_the_last_turn_and_where_no_answer_fits(play):
     assert none.reward == 0.0 and none.counts == {"environment/steps": 0.0}
 
 
+def test_an_environment_gives_the_last_reward_of_an_episode_that_is_cut(play):
+    judged = {"class_name": f"{FILE}:JudgedGuess", "reward": "last"}
+    [by_turns] = play(judged, ({"number": 3}, ["5", "6", "7"]), max_turns=2)
+    assert by_turns.reward == 0.375 and by_turns.counts == {"environment/steps": 2.0}
+    assert play(judged, ({"number": 3}, ["5", "6", "7"]), length=12)[0].reward == 0.375
+    assert play(judged, ({"number": 3}, ["3"]))[0].reward == 0.0  # the environment has ended it
+    with pytest.raises(AgentFailed, match="returned nan from `finish`; return a finite number or None"):
+        play(judged, ({"number": -1}, ["5", "6"]), max_turns=1)
+
+
 def test_async_methods_and_the_interactions_of_verl_are_environments(play, tiny_tokenizer):
     assert play({"class_name": f"{FILE}:AsyncGuess"}, ({"number": 1}, ["1"]))[0].reward == 1.0
     entry = {"class_name": f"{FILE}:Polite", "config": {"greeting": "hi"}}

@@ -112,7 +112,10 @@ def read_next() -> dict:
 def run_program(job: dict, report: int) -> bool:
     """Run one program until it and all that it started have ended, and report. Return whether it was started."""
     cpu_s_before = kernel.cpu_s_of_children()
-    child, failure = start(job)
+    try:
+        child, failure = start(job)
+    except OSError as error:  # such as a directory that is full
+        child, failure = 0, str(error)
     if failure:
         send(report, f"error {failure}\n".encode())
         return False
@@ -164,6 +167,8 @@ def start(job: dict) -> tuple[int, str]:
 
 def open_input(content: bytes) -> int:
     """Return a descriptor that reads the input: a file without a name, so that nobody has to write."""
+    if not content:
+        return os.open("/dev/null", os.O_RDONLY)
     descriptor = os.open(WORK_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)

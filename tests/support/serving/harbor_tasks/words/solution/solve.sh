@@ -1,0 +1,2 @@
+#!/bin/bash
+tr " " "\n" < list.txt | sort > sorted.txt
