@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, ModelShape
+from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes
+from hybridrl.workers.engine.model_shape import ModelShape
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20

@@ -13,7 +13,8 @@ from hybridrl import main_ppo, planning, simulation
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
 from hybridrl.planning import Candidate, Devices, Moment, PlannedProcess
-from hybridrl.workers.engine.memory_plan import MemoryParts, ModelShape
+from hybridrl.workers.engine.memory_plan import MemoryParts
+from hybridrl.workers.engine.model_shape import ModelShape
 
 GIB = 2**30
 USABLE = 0.92  # of a device; the rest is for its libraries, communication and fragments

@@ -10,7 +10,8 @@ from hybridrl.config.engines import SECTIONS
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.planning.processes import Moment, PlannedProcess, ReadShape, plan_processes
-from hybridrl.workers.engine.memory_plan import ModelShape, choose
+from hybridrl.workers.engine.memory_plan import choose
+from hybridrl.workers.engine.model_shape import ModelShape
 
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4)

@@ -18,7 +18,8 @@ from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig
 from hybridrl.errors import ConfigError
 from hybridrl.planning.rollout_memory import RolloutMemory, rollout_memory
 from hybridrl.trainer.roles import Role
-from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, MemoryParts, ModelShape
+from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, MemoryParts
+from hybridrl.workers.engine.model_shape import ModelShape
 
 MIB = 2**20
 TILE_BYTES = {"cuda": 256 * MIB, "cpu": 4 * MIB}  # of float32 logits, see algos/token_stats/from_states.py

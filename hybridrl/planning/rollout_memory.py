@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.workers.engine.memory_plan import ModelShape
+from hybridrl.workers.engine.model_shape import ModelShape
 
 MIB = 2**20
 KEYS_AND_VALUES = 2

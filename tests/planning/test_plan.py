@@ -7,7 +7,7 @@ from hybridrl import cli, main_ppo
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
-from hybridrl.workers.engine.memory_plan import ModelShape
+from hybridrl.workers.engine.model_shape import ModelShape
 
 GIB = 2**30
 QWEN_7B = {

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, ModelShape, choose, chunk_for
+from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, choose, chunk_for
+from hybridrl.workers.engine.model_shape import ModelShape
 
 SHAPE = ModelShape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=100)
 LARGE = ModelShape(hidden=4096, intermediate=12288, layers=36, heads=32, kv_heads=8, head_dim=128, vocab=151_936)

@@ -4,4 +4,3 @@ from .choice import chunk_for as chunk_for
 from .prediction import EngineMemory as EngineMemory
 from .prediction import EngineSizes as EngineSizes
 from .prediction import MemoryParts as MemoryParts
-from .shape import ModelShape as ModelShape

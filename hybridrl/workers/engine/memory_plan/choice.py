@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hybridrl.workers.engine.memory_plan.prediction import EngineMemory, EngineSizes
-from hybridrl.workers.engine.memory_plan.shape import ModelShape
+from hybridrl.workers.engine.model_shape import ModelShape
 
 LOGITS_SHARE = 0.05  # of a budget, at most
 MAX_CHUNK = 4096  # tokens; larger chunks are not faster

@@ -5,7 +5,7 @@ Attention keeps no matrix of scores.
 
 from dataclasses import dataclass, fields, replace
 
-from hybridrl.workers.engine.memory_plan.shape import FLOAT32, ModelShape
+from hybridrl.workers.engine.model_shape import FLOAT32, ModelShape
 
 BYTES = {"float32": FLOAT32, "bfloat16": 2}
 ADAM = 2 * FLOAT32  # two moments of a parameter
