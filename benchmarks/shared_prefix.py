@@ -3,18 +3,20 @@
 For prompts with 1, 4 and 16 samples and prompt-to-response ratios of 4:1, 1:1 and 1:4. Both engines compute the same
 rows under the same token budget: packed rows without padding, each computed alone, and prefix trees. The table has the
 tokens that the model computes, CPU seconds of a forward and of a forward_backward (all threads of the process), and the
-memory that a pass adds to the process at its peak. Both take turns; figures are medians, in brackets the range between
-quartiles. One rank, a small Qwen2 in float32, no optimizer step.
+memory that a forward_backward adds to the process at its peak. Both take turns; seconds are medians, in brackets the
+range between quartiles. One rank, a small Qwen2 in float32, no optimizer step.
 """
 
 import argparse
+import ctypes
 import gc
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +39,7 @@ MODEL = {
 SAMPLES = (1, 4, 16)
 RATIOS = {"4:1": (256, 64), "1:1": (160, 160), "1:4": (64, 256)}
 """Tokens of prompt and response, 320 in every row."""
-PAGE = os.sysconf("SC_PAGE_SIZE")
+MEMORY_REPEATS = 2  # after all times: memory that was given back has to be mapped again, which takes time
 
 
 def parse() -> argparse.Namespace:
@@ -62,28 +64,20 @@ def policy_loss(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torc
     return -(outputs["log_probs"] * rows.batch["advantages"]).sum() / 1000, {}
 
 
-class PeakMemory:
-    """Largest resident memory of this process during a block, above that at its start, in MiB."""
-
-    def __enter__(self) -> "PeakMemory":
-        gc.collect()
-        self._start, self._ended, self.mib = resident(), threading.Event(), 0.0
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.002):
-            self.mib = max(self.mib, (resident() - self._start) / 2**20)
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
+def resident(field: str) -> float:
+    """Return this process's resident memory (VmRSS) or its peak (VmHWM), MiB."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) / 1024
 
 
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE
+def added_mib(act: Callable[[], object]) -> float:
+    """Return the MiB that a call adds to this process at its peak, as the kernel counts them."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls have freed would otherwise be used again, uncounted
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    act()
+    return resident("VmHWM") - before
 
 
 def cpu_seconds(act: Callable[[], object]) -> float:
@@ -92,21 +86,15 @@ def cpu_seconds(act: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def measure(engine: FSDPEngine, batch: DataProto, micro: MicroBatching) -> tuple[float, float, float]:
-    """Return CPU seconds of a forward and of a forward_backward, and the MiB that the latter adds at its peak.
+def update(engine: FSDPEngine, batch: DataProto, micro: MicroBatching) -> None:
+    engine.forward_backward(batch, micro, policy_loss, outputs=("log_probs",))
+    engine.model.zero_grad()
 
-    The memory is that of a pass of its own, because the thread that watches it uses the CPU too.
-    """
 
-    def update() -> None:
-        engine.forward_backward(batch, micro, policy_loss, outputs=("log_probs",))
-        engine.model.zero_grad()
-
+def seconds(engine: FSDPEngine, batch: DataProto, micro: MicroBatching) -> tuple[float, float]:
+    """Return CPU seconds of a forward and of a forward_backward."""
     forward = cpu_seconds(lambda: engine.forward(batch, micro, outputs=("log_probs",)))
-    backward = cpu_seconds(update)
-    with PeakMemory() as peak:
-        update()
-    return forward, backward, peak.mib
+    return forward, cpu_seconds(lambda: update(engine, batch, micro))
 
 
 def cell(values: np.ndarray, digits: int) -> str:
@@ -120,13 +108,14 @@ def compare(engines: list[FSDPEngine], batch: DataProto, options: argparse.Names
     log_probs = [engine.forward(batch, micro, outputs=("log_probs",))["log_probs"] for engine in engines]
     stats = engines[1].forward_backward(batch, micro, policy_loss, outputs=("log_probs",))
     tokens = [float(batch.batch["attention_mask"].sum()), sum(float(one[COMPUTED_TOKENS]) for one in stats)]
-    rounds = [[measure(engine, batch, micro) for engine in engines] for _ in range(options.repeats + 1)]
+    rounds = [[seconds(engine, batch, micro) for engine in engines] for _ in range(options.repeats + 1)]
     found = np.array(rounds[1:])  # (round, engine, figure); the first round warms up
+    mib = [max(added_mib(partial(update, engine, batch, micro)) for _ in range(MEMORY_REPEATS)) for engine in engines]
     ratios = found[:, 1] / found[:, 0]
     difference = (log_probs[1] - log_probs[0]).abs().max()
     times = [text for n in (0, 1) for text in (cell(found[:, 0, n], 3), cell(found[:, 1, n], 3), cell(ratios[:, n], 2))]
     rest = [f"{tokens[0]:.0f}", f"{tokens[1]:.0f}", f"{tokens[1] / tokens[0]:.2f}"]
-    rest += [cell(found[:, 0, 2], 0), cell(found[:, 1, 2], 0), f"{difference:.0e}"]
+    rest += [f"{mib[0]:.0f}", f"{mib[1]:.0f}", f"{difference:.0e}"]
     return times, rest
 
 
