@@ -15,10 +15,20 @@ from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.protocol import DataProto
+from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
-from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, Engine, EngineSetup, LossFn, MicroBatching
+from hybridrl.workers.engine.base import (
+    COMPUTED_TOKENS,
+    ROW_TOKENS,
+    Engine,
+    EngineSetup,
+    LossFn,
+    MicroBatching,
+    resolve_dtype,
+)
 from hybridrl.workers.engine.collective_errors import raise_on_all_ranks
 from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
 from hybridrl.workers.losses import REJECTED, GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
 from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
@@ -107,6 +117,17 @@ class EngineWorker(Worker):
             ENGINE_MESH, engine.mesh_position.dp_rank, engine.mesh_position.is_output_rank
         )
         return engine
+
+    @register(Dispatch.ONE_TO_ALL)
+    def matmul_peak(self, dtype: str) -> float:
+        """Return the FLOPs per second of large matrix products on this worker's device, see `matmul_peak`.
+
+        The driver calls it after `init_model`, on all ranks at the same time, because they may share cores.
+
+        Args:
+            dtype: Setting of an engine or of the rollout: "auto", "float32", "bfloat16" or "float16".
+        """
+        return matmul_peak(self.device, resolve_dtype(dtype, self.device))
 
     def _update(
         self,

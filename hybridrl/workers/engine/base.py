@@ -101,9 +101,14 @@ class EngineSetup:
         With an optimizer, parameters, gradient reduction and optimizer state stay float32. Without one, parameters have
         this dtype.
         """
-        if self.settings.dtype == "auto":
-            return torch.bfloat16 if self.device == "cuda" else torch.float32
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.dtype]
+        return resolve_dtype(self.settings.dtype, self.device)
+
+
+def resolve_dtype(name: str, device: str) -> torch.dtype:
+    """Return the dtype of a setting: "auto" is bfloat16 on CUDA and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    return getattr(torch, name)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError, model_errors
 from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
+from hybridrl.workers.engine.base import resolve_dtype
 from hybridrl.workers.rollout.requests import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
 from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStringCache
@@ -67,9 +68,7 @@ class RolloutSetup:
 
 def weights_dtype(config: RolloutConfig, device: str) -> torch.dtype:
     """Return the dtype of a rollout's weights; "auto" is bfloat16 on CUDA and float32 on CPU."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    return getattr(torch, config.dtype)
+    return resolve_dtype(config.dtype, torch.device(device).type)
 
 
 @dataclass(frozen=True)

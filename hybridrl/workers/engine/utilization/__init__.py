@@ -1,0 +1,1 @@
+"""What model FLOPs utilization (MFU) is made of: the FLOPs of a model, and the peak of a device."""
