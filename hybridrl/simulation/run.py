@@ -167,6 +167,10 @@ class _TimedTrainer(RayPPOTrainer):
         self.tokens: list[int] = []
         self.ages: list[float] = []
 
+    def model_uses(self) -> Mapping[str, Any]:
+        """Return nothing: the model has no files, and the devices nothing to measure."""
+        return {}
+
     def stages(self) -> list[Any]:
         """Return the stages, each of which notes its virtual time."""
         return [self._timed(stage) for stage in super().stages()]

@@ -57,6 +57,7 @@ from hybridrl.trainer.run.setup import (
     warn_about_small_batches,
 )
 from hybridrl.trainer.run.state import Parts, load_parts, save_parts
+from hybridrl.trainer.utilization import ModelUse, Utilization
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Trainer:
         self.groups: dict[str, Any] = {}
         self.standbys: Any = None
         self.global_steps = 0
+        self.utilization = Utilization({}, {})
 
     # ---- what a trainer is
 
@@ -149,6 +151,10 @@ class Trainer:
     def stages(self) -> list[StageFn]:
         """Return the stages of a step, bound to this trainer. Override it to add some."""
         return [stage.bind(self) for stage in self.step(self.config, self.roles) if stage.enabled]
+
+    def model_uses(self) -> Mapping[str, ModelUse]:
+        """Return stage -> what it computes, for `perf/mfu/*`."""
+        return {}
 
     # ---- workers
 
@@ -253,6 +259,7 @@ class Trainer:
             self, self.resume_state, snapshot_freq=self.snapshot_freq, directory=self.store.root
         )
         self.begin()
+        self.utilization = Utilization.measure(self.model_uses(), self.groups)
         start, end = self.global_steps, self.total_training_steps
         with open_tracking(self.config, start_step=start, total_steps=end) as self.tracking:
             self.run_remaining_steps()

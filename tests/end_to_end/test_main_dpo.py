@@ -81,6 +81,7 @@ def test_dpo_starts_at_log_2_learns_the_pairs_and_a_resumed_run_ends_the_same(tm
     assert rows[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
     assert rows[-1]["val/rewards/accuracies"] == 1.0 and rows[-1]["val/loss"] < 0.3
     assert rows[-1]["val/rewards/margins"] > 0 and "train/grad_norm" in rows[-1]
+    assert 0 < rows[-1]["perf/mfu/update"] < 1 and 0 < rows[-1]["perf/mfu/ref"] < 1
     run(tmp_path / "parts", tiny_qwen2, trainer__total_training_steps=3)
     assert [row["step"] for row in run(tmp_path / "parts", tiny_qwen2)] == [1, 2, 3, 4, 5, 6]
     assert largest_difference(exported(tmp_path / "whole", 6), exported(tmp_path / "parts", 6)) == 0

@@ -31,6 +31,9 @@ VERL_NAMES = {
     "perf/total_num_tokens",
     "perf/time_per_step",
     "perf/throughput",
+    "perf/mfu/actor",
+    "perf/mfu/actor_infer",
+    "perf/mfu/rollout",
     "timing_s/step",
     "timing_s/gen",
     "timing_s/reward",
@@ -40,6 +43,16 @@ VERL_NAMES = {
     "timing_s/update_weights",
     "timing_per_token_ms/gen",
 }
+
+
+def test_every_stage_with_a_model_uses_a_share_of_the_machine(tmp_path, tiny_qwen2, capsys):
+    [_, step, _] = train(tmp_path, tiny_qwen2, algorithm__adv_estimator="gae", algorithm__use_kl_in_reward=True)
+    shares = {name.removeprefix("perf/mfu/"): value for name, value in step.items() if name.startswith("perf/mfu/")}
+    assert shares.keys() == {"actor", "actor_infer", "critic", "critic_infer", "ref", "rollout"}
+    assert all(0 < share < 1 for share in shares.values()), shares
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("  ")
+    )  # the table of stages is the last that a run prints
 
 
 def test_a_grpo_run_learns_logs_and_commits(tmp_path, tiny_qwen2, capsys):

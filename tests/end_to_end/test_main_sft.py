@@ -65,6 +65,7 @@ def test_adapters_lower_the_loss_and_are_exported_merged(tmp_path, tiny_qwen2):
 def test_the_loss_falls_and_a_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
     rows = run(tmp_path / "whole", tiny_qwen2)
     assert rows[-1]["train/loss"] < 0.9 * rows[0]["train/loss"] and rows[-1]["val/loss"] < rows[0]["train/loss"]
+    assert 0 < rows[-1]["perf/mfu/update"] < 1
     run(tmp_path / "parts", tiny_qwen2, trainer__total_training_steps=3)
     assert [row["step"] for row in run(tmp_path / "parts", tiny_qwen2)] == [1, 2, 3, 4, 5, 6]
     assert largest_difference(exported(tmp_path / "whole", 6), exported(tmp_path / "parts", 6)) == 0

@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config import PPOConfig
-from hybridrl.config.engines import engine_settings
+from hybridrl.config.engines import critic_engine_settings, engine_settings
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.overlap import DeviceSlots
@@ -44,6 +44,9 @@ from hybridrl.trainer.ppo.stages import (
     check_roles,
     rollout_lag,
     samples_per_group,
+    scores_reference_with_actor,
+    stage_roles,
+    trains_what_it_generates,
     uses_greedy_baseline,
 )
 from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
@@ -52,6 +55,8 @@ from hybridrl.trainer.recovery.step_snapshot import load_resume_state
 from hybridrl.trainer.roles import ResourcePoolManager, Role, check_worker_classes, worker_role
 from hybridrl.trainer.run.middleware import BatchContext, load_middleware
 from hybridrl.trainer.run.state import Parts
+from hybridrl.trainer.utilization import ModelUse
+from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, UPDATE, ModelFlops
 
 
 class PPOLoop(Trainer):
@@ -183,6 +188,31 @@ class PPOLoop(Trainer):
             LEDGER: self.ledger,
             **({"reward_moments": self.reward_moments} if self.reward_moments is not None else {}),
         }
+
+    def model_uses(self) -> Mapping[str, ModelUse]:
+        """Return stage -> what it computes. Without generation, if the step trains not exactly what it generates."""
+        config, policy, on = self.config, self.config.actor_rollout_ref, stage_roles(self.roles)
+        actor, critic = engine_settings(policy.actor).dtype, critic_engine_settings(config).dtype
+        read = functools.partial(ModelFlops.read, trust_remote_code=policy.model.trust_remote_code)
+        model = read(policy.model.path, override_config=policy.model.override_config)
+        is_policy = config.critic.model.path in (None, policy.model.path)
+        value = read(
+            config.critic.model.path or policy.model.path,
+            override_config=policy.model.override_config if is_policy else {},
+            outputs=1,
+        )
+        with_reference = scores_reference_with_actor(config, self.roles, trainer=type(self))
+        epochs, update = policy.actor.ppo_epochs, ADAPTER_UPDATE if policy.model.uses_lora else UPDATE
+        uses = {
+            "old_log_prob": ModelUse(str(on.actor), model, actor, times=1 + with_reference),
+            "ref": ModelUse(str(on.reference), model, actor),
+            "values": ModelUse(on.critic, value, critic),
+            "update_critic": ModelUse(on.critic, value, critic, UPDATE, times=epochs),
+            "update_actor": ModelUse(str(on.actor), model, actor, update, times=epochs),
+        }
+        if trains_what_it_generates(config):
+            uses["gen"] = ModelUse(str(on.rollout), model, policy.rollout.dtype)
+        return uses
 
     def trained_groups(self) -> dict[str, Any]:
         """Return the groups with a trained engine, by their name in a checkpoint."""

@@ -22,6 +22,8 @@ from hybridrl.errors import DataError
 from hybridrl.framework import OnlineRLContext
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.stages import uses_critic
+from hybridrl.trainer.ppo.update_batch import training_rows
+from hybridrl.trainer.utilization import SequenceRows, Utilization
 
 Metrics = dict[str, float]
 NUM_RESAMPLES = 1000  # of the majority vote, verl's number
@@ -322,8 +324,10 @@ def _has_value(value: Any) -> bool:
 # -- a step
 
 
-def step_metrics(ctx: OnlineRLContext, config: PPOConfig, *, num_gpus: int) -> Metrics:
-    """Return data metrics of the new samples, and timing and throughput metrics of all samples."""
+def step_metrics(
+    ctx: OnlineRLContext, config: PPOConfig, *, num_gpus: int, step: int, utilization: Utilization
+) -> Metrics:
+    """Return data metrics of the new samples, and timing, throughput and utilization metrics of all samples."""
     metrics = compute_data_metrics(
         ctx.batch[: ctx.get("num_new")],
         use_critic=uses_critic(config),
@@ -334,7 +338,17 @@ def step_metrics(ctx: OnlineRLContext, config: PPOConfig, *, num_gpus: int) -> M
         metrics
         | compute_timing_metrics(ctx.batch, ctx.timing)
         | compute_throughput_metrics(ctx.batch, ctx.timing, num_gpus)
+        | utilization.metrics(ctx.timing, computed_rows(ctx, config, step=step))
     )
+
+
+def computed_rows(ctx: OnlineRLContext, config: PPOConfig, *, step: int) -> dict[str, SequenceRows]:
+    """Return stage -> the rows that it has computed in this step."""
+    columns = ctx.batch.batch
+    trained = SequenceRows.of(columns, training_rows(ctx.batch, config, step=step)[0])
+    found = dict.fromkeys(("old_log_prob", "ref", "values"), SequenceRows.of(columns))
+    found |= {"gen": SequenceRows.of(columns, slice(ctx.get("num_new"))), "update_critic": trained}
+    return found | ({"update_actor": trained} if ctx.get("updated") else {})
 
 
 # -- helpers

@@ -146,6 +146,12 @@ def trains_branches(config: PPOConfig) -> bool:
     return rollout.mode == "async" and rollout.agent.train_branches
 
 
+def trains_what_it_generates(config: PPOConfig) -> bool:
+    """Return whether a step generates its own responses, each of them in one row and with no others beside it."""
+    others = filters_groups(config) or config.algorithm.select_samples.k or trains_branches(config)
+    return not (rollout_lag(config) or others or uses_greedy_baseline(config))
+
+
 def samples_per_group(config: PPOConfig) -> int:
     """Return how many samples of each prompt a step trains on."""
     return config.algorithm.select_samples.k or config.actor_rollout_ref.rollout.n

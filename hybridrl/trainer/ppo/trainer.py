@@ -411,9 +411,9 @@ class RayPPOTrainer(PPOLoop):
     def log(self, ctx: BatchContext) -> None:
         """Send the step's metrics to every logger."""
         ctx.timing["step"] = time.perf_counter() - ctx.started_at
-        ctx.metrics |= (
-            step_metrics(ctx, self.config, num_gpus=self.resource_pool_manager.get_n_gpus()) | self.saver.metrics()
-        )
+        num_gpus, shares = self.resource_pool_manager.get_n_gpus(), self.utilization
+        ctx.metrics |= step_metrics(ctx, self.config, num_gpus=num_gpus, step=self.global_steps, utilization=shares)
+        ctx.metrics |= self.saver.metrics()
         if not self.config.distillation.in_loss:
             self.no_signal.check(ctx.metrics, step=self.global_steps)
         ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics() | self.ranks.metrics()

@@ -62,7 +62,7 @@ def select_training_rows(
         data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
     if ROLLOUT_RS_MASK in columns:
         data.batch["response_mask"] = data.batch["response_mask"] * data.batch.pop(ROLLOUT_RS_MASK)
-    rows, episodes = _training_rows(batch, config, step=step)
+    rows, episodes = training_rows(batch, config, step=step)
     data = data.select_idxs(rows)
     if EPISODE in batch.batch.keys():
         data.batch[EPISODE] = episodes
@@ -82,7 +82,7 @@ def select_training_rows(
     return data
 
 
-def _training_rows(batch: DataProto, config: PPOConfig, *, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def training_rows(batch: DataProto, config: PPOConfig, *, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows with a valid reward and a number of the episode of each, both int64.
 
     With PF-PPO, as many episodes are drawn from them by score. One that is drawn twice is two episodes.

@@ -133,6 +133,7 @@ class RMTrainer(PairTrainer):
     """The driver of reward-model training; arguments as for `SupervisedTrainer`."""
 
     role = "rm"
+    outputs = 1
     engine_directories: Mapping[str, str] = {"rm": "model"}
 
     def load_dataset(self, config: RMConfig, files: list[str], tokenizer: Any) -> PairDataset:

@@ -1,8 +1,20 @@
-"""Reduce the metrics of an update, or of several batches, to one value each, for every trainer."""
+"""Metrics of every trainer: means over an update or over batches, and names of utilization metrics."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+MFU_NAMES = {
+    "gen": "rollout",
+    "old_log_prob": "actor_infer",
+    "ref": "ref",
+    "values": "critic_infer",
+    "update_critic": "critic",
+    "update_actor": "actor",
+    "reference": "ref",
+    "update": "update",
+}
+"""Stage -> last part of its metric `perf/mfu/*`. Those that verl has are named as there."""
 
 
 def mean_metrics(updates: Mapping[str, Sequence]) -> dict[str, float]:

@@ -7,6 +7,7 @@ Called by `main_ppo` and `main_sft` at the end, in the driver. Reads only logged
 
 import logging
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.trainer.run.console import VALIDATION_LOSS, split_validation_name
+from hybridrl.trainer.run.metrics import MFU_NAMES
 from hybridrl.trainer.run.samples import format_answer, format_prompt, read_examples
 from hybridrl.trainer.run.tracking import METRICS_FILE, TENSORBOARD_DIRECTORY, read_metrics
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 History = Sequence[Mapping[str, float]]
 Series = tuple[list[int], list[float]]  # steps, values
 CURVE_FILE = "learning_curve.png"
+MIN_SHARE = 0.01  # of a step's time, for a stage to be listed
 SMOOTHING = 0.1  # width of the moving average over a noisy curve, as a share of the steps
 COLOURS = ("#1f6fb4", "#d95f02", "#2a9d5c", "#8e5bb0", "#c0392b", "#6b6b6b")
 
@@ -164,7 +167,7 @@ def final_report(history: History | str | Path, *, written: Mapping[str, str | P
         )
         for name in names
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *stage_lines(merged)])
 
 
 def load_history(history: History | str | Path) -> History:
@@ -228,6 +231,29 @@ def _validation_curves(history: History) -> dict[str, Series]:
         curves[" ".join([*([source] if len(sources) > 1 else []), variable, metric])] = series(history, name)
     curves["loss"] = series(history, VALIDATION_LOSS)
     return {f"validation {label}": points for label, points in curves.items() if points[0]}
+
+
+def stage_lines(history: History) -> list[str]:
+    """Return a table of the stages of a step: seconds, share of the step, and MFU (`trainer/utilization.py`).
+
+    Medians over the steps, without the first one, which warms up. Stages under a hundredth of the step are left out.
+    """
+    step = _median(history, "perf/time_per_step")
+    names = dict.fromkeys(name for entry in history for name in entry if name.startswith("timing_s/"))
+    seconds = {name.removeprefix("timing_s/"): _median(history, name) for name in names if name != "timing_s/step"}
+    rows = [
+        f"  {stage:<20}{taken:>10.3f}{taken / step:>8.0%}{_median(history, f'perf/mfu/{MFU_NAMES.get(stage)}'):>9.2%}"
+        for stage, taken in sorted(seconds.items(), key=lambda item: -item[1])
+        if taken >= MIN_SHARE * step
+    ]
+    head = f"  {'stage':<20}{'s a step':>10}{'share':>8}{'MFU':>9}"
+    return [head, *(row.replace("nan%", "").rstrip() for row in rows)] if rows else []
+
+
+def _median(history: History, name: str) -> float:
+    """Return the median of a metric over the steps after the first one that has it; nan without any."""
+    values = series(history, name)[1]
+    return statistics.median(values[1:] or values) if values else math.nan
 
 
 def _change(what: str, points: Series) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from hybridrl.config import SupervisedConfig
+from hybridrl.config.engines import supervised_engine_settings
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.driver.run_context import RunContext
 from hybridrl.protocol import DataProto
@@ -20,6 +21,8 @@ from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
 from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run.middleware import BatchContext
+from hybridrl.trainer.utilization import ModelUse, SequenceRows
+from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, UPDATE, ModelFlops
 
 EXPORT = "huggingface"
 ADAPTER = "lora_adapter"  # beside it, with LoRA: the adapters alone, in the format of peft
@@ -49,9 +52,11 @@ class SupervisedTrainer(Trainer):
 
     Attributes:
         role: Name of the one role; subclasses set it.
+        outputs: Width of the model's head; None: the vocabulary's.
     """
 
     role = ""
+    outputs: int | None = None
     engine_directories: Mapping[str, str]
 
     def __init__(
@@ -124,10 +129,28 @@ class SupervisedTrainer(Trainer):
             "perf/throughput": tokens / seconds,
         }
         ctx.metrics |= {f"timing_s/{name}": value for name, value in ctx.timing.items()}
+        rows = SequenceRows.of(ctx.batch.batch)
+        ctx.metrics |= self.utilization.metrics(ctx.timing, dict.fromkeys(ctx.timing, rows))
         ctx.metrics |= self.saver.metrics() | self.ledger.metrics()
         self.tracking.log(ctx.metrics, self.global_steps)
 
     # ---- workers and checkpoints, see `Trainer`
+
+    def model_uses(self) -> Mapping[str, ModelUse]:
+        """Return what the update computes, and the log-probs of a reference before it."""
+        config, model = self.config, self.config.model
+        dtype = supervised_engine_settings(config).dtype
+        flops = ModelFlops.read(
+            model.path,
+            override_config=model.override_config,
+            trust_remote_code=model.trust_remote_code,
+            outputs=self.outputs,
+        )
+        update = ADAPTER_UPDATE if model.uses_lora else UPDATE
+        return {
+            "reference": ModelUse(self.role, flops, dtype),
+            "update": ModelUse(self.role, flops, dtype, update),
+        }
 
     def init_workers(self) -> None:
         """Reserve devices, start the worker processes and load the model. A failure stops all of them."""
