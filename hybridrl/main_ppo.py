@@ -275,8 +275,9 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
     An actor with adapters is its own reference policy.
     """
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
+    trains = Role.ActorRollout if config.trainer.hybrid_rollout or not separated else Role.Actor
     workers: WorkerClasses = dict.fromkeys(
-        (Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,), hybridrl.ActorRolloutRefWorker
+        (trains, Role.Rollout) if separated else (trains,), hybridrl.ActorRolloutRefWorker
     )
     if ppo.uses_critic(config):
         workers[Role.Critic] = hybridrl.CriticWorker

@@ -74,6 +74,7 @@ class ReplicaRouter:
         self._budgets = Budgets()  # of each replica since its last answer, and of each open request
         self._unassigned: list[str] = []  # requests that wait for a healthy replica
         self._given_up: set[int] = set()  # replicas that cannot be restarted
+        self._away: set[int] = set()  # replicas that take no part now; a `HybridRouter` has some
         self._idle: set[int] = set()  # replicas that get no calls until `resume`
         self._all_idle = asyncio.Event()
         self._failure: BaseException | None = None
@@ -83,13 +84,14 @@ class ReplicaRouter:
     async def __aenter__(self) -> Self:
         self._threads = ThreadPoolExecutor(self.replicas.num_replicas, thread_name_prefix="router")
         self._running.set()
-        self._pumps = [asyncio.create_task(self._pump(replica)) for replica in range(self.replicas.num_replicas)]
+        taking_part = set(range(self.replicas.num_replicas)) - self._away
+        self._pumps = {replica: asyncio.create_task(self._pump(replica)) for replica in taking_part}
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Abort open requests, and wait until every replica is restored or given up."""
         self._start_closing()
-        await asyncio.gather(*self._pumps)
+        await asyncio.gather(*self._pumps.values())
         self._threads.shutdown()
 
     async def close(self, *, wait: bool = False) -> None:
@@ -100,9 +102,9 @@ class ReplicaRouter:
                 will use them. Not needed where their processes end, too.
         """
         self._start_closing()
-        for pump in self._pumps:
+        for pump in self._pumps.values():
             pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps.values(), return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown, wait=wait, cancel_futures=True)
         if wait:
             await asyncio.to_thread(self._abort_open)
@@ -262,9 +264,9 @@ class ReplicaRouter:
         last_ok_at = time.monotonic()
         while self._failure is None:
             if not self._has_work(replica):
-                await (self._wait_for_resume(replica) if self.is_paused else self._wait_for_work(replica))
+                await self._wait_for_news(replica)
                 if not self._has_work(replica):
-                    if self._closing:
+                    if self._closing or replica in self._away:
                         return
                     if self.is_paused:
                         continue
@@ -283,6 +285,10 @@ class ReplicaRouter:
     def _has_work(self, replica: int) -> bool:
         return self.table.load(replica) > 0 or bool(self._queues[replica].aborted)
 
+    async def _wait_for_news(self, replica: int) -> None:
+        if replica not in self._away:
+            await (self._wait_for_resume(replica) if self.is_paused else self._wait_for_work(replica))
+
     async def _wait_for_resume(self, replica: int) -> None:
         """Make no calls to a replica until `resume`."""
         self._idle.add(replica)
@@ -291,7 +297,7 @@ class ReplicaRouter:
 
     def _update_all_idle(self) -> None:
         if self._failure is not None or (
-            self.is_paused and len(self._idle | self._given_up) == self.replicas.num_replicas
+            self.is_paused and len(self._idle | self._given_up | self._away) == self.replicas.num_replicas
         ):
             self._all_idle.set()
 
@@ -391,6 +397,6 @@ class ReplicaRouter:
         logger.error("replica %d was not restarted and gets no more requests: %s", replica, why)
         self._given_up.add(replica)
         self._update_all_idle()
-        if len(self._given_up) == self.replicas.num_replicas:
+        if len(self._given_up | self._away) == self.replicas.num_replicas:
             self._fail_all(error)
         return False

@@ -69,13 +69,17 @@ class RoutingTable:
 
     def mark_lost(self, replica: int) -> list[str]:
         """Stop routing to this replica; close and return the requests that were open on it."""
-        self.healthy.discard(replica)
-        lost = [name for name, where in self._replica_of.items() if where == replica]
+        self.exclude(replica)
+        lost = self.open_on(replica)
         for name in lost:
             del self._replica_of[name]
         self._num_open[replica] = 0
-        self._prefixes = OrderedDict((key, where) for key, where in self._prefixes.items() if where != replica)
         return lost
+
+    def exclude(self, replica: int) -> None:
+        """Stop routing to this replica; its requests stay open."""
+        self.healthy.discard(replica)
+        self._prefixes = OrderedDict((key, where) for key, where in self._prefixes.items() if where != replica)
 
     def mark_healthy(self, replica: int) -> None:
         """Route to this replica again.
@@ -88,6 +92,30 @@ class RoutingTable:
     def replica_of(self, request_id: str) -> int | None:
         """Return the replica on which a request is open, or None."""
         return self._replica_of.get(request_id)
+
+    def open_on(self, replica: int) -> list[str]:
+        """Return the requests that are open on a replica, the newest last."""
+        return [name for name, where in self._replica_of.items() if where == replica]
+
+    def move_conversation(self, conversation: str, replica: int) -> None:
+        """Route later requests of this conversation to another replica."""
+        self._conversations[conversation] = replica
+
+    def moves(self) -> list[tuple[str, int]]:
+        """Return open requests and the replicas to which they must move, so that loads differ by at most one.
+
+        The newest requests move: they have the fewest tokens, which the other replica computes again.
+        """
+        names = {replica: self.open_on(replica) for replica in sorted(self.healthy)}
+        loads = {replica: len(open_here) for replica, open_here in names.items()}
+        found = []
+        while loads:
+            most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
+            if loads[most] - loads[least] <= 1:
+                break
+            found.append((names[most].pop(), least))
+            loads[most], loads[least] = loads[most] - 1, loads[least] + 1
+        return found
 
     def replica_of_conversation(self, conversation: str) -> int | None:
         """Return the replica that has this conversation, healthy or not; None if there is none."""

@@ -22,12 +22,16 @@ CLOSE_TIMEOUT_S = 10.0  # to cancel and close everything at the end of a job
 class PolicyService:
     """Router and event loop of a job; paused at first. Call its methods from other threads.
 
+    Args:
+        replicas: The rollout's processes.
+        router: Routes to these replicas; None: a `ReplicaRouter`.
+
     `on_close`: coroutine functions that `close` runs first.
     """
 
-    def __init__(self, replicas: GroupReplicas):
+    def __init__(self, replicas: GroupReplicas, router: ReplicaRouter | None = None):
         self.replicas = replicas
-        self.router = ReplicaRouter(replicas)
+        self.router = router or ReplicaRouter(replicas)
         self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="policy-service", daemon=True)
@@ -39,6 +43,10 @@ class PolicyService:
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Start a coroutine on the router's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def notify(self, callback: Callable[[], None]) -> None:
+        """Call this soon on the router's event loop; do not wait."""
+        self._loop.call_soon_threadsafe(callback)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the router's event loop and return its result.

@@ -103,3 +103,26 @@ def test_conversations_that_nobody_ends_are_dropped_the_longest_unused_first(mon
     for number, conversation in enumerate("abacd"):
         table.assign(f"request {number}", (number,) * 20, conversation=conversation)
     assert [table.replica_of_conversation(name) is None for name in "abcd"] == [False, True, False, False]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.sets(st.integers(0, 3)))
+def test_after_the_moves_the_loads_of_healthy_replicas_differ_by_one_at_most(loads, excluded):
+    table = RoutingTable(len(loads))
+    for replica, load in enumerate(loads):
+        for number in range(load):
+            table.move_conversation(f"{replica}.{number}", replica)
+            table.assign(f"{replica}.{number}", (), conversation=f"{replica}.{number}")
+    for replica in excluded & table.healthy:
+        table.exclude(replica)
+    after = {replica: loads[replica] for replica in table.healthy}
+    moves = table.moves()
+    for name, replica in moves:
+        after[table.replica_of(name)] -= 1
+        after[replica] += 1
+    assert not after or max(after.values()) - min(after.values()) <= 1
+    assert len({name for name, _ in moves}) == len(moves)
+    newest_stay = {name for name, _ in moves}  # of a replica, the requests that move are the last ones
+    for replica in table.healthy:
+        stays = [name not in newest_stay for name in table.open_on(replica)]
+        assert stays == sorted(stays, reverse=True)

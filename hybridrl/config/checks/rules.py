@@ -273,6 +273,7 @@ def ppo_only_problems(config: SupervisedConfig) -> Problems:
         "overlap",
         "lag",
         "partial_rollout",
+        "hybrid_rollout",
         "staleness",
         "stale_tokens",
         "replay",

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from hybridrl import serving
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
@@ -117,7 +118,7 @@ class AgentLoopManager:
 
     # -- the rollout's processes
 
-    def open(self, group: Any, *, resync: Resync | None, concurrent: bool) -> None:
+    def open(self, group: Any, *, resync: Resync | None, concurrent: bool, hybrid: Any = None) -> None:
         """Serve from these processes until `close`. May be called again, for instance after some were replaced.
 
         Args:
@@ -125,11 +126,15 @@ class AgentLoopManager:
             resync: Sends the current weights to restarted processes; None if the router cannot restart any.
             concurrent: The processes only generate, so requests are served while the driver trains. False: requests are
                 served only during a call that generates.
+            hybrid: The `HybridRollout` that generates while the driver waits for responses, or None.
         """
         rollout = self.config.actor_rollout_ref.rollout
         self._loops = {}  # a loop may hold objects that belong to one event loop
-        self._service = PolicyService(self._replicas(group, version=None, resync=resync))
-        self._queue, self._concurrent = WorkQueue(self._service, concurrent=concurrent), concurrent
+        replicas = self._replicas(group, version=None, resync=resync)
+        scheduler = None if hybrid is None else serving.HybridScheduler(replicas, hybrid)
+        self._service = PolicyService(replicas) if scheduler is None else scheduler.service
+        self._queue = WorkQueue(self._service, concurrent=concurrent, hybrid=scheduler)
+        self._concurrent = concurrent
         if rollout.endpoint_port:
             endpoint = Endpoint(
                 self._service.router, self._served_model(), host=rollout.endpoint_host, port=rollout.endpoint_port
@@ -214,7 +219,7 @@ class AgentLoopManager:
         sampling = self._sampling(prompts)
         batch = self._batch(prompts, sampling)
         short = ShortRound(batch, sampling.n, num_prompts, max_new_tokens, self.config.trainer.call_timeout_s)
-        work = self._opened().generate(version, short.generate)
+        work = self._opened().generate(version, short.generate, batch)
         return AgentFuture(self, prompts, sampling, batch, work, max_new_tokens, short)
 
     def submit_partial(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> AgentFuture:
@@ -264,7 +269,7 @@ class AgentLoopManager:
         limit = min(batch.requested_limit + max_new_tokens, self.context.max_response_length)
         batch.requested_limit = limit
         work = self._opened().generate(
-            version, lambda service: service.call(batch.advance(service.router, limit, timeout_s=timeout_s))
+            version, lambda service: service.call(batch.advance(service.router, limit, timeout_s=timeout_s)), batch
         )
         return replace(future, work=work, limit=limit)
 
@@ -273,6 +278,7 @@ class AgentLoopManager:
         outages = [*self._past_outages, *self._service.router.outages]
         self.metrics["rollout/replicas_lost"] = float(len(outages))
         self.metrics["rollout/requests_retried"] = float(sum(outage.num_retried for outage in outages))
+        self.metrics |= {} if self._queue is None else self._queue.metrics(future.batch)
         if future.short_round is not None:
             return self._to_batch(*future.short_round.complete(future.prompts), future.sampling)
         if future.batch.limit != future.limit and not future.batch.is_complete:

@@ -7,8 +7,11 @@ no further one runs.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
+from hybridrl import serving
 from hybridrl.serving.service import PolicyService
 
 Work = Callable[[PolicyService], object]
@@ -23,17 +26,23 @@ class Pending(Protocol):
 
 
 class WorkItem:
-    """A submitted batch or push."""
+    """A submitted batch or push.
 
-    def __init__(self, done: Future):
-        self._done = done
+    Args:
+        done: Its result.
+        waiting: Returns a context in which the driver waits for it.
+    """
+
+    def __init__(self, done: Future, waiting: Callable[[], AbstractContextManager] = nullcontext):
+        self._done, self._waiting = done, waiting
 
     def wait(self) -> None:
         """Return when it is done. Raises its error, or that of an item before it.
 
         The timeouts of the calls inside bound the wait.
         """
-        self._done.result()
+        with self._waiting():
+            self._done.result()
 
 
 class WorkQueue:
@@ -42,16 +51,32 @@ class WorkQueue:
     Args:
         service: Router and event loop.
         concurrent: Run items in a thread, and keep the service open between them.
+        hybrid: Lets the trainer's devices generate for items that the driver waits for. None: they only train.
     """
 
-    def __init__(self, service: PolicyService, *, concurrent: bool):
-        self.service = service
+    def __init__(
+        self, service: PolicyService, *, concurrent: bool, hybrid: "serving.HybridScheduler | None" = None
+    ) -> None:
+        self.service, self._hybrid, self._num_batches = service, hybrid, 0
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="work-queue") if concurrent else None
         self._failure: BaseException | None = None
 
-    def generate(self, version: int | None, work: Work) -> WorkItem:
-        """Submit `work`, to run while the service is open with weights of this version."""
-        return self._run(lambda: self._generate(version, work))
+    def generate(self, version: int | None, work: Work, batch: object) -> WorkItem:
+        """Submit `work`, to run while the service is open with weights of this version. It generates for `batch`."""
+        if (hybrid := self._hybrid) is None:
+            return self._run(lambda: self._generate(version, work))
+        self._num_batches += 1
+        number = self._num_batches
+
+        def generate() -> None:
+            with hybrid.during(number, batch):
+                self._generate(version, work)
+
+        return self._run(generate, partial(hybrid.waiting, number, batch))
+
+    def metrics(self, batch: object) -> dict[str, float]:
+        """Return the metrics of a batch, see `HybridScheduler.metrics`; nothing without one."""
+        return {} if self._hybrid is None else self._hybrid.metrics(batch)
 
     def push(self, version: int, load: Callable[[], None]) -> WorkItem:
         """Submit `load`, to run while the service is paused; then resume with weights of this version."""
@@ -72,9 +97,9 @@ class WorkQueue:
         load()
         self.service.resume(version)
 
-    def _run(self, item: Callable[[], None]) -> WorkItem:
+    def _run(self, item: Callable[[], None], waiting: Callable[[], AbstractContextManager] = nullcontext) -> WorkItem:
         if self._threads is not None:
-            return WorkItem(self._threads.submit(self._run_unless_failed, item))
+            return WorkItem(self._threads.submit(self._run_unless_failed, item), waiting)
         done: Future = Future()
         item()
         done.set_result(None)
@@ -100,3 +125,5 @@ class WorkQueue:
         self.service.close(wait=wait)
         if self._threads is not None:
             self._threads.shutdown(wait=wait)
+        if self._hybrid is not None and wait:
+            self._hybrid.close()

@@ -367,6 +367,19 @@ def check(tmp_path):
             "trainer.backend=local trainer.lag=1 trainer.staleness=2",
             "no token gets older than trainer.lag=1; leave it out",
         ),
+        (
+            "actor_rollout_ref.rollout.mode=async trainer.hybrid_rollout=true",
+            "without actor_rollout_ref.rollout.n_gpus_per_node the trainer's devices generate everything",
+        ),
+        (
+            "actor_rollout_ref.rollout.mode=async trainer.hybrid_rollout=true "
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            "trainer.hybrid_rollout=true: with trainer.lag=0 training and generation take turns",
+        ),
+        (
+            "trainer.hybrid_rollout=true actor_rollout_ref.rollout.n_gpus_per_node=1 trainer.lag=1",
+            "rollout.mode=sync a batch is one call, which cannot be divided once it runs; use mode=async",
+        ),
         ("trainer.replay.groups=8", "with trainer.staleness above trainer.lag=0, not None"),
         ("trainer.val_only=true", "trainer.val_only=true: there is no validation data"),
         ("trainer.test_freq=5", "trainer.test_freq=5: there is no validation data"),

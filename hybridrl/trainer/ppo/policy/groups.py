@@ -4,6 +4,8 @@
 
 * Hybrid (`Role.ActorRollout`, `Role.ActorRolloutRef`): weights go from engine to rollout inside each process.
 * Separated (`Role.Actor` and `Role.Rollout`): rank 0 of the actor sends weights, every rollout process receives them.
+* Both (`Role.ActorRollout` and `Role.Rollout`): separated, and the actor's processes have a rollout, too, which
+  generates while the trainer waits (`trainer.hybrid_rollout`).
 
 A push has two layers. `PolicyGroups` decides on its version, its place among the generations, and who waits.
 `weight_sync.py` has one class per placement that starts both halves. Each push ends with a check: every rollout process
@@ -21,7 +23,12 @@ from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.policy.generation import BatchedGenerator, Generator, Pending, PendingResponses
-from hybridrl.trainer.ppo.policy.weight_sync import CrossProcessWeightSync, InProcessWeightSync, WeightSync
+from hybridrl.trainer.ppo.policy.weight_sync import (
+    CrossProcessWeightSync,
+    HybridRollout,
+    InProcessWeightSync,
+    WeightSync,
+)
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
@@ -52,7 +59,7 @@ class PolicyGroups:
     ):
         self.hybrid: Any = next((groups[role] for role in HYBRID if role in groups), None)
         self.actor: Any = self.hybrid or groups.get(Role.Actor)
-        self.rollout: Any = self.hybrid or groups.get(Role.Rollout)
+        self.rollout: Any = groups.get(Role.Rollout) or self.hybrid
         self.ref: Any = groups.get(Role.RefPolicy) or self.actor  # an actor with adapters is its own reference
         self.sleep = sleep
         self.generator: Generator = generator or BatchedGenerator()
@@ -63,13 +70,17 @@ class PolicyGroups:
                 "the policy needs Role.ActorRollout, or both Role.Actor and Role.Rollout, in role_worker_mapping"
             )
         settings = weight_sync or WeightSyncConfig()
-        if self.hybrid is not None:
+        self._hybrid_rollout: HybridRollout | None = None
+        if self.rollout is self.hybrid:
             self._sync: WeightSync = InProcessWeightSync(self.hybrid, settings)
         else:
-            self._sync = CrossProcessWeightSync(self.actor, self.rollout, settings, overlaps_training=overlaps_training)
+            sync = CrossProcessWeightSync(self.actor, self.rollout, settings, overlaps_training=overlaps_training)
+            self._sync = sync
+            if self.hybrid is not None:
+                self._hybrid_rollout = HybridRollout(self.hybrid, sync)
             self.sleep_rollout()  # next to an actor it starts asleep; its first push wakes it
-        self._concurrent = overlaps_training and self.hybrid is None
-        self.generator.open(self.rollout, resync=self._sync.resend, concurrent=self._concurrent)
+        self._concurrent = overlaps_training and self.rollout is not self.hybrid
+        self._open_generator()
 
     def generate(self, prompts: DataProto) -> DataProto:
         """Return responses, see `ActorRolloutRefWorker.generate_sequences`."""
@@ -137,8 +148,14 @@ class PolicyGroups:
         that sleeps between steps, whether it was replaced or not.
         """
         self._sync.reset()
+        if self._hybrid_rollout is not None:
+            self._hybrid_rollout.reset()
         self._asleep = self.sleep
-        self.generator.open(self.rollout, resync=self._sync.resend, concurrent=self._concurrent)
+        self._open_generator()
+
+    def _open_generator(self) -> None:
+        hybrid = {} if self._hybrid_rollout is None else {"hybrid": self._hybrid_rollout}
+        self.generator.open(self.rollout, resync=self._sync.resend, concurrent=self._concurrent, **hybrid)
 
     def export_weights_async(self) -> Any:
         """Return a reference to the actor's full weights as they are now, an argument for `receive_weights`."""
@@ -146,7 +163,7 @@ class PolicyGroups:
 
     def _wake_up(self) -> None:
         if self._asleep:
-            if self.hybrid is None:
+            if self.rollout is not self.actor:
                 self.actor.free_cached_memory()
             self.rollout.rollout_wake_up()
             self._asleep = False

@@ -94,6 +94,17 @@ class CrossProcessWeightSync:
         self._rollout.execute_ranks(ranks, "receive_weights", self._version, self._actor.store_weights.submit()[0])
         self.reset()
 
+    @property
+    def loaded_version(self) -> int | None:
+        """Version of the weights that the rollout loaded last; None before the first push."""
+        return None if self._loaded is None else self._loaded[0]
+
+    def load_into(self, group: Any) -> None:
+        """Load the weights that the rollout loaded last into another group's rollouts, and verify them."""
+        assert self._loaded is not None, "a rollout serves requests only after its first push"
+        version, receipt = self._loaded
+        verify_push(group.receive_weights(version, receipt), version)
+
     def cancel(self, reason: str) -> None:
         if self.address is not None:
             self.address.cancel(reason)
@@ -124,6 +135,41 @@ class CrossProcessWeightSync:
         self._loaded = version, receipt
         if self._settings.directory is not None:
             self._actor.drop_stored_weights.submit(version)
+
+
+class HybridRollout:
+    """The rollout in the actor's processes, beside one in processes of its own (`trainer.hybrid_rollout`).
+
+    It generates with the weights of the other one, which are older than the actor's. So it gets them in the same way:
+    from where the actor has stored them at the push.
+
+    Args:
+        group: Worker group of actor and rollout.
+        sync: Pushes to the rollout's own processes.
+    """
+
+    def __init__(self, group: Any, sync: CrossProcessWeightSync):
+        self.group, self._sync = group, sync
+        self._version: int | None = None  # of its weights; None: unknown
+
+    def wake_up(self) -> None:
+        """Hold the weights that the rollout's own processes hold.
+
+        Raises:
+            StaleWeightsError: Some process does not hold them.
+        """
+        self.group.rollout_wake_up()
+        if self._version != self._sync.loaded_version:
+            self._sync.load_into(self.group)
+            self._version = self._sync.loaded_version
+
+    def sleep(self) -> None:
+        """Release the memory that training needs."""
+        self.group.rollout_sleep()
+
+    def reset(self) -> None:
+        """Load the weights again, because a process was replaced or a version repeats."""
+        self._version = None
 
 
 class InProcessWeightSync:
