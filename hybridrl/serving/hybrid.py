@@ -44,10 +44,13 @@ class HybridReplicas(GroupReplicas):
     """Workers of the rollout's own group, and after them those of the group that also trains."""
 
     def __init__(self, own: GroupReplicas, group: Any):
-        super().__init__(own.group, version=own.version, progress_timeout_s=own.progress_timeout_s, resync=own.resync)
-        self._hybrid = GroupReplicas(group, version=own.version, progress_timeout_s=own.progress_timeout_s)
-        self.hybrid = range(self.num_replicas, self.num_replicas + group.world_size)
-        self.num_replicas += group.world_size
+        version, timeout_s, num_peers = own.version, own.progress_timeout_s, own.num_peers
+        super().__init__(
+            own.group, version=version, progress_timeout_s=timeout_s, resync=own.resync, num_peers=num_peers
+        )
+        self._hybrid = GroupReplicas(group, version=version, progress_timeout_s=timeout_s, num_peers=num_peers)
+        self.hybrid = range(self.num_replicas, self.num_replicas + self._hybrid.num_replicas)
+        self.num_replicas += self._hybrid.num_replicas
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
         if replica not in self.hybrid:

@@ -81,11 +81,11 @@ class GroupReplicas:
     ):
         self.group, self.version, self.progress_timeout_s, self.resync = group, version, progress_timeout_s, resync
         self.num_replicas, self.can_respawn = group.world_size // num_peers, resync is not None
-        self._num_peers = num_peers
+        self.num_peers = num_peers
 
     def ranks(self, replica: int) -> range:
         """Return the ranks of a replica's workers."""
-        return range(replica * self._num_peers, (replica + 1) * self._num_peers)
+        return range(replica * self.num_peers, (replica + 1) * self.num_peers)
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
         references = self.group.execute_ranks_async(
