@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.errors import ConfigError
 from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput, lookup_agent_loop
-from hybridrl.serving.agent_loop.tools import call_tool, function_tool, load_tools
+from hybridrl.serving.agent_loop.tools.function_tools import call_tool, function_tool, load_tools
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 from tests.support.serving.scripted_policy import ScriptedTurns
@@ -114,7 +114,7 @@ def test_turns_and_length_are_limits(tiny_tokenizer):
 
 
 def test_a_tool_that_never_answers_times_out(monkeypatch):
-    monkeypatch.setattr("hybridrl.serving.agent_loop.tools.TOOL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("hybridrl.serving.agent_loop.tools.function_tools.TOOL_TIMEOUT_S", 0.05)
 
     @function_tool
     async def forever() -> None:

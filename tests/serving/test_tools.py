@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.serving.agent_loop import tools
-from hybridrl.serving.agent_loop.tool_agent import ToolAgentLoop
-from hybridrl.serving.agent_loop.tools import call_tool, function_tool, row_arguments
+from hybridrl.serving.agent_loop.tools import function_tools
+from hybridrl.serving.agent_loop.tools.function_tools import call_tool, function_tool, row_arguments
+from hybridrl.serving.agent_loop.tools.tool_agent import ToolAgentLoop
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def release():
 
 
 def test_hanging_tools_starve_no_other_tool(monkeypatch, release):
-    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(function_tools, "TOOL_TIMEOUT_S", 2.0)
     table = {"hang": function_tool(lambda: release.wait()), "good": function_tool(lambda: 7)}
 
     async def call_all() -> list[str]:
@@ -42,9 +42,9 @@ def test_hanging_tools_starve_no_other_tool(monkeypatch, release):
 
 
 def test_a_tool_that_never_returns_is_not_called_for_ever(monkeypatch, release):
-    from hybridrl.serving.agent_loop import tool_threads
+    from hybridrl.serving.agent_loop.tools import tool_threads
 
-    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(function_tools, "TOOL_TIMEOUT_S", 0.05)
     monkeypatch.setattr(tool_threads, "MAX_ABANDONED", 3)
     table = {"hang": function_tool(lambda: release.wait() and 1)}
     answers = [asyncio.run(call_tool(table, "hang", {})) for _ in range(4)]
@@ -58,9 +58,9 @@ def test_a_tool_that_never_returns_is_not_called_for_ever(monkeypatch, release):
 
 
 def test_calls_that_wait_for_a_place_do_not_use_up_their_time(monkeypatch):
-    from hybridrl.serving.agent_loop import tool_threads
+    from hybridrl.serving.agent_loop.tools import tool_threads
 
-    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(function_tools, "TOOL_TIMEOUT_S", 1.0)
     monkeypatch.setattr(tool_threads, "MAX_RUNNING", 2)
     table = {"slow": function_tool(lambda: time.sleep(0.35))}
 
@@ -72,7 +72,7 @@ def test_calls_that_wait_for_a_place_do_not_use_up_their_time(monkeypatch):
 
 def test_a_process_ends_while_tools_hang():
     code = (
-        "import asyncio, threading\nfrom hybridrl.serving.agent_loop import tools\n"
+        "import asyncio, threading\nfrom hybridrl.serving.agent_loop.tools import function_tools as tools\n"
         "tools.TOOL_TIMEOUT_S = 0.2\nhang = tools.function_tool(lambda: threading.Event().wait())\n"
         "async def main():\n"
         "    print(await asyncio.gather(*(tools.call_tool({'hang': hang}, 'hang', {}) for _ in range(3))))\n"

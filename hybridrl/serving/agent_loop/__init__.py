@@ -4,8 +4,8 @@ from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, registe
 from hybridrl.serving.agent_loop.programs.http_agent import AgentTask, HTTPAgentLoop
 from hybridrl.serving.agent_loop.programs.outside_agent import OutsideAgentLoop
 from hybridrl.serving.agent_loop.single_turn import SingleTurnAgentLoop
-from hybridrl.serving.agent_loop.tool_agent import ToolAgentLoop, ToolCall
-from hybridrl.serving.agent_loop.tools import function_tool
+from hybridrl.serving.agent_loop.tools.function_tools import function_tool
+from hybridrl.serving.agent_loop.tools.tool_agent import ToolAgentLoop, ToolCall
 from hybridrl.serving.continuation import PolicyClient
 
 __all__ = [

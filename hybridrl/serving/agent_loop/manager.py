@@ -17,7 +17,6 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from hybridrl import serving
@@ -26,9 +25,7 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.protocol import DataProto
-from hybridrl.rewards.manager import AGENT_REWARD, BRANCHES, LEFT_OUT
 from hybridrl.serving.agent_loop.base import (
-    UNSET_VERSION,
     AgentLoop,
     AgentLoopContext,
     AgentLoopOutput,
@@ -37,8 +34,9 @@ from hybridrl.serving.agent_loop.base import (
 from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.failures import leave_out_groups
 from hybridrl.serving.agent_loop.recorded_row import RecordedRow, pop_records, to_columns
+from hybridrl.serving.agent_loop.response_columns import ResponseColumns
 from hybridrl.serving.agent_loop.short_round import ShortRound
-from hybridrl.serving.agent_loop.tools import load_tools
+from hybridrl.serving.agent_loop.tools.function_tools import load_tools
 from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
@@ -46,7 +44,6 @@ from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.service import PolicyService
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.base import load_special_tokens
-from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sampling_params
 
@@ -367,65 +364,23 @@ class AgentLoopManager:
         return rows
 
     def _to_batch(self, prompts: DataProto, outputs: list[AgentLoopOutput], sampling: SamplingParams) -> DataProto:
-        width, share = self.context.max_response_length, self.config.actor_rollout_ref.rollout.agent.min_group_share
-        outputs = leave_out_groups(outputs, n=sampling.n, min_share=share)
-        rows = prompts.repeat(sampling.n, interleave=True)
-        columns = cast(dict[str, torch.Tensor], dict(rows.batch.items()))
-        columns |= self._own_prompts(columns, outputs)
+        agent = self.config.actor_rollout_ref.rollout.agent
+        outputs = leave_out_groups(outputs, n=sampling.n, min_share=agent.min_group_share)
         self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(AGENT_METRICS)}
         self.metrics |= _summed_counts(outputs)
         self.metrics["rollout/num_turns/mean"] = sum(out.num_turns for out in outputs) / max(1, len(outputs))
-        lengths = torch.tensor([len(out.response_ids) for out in outputs], dtype=torch.int64)
-        is_token = (torch.arange(width) < lengths[:, None]).to(columns["attention_mask"].dtype)
-        responses = _pad_to([out.response_ids for out in outputs], width, fill=self._pad_id)
-        positions = columns["position_ids"][:, -1:] + torch.arange(1, width + 1)
-        columns |= {
-            "prompts": columns["input_ids"],
-            "responses": responses,
-            "input_ids": torch.cat([columns["input_ids"], responses], dim=1),
-            "attention_mask": torch.cat([columns["attention_mask"], is_token], dim=1),
-            "position_ids": torch.cat([columns["position_ids"], positions], dim=1),
-            "response_mask": _pad_to([out.response_mask for out in outputs], width, fill=0),
-            "weights_version": torch.tensor(
-                [-1 if out.version == UNSET_VERSION else out.version for out in outputs], dtype=torch.int64
-            ),
-            "num_turns": torch.tensor([out.num_turns for out in outputs], dtype=torch.int64),
-        }
-        is_validation = GenerationRequest.of(prompts.meta_info).validate
-        if self.config.trainer.partial_rollout and not is_validation:
-            columns["token_versions"] = _pad_to([out.all_token_versions for out in outputs], width, fill=NOT_SAMPLED)
-        if sampling.logprobs:
-            columns["rollout_log_probs"] = _pad_to([out.response_logprobs for out in outputs], width, fill=0.0)
-        rewards = np.fromiter((out.reward for out in outputs), dtype=object, count=len(outputs))
-        left_out = np.fromiter((out.is_left_out for out in outputs), dtype=object, count=len(outputs))
-        others = {AGENT_REWARD: rewards} if any(out.reward is not None for out in outputs) else {}
-        others |= {LEFT_OUT: left_out} if left_out.any() else {}
-        if self.config.actor_rollout_ref.rollout.agent.train_branches and not is_validation:
-            branches = ([one.as_branch() for one in out.branches] for out in outputs)
-            others[BRANCHES] = np.fromiter(branches, dtype=object, count=len(outputs))
-        return DataProto.from_dict(tensors=columns, non_tensors=others, meta_info=dict(prompts.meta_info))
-
-    def _own_prompts(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:
-        """Return the prompt's columns (S, P) where agents have written prompts of their own; else nothing."""
-        given = zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
-        if all(ids[mask].tolist() == out.prompt_ids for (ids, mask), out in zip(given, outputs, strict=True)):
-            return {}
-        width = max(len(out.prompt_ids) for out in outputs)
-        lengths = torch.tensor([len(out.prompt_ids) for out in outputs])
-        mask = (torch.arange(width) >= width - lengths[:, None]).to(columns["attention_mask"].dtype)
-        ids = torch.tensor([[self._pad_id] * (width - len(out.prompt_ids)) + out.prompt_ids for out in outputs])
-        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        is_training = not GenerationRequest.of(prompts.meta_info).validate
+        columns = ResponseColumns(
+            width=self.context.max_response_length,
+            pad_id=self._pad_id,
+            log_probs=bool(sampling.logprobs),
+            token_versions=is_training and self.config.trainer.partial_rollout,
+            branches=is_training and agent.train_branches,
+        )
+        return columns.batch(prompts.repeat(sampling.n, interleave=True), outputs)
 
 
 def _summed_counts(outputs: list[AgentLoopOutput]) -> dict[str, float]:
     """Return the sums of the responses' own counts, as metrics."""
     names = sorted({name for out in outputs for name in out.counts})
     return {f"{AGENT_METRICS}{name}": sum(out.counts.get(name, 0.0) for out in outputs) for name in names}
-
-
-def _pad_to(lists: list[list], width: int, *, fill: float) -> torch.Tensor:
-    """Return lists as one tensor (S, width), right-padded; int64, or float32 where `fill` is a float."""
-    dtype = torch.float32 if isinstance(fill, float) else torch.int64
-    return torch.tensor([[*entries, *([fill] * (width - len(entries)))] for entries in lists], dtype=dtype).reshape(
-        len(lists), width
-    )

@@ -36,7 +36,7 @@ class PlayedEnvironmentLoop(HTTPAgentLoop):
         for spec in self.specs.values():
             pool_of(spec).close()
 
-    def _place(self) -> AbstractAsyncContextManager[None]:
+    def _place(self, waits: EpisodeWaits) -> AbstractAsyncContextManager[None]:
         return nullcontext()  # the pool of the environment has the places
 
     async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:

@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,9 @@ from hybridrl.import_path import load_object
 from hybridrl.rewards.sample_score import as_number
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
 from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
-from hybridrl.serving.agent_loop.tool_threads import ToolExit, ToolHangs, call_in_thread
+from hybridrl.serving.agent_loop.tools.tool_threads import ToolExit, ToolHangs, call_in_thread
 from hybridrl.serving.agent_loop.waits import EpisodeWaits
-from hybridrl.serving.loop_places import LoopPlaces, Place
+from hybridrl.serving.loop_places import LoopPlaces
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
@@ -116,7 +117,7 @@ class HTTPAgentLoop(AgentLoop):
     async def _run_agent(self, task: AgentTask, episode: SessionEpisode) -> float | None:
         """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
         try:
-            async with episode.waits.hold(self._place()):
+            async with self._place(episode.waits):
                 returned = await self._call(task, episode.waits)
         except AgentFailed:
             if episode.ended_by_length:
@@ -130,10 +131,10 @@ class HTTPAgentLoop(AgentLoop):
             raise AgentFailed(f"{self.player} returned {reward}", cause="reward not finite")
         return reward
 
-    async def _place(self) -> Place:
-        """Wait for a place among the agents of this event loop."""
+    def _place(self, waits: EpisodeWaits) -> AbstractAsyncContextManager[None]:
+        """Wait for a place among the agents of this event loop, and hold it until the agent ends or first waits."""
         limit = MAX_COROUTINES if inspect.iscoroutinefunction(self._function) else MAX_PROCESSES
-        return await _places.acquire(limit)
+        return waits.hold(_places.acquire(limit))
 
     async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
-from hybridrl.serving.agent_loop.tools import call_tool, row_arguments
+from hybridrl.serving.agent_loop.tools.function_tools import call_tool, row_arguments
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"

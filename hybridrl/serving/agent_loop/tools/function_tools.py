@@ -18,7 +18,7 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
-from hybridrl.serving.agent_loop.tool_threads import call_in_thread
+from hybridrl.serving.agent_loop.tools.tool_threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 

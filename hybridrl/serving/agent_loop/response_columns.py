@@ -1,0 +1,101 @@
+"""`ResponseColumns`: outputs of agent loops as the batch that a batched call would return.
+
+Shapes: S rows, prompts of width P, responses of width R = data.max_response_length.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from hybridrl.protocol import DataProto
+from hybridrl.rewards.manager import AGENT_REWARD, BRANCHES, LEFT_OUT
+from hybridrl.serving.agent_loop.base import UNSET_VERSION, AgentLoopOutput
+from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseColumns:
+    """Which columns a batch has beside those of every batch.
+
+    Attributes:
+        width: R.
+        pad_id: Token right of a response, and left of a prompt that an agent has written.
+        log_probs: `rollout_log_probs` (S, R) float32.
+        token_versions: `token_versions` (S, R) int64.
+        branches: The other conversations of each row.
+    """
+
+    width: int
+    pad_id: int
+    log_probs: bool
+    token_versions: bool
+    branches: bool
+
+    def batch(self, rows: DataProto, outputs: list[AgentLoopOutput]) -> DataProto:
+        """Return prompts and responses.
+
+        Args:
+            rows: The prompt of each of the S rows.
+            outputs: S outputs.
+        """
+        columns = cast(dict[str, torch.Tensor], dict(rows.batch.items()))
+        columns |= self._own_prompts(columns, outputs)
+        columns |= self._responses(columns, outputs)
+        if self.token_versions:
+            versions = [out.all_token_versions for out in outputs]
+            columns["token_versions"] = _pad_to(versions, self.width, fill=NOT_SAMPLED)
+        if self.log_probs:
+            log_probs = [out.response_logprobs for out in outputs]
+            columns["rollout_log_probs"] = _pad_to(log_probs, self.width, fill=0.0)
+        return DataProto.from_dict(
+            tensors=columns, non_tensors=self._judgements(outputs), meta_info=dict(rows.meta_info)
+        )
+
+    def _responses(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:
+        lengths = torch.tensor([len(out.response_ids) for out in outputs], dtype=torch.int64)
+        is_token = (torch.arange(self.width) < lengths[:, None]).to(columns["attention_mask"].dtype)
+        responses = _pad_to([out.response_ids for out in outputs], self.width, fill=self.pad_id)
+        positions = columns["position_ids"][:, -1:] + torch.arange(1, self.width + 1)
+        versions = [-1 if out.version == UNSET_VERSION else out.version for out in outputs]
+        return {
+            "prompts": columns["input_ids"],
+            "responses": responses,
+            "input_ids": torch.cat([columns["input_ids"], responses], dim=1),
+            "attention_mask": torch.cat([columns["attention_mask"], is_token], dim=1),
+            "position_ids": torch.cat([columns["position_ids"], positions], dim=1),
+            "response_mask": _pad_to([out.response_mask for out in outputs], self.width, fill=0),
+            "weights_version": torch.tensor(versions, dtype=torch.int64),
+            "num_turns": torch.tensor([out.num_turns for out in outputs], dtype=torch.int64),
+        }
+
+    def _judgements(self, outputs: list[AgentLoopOutput]) -> dict[str, np.ndarray]:
+        """Return rewards of agents, samples that are left out, and branches, where there are any."""
+        rewards = np.fromiter((out.reward for out in outputs), dtype=object, count=len(outputs))
+        left_out = np.fromiter((out.is_left_out for out in outputs), dtype=object, count=len(outputs))
+        others = {AGENT_REWARD: rewards} if any(out.reward is not None for out in outputs) else {}
+        others |= {LEFT_OUT: left_out} if left_out.any() else {}
+        if self.branches:
+            branches = ([one.as_branch() for one in out.branches] for out in outputs)
+            others[BRANCHES] = np.fromiter(branches, dtype=object, count=len(outputs))
+        return others
+
+    def _own_prompts(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:
+        """Return the prompt's columns (S, P) where agents have written prompts of their own; else nothing."""
+        given = zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
+        if all(ids[mask].tolist() == out.prompt_ids for (ids, mask), out in zip(given, outputs, strict=True)):
+            return {}
+        width = max(len(out.prompt_ids) for out in outputs)
+        lengths = torch.tensor([len(out.prompt_ids) for out in outputs])
+        mask = (torch.arange(width) >= width - lengths[:, None]).to(columns["attention_mask"].dtype)
+        ids = torch.tensor([[self.pad_id] * (width - len(out.prompt_ids)) + out.prompt_ids for out in outputs])
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def _pad_to(lists: list[list], width: int, *, fill: float) -> torch.Tensor:
+    """Return lists as one tensor (S, width), right-padded; int64, or float32 where `fill` is a float."""
+    dtype = torch.float32 if isinstance(fill, float) else torch.int64
+    return torch.tensor([[*entries, *([fill] * (width - len(entries)))] for entries in lists], dtype=dtype).reshape(
+        len(lists), width
+    )
