@@ -235,7 +235,7 @@ def response_scores(rewards_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[to
     """
     scores_B = torch.zeros(len(rewards_BT), dtype=torch.float64, device=rewards_BT.device)
     for part in row_parts(rewards_BT):
-        scores_B[part] = torch.where(mask_BT[part], rewards_BT[part], 0).sum(1, dtype=torch.float64)
+        scores_B[part] = rewards_BT[part].to(torch.float64, copy=True).masked_fill_(~mask_BT[part], 0).sum(1)
     return scores_B, row_counts(mask_BT)
 
 
