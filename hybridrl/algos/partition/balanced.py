@@ -8,6 +8,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -98,10 +99,18 @@ def balanced_partition(weights: Numbers, num_parts: int, *, equal_size: bool = F
     weights = _plain(weights)
     if num_parts < 1:
         raise ValueError(f"num_parts={num_parts} must be at least 1")
+    return list(map(list, _partition(tuple(weights), num_parts, equal_size)))
+
+
+@lru_cache(maxsize=4)  # a step distributes the same lengths for several calls
+def _partition(weights: tuple[float, ...], num_parts: int, equal_size: bool) -> list[list[int]]:
+    """Return the parts of `balanced_partition`; not to be changed."""
     for index, weight in enumerate(weights):
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight {index} is {weight}; weights must be finite and not negative")
     order = sorted(range(len(weights)), key=lambda index: (-weights[index], index))
+    if len(weights) <= num_parts and not equal_size:  # what the merges below lead to
+        return [[index] for index in order] + [[]] * (num_parts - len(order))
     hand_size = num_parts if equal_size else 1
     hands = [order[start : start + hand_size] for start in range(0, len(order), hand_size)]
     parts = [(-total, indices) for total, indices in _differenced([_deal(hand, weights) for hand in hands], num_parts)]
@@ -154,7 +163,7 @@ Solution = list[Part]
 """Parts with indices, heaviest first. Totals are negative, so that tuples sort without a key: 4 times as fast."""
 
 
-def _deal(hand: list[int], weights: list[float]) -> Solution:
+def _deal(hand: list[int], weights: Sequence[float]) -> Solution:
     return [(-weights[index], [index]) for index in hand]
 
 
@@ -193,7 +202,7 @@ def _merged(first: Solution, second: Solution, num_parts: int) -> Solution:
     return merged
 
 
-def _swapped_while_better(parts: list[Part], weights: list[float]) -> list[Part]:
+def _swapped_while_better(parts: list[Part], weights: Sequence[float]) -> list[Part]:
     """Swap an index of the heaviest part with one of the lightest while this reduces their difference."""
     parts = [(total, sorted(indices, key=lambda index: (weights[index], index))) for total, indices in parts]
     for _ in weights:  # each swap lowers the sum of squares; the bound prevents cycles by rounding
@@ -207,7 +216,7 @@ def _swapped_while_better(parts: list[Part], weights: list[float]) -> list[Part]
     return parts
 
 
-def _best_swap(heavy: Part, light: Part, weights: list[float]) -> tuple[int, int] | None:
+def _best_swap(heavy: Part, light: Part, weights: Sequence[float]) -> tuple[int, int] | None:
     """Return the pair whose weights differ by nearly half the gap between the parts.
 
     None if no pair narrows the gap.
@@ -223,6 +232,6 @@ def _best_swap(heavy: Part, light: Part, weights: list[float]) -> tuple[int, int
     return best and best[1:]
 
 
-def _exchanged(part: Part, out: int, into: int, weights: list[float]) -> Part:
+def _exchanged(part: Part, out: int, into: int, weights: Sequence[float]) -> Part:
     indices = [index for index in part[1] if index != out] + [into]
     return part[0] - weights[out] + weights[into], sorted(indices, key=lambda index: (weights[index], index))
