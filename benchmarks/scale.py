@@ -2,8 +2,9 @@
 
     calls    CPU milliseconds of the driver per call of a worker group, sent to every rank, and through one relay per
              node of 8 ranks. The calls are Ray's; two processes answer for all ranks and two for all relays.
-    step     CPU milliseconds of the driver per step of GRPO on stand-ins for the workers: dispatch, merging, formulas,
-             metrics, ledger. Without Ray's part, which `calls` has.
+    step     CPU milliseconds per step of GRPO on stand-ins for the workers: the driver's own (dispatch, merging,
+             formulas, metrics, ledger), and those of the stand-ins, which a cluster's workers spend. Without Ray's
+             part, which `calls` has.
     router   CPU microseconds per request of a router whose replicas sleep, and its memory.
     ledger   CPU milliseconds and bytes per step of the step ledger.
 
@@ -13,15 +14,15 @@ largest value. The master with many workers: `benchmarks/heartbeats.py --workers
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import random
 import resource
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -46,7 +47,7 @@ from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, a busy machine starves the processes
 RANKS = (1, 8, 64, 512, 1024)
 PER_NODE, PROCESSES = 8, 2
-ROWS, TOKENS = 4096, 64
+ROWS, TOKENS, STEPS = 4096, 64, 6
 METRICS = {f"actor/metric_{i}": [0.5] * 4 for i in range(20)}
 
 
@@ -72,7 +73,7 @@ class SharedRelays(NodeRelays):
         """Leave them to the next group."""
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
@@ -108,14 +109,14 @@ def group_of(ranks: int, hosts: list[Any], relays: list[Any], *, relayed: bool) 
     return group
 
 
-def calls(repeats: int) -> None:
+def calls(repeats: int, all_ranks: Sequence[int]) -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**9)
     hosts, relays = start_processes()
     columns = {"advantages": torch.randn(ROWS, TOKENS), "input_ids": torch.randint(0, 50_000, (ROWS, 2 * TOKENS))}
     batch = DataProto.from_dict(tensors=columns)
     print(f"driver's CPU, ms per call: median (least to most) of {repeats}; {PER_NODE} ranks per relay")
     print(f"{'ranks':>6}  {'call':<10}{'every rank':>28}{'relays':>28}{'ratio':>7}")
-    for ranks in RANKS:
+    for ranks in all_ranks:
         direct, relayed = (group_of(ranks, hosts, relays, relayed=relayed) for relayed in (False, True))
         work = {"nothing": lambda g: g.nothing(), "metrics": lambda g: g.metrics(), "batch": lambda g: g.score(batch)}
         for name, call in work.items():
@@ -129,14 +130,31 @@ def calls(repeats: int) -> None:
     ray.shutdown()
 
 
-def step(repeats: int) -> None:
+def step(repeats: int, all_ranks: Sequence[int]) -> None:
     costs = Costs(DEVICES["h100"], MODELS["qwen2.5-7b"])
     settings = {"actor_rollout_ref.actor.use_kl_loss": False}
-    print(f"driver's CPU per step of GRPO, {ROWS} responses, 4 optimizer steps, stand-ins for the workers")
-    for ranks in RANKS:
-        run = Simulation(costs, ranks, prompts=ROWS // 8, n=8, mini_batch=ROWS // 32, warmup=0, settings=settings)
-        few, many = (cpu_ms(partial(simulate, replace(run, steps=n))) for n in (1, 1 + repeats))
-        print(f"{ranks:>6} ranks {(many - few) / repeats:>10.0f} ms", flush=True)
+    print(f"CPU per step of GRPO, ms, {ROWS} responses, 4 optimizer steps: median (least to most) of {repeats}")
+    print(f"{'ranks':>6}{'driver':>30}{'stand-ins':>30}")
+    runs = {
+        ranks: Simulation(costs, ranks, prompts=ROWS // 8, n=8, mini_batch=ROWS // 32, warmup=0, settings=settings)
+        for ranks in all_ranks
+    }
+    spent: dict[int, list[tuple[float, float]]] = {ranks: [] for ranks in all_ranks}
+    for _ in range(repeats):
+        for ranks, run in runs.items():
+            few, many = (step_cpu_ms(replace(run, steps=n)) for n in (1, 1 + STEPS))
+            spent[ranks].append(((many[0] - few[0]) / STEPS, (many[1] - few[1]) / STEPS))
+    for ranks, pairs in spent.items():
+        driver, workers = zip(*pairs, strict=True)
+        print(f"{ranks:>6}{spread(driver):>30}{spread(workers):>30}", flush=True)
+
+
+def step_cpu_ms(run: Simulation) -> tuple[float, float]:
+    """Return the CPU milliseconds of the driver and of the stand-ins in a whole run."""
+    gc.collect()
+    start = time.thread_time()
+    workers_ms = simulate(run).workers_cpu_s * 1e3
+    return (time.thread_time() - start) * 1e3 - workers_ms, workers_ms
 
 
 class Sleepers:
@@ -201,19 +219,23 @@ def ledger(repeats: int) -> None:
             print(f"{prompts:>6} prompts per step: {spread(spent[1:])} ms, {size:.0f} bytes", flush=True)
 
 
-PARTS = {"ledger": ledger, "step": step, "router": router, "calls": calls}
+PARTS: dict[str, Callable[..., None]] = {"ledger": ledger, "step": step, "router": router, "calls": calls}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help="default: all")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="of the parts calls and step")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     print(f"load of the machine: {os.getloadavg()[0]:.1f}")
     for part in arguments.parts or PARTS:
-        PARTS[part](arguments.repeats)
+        if part in ("calls", "step"):
+            PARTS[part](arguments.repeats, arguments.ranks)
+        else:
+            PARTS[part](arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,15 @@ class Rows(CopyOnWrite):
             return self._item(int(columns.row_index([rows], len(self))))
         raise TypeError(f"rows are selected by int, slice, list, array or tensor, got {type(rows).__name__}")
 
+    def column_kinds(self) -> dict[str, Any] | None:
+        """Return dtype and shape of a row of each column, tensors first; None if a column is jagged."""
+        tensors = self._tensors()
+        if any(tensor.is_nested for tensor in tensors.values()):
+            return None
+        all_columns: dict[str, Any] = {**tensors, **self.non_tensor_batch}
+        kinds = {name: (c.dtype, tuple(c.shape[1:])) for name, c in all_columns.items()}
+        return {"batch": None if self._batch is None else list(tensors), **kinds}
+
     def _item(self, row: int) -> DataProtoItem:
         batch = None if self.batch is None else self.batch[row]
         return DataProtoItem(batch, {name: array[row] for name, array in self.non_tensor_batch.items()}, self.meta_info)
@@ -101,7 +110,8 @@ class Rows(CopyOnWrite):
     def _take_rows(self, rows: torch.Tensor) -> Self:
         return self._map_columns(partial(columns.take_rows, rows=rows), num_rows=len(rows))
 
-    def _split_at(self, bounds: Sequence[tuple[int, int]]) -> list[Self]:
+    def split_at(self, bounds: Sequence[tuple[int, int]]) -> list[Self]:
+        """Return views of these [start, stop) ranges of rows."""
         self._make_private()
         if (
             self._batch is None
@@ -140,7 +150,7 @@ class Rows(CopyOnWrite):
         first, last, stride = slice(start, end, step).indices(len(self))
         if stride != 1:
             return self._take_rows(torch.tensor(range(first, last, stride), dtype=torch.int64))
-        return self._split_at([(first, max(first, last))])[0]
+        return self.split_at([(first, max(first, last))])[0]
 
     def reorder(self, indices: RowIndex) -> None:
         """Reorder the rows, in place."""
@@ -224,22 +234,20 @@ class Rows(CopyOnWrite):
                 raise DataError(f"{len(self)} rows cannot be chunked into {chunks} equal chunks; {hint}")
             ends = [min(bounds[0][1] * number, len(self)) for number in range(chunks + 1)]
             bounds = list(zip(ends, ends[1:], strict=False))
-        return self._split_at(bounds)
+        return self.split_at(bounds)
 
     def chunk_uneven(self, chunks: int) -> list[Self]:
         """Return `chunks` views whose sizes differ by at most one row, larger first.
 
         A chunk may be empty and keeps the columns.
         """
-        return self._split_at(even_bounds(len(self), chunks))
+        return self.split_at(even_bounds(len(self), chunks))
 
     def split(self, split_size: int) -> list[Self]:
         """Return views of `split_size` rows; the last one may be shorter."""
         if split_size < 1:
             raise ValueError(f"split_size={split_size} must be at least 1")
-        return self._split_at(
-            [(start, min(start + split_size, len(self))) for start in range(0, len(self), split_size)]
-        )
+        return self.split_at([(start, min(start + split_size, len(self))) for start in range(0, len(self), split_size)])
 
 
 def iterate_mini_batches(

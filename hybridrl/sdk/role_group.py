@@ -202,10 +202,7 @@ def _prepare(
     group = processes.group
     group.bind(name, invocation)  # refuses a call that the processes have no threads for
     args, kwargs = [_as_list(value) for value in args], {key: _as_list(value) for key, value in kwargs.items()}
-    split_args, split_kwargs = get_dispatch_mode(mode).dispatch_fn(group, *args, **kwargs)
-    all_ranks = range(group.world_size)
-    own_args = [tuple(argument[rank] for argument in split_args) for rank in all_ranks]
-    own_kwargs = [{key: value[rank] for key, value in split_kwargs.items()} for rank in all_ranks]
+    own_args, own_kwargs = group.per_worker(*get_dispatch_mode(mode).dispatch_fn(group, *args, **kwargs))
     return RoleCall(role, name, processes, invocation, ranks, own_args, own_kwargs)
 
 

@@ -26,12 +26,14 @@ class VirtualClock:
         now_s: The driver's time.
         free_s: Device -> time at which it has done everything that was submitted to it.
         busy_s: Device -> seconds in which it worked.
+        workers_cpu_s: Real CPU seconds that the calling thread spent as a worker, which a cluster's driver does not.
     """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.free_s: dict[tuple[int, int], float] = {}
         self.busy_s: dict[tuple[int, int], float] = {}
+        self.workers_cpu_s = 0.0
         self._arguments_ready_s: float | None = None
 
     @contextlib.contextmanager

@@ -116,6 +116,7 @@ class SimulationResult:
             devices that only generate.
         age_mean: Mean age of trained tokens in weight versions.
         ends_s: Virtual time at which each step ended.
+        workers_cpu_s: Real CPU seconds of the whole run that the stand-ins took.
     """
 
     step_s: float
@@ -125,6 +126,7 @@ class SimulationResult:
     rollout_busy: float
     age_mean: float
     ends_s: tuple[float, ...]
+    workers_cpu_s: float
 
 
 def simulate(simulation: Simulation) -> SimulationResult:
@@ -211,6 +213,7 @@ def _result(simulation: Simulation, trainer: _TimedTrainer, clock: VirtualClock)
         rollout_busy=_busy(trainer.policy.rollout, clock),
         age_mean=float(np.mean(trainer.ages[first:])),
         ends_s=tuple(ends),
+        workers_cpu_s=clock.workers_cpu_s,
     )
 
 

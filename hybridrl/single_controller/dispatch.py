@@ -3,7 +3,7 @@
 Users import `register`, `Dispatch`, `Execute` and the modes from here to write worker methods. A worker group calls a
 mode in the driver. A mode is a pair of functions:
 
-    dispatch_fn(group, *args, **kwargs) -> (args, kwargs)   each argument replaced by a list, one entry per worker
+    dispatch_fn(group, *args, **kwargs) -> (args, kwargs)   each argument replaced by a sequence, one entry per worker
     collect_fn(group, outputs) -> result                    outputs: one per worker, `OutputRefs` if not waited for
 
 The group offers them `world_size`, `put(value)` (one copy, shared by all workers), `put_each(values)` and
@@ -16,7 +16,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
-from hybridrl.data_plane.batches import chunk_rows, concat_batches, is_batch
+from hybridrl.data_plane.batches import SplitBatch, chunk_rows, concat_batches, is_batch, is_data_proto
 from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.single_controller.invocation import MAGIC_ATTR, Dispatch, Execute, Invocation, register
@@ -29,6 +29,15 @@ Dispatched = tuple[tuple[Any, ...], dict[str, Any]]
 class DispatchMode(NamedTuple):
     dispatch_fn: Callable[..., Any]
     collect_fn: Callable[..., Any]
+
+    def concatenated_workers(self, group: Any) -> list[int] | None:
+        """Return the workers whose batches `collect_fn` concatenates in their order; None if it does anything else."""
+        if self.collect_fn is collect_dp:
+            return list(range(group.world_size))
+        if not isinstance(self.collect_fn, partial) or self.collect_fn.func is not _collect_mesh:
+            return None
+        workers = _collected_workers(group, *self.collect_fn.args)
+        return workers if workers == sorted(workers) else None
 
 
 def _each(split: Callable[[Any], Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
@@ -74,23 +83,27 @@ def refuse_dispatch(group: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _presplit(argument: Any, num_parts: int) -> Sequence[Any]:
-    if not isinstance(argument, list | tuple) or len(argument) != num_parts:
-        size = len(argument) if isinstance(argument, list | tuple) else type(argument).__name__
+    if not isinstance(argument, list | tuple | SplitBatch) or len(argument) != num_parts:
+        size = len(argument) if isinstance(argument, list | tuple | SplitBatch) else type(argument).__name__
         raise ValueError(f"this method takes one argument per worker: a list of {num_parts}, got {size}")
     return argument
 
 
-def split_rows(group: Any, argument: Any, *, num_parts: int) -> list[Any]:
+def split_rows(group: Any, argument: Any, *, num_parts: int) -> Sequence[Any]:
     """Return one chunk of the argument per part.
 
     A batch is split by rows and a list of batches is taken as the chunks. A future with as many shards as parts is
     passed by reference; otherwise each worker fetches the shards that contain its rows. Any other value is shared.
     """
+    if is_data_proto(argument):
+        return SplitBatch(argument, even_bounds(len(argument), num_parts))
     if is_batch(argument):
         return group.put_each(chunk_rows(argument, num_parts))
     if isinstance(argument, DataProtoFuture):
         chunks = argument.chunk(num_parts)
         return [c.futures[0] if len(c.futures) == 1 and c.dispatch_fn is None and c.part is None else c for c in chunks]
+    if isinstance(argument, SplitBatch):
+        return _presplit(argument, num_parts)
     if isinstance(argument, list | tuple) and argument and all(map(is_batch, argument)):
         return group.put_each(_presplit(argument, num_parts))
     return [group.put(argument)] * num_parts
@@ -205,21 +218,28 @@ def _dispatch_mesh(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> Dis
     dp_ranks, _ = group.dp_layout(mesh_name)
     num_parts = max(dp_ranks) + 1
 
-    def split(argument: Any) -> list[Any]:
+    def split(argument: Any) -> Sequence[Any]:
+        parts = split_rows(group, argument, num_parts=num_parts)
+        if isinstance(parts, SplitBatch):
+            return parts.shared_by(dp_ranks)
         # A chunk that peers share is put once, small values too.
-        parts = [group.put(part) for part in split_rows(group, argument, num_parts=num_parts)]
-        return [parts[dp_rank] for dp_rank in dp_ranks]
+        put = [group.put(part) for part in parts]
+        return [put[dp_rank] for dp_rank in dp_ranks]
 
     return _each(split, args, kwargs)
 
 
 def _collect_mesh(mesh_name: str, group: Any, outputs: list[Any]) -> Any:
     """Collect outputs in the order of the data-parallel ranks, which may differ from the order of the workers."""
-    dp_ranks, is_collect = group.dp_layout(mesh_name)
-    workers = sorted((rank for rank, keep in enumerate(is_collect) if keep), key=dp_ranks.__getitem__)
+    workers = _collected_workers(group, mesh_name)
     return collect_dp(
         group, outputs.select(workers) if isinstance(outputs, OutputRefs) else [outputs[w] for w in workers]
     )
+
+
+def _collected_workers(group: Any, mesh_name: str) -> list[int]:
+    dp_ranks, is_collect = group.dp_layout(mesh_name)
+    return sorted((rank for rank, keep in enumerate(is_collect) if keep), key=dp_ranks.__getitem__)
 
 
 __all__ = [

@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
-from hybridrl.data_plane.batches import is_batch, size_in_bytes
+from hybridrl.data_plane.batches import SplitBatch, is_batch, size_in_bytes
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
 from hybridrl.single_controller.call_chain import CallHeader, current_chain
 from hybridrl.single_controller.cluster import get_value
+from hybridrl.single_controller.dispatch import DispatchMode
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.lost_workers import lost_reason
 from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
@@ -188,19 +189,35 @@ class RayWorkerGroup(WorkerGroup[W]):
         return self._references(method, ranks, values, sizes, invocation=invocation)
 
     def _call_all(
-        self, name: str, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], *, invocation: Invocation
-    ) -> list[Any]:
+        self,
+        name: str,
+        args: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Sequence[Any]],
+        *,
+        invocation: Invocation,
+        mode: DispatchMode,
+    ) -> Any:
         processes, from_driver = self.processes, not current_chain()
         if from_driver and self.world_size >= self.relay_from and (relays := processes.find_relays()) is not None:
             if self._liveness is not None and self._liveness.lost is not None:
                 raise self._liveness.lost
             threads, timeout_s = invocation.threads, invocation.timeout_s
             header = CallHeader(processes.fencing_token, (), threads).encode()
-            return relays.call(header, self.role, name, args, kwargs, threads=threads, timeout_s=timeout_s)
-        outputs = super()._call_all(name, args, kwargs, invocation=invocation)
+            args, kwargs = [self._per_node(a) for a in args], {k: self._per_node(v) for k, v in kwargs.items()}
+            joined = mode.concatenated_workers(self)
+            return relays.call(
+                header, self.role, name, args, kwargs, threads=threads, timeout_s=timeout_s, joined=joined
+            )
+        outputs = super()._call_all(name, args, kwargs, invocation=invocation, mode=mode)
         if invocation.threads is None:  # all calls before it have ended, too
             processes.relayed.note_all_ended()
         return outputs
+
+    def _per_node(self, argument: Sequence[Any]) -> Sequence[Any]:
+        """Return what relays are sent; they cut a batch for their ranks, unless its parts go to the object store."""
+        if isinstance(argument, SplitBatch) and size_in_bytes(argument.batch) <= PUT_IN_PARALLEL_BYTES * len(argument):
+            return argument
+        return self._entries(argument)
 
     def _check_callable(self, name: str, invocation: Invocation) -> None:
         # Ray ends a process that is called in a concurrency group that it does not have.

@@ -6,9 +6,10 @@ dispatches. The worker separates its rows again with `split_mini_batches`. The `
 says how. Without one, the whole batch is one optimizer step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from hybridrl import algos
 from hybridrl.algos.partition import balanced_partition
+from hybridrl.data_plane.batches import SplitBatch
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
@@ -34,27 +36,23 @@ def dispatch_mini_batches(mesh: str, group, data: DataProto, **kwargs) -> tuple[
     num_parts = max(dp_ranks) + 1
     plan = UpdatePlan.of(data.meta_info)
     mini_batches = _mini_batches(data, plan)
-    if UpdatePlan.EPISODE in data.batch.keys():
-        data = data.select(batch_keys=[str(name) for name in data.batch.keys() if name != UpdatePlan.EPISODE])
     lengths = data.batch["attention_mask"].sum(-1).numpy()
     pairs = data.batch[PAIR].numpy() if PAIR in data.batch.keys() else np.arange(len(data))
-    rows: list[list[int]] = [[] for _ in range(num_parts)]
-    step_of_row = np.zeros(len(data), dtype=np.int64)
+    step_of_row, part_of_row = np.zeros((2, len(data)), dtype=np.int64)
     for step, mini in enumerate(mini_batches):
         step_of_row[mini] = step
         if plan.share_prefixes and plan.balance and num_parts > 1:
-            parts = _split_by_prefix(data, mini, num_parts)
+            part_of_row[mini] = _parts_by_prefix(data, mini, num_parts)
         else:
-            parts = _split(lengths[mini], pairs[mini], num_parts, balance=plan.balance)
-        for rank, part in enumerate(parts):
-            rows[rank].extend(mini[part].tolist())
-    shards = [data.select_idxs(np.array(r, dtype=np.int64)) for r in rows]
-    for shard, own_rows in zip(shards, rows, strict=True):
-        shard.batch[COLUMN] = torch.from_numpy(step_of_row[own_rows])
-        shard.meta_info = replace(plan, num_mini_batches=len(mini_batches)).put_into(data.meta_info)
-    if num_parts < group.world_size:  # put a shard once for all ranks that share it
-        references = [group.put(shard) for shard in shards]
-        shards = [references[dp_rank] for dp_rank in dp_ranks]
+            part_of_row[mini] = _parts(lengths[mini], pairs[mini], num_parts, balance=plan.balance)
+    rows = np.concatenate([*mini_batches, np.zeros(0, dtype=np.int64)])
+    rows = rows[np.argsort(part_of_row[rows], kind="stable")]  # of each part by optimizer step, as in the mini-batch
+    ends = np.bincount(part_of_row, minlength=num_parts).cumsum().tolist()
+    names = [str(name) for name in data.batch.keys() if name != UpdatePlan.EPISODE]
+    planned = data.select(batch_keys=names)
+    planned.batch[COLUMN] = torch.from_numpy(step_of_row)
+    planned.meta_info = replace(plan, num_mini_batches=len(mini_batches)).put_into(data.meta_info)
+    shards = SplitBatch(planned, list(pairwise([0, *ends])), order=rows, part_of=dp_ranks)
     return (shards,), {k: [group.put(v)] * group.world_size for k, v in kwargs.items()}
 
 
@@ -81,26 +79,28 @@ def _in_order_of_first_rows(labels: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(first_row))[number]
 
 
-def _split(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: bool) -> list[np.ndarray]:
-    """Return the rows of each part, ascending. Rows of one pair are in one part."""
+def _parts(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: bool) -> np.ndarray:
+    """Return the part of each row, (B,) int64. Rows of one pair are in one part."""
     unit_of_row = _in_order_of_first_rows(pairs)
     weights = np.bincount(unit_of_row, weights=lengths)
     if balance and num_parts > 1:
         parts = balanced_partition(weights.tolist(), num_parts)
     else:
         parts = [part.tolist() for part in np.array_split(np.arange(len(weights)), num_parts)]
-    part_of_unit = np.zeros(len(weights), dtype=np.int64)
-    for i, part in enumerate(parts):
-        part_of_unit[part] = i
-    part_of_row = part_of_unit[unit_of_row]
-    ends = np.bincount(part_of_row, minlength=num_parts).cumsum()
-    return np.split(np.argsort(part_of_row, kind="stable"), ends[:-1])
+    return _part_of_each(parts, len(weights))[unit_of_row]
 
 
-def _split_by_prefix(data: DataProto, rows: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Return the rows of each part, ascending. Rows with a common prefix are in one part where that pays."""
+def _parts_by_prefix(data: DataProto, rows: np.ndarray, num_parts: int) -> np.ndarray:
+    """Return the part of each of the rows, (B,) int64. Rows with a common prefix are in one part where that pays."""
     tokens = algos.prefix_tree.real_tokens(data.batch["input_ids"][rows], data.batch["attention_mask"][rows])
-    return [np.array(part, dtype=np.int64) for part in algos.prefix_tree.balanced_tree_parts(tokens, num_parts)]
+    return _part_of_each(algos.prefix_tree.balanced_tree_parts(tokens, num_parts), len(rows))
+
+
+def _part_of_each(parts: Sequence[Sequence[int]], number: int) -> np.ndarray:
+    """Return the part of each of `number` indices, (number,) int64."""
+    part_of = np.zeros(number, dtype=np.int64)
+    part_of[[index for part in parts for index in part]] = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+    return part_of
 
 
 ENGINE_MESH = "engine"

@@ -4,22 +4,29 @@ A driver that calls 1024 ranks sends and awaits 1024 messages; with 8 ranks on a
 `RayWorkerGroup` of at least `RELAY_FROM` ranks uses them for calls of all ranks that it waits for. Calls that it does
 not wait for go to the ranks themselves, because each rank's result is passed on by its own reference.
 
+The driver's work is per node, too: it cuts a batch for nodes, and relays cut theirs for ranks (`SplitBatch`). Where
+the driver concatenates the results, each relay joins those of its ranks first (`JoinedBatches`).
+
 A relay runs on the node of its ranks, so it is lost with that node. Failures have the role, the rank and the type that
 they have without relays: a relay waits with `wait_all`, as the driver does, and raises what that raises.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from hybridrl.data_plane.batches import JoinedBatches, SplitBatch, concat_joined
 from hybridrl.errors import CallTimeout, HybridRLError, WorkerLost
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, register_actors, wait_all
-from hybridrl.single_controller.monitoring.lost_workers import reported_reason
+from hybridrl.single_controller.monitoring.lost_workers import any_reported, reported_reason
 from hybridrl.single_controller.monitoring.reports import report_call_timeout
 from hybridrl.single_controller.processes.termination import kill_actors
 
 logger = logging.getLogger(__name__)
+PLAIN_TYPES = (type(None), bool, int, float, str)  # the same after JSON
 RELAY_FROM = 64  # ranks; below, all messages of a call cost the driver a few milliseconds (benchmarks/scale.py)
 START_TIMEOUT_S = 120.0
 THREADS = 16  # calls that a relay has in flight: the threads of a driver may call at the same time
@@ -37,30 +44,72 @@ class NodeRelay:
         self.hosts = dict(hosts)
         register_actors(addresses)
 
-    def call(
-        self,
-        header: Sequence[Any],
-        role: str,
-        method: str,
-        arguments: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]],
-        threads: str | None,
-        timeout_s: float | None,
-    ) -> list[Any]:
-        """Call a method of one role in processes of this node, and return the results in the order of `arguments`.
+    def call(self, encoded: "bytes | tuple[Any, ...]") -> list[Any] | JoinedBatches:
+        """Call a method of one role in processes of this node, and return the results in the order of the ranks.
 
         The first failure is raised at once, as by `wait_all`.
 
         Args:
-            header: Of the calls, see `CallHeader.encode`.
-            arguments: Rank -> arguments.
-            threads: Concurrency group of the calls; None for the thread of all other calls.
+            encoded: `NodeCall.encode`.
         """
+        node = NodeCall.decode(encoded)
+        args, kwargs = list(map(_sent_to_each, node.args)), {k: _sent_to_each(v) for k, v in node.kwargs.items()}
         calls = []
-        for rank, (args, kwargs) in arguments.items():
+        for i, rank in enumerate(node.ranks):
             call = self.hosts[rank].call
-            call = call if threads is None else call.options(concurrency_group=threads)
-            calls.append(call.remote(header, role, method, *args, **kwargs))
-        return wait_all(calls, list(arguments), role=role, method=method, timeout_s=timeout_s, hint=TIMEOUT_HINT)
+            call = call if node.threads is None else call.options(concurrency_group=node.threads)
+            own_args, own_kwargs = [a[i] for a in args], {k: v[i] for k, v in kwargs.items()}
+            calls.append(call.remote(node.header, node.role, node.method, *own_args, **own_kwargs))
+        results = wait_all(
+            calls, node.ranks, role=node.role, method=node.method, timeout_s=node.timeout_s, hint=TIMEOUT_HINT
+        )
+        joined = set(node.joined)
+        own = [result for rank, result in zip(node.ranks, results, strict=True) if rank in joined]
+        return JoinedBatches.of(own) or results
+
+
+def _sent_to_each(argument: Sequence[Any]) -> Sequence[Any]:
+    """Return what is sent to each rank; a part of a batch that several ranks share is put once."""
+    import ray
+
+    if not isinstance(argument, SplitBatch):
+        return argument
+    parts = argument.parts()
+    if len(parts) < len(argument):
+        parts = [ray.put(part) for part in parts]
+    return [parts[i] for i in argument.part_of]
+
+
+class NodeCall(NamedTuple):
+    """A call of all ranks of one node.
+
+    Attributes:
+        header: Of the calls, see `CallHeader.encode`.
+        ranks: Of the node.
+        args, kwargs: Each argument as a sequence over these ranks.
+        threads: Concurrency group of the calls; None for the thread of all other calls.
+        joined: Those of the ranks whose batches are wanted as one, without the results of the others.
+    """
+
+    header: Sequence[Any]
+    role: str
+    method: str
+    ranks: Sequence[int]
+    args: Sequence[Sequence[Any]]
+    kwargs: Mapping[str, Sequence[Any]]
+    threads: str | None
+    timeout_s: float | None
+    joined: Sequence[int]
+
+    def encode(self) -> "bytes | tuple[Any, ...]":
+        """Return the call as bytes if its arguments are plain, because Ray sends bytes at half of an object's cost."""
+        plain = all(type(v) in PLAIN_TYPES for entries in [*self.args, *self.kwargs.values()] for v in entries)
+        return json.dumps(self).encode() if plain else tuple(self)
+
+    @classmethod
+    def decode(cls, encoded: "bytes | Sequence[Any]") -> Self:
+        """Return the call that `encode` encoded."""
+        return cls(*(json.loads(encoded) if isinstance(encoded, bytes) else encoded))
 
 
 @dataclass
@@ -76,6 +125,10 @@ class NodeRelays:
     actors: list[Any]
     ranks: list[list[int]]
     host_ids: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = [rank for own in self.ranks for rank in own]
+        self.in_rank_order = ranks == sorted(ranks)
 
     @classmethod
     def start(
@@ -127,19 +180,26 @@ class NodeRelays:
         header: Sequence[Any],
         role: str,
         method: str,
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
+        args: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Sequence[Any]],
         *,
         threads: str | None,
         timeout_s: float | None,
-    ) -> list[Any]:
-        """Call a method on all ranks through the relays; return the results by rank. Errors as of `wait_all`."""
-        answers = [
-            relay.call.remote(
-                header, role, method, {rank: (args[rank], kwargs[rank]) for rank in own}, threads, timeout_s
-            )
-            for relay, own in zip(self.actors, self.ranks, strict=True)
-        ]
+        joined: Sequence[int] | None = None,
+    ) -> Any:
+        """Call a method on all ranks through the relays; return the results by rank. Errors as of `wait_all`.
+
+        Args:
+            args, kwargs: Each argument as a sequence over the ranks.
+            joined: Ranks, ascending; if their results are batches that can be joined, the result is one batch of them.
+        """
+        wanted = set(joined or ()) if self.in_rank_order else set()
+        answers = []
+        for relay, own in zip(self.actors, self.ranks, strict=True):
+            own_args, own_kwargs = [_of(own, a) for a in args], {k: _of(own, v) for k, v in kwargs.items()}
+            own_joined = [rank for rank in own if rank in wanted]
+            call = NodeCall(header, role, method, own, own_args, own_kwargs, threads, timeout_s, own_joined)
+            answers.append(relay.call.remote(call.encode()))
         ranks_of = dict(zip(answers, self.ranks, strict=True))
         try:
             parts = wait_all(
@@ -161,15 +221,29 @@ class NodeRelays:
             own = next(own for own in self.ranks if error.rank in own)
             cause = f"the relay of ranks {own[0]} to {own[-1]}, which is on their node, was lost: {error.cause}"
             raise WorkerLost(role, error.rank, method, cause) from error
-        values = {
-            rank: value
-            for own, part in zip(self.ranks, parts, strict=True)
-            for rank, value in zip(own, part, strict=True)
-        }
-        return [values[rank] for rank in range(len(values))]
+        return self.merged(parts, wanted)
+
+    def merged(self, parts: Sequence[Any], wanted: AbstractSet[int]) -> Any:
+        """Return the results of all nodes by rank, or the one batch of the wanted ranks if every node has joined its.
+
+        A node that could not join its results has returned all of them; the others' are separated again.
+        """
+        joined = [part for part in parts if isinstance(part, JoinedBatches)]
+        all_joined = len(joined) == sum(not wanted.isdisjoint(own) for own in self.ranks)
+        if joined and all_joined and (batch := concat_joined(joined)) is not None:
+            return batch
+        values: list[Any] = [None] * sum(map(len, self.ranks))
+        for own, part in zip(self.ranks, parts, strict=True):
+            if isinstance(part, JoinedBatches):
+                own, part = [rank for rank in own if rank in wanted], part.separate()
+            for rank, value in zip(own, part, strict=True):
+                values[rank] = value
+        return values
 
     def _reported_loss(self, ranks: Sequence[int]) -> tuple[int, str] | None:
         """Return the first of these ranks that the master has reported as lost, and why; None without any."""
+        if not any_reported():
+            return None
         reasons = ((rank, reported_reason(self.host_ids[rank])) for rank in ranks)
         return next(((rank, reason) for rank, reason in reasons if reason), None)
 
@@ -177,6 +251,11 @@ class NodeRelays:
         """End the relays, not the processes that they call."""
         kill_actors(self.actors)
         self.actors = []
+
+
+def _of(ranks: Sequence[int], argument: Sequence[Any]) -> Sequence[Any]:
+    """Return the entries of these ranks."""
+    return argument.of(ranks) if isinstance(argument, SplitBatch) else [argument[rank] for rank in ranks]
 
 
 @dataclass
@@ -210,22 +289,14 @@ class OrderedRelays:
         """Note that all calls have ended that were sent to the ranks themselves."""
         self.unawaited, self.in_order = [], True
 
-    def find(
-        self, hosts: Sequence[Any], nodes: Sequence[str], node_of_rank: Sequence[Any], *, label: str
-    ) -> NodeRelays | None:
-        """Return the relays, after starting them if there are none; arguments as for `NodeRelays.start`.
-
-        Returns None where a call through them could overtake an earlier call, or if they do not start.
-        """
+    def is_safe(self) -> bool:
+        """Return whether a call through the relays can overtake no earlier call."""
         import ray
 
         if self.in_order and self.unawaited:
             count = len(self.unawaited)
             _, self.unawaited = ray.wait(self.unawaited, num_returns=count, timeout=0, fetch_local=False)
-        if self.unawaited or not self.in_order:
-            return None
-        self.relays = self.relays or NodeRelays.start(hosts, nodes, node_of_rank, label=label)
-        return self.relays
+        return self.in_order and not self.unawaited
 
     def stop(self) -> None:
         """End the relays: a process is about to be replaced, or all are about to end."""

@@ -199,9 +199,16 @@ class WorkerProcesses:
         return node_devices(reserved, [slot.group.id for slot in pool.slots()], label=self.label)
 
     def find_relays(self) -> NodeRelays | None:
-        """Return the relays of the processes, see `OrderedRelays.find`."""
-        node_of_rank = self.nodes if self.pool is None else [slot.group.id for slot in self.pool.slots()]
-        return self.relayed.find(self.hosts, self.nodes, node_of_rank, label=self.label)
+        """Return the relays of the processes, after starting them if there are none.
+
+        Returns None where a call through them could overtake an earlier call, or if they do not start.
+        """
+        if not self.relayed.is_safe():
+            return None
+        if self.relayed.relays is None:
+            node_of_rank = self.nodes if self.pool is None else [slot.group.id for slot in self.pool.slots()]
+            self.relayed.relays = NodeRelays.start(self.hosts, self.nodes, node_of_rank, label=self.label)
+        return self.relayed.relays
 
     def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Kill these processes and start new ones on the same slots, with newly constructed workers.

@@ -6,13 +6,16 @@ Pure functions, called by the trainer in the driver. `workers/mini_batch.py` cut
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from hybridrl import algos
 from hybridrl.algos import advantages, policy_losses, sample_selection
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
+from hybridrl.data_plane.batches import SplitBatch
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
@@ -160,6 +163,8 @@ def call_balanced(
         parts = algos.prefix_tree.balanced_tree_parts(rows, num_ranks)
     else:
         parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)
-    result = method([data.select_idxs(part) for part in parts])
-    result.reorder(torch.tensor([row for part in parts for row in part]).argsort())
+    order = np.array([row for part in parts for row in part], dtype=np.int64)
+    bounds = list(pairwise([0, *accumulate(map(len, parts))]))
+    result = method(SplitBatch(data, bounds, order=order))
+    result.reorder(order.argsort())
     return result

@@ -4,9 +4,11 @@ import pytest
 import ray
 import torch
 
+from hybridrl.data_plane.batches import JoinedBatches
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.processes.relay import NodeCall, NodeRelays
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from tests.support.single_controller.sample_workers import Adder
 
@@ -75,3 +77,22 @@ def test_a_call_waits_for_calls_that_were_not_awaited_instead_of_overtaking_them
     assert group.add(rows(4)).batch["x"].tolist() == [10, 11, 12, 13]
     assert group.processes.find_relays() is group.processes.relayed.relays
     assert slow.fetch(list(slow)) == [None] * 4
+
+
+def test_a_node_that_could_not_join_its_results_has_those_of_other_nodes_separated():
+    outputs = [rows(n) for n in (1, 2, 3)]
+    relays = NodeRelays([None, None], [[0, 1], [2, 3]])
+    parts = [JoinedBatches.of(outputs[:2]), [outputs[2], None]]  # rank 3 returned no batch
+    found = relays.merged(parts, wanted={0, 1, 2, 3})
+    assert [len(batch) for batch in found[:3]] == [1, 2, 3] and found[3] is None
+    found = relays.merged([JoinedBatches.of(outputs[:1]), JoinedBatches.of(outputs[2:])], wanted={0, 2})
+    assert found.batch["x"].tolist() == [0, 0, 1, 2]
+    assert relays.merged([[1, 2], [3, 4]], wanted=set()) == [1, 2, 3, 4]
+
+
+def test_plain_arguments_of_a_call_are_the_same_after_its_encoding():
+    values = [[None, True], [1, 2**70], [0.1, float("inf")], ["\ud800", ""]]
+    call = NodeCall([1, [], None], "actor", "update", [0, 3], values, {"step": [7, 8]}, None, 1.5, [])
+    assert isinstance(call.encode(), bytes) and NodeCall.decode(call.encode()) == call
+    other = call._replace(args=[[b"bytes", (1, 2)]])
+    assert not isinstance(other.encode(), bytes) and NodeCall.decode(other.encode()) == other
