@@ -34,10 +34,11 @@ from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.lost_workers import lost_reason
 from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.processes.host_start import find_host
 from hybridrl.single_controller.processes.liveness import LivenessChecker
 from hybridrl.single_controller.processes.reattach import reattach_processes
 from hybridrl.single_controller.processes.relay import RELAY_FROM
-from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses, find_host
+from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import RANK_VARIABLES, Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup

@@ -13,14 +13,9 @@ from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import actor_names, find_actor, get_value, master_name, slot_from_name
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.processes.host_start import actor_options, find_host, worker_environment
 from hybridrl.single_controller.processes.termination import kill_named
-from hybridrl.single_controller.processes.worker_processes import (
-    RestartRecipe,
-    WorkerProcesses,
-    actor_options,
-    find_host,
-    worker_environment,
-)
+from hybridrl.single_controller.processes.worker_processes import RestartRecipe, WorkerProcesses
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
 logger = logging.getLogger(__name__)

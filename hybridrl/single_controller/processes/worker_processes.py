@@ -13,16 +13,20 @@ import cloudpickle
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.awaiting import register_actors, wait_all
-from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
-from hybridrl.single_controller.invocation import CONCURRENT, CONTROL, invocations_of
-from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE
+from hybridrl.single_controller.invocation import CONTROL
 from hybridrl.single_controller.monitoring.part_times import PartTimes
 from hybridrl.single_controller.monitoring.process_state import PROCESS
-from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.processes.host_start import (
+    actor_options,
+    node_devices,
+    nodes_of,
+    start_host,
+    worker_environment,
+)
 from hybridrl.single_controller.processes.process_groups import first_ranks_of, process_group_size
 from hybridrl.single_controller.processes.relay import NodeRelays, OrderedRelays
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
-from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.worker import RankInfo
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
@@ -115,14 +119,14 @@ class WorkerProcesses:
         hosts: list[Any] = []
         try:
             for name, slot in zip(names, pool.slots(), strict=True):
-                hosts.append(_start_host(name, slot, options))
+                hosts.append(start_host(name, slot, options))
             started = cls(
                 label,
                 hosts,
                 names,
                 {role: recipe.cls for role, recipe in recipes.items()},
                 pool=pool,
-                nodes=_nodes_of(pool),
+                nodes=nodes_of(pool),
                 concurrency_groups=frozenset(options.get("concurrency_groups", ())),
             )
             environment = worker_environment(name_prefix, environment)
@@ -272,7 +276,7 @@ class WorkerProcesses:
 
     def _start_replacements(self, ranks: Iterable[int], recipe: "RestartRecipe", pool: RayResourcePool) -> None:
         slots = pool.slots()
-        self.nodes = _nodes_of(pool)
+        self.nodes = nodes_of(pool)
         for rank in ranks:
             self._forget([self.replaced.get(rank, "")])
             self.replaced[rank] = self.hosts[rank]._actor_id.hex()
@@ -282,7 +286,7 @@ class WorkerProcesses:
             options = (
                 recipe.options if self.standbys is None else self.standbys.options(self.nodes[rank], recipe.options)
             )
-            self.hosts[rank] = _start_host(self.names[rank], slots[rank], options)
+            self.hosts[rank] = start_host(self.names[rank], slots[rank], options)
             if self.fencing_token > 1:
                 self.hosts[rank].accept_driver.remote(self.fencing_token)  # runs before any later call
             self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
@@ -350,100 +354,3 @@ class RestartRecipe:
     options: dict[str, Any]
     environment: dict[str, str]
     incarnations: dict[int, int] = field(default_factory=dict)
-
-
-def worker_environment(run: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a run's processes, except those of the rank."""
-    # With MASTER_VARIABLE, a process sends heartbeats; a job without a master has none.
-    master = {MASTER_VARIABLE: master_name(run)} if find_actor(master_name(run)) is not None else {}
-    return {"WG_PREFIX": run, "WG_BACKEND": "ray", **master, **environment}
-
-
-def find_host(name: str) -> Any:
-    """Return the running worker process of this name.
-
-    Raises:
-        PlacementError: there is none.
-    """
-    if (host := find_actor(name)) is None:
-        raise PlacementError(f"no worker process named {name!r} is running on this cluster")
-    return host
-
-
-def actor_options(
-    pool: RayResourcePool,
-    recipes: Mapping[str, ClassWithInitArgs[Any]],
-    *,
-    share: float,
-    options: Mapping[str, Any],
-    environment: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return the options of a group's Ray actors; arguments as for `WorkerProcesses.start`."""
-    chosen: dict[str, Any] = {"num_cpus": share, "num_gpus": share if pool.use_gpu else 0, "max_restarts": 0}
-    threads = max(
-        (call.concurrency for recipe in recipes.values() for call in invocations_of(recipe.cls).values()), default=1
-    )
-    groups = {**({CONCURRENT: threads} if threads > 1 else {}), **options.get("concurrency_groups", {})}
-    if threads > groups.get(CONCURRENT, threads):
-        groups[CONCURRENT] = threads
-    chosen |= options
-    if groups:
-        # Ray then runs the calls of no group outside of the process's main thread.
-        chosen["concurrency_groups"] = groups
-    runtime_env = {**chosen.get("runtime_env", {})}
-    if environment:
-        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment}
-    return chosen | ({"runtime_env": runtime_env} if runtime_env else {})
-
-
-def _start_host(name: str, slot: Slot, options: Mapping[str, Any]) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    where = PlacementGroupSchedulingStrategy(placement_group=slot.group, placement_group_bundle_index=slot.bundle)
-    actor = ray.remote(**options)(WorkerHost).options(name=name, namespace=NAMESPACE, scheduling_strategy=where)
-    try:
-        return actor.remote(sorted(options.get("concurrency_groups", ())))
-    except ValueError as error:
-        if "already taken" not in str(error):
-            raise
-        raise PlacementError(
-            f"a worker process named {name!r} is running on this cluster already; attach to it with "
-            "RayWorkerGroup.from_detached, end it, or choose another name_prefix"
-        ) from None
-
-
-def node_devices(
-    reserved: Sequence[Mapping[str, Sequence[str]]], nodes: Sequence[Any], *, label: str
-) -> list[dict[str, list[str]] | None]:
-    """Return, for each rank, the devices of all ranks on its node, in the order of the ranks.
-
-    Args:
-        reserved: of each rank, resource name -> device ids.
-        nodes: of each rank, the node of the pool. Two of them may be on one machine.
-        label: of the processes, for the error.
-
-    Raises:
-        PlacementError: two ranks of a node share a device.
-    """
-    found: dict[Any, dict[str, list[str]]] = {node: {} for node in nodes}
-    for rank, (own, node) in enumerate(zip(reserved, nodes, strict=True)):
-        for resource, ids in own.items():
-            shared = [one for one in ids if one in found[node].get(resource, ())]
-            if shared:
-                raise PlacementError(
-                    f"{label}-{rank} shares {resource} {', '.join(shared)} with another process of its role, so its "
-                    "local rank names no device; give each process a whole one with resource(accelerator=1), or leave "
-                    "out disable_ray_auto_visible_device() and rank_based_gpu_selection"
-                )
-            found[node].setdefault(resource, []).extend(map(str, ids))
-    return [found[node] for node in nodes]
-
-
-def _nodes_of(pool: RayResourcePool) -> list[str]:
-    """Return Ray's id of the node of every slot."""
-    from ray.util.placement_group import placement_group_table
-
-    slots = pool.slots()
-    tables = {slot.group.id: placement_group_table(slot.group)["bundles_to_node_id"] for slot in slots}
-    return [tables[slot.group.id][slot.bundle] for slot in slots]

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from hybridrl.errors import PlacementError
+from hybridrl.single_controller.processes.host_start import node_devices
 from hybridrl.single_controller.processes.worker_host import device_variables
-from hybridrl.single_controller.processes.worker_processes import node_devices
 
 pytestmark = pytest.mark.timeout(600)
 

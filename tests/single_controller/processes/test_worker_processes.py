@@ -5,7 +5,7 @@ import pytest
 from hybridrl.single_controller.dispatch import register
 from hybridrl.single_controller.invocation import CONCURRENT, CONTROL, USER_CODE
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.processes.worker_processes import actor_options
+from hybridrl.single_controller.processes.host_start import actor_options
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, create_colocated_worker_cls
 from hybridrl.single_controller.worker import Worker
 
