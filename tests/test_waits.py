@@ -68,6 +68,7 @@ EXCEPTIONS = {
     "serving/environments/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
+    "serving/hybrid.py": {"work.result()": CALL},
     "serving/router.py": {"self._running.wait()": LOOP, "self._all_idle.wait()": CALL},
     "serving/service.py": {"future.result()": CALL},
     "single_controller/references.py": {

@@ -1,7 +1,7 @@
 """Generate on the trainer's devices, too, while the trainer waits for responses (`trainer.hybrid_rollout`).
 
 The replicas of a `HybridRouter` are those of the rollout's own processes, followed by the rollouts in the processes
-that train. The latter take part between `join` and `leave`. `HybridScheduler` decides when: only while one batch is
+that train. The latter take part between `enter` and `leave`. `HybridScheduler` decides when: only while one batch is
 generated, and only while the driver waits for this batch or for a later one. The weights have one version meanwhile.
 Before a batch counts as complete, the hybrid replicas have left, and their rollouts sleep.
 
@@ -65,7 +65,7 @@ class HybridReplicas(GroupReplicas):
 
 
 class HybridRouter(ReplicaRouter):
-    """A router some of whose replicas take part only between `join` and `leave`.
+    """A router some of whose replicas take part only between `enter` and `leave`.
 
     Args:
         replicas: All replicas.
@@ -88,7 +88,7 @@ class HybridRouter(ReplicaRouter):
         """Whether some replica has several open requests."""
         return any(self.table.load(replica) > 1 for replica in self.table.healthy)
 
-    def join(self) -> None:
+    def enter(self) -> None:
         """Route to the hybrid replicas, too, and move their share of the open requests to them."""
         for replica in self.hybrid:
             self._away.discard(replica)
@@ -234,7 +234,7 @@ class HybridScheduler:
         start = time.monotonic()
         self._is_awake = True
         await asyncio.to_thread(self._rollout.wake_up)
-        self._router.join()
+        self._router.enter()
         self._cost_s = time.monotonic() - start
 
     async def _leave(self) -> None:

@@ -76,7 +76,7 @@ def test_responses_that_move_to_a_replica_and_back_have_the_tokens_of_undisturbe
             for visit in (1, 2):
                 before, calls = router.num_tokens[1], list(replicas.served)
                 await until(lambda calls=calls: replicas.served[0] > calls[0] + 1)
-                router.join()
+                router.enter()
                 await until(lambda calls=calls: replicas.served[1] > calls[1] + 3)
                 assert router.table.load(1) == 3 and router.table.load(0) == 4
                 await router.leave()
@@ -102,7 +102,7 @@ def test_a_replica_without_work_takes_over_requests_of_a_busy_one(rollouts):
 
     async def run() -> None:
         async with router:
-            router.join()
+            router.enter()
             first = asyncio.create_task(collect(router, REQUESTS[0]))  # goes to replica 0
             await until(lambda: router.table.load(0) == 1)
             router.balance()
@@ -125,7 +125,7 @@ def test_closing_a_router_ends_the_requests_of_a_replica_that_has_joined(rollout
     async def run() -> None:
         await router.__aenter__()
         tasks = [asyncio.create_task(collect(router, request)) for request in REQUESTS]
-        router.join()
+        router.enter()
         await until(lambda: router.table.load(1) and router.table.load(0))
         await router.close(wait=True)
         results = await asyncio.gather(*tasks, return_exceptions=True)
