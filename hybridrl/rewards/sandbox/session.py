@@ -1,6 +1,6 @@
 """`SandboxSession`: shell commands that run one after the other on the same files, each as a program in a sandbox.
 
-A terminal of a policy needs files that stay; `LocalSandbox` gives each program new ones. The walls and the limits are
+A terminal of a policy needs files that stay; `LocalSandbox` gives each program new ones. Isolation and limits are
 the same. A command ends with all processes that it started, so the next one finds files, and no process.
 
     with SandboxSession(writable=("/app",)) as session:
