@@ -47,14 +47,16 @@ slow: .venv/test.stamp ## the tests that take too long for every change
 chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 	$(PYTHON) -m pytest -q -m chaos
 
-# No two of the packages can be installed together, and none beside vLLM; their environments run in processes of their own.
-# Agents are programs of other people. PYTHON312=... where it is elsewhere; without one, the tests of harbor are skipped.
-PYTHON312 := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(shell command -v python3.12))
-PACKAGES := openenv verifiers agents $(if $(PYTHON312),harbor)
+# openenv, verifiers and vLLM need different versions of the same packages, and harbor another Python. Agents are programs of their own.
+# PYTHON312=... where it is elsewhere. It is run, because pyenv puts files of that name on the PATH that only print an error.
+PYTHON312 = $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null))
+PACKAGES = openenv verifiers agents $(if $(PYTHON312),harbor)
 environments: .venv/test.stamp ## the adapters of openenv, verifiers and harbor, and agents of PyPI, in environments of their own
-	for package in $(PACKAGES); do \
+	$(if $(PYTHON312),,@echo "no Python 3.12: the tests with harbor are skipped; PYTHON312=... names one")
+	@for package in $(PACKAGES); do \
+	  echo "set-up: .venv-$$package"; \
 	  python=$(PYTHON); if [ $$package = harbor ]; then python=$(PYTHON312); fi; \
-	  test -x .venv-$$package/bin/python || $$python -m venv .venv-$$package; \
+	  test -x .venv-$$package/bin/pip || $$python -m venv .venv-$$package || exit 1; \
 	  .venv-$$package/bin/pip install -q -r requirements/$$package.txt || exit 1; \
 	done
 	HYBRIDRL_HARBOR_PYTHON=$(if $(PYTHON312),$(CURDIR)/.venv-harbor/bin/python) \
