@@ -16,7 +16,8 @@ TASKS = ROOT / "tests" / "support" / "serving" / "harbor_tasks"
 def test_each_task_directory_is_a_row_that_names_it(tmp_path):
     command = [
         sys.executable,
-        "data_preprocess/harbor.py",
+        "-m",
+        "data_preprocess.harbor",
         str(TASKS),
         str(tmp_path / "out.parquet"),
         "--name",
