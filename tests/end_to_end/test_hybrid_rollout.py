@@ -20,6 +20,7 @@ from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+TESTS = Path(__file__).parents[1]
 ROLLOUT = "actor_rollout_ref__rollout__"
 LENGTH = 300
 WAITING = {
@@ -36,6 +37,9 @@ WAITING = {
     "data__max_response_length": LENGTH,
 }
 ON = {"trainer__hybrid_rollout": True}
+TWO_RANKS = {f"{ROLLOUT}tensor_model_parallel_size": 2, f"{ROLLOUT}n_gpus_per_node": 2}
+PAIRED = TWO_RANKS | {f"{ROLLOUT}name": f"{TESTS / 'support/third_party/paired_rollout.py'}:PairedRollout"}
+VLLM = {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}kv_cache_memory_mb": 64, f"{ROLLOUT}dtype": "float32"}
 SHARE, WAIT = "async/hybrid_token_share", "async/wait_s"
 
 
@@ -115,7 +119,9 @@ class KillingTrainer(RecordingTrainer):
 
     def generate(self, ctx):
         step, table = self.global_steps, self.generator._service.router.table
-        victim = {1: ("actor_rollout", 1, 2), 2: ("rollout", 0, 0)}.get(step)
+        num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        hybrid = (self.groups["rollout"].world_size + 1) // num_peers  # the replica of the second process that trains
+        victim = {1: ("actor_rollout", 1, hybrid), 2: ("rollout", 0, 0)}.get(step)
         if victim is not None and f"{step}" not in self.killed:
             self.killed.append(f"{step}")
             threading.Thread(target=self._kill_when_loaded, args=(*victim, table), daemon=True).start()
@@ -128,9 +134,13 @@ class KillingTrainer(RecordingTrainer):
         os.kill(process_id, signal.SIGKILL)
 
 
-def test_losing_a_hybrid_process_while_it_generates_does_not_change_the_result(tmp_path, tiny_qwen2, ray_cluster):
+@pytest.mark.parametrize("replicas", [{}, PAIRED], ids=["one process per replica", "two processes per replica"])
+def test_losing_a_hybrid_process_while_it_generates_does_not_change_the_result(
+    tmp_path, tiny_qwen2, ray_cluster, replicas
+):
+    KillingTrainer.killed.clear()
     run(tmp_path / "well", tiny_qwen2)
-    rows = run(tmp_path / "hit", tiny_qwen2, trainer_cls=KillingTrainer, **ON)
+    rows = run(tmp_path / "hit", tiny_qwen2, trainer_cls=KillingTrainer, **ON, **replicas)
     lost = [json.loads(line)["lost"] for line in (tmp_path / "hit/run/failures.jsonl").read_text().splitlines()]
     assert lost == [["actor_rollout-1"]] and KillingTrainer.killed == ["1", "2"]
     assert max(row[SHARE] for row in rows) > 0
@@ -140,9 +150,24 @@ def test_losing_a_hybrid_process_while_it_generates_does_not_change_the_result(t
 
 @pytest.mark.vllm
 def test_the_memory_of_a_hybrid_vllm_rollout_is_released_while_the_trainer_trains(tmp_path, tiny_qwen2, ray_cluster):
-    small = {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}kv_cache_memory_mb": 64, f"{ROLLOUT}dtype": "float32"}
-    on = run(tmp_path / "on", tiny_qwen2, **ON, **small, trainer__n_gpus_per_node=1)
+    on = run(tmp_path / "on", tiny_qwen2, **ON, **VLLM, trainer__n_gpus_per_node=1)
     assert max(row[SHARE] for row in on) > 0.1
     assert [[health.awake for health in trained_on(tmp_path / "on", step)["health"]] for step in (1, 2, 3)] == [
         [False]
     ] * 3
+
+
+@pytest.mark.vllm
+def test_engines_of_two_processes_on_both_sides_return_the_tokens_of_a_run_without_a_hybrid_rollout(
+    tmp_path, tiny_qwen2, ray_cluster
+):
+    engines = VLLM | TWO_RANKS
+    off, on = run(tmp_path / "off", tiny_qwen2, **engines), run(tmp_path / "on", tiny_qwen2, **engines, **ON)
+    assert len(off) == len(on) == 3 and max(row[SHARE] for row in on) > 0.1
+    for step in (1, 2, 3):
+        without, lent = (trained_on(tmp_path / name, step) for name in ("off", "on"))
+        assert torch.equal(without["responses"], lent["responses"])
+        assert torch.equal(without["weights_version"], lent["weights_version"])
+        assert [health.awake for health in lent["health"]] == [False, False]
+        torch.testing.assert_close(without["rollout_log_probs"], lent["rollout_log_probs"], atol=1e-5, rtol=0)
+    assert largest_difference(policy(tmp_path / "off", 3), policy(tmp_path / "on", 3)) == 0

@@ -106,6 +106,7 @@ def _rollout_rank_problems(config: PPOConfig) -> Problems:
     if size == 1:
         return
     pools = {"actor_rollout_ref.rollout.n_gpus_per_node" if chosen.n_gpus_per_node else "trainer.n_gpus_per_node"}
+    pools |= {"trainer.n_gpus_per_node"} if trainer.hybrid_rollout else set()
     pools |= {"trainer.eval_n_gpus"} if trainer.eval_n_gpus else set()
     sizes = {
         "actor_rollout_ref.rollout.n_gpus_per_node": chosen.n_gpus_per_node,

@@ -404,6 +404,9 @@ def test_a_generating_engine_has_whole_groups_of_ranks_on_each_machine(check):
     message = check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", f"{pool}=1", "trainer.eval_n_gpus=5")
     assert f"does not divide {pool}=1" in message and "does not divide trainer.eval_n_gpus=5" in message
     assert "does not divide trainer.n_gpus_per_node" not in message
+    hybrid = ("actor_rollout_ref.rollout.mode=async", "trainer.lag=1", "trainer.hybrid_rollout=true", f"{pool}=2")
+    message = check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", *hybrid)
+    assert f"{ROLLOUT_TP}=2: does not divide trainer.n_gpus_per_node=3" in message
     for mode in ("sync", "async"):
         words = ("trainer.n_gpus_per_node=3", f"{pool}=4", f"actor_rollout_ref.rollout.mode={mode}")
         assert ROLLOUT_TP not in check(*tensor_parallel.split(), *words)
