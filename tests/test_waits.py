@@ -63,12 +63,12 @@ EXCEPTIONS = {
         "self.submit(prompts, version=version).get()": CALL,
         "partial.get()": CALL,
     },
-    "serving/agent_loop/waits.py": {"places.acquire()": LOOP},
     "serving/agent_loop/work_queue.py": {"self._done.result()": CALL},
     "serving/environments/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
     "serving/hybrid.py": {"work.result()": CALL},
+    "serving/loop_places.py": {"semaphore.places.acquire()": LOOP},
     "serving/router.py": {"self._running.wait()": LOOP, "self._all_idle.wait()": CALL},
     "serving/service.py": {"future.result()": CALL},
     "single_controller/references.py": {
