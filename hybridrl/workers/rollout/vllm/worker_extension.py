@@ -23,6 +23,7 @@ from hybridrl.workers.rollout.memory_release import release_pages
 from hybridrl.workers.rollout.sampling.logits import StopCondition, TokenHistory
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, uniforms
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
+from hybridrl.workers.rollout.vllm.expert_reload import load_weights
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
 if current_platform.is_cpu():
@@ -119,14 +120,14 @@ def _request_state(params: EngineParams, _: Any, tokens: list[int]) -> tuple[int
 class RolloutExtension:
     """Methods added to vLLM's worker; the rollout calls them through `LLM.collective_rpc`."""
 
-    device: torch.device  # these three are attributes of vLLM's worker
+    device: torch.device  # these four are attributes of vLLM's worker
     model_runner: Any
     parallel_config: Any
+    vllm_config: VllmConfig
 
     def load_rollout_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy named weights (Hugging Face names) into the model in place."""
-        with torch.no_grad():
-            self.model_runner.get_model().load_weights(weights)
+        """Load named weights (Hugging Face names) into the model's own tensors."""
+        load_weights(self.model_runner.get_model(), weights, config=self.vllm_config)
 
     def rollout_fingerprint(self, dtype: torch.dtype) -> int:
         """Return the fingerprint of the model's parameters, over all ranks of its tensor-parallel group."""
