@@ -45,6 +45,10 @@ def test_arguments_are_passed_on_in_every_form(words):
         ("seed=3", f"{ROLLOUT}.engine_kwargs.seed=3: vLLM gets seed from trainer.seed; set that instead"),
         ("model=x", f"{ROLLOUT}.engine_kwargs.model=x: vLLM gets model from actor_rollout_ref.model.path; set"),
         (
+            "quantization=fp8",
+            f"{ROLLOUT}.engine_kwargs.quantization=fp8: hybridrl sets quantization itself: the engine holds exactly",
+        ),
+        (
             "worker_extension_cls=x",
             f"{ROLLOUT}.engine_kwargs.worker_extension_cls=x: hybridrl sets worker_extension_cls itself: it loads",
         ),

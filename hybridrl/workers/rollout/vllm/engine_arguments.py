@@ -41,9 +41,11 @@ REASONS = {  # argument -> why there is no choice
     "load_format": "the weights come from the trainer",
     "logits_processors": "tokens are drawn by hybridrl",
     "pipeline_parallel_size": "the layers of an engine are on one device",
+    "quantization": "the engine holds exactly the weights that were pushed, which their fingerprint verifies",
     "skip_tokenizer_init": "prompts and responses are token ids",
     "speculative_config": "tokens are drawn by hybridrl, one at a time",
     "use_tqdm_on_load": "progress bars are off",
+    "weight_transfer_config": "weights arrive by actor_rollout_ref.rollout.weight_sync.transport",
     "worker_extension_cls": "it loads pushed weights",
 }
 
