@@ -63,30 +63,46 @@ def test_a_server_of_openenv_is_an_environment_of_texts(play, tiny_tokenizer):
         play(entry, ({}, ["crash"]))
 
 
+@pytest.fixture
+def play_alone(site, tmp_path):
+    """Return a function that lets an environment play an episode by itself, as a client of the endpoint."""
+
+    def play_alone(entry: dict, kwargs: dict, answers: list[str]):
+        path, tokenizer = tmp_path / "environments.json", site.served.tokenizer
+        path.write_text(json.dumps({"interaction": [{"name": "it", **entry}]}))
+        context = AgentLoopContext(
+            tokenizer,
+            RESPONSE,
+            max_prompt_length=PROMPT,
+            environments=str(path),
+            session_host=site.endpoint.session_host,
+        )
+        loop, sampling = lookup_agent_loop("verifiers_agent")(context), SamplingParams(RESPONSE)
+        row = {"extra_info": {"interaction_kwargs": {"name": "it", **kwargs}}, "raw_prompt": []}
+        request = Request("r", (5,), sampling, 7)
+        return asyncio.run(loop.run(sampling, **row, request=request, client=Script(tokenizer, answers)))
+
+    return play_alone
+
+
+def test_an_environment_that_plays_by_itself_gives_its_conversation_and_its_reward(play_alone, site):
+    entry = {"class_name": f"{SUPPORT / 'sample_environments.py'}:OwnClient"}
+    output = play_alone(entry, {"question": "Two letters b?", "wanted": "abba"}, ["abba"])
+    assert output.reward == 1.0
+    assert "Two letters b?" in site.served.tokenizer.decode(output.prompt_ids)
+    assert site.served.tokenizer.decode(output.response_ids).startswith("abba")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_environment_of_verifiers_plays_on_the_endpoint(site, tmp_path, monkeypatch):
+def test_an_environment_of_verifiers_plays_on_the_endpoint(play_alone, site, monkeypatch):
     python = other_python("verifiers")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     agent = {"harness": {"id": "letters_taskset"}, "runtime": {"type": "subprocess"}}
     env = {"taskset": {"id": "letters_taskset"}, "agent": agent}
 
     def play(env, idx, answers):
-        entry = {"name": "it", "class_name": "verifiers", "python": python, "config": {"env": env}}
-        (tmp_path / "environments.json").write_text(json.dumps({"interaction": [entry]}))
-        tokenizer = site.served.tokenizer
-        context = AgentLoopContext(
-            tokenizer,
-            RESPONSE,
-            max_prompt_length=PROMPT,
-            environments=str(tmp_path / "environments.json"),
-            session_host=site.endpoint.session_host,
-        )
-        loop, sampling = lookup_agent_loop("verifiers_agent")(context), SamplingParams(RESPONSE)
-        row = {"extra_info": {"interaction_kwargs": {"name": "it", "idx": idx}}, "raw_prompt": []}
-        request = Request("r", (5,), sampling, 7)
-        client = Script(tokenizer, answers)
-        return asyncio.run(loop.run(sampling, **row, request=request, client=client))
+        return play_alone({"class_name": "verifiers", "python": python, "config": {"env": env}}, {"idx": idx}, answers)
 
     output = play(env, 1, ["abba"])
     assert output.reward == 1.0  # two letters b, each half a point

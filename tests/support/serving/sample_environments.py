@@ -1,8 +1,10 @@
 """Environments for tests. Their processes load this file; `fault` in a row says what goes wrong in which method."""
 
+import json
 import os
 import signal
 import time
+import urllib.request
 from typing import Any
 
 from hybridrl.serving.environments import Answer, TextEnvironment
@@ -70,6 +72,19 @@ class Polite:
 
     async def finalize_interaction(self, instance_id=None, **kwargs):
         self.ended.append(instance_id)
+
+
+class OwnClient:
+    """Plays by itself, as a client of the endpoint."""
+
+    def play(self, task):
+        body = {"model": task["model"], "messages": [{"role": "user", "content": task["kwargs"]["question"]}]}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {task['api_key']}"}
+        url = f"{task['base_url']}/chat/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            said = json.load(answer)["choices"][0]["message"]["content"]
+        return float(said == task["kwargs"]["wanted"])
 
 
 def misbehave(fault: str) -> Any:
